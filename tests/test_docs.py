@@ -254,6 +254,14 @@ def test_lines_are_no_longer_than_a_screen() -> None:
             assert len(line) <= 120 or line.startswith("|"), f"{name_of(page)}: {line}"
 
 
+def test_comments_of_rust_are_no_longer_than_its_lines() -> None:
+    """Rustfmt breaks code at `max_width`, and leaves comments as they are."""
+    for path in [*ROOT.glob("rust/*/src/**/*.rs"), *ROOT.glob("rust/*/tests/**/*.rs")]:
+        for line in path.read_text().splitlines():
+            comment = line.lstrip()
+            assert len(line) <= 120 or not comment.startswith("//") or comment.startswith("//! |"), f"{path}: {line}"
+
+
 PREDICTED = ["README.md", "docs/simulation.md"]  # pages with figures of the simulator that no program writes
 GAIN = re.compile(r"\d\.\d+ times (as fast|the (baseline|best|speed))|\d % faster|speed-up[^.;]* \d\.\d+")
 ENDS = re.compile(r"\d\.\d+ to \d\.\d+")

@@ -2,8 +2,8 @@
 
 use crate::interrupt::Meter;
 
-/// Micro-batches from which on the steps of a search are counted towards the next check. With fewer, a search is short enough to
-/// be counted with what is placed, and counting is a tenth of all work.
+/// Micro-batches from which on the steps of a search are counted towards the next check. With fewer, a search is short
+/// enough to be counted with what is placed, and counting is a tenth of all work.
 const COUNTED_FROM: usize = 1024;
 
 /// Steps after which a search among so many goes on from a sample.
@@ -12,11 +12,12 @@ const FAR: usize = 64;
 /// Micro-batches in a list sorted by weight, ties by index.
 ///
 /// Documents come longest first, so a micro-batch that just took one stands close to the one that took the one before:
-/// a search that starts there takes 1 to 4 steps on average, for 4 micro-batches as for 1,024, where a tournament tree or
-/// a heap always pays log N. In any other order it takes up to N steps with few micro-batches; with many, a
-/// long search goes on from the nearest of a sample, the square root of N of them: usually about as many steps away.
+/// a search that starts there takes 1 to 4 steps on average, for 4 micro-batches as for 1,024, where a tournament tree
+/// or a heap always pays log N. In any other order it takes up to N steps with few micro-batches; with many, a long
+/// search goes on from the nearest of a sample, the square root of N of them: usually about as many steps away.
 pub(crate) struct Ladder {
-    /// One rung a micro-batch, and one more, above all (infinite, of the highest index), that closes the list to a ring.
+    /// One rung a micro-batch, and one more, above all (infinite, of the highest index), that closes the list to a
+    /// ring.
     rungs: Vec<Rung>,
     /// Where the last search ended.
     finger: u32,

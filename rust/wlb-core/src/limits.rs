@@ -4,7 +4,8 @@
 //! an overflow. Every limit stands here and nowhere else; the Python package reads them from here.
 
 /// Tokens of the longest document and of the longest packed sequence: `cu_seqlens` are int32 in every varlen attention
-/// kernel. So a window of as many keys, or of more, hides nothing: wherever one is given, it means no window. A chunk likewise.
+/// kernel. So a window of as many keys, or of more, hides nothing: wherever one is given, it means no window. A chunk
+/// likewise.
 pub const MAX_TOKENS: i64 = i32::MAX as i64;
 
 /// Micro-batches of one global batch, or of the global batches that are packed together.

@@ -34,7 +34,8 @@ impl Reader {
         }
     }
 
-    /// One step, whose documents come so many iterations before their turn where the rule knows turns; gives its tokens.
+    /// One step, whose documents come so many iterations before their turn where the rule knows turns; gives its
+    /// tokens.
     fn step(&mut self, min_step_tokens: i64, early: i64) -> i64 {
         let lengths = |next: &[(i64, i32, i32)]| next.iter().map(|&(.., length)| length).collect::<Vec<i32>>();
         let mut offered = lengths(&self.next);
@@ -86,7 +87,8 @@ proptest! {
     #![proptest_config(config(400))]
 
     /// The invariant of `docs/semantics.md`: any lengths, either release rule, any memory, steps with and without a
-    /// least number of tokens and a most of work, documents in order and before their turn; and whatever is offered is admitted in the end, or refused.
+    /// least number of tokens and a most of work, documents in order and before their turn; and whatever is offered is
+    /// admitted in the end, or refused.
     #[test]
     fn what_waits_stays_within_the_bounds(
         config in packer_config(), arrivals in prop::collection::vec(lengths(60, 4000), 1..6),

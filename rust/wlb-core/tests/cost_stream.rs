@@ -128,8 +128,8 @@ fn is_legal(packing: &Packing, config: &PackerConfig) {
 proptest! {
     #![proptest_config(config(200))]
 
-    /// Pushed, saved, loaded, resumed on another `N`, flushed: every plan is the oracle's, and every piece comes out once
-    /// with its costs.
+    /// Pushed, saved, loaded, resumed on another `N`, flushed: every plan is the oracle's, and every piece comes out
+    /// once with its costs.
     #[test]
     fn streams_are_the_oracles((config, events) in stream()) {
         let mut packer = Packer::new(config.clone()).unwrap();
@@ -242,7 +242,8 @@ proptest! {
         prop_assert_eq!(push(&mut Packer::new(config).unwrap(), &documents, 0).unwrap(), expected);
     }
 
-    /// As long as no push brings more than is admitted, what waits stays within the bounds, memory that is scarce included.
+    /// As long as no push brings more than is admitted, what waits stays within the bounds, memory that is scarce
+    /// included.
     #[test]
     fn what_waits_stays_within_the_bounds(
         (config, batches) in cost_config().prop_flat_map(|config| {

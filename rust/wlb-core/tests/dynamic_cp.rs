@@ -242,8 +242,8 @@ fn exchange_makes_groups_small() {
     assert!(dear <= 2.0 && dear < free, "mean group of {dear} ranks, {free} where exchange is free");
 }
 
-/// Where exchange costs, no number of micro-batches that anybody fixes gives much less than the one that was found: it is
-/// solved for with every size of blocks then, which the sweep has no time for.
+/// Where exchange costs, no number of micro-batches that anybody fixes gives much less than the one that was found: it
+/// is solved for with every size of blocks then, which the sweep has no time for.
 #[test]
 fn the_number_of_micro_batches_suits_what_exchange_costs() {
     let lengths: Vec<i32> = (0..512_i32).map(|i| if i % 128 == 0 { 131_072 } else { 128 + i * i % 40_009 }).collect();
@@ -266,8 +266,8 @@ fn the_number_of_micro_batches_suits_what_exchange_costs() {
     assert!(mean < 0.01 && regrets.iter().all(|&regret| regret < 0.02), "{regrets:?}");
 }
 
-/// Groups of one size in all micro-batches, the longest document first, each where it is done first: the shortest step of
-/// all sizes and numbers of micro-batches.
+/// Groups of one size in all micro-batches, the longest document first, each where it is done first: the shortest step
+/// of all sizes and numbers of micro-batches.
 fn longest_first(
     lengths: &[i32],
     options: &DynamicCpOptions,
@@ -318,8 +318,8 @@ fn longest_first(
     best
 }
 
-/// Few documents, in worlds of any size: what anybody would do first is never much faster. Of 960 such steps (seeds 1 to
-/// 20; it takes a minute) none is over 0.4 % longer than that.
+/// Few documents, in worlds of any size: what anybody would do first is never much faster. Of 960 such steps (seeds 1
+/// to 20; it takes a minute) none is over 0.4 % longer than that.
 #[test]
 fn few_documents_take_hardly_longer_than_longest_first() {
     let cost = CostModel::analytic(1.0, 3000.0, Mask::Causal).unwrap();
@@ -375,8 +375,8 @@ proptest! {
         }
     }
 
-    /// Short documents of much work, and a long one of less, which takes more, since it has to be exchanged: the bound of
-    /// the `k` costliest goes by the one of them that is done first, and that is not the last.
+    /// Short documents of much work, and a long one of less, which takes more, since it has to be exchanged: the bound
+    /// of the `k` costliest goes by the one of them that is done first, and that is not the last.
     #[test]
     fn a_long_document_of_little_work_bounds_no_others(
         short in proptest::collection::vec((1_i32..4, 95.0..110.0), 1..6), long in (31_i32..61, 80.0..95.0),

@@ -142,8 +142,8 @@ fn vision_and_language(seed: u64) -> (Vec<i32>, Vec<Vec<f64>>) {
     documents.unzip()
 }
 
-/// Where no document dominates, both resources are level on all ranks: the step is what nothing beats but for 1 %, where
-/// a plan by the sum is far from it. With several stages the bound knows little of filling and draining.
+/// Where no document dominates, both resources are level on all ranks: the step is what nothing beats but for 1 %,
+/// where a plan by the sum is far from it. With several stages the bound knows little of filling and draining.
 #[test]
 fn columns_are_level_on_all_ranks() {
     for (num_stages, most, seed) in [(1, 1.01, 1), (1, 1.01, 2), (4, 1.08, 3), (8, 1.09, 4)] {

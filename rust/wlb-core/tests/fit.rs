@@ -15,8 +15,8 @@ fn squares(columns: &[Vec<f64>], rates: &[f64], target: &[f64]) -> f64 {
         .sum()
 }
 
-/// The oracle: of every subset of the columns the best rates of any sign, by elimination; of those subsets whose rates are
-/// none below 0 the best.
+/// The oracle: of every subset of the columns the best rates of any sign, by elimination; of those subsets whose rates
+/// are none below 0 the best.
 fn best_of_all_subsets(columns: &[Vec<f64>], target: &[f64]) -> f64 {
     let mut best = target.iter().map(|value| value * value).sum::<f64>();
     for subset in 1_u32..1 << columns.len() {

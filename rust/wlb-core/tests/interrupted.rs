@@ -85,7 +85,8 @@ fn checks(work: impl FnOnce() + UnwindSafe) -> u32 {
     asked.load(Ordering::Relaxed)
 }
 
-/// A state has four numbers for each document, which are written or read, and hashed as text: a check for 32,768 of them, each time.
+/// A state has four numbers for each document, which are written or read, and hashed as text: a check for 32,768 of
+/// them, each time.
 #[test]
 fn a_state_is_written_and_read_with_checks() {
     let config = PackerConfig {

@@ -169,7 +169,8 @@ proptest! {
         }
     }
 
-    /// The judged prices are what a packer really does on the other orders, and the rule, in plain words, chooses the same.
+    /// The judged prices are what a packer really does on the other orders, and the rule, in plain words, chooses the
+    /// same.
     #[test]
     fn a_price_is_chosen_on_other_orders(
         lengths in lengths(90, 20_000), last in 1..20_000, n in 1_usize..5, share in 0.5..=1.0,

@@ -111,8 +111,8 @@ fn close(a: f64, b: f64) -> bool {
 proptest! {
     #![proptest_config(config(300))]
 
-    /// The documents that the steepest model's plan places, scored by every model, never worse than that plan and than the
-    /// greedy oracle, and no exchange makes the worst better.
+    /// The documents that the steepest model's plan places, scored by every model, never worse than that plan and than
+    /// the greedy oracle, and no exchange makes the worst better.
     #[test]
     fn packings_are_the_least_worst(
         lengths in lengths(150, 100_000), n in num_micro_batches(), memory in memory(100_000), models in models(),
@@ -228,8 +228,8 @@ proptest! {
     }
 }
 
-/// Three long documents on two micro-batches: pairs alone would leave one with 1.56 of the mean tokens, tokens alone one
-/// with 1.25 of the pairs. With 16 of the 60 short ones beside the two long ones both are 1.2.
+/// Three long documents on two micro-batches: pairs alone would leave one with 1.56 of the mean tokens, tokens alone
+/// one with 1.25 of the pairs. With 16 of the 60 short ones beside the two long ones both are 1.2.
 #[test]
 fn a_range_is_least_worst_where_a_single_model_is_wrong() {
     let lengths: Vec<i32> = [vec![1000; 3], vec![100; 60]].concat();

@@ -45,7 +45,8 @@ fn groups(documents: usize, wild: &[i64], size: usize) -> Vec<i64> {
 proptest! {
     #![proptest_config(config(1500))]
 
-    /// Each document once, `max_tokens`, `max_documents`, groups, equal counts, no needless empty micro-batch, one plan.
+    /// Each document once, `max_tokens`, `max_documents`, groups, equal counts, no needless empty micro-batch, one
+    /// plan.
     #[test]
     fn plans_keep_what_they_promise(
         lengths in lengths(160, 3000), options in options(), room in 0_i32..4000, cost in cost_model(),

@@ -1,5 +1,5 @@
-//! A worked example of every algorithm, small enough to be followed on paper: inputs, what the oracle makes of them, and the
-//! engine beside it. `docs/semantics.md` says the same in words, `tests/common` in code.
+//! A worked example of every algorithm, small enough to be followed on paper: inputs, what the oracle makes of them,
+//! and the engine beside it. `docs/semantics.md` says the same in words, `tests/common` in code.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
@@ -49,8 +49,8 @@ fn original_cuts_the_concatenation() {
     assert_eq!(plan.assignment, [0, -1, 1], "the second is whole nowhere");
 }
 
-/// 6 goes to the first, 5 to the second, where there are no pairs yet. 4 fits nowhere: it fills the second, which has the
-/// most room, and its last token goes where there is room left.
+/// 6 goes to the first, 5 to the second, where there are no pairs yet. 4 fits nowhere: it fills the second, which has
+/// the most room, and its last token goes where there is room left.
 #[test]
 fn fixed_length_goes_to_the_fewest_pairs_and_fills_up() {
     let plan = packed(&[4, 6, 5], 2, 8, Method::FixedLength, &pairs());
@@ -64,8 +64,8 @@ fn var_length_goes_to_the_least_cost() {
     assert_eq!((plan.assignment, plan.costs), (vec![0, 2, 2, 2, 2, 1], vec![36.0, 36.0, 24.0]));
 }
 
-/// With room for 11 tokens the last 3 do not fit to the other nine: they go to the fewest tokens, counted as a fallback.
-/// With room for 10 they fit nowhere, and are left over.
+/// With room for 11 tokens the last 3 do not fit to the other nine: they go to the fewest tokens, counted as a
+/// fallback. With room for 10 they fit nowhere, and are left over.
 #[test]
 fn var_length_goes_by_tokens_where_the_least_cost_has_no_room() {
     let plan = packed(&[8, 8, 3, 3, 3, 3], 3, 11, Method::VarLength, &pairs());
@@ -94,8 +94,8 @@ fn the_bound_knows_where_tokens_are_scarce() {
     assert!(packing.max_cost() == 39.0 && check::close(packing.lower_bound(), 39.0));
 }
 
-/// Two resources: a document that takes much of the one goes with one that takes much of the other. The step, the sum of
-/// both maxima, is 20; two of a kind together would make it 36.
+/// Two resources: a document that takes much of the one goes with one that takes much of the other. The step, the sum
+/// of both maxima, is 20; two of a kind together would make it 36.
 #[test]
 fn columns_are_level_together() {
     let costs = vec![vec![9.0, 1.0], vec![9.0, 1.0], vec![1.0, 9.0], vec![1.0, 9.0]];
@@ -211,8 +211,8 @@ fn per_sequence_cuts_the_packed_sequence() {
     assert_eq!(owners, [vec![0, 0, 1, 1, 1], vec![1, 0, 0]]);
 }
 
-/// Four chunks of each document, the longest first. Of the 6 tokens two are over, for the first two chunks; the 3 of the
-/// next go on from there: chunks 2, 3, and 0 again.
+/// Four chunks of each document, the longest first. Of the 6 tokens two are over, for the first two chunks; the 3 of
+/// the next go on from there: chunks 2, 3, and 0 again.
 #[test]
 fn per_document_deals_what_is_over_in_turn() {
     let owners = sharded(&[6, 3], Strategy::PerDocument, Remainder::Chunk, None);
@@ -226,8 +226,8 @@ fn tokens_that_are_over_can_be_dealt_alone() {
     assert_eq!(owners, [vec![0, 1, 1, 0, 0, 1], vec![0, 1, 0]]);
 }
 
-/// The document of 6 is cut as above, 3 tokens to each rank. Of 9 tokens the first rank has 5 in the end and the other 4: the
-/// document of 3 fills the first up, and its last token goes to the second.
+/// The document of 6 is cut as above, 3 tokens to each rank. Of 9 tokens the first rank has 5 in the end and the other
+/// 4: the document of 3 fills the first up, and its last token goes to the second.
 #[test]
 fn hybrid_keeps_short_documents_whole_while_there_is_room() {
     let owners = sharded(&[6, 3], Strategy::Hybrid, Remainder::Chunk, Some(5));

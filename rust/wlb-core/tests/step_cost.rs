@@ -1,4 +1,5 @@
-//! A bound on the work of a step: kept but for what is due, however documents come; and no difference where it does not bind.
+//! A bound on the work of a step: kept but for what is due, however documents come; and no difference where it does not
+//! bind.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
@@ -99,7 +100,8 @@ proptest! {
     }
 }
 
-/// One document of a context in every global batch: held until four of them fill a step, or, bounded, spread over steps.
+/// One document of a context in every global batch: held until four of them fill a step, or, bounded, spread over
+/// steps.
 #[test]
 fn long_documents_are_spread_over_steps() {
     let heaviest = |max_cost: Option<f64>| {

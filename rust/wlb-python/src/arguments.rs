@@ -1,4 +1,5 @@
-//! Every argument that is a number or an array: its name, its type, how it is read. A name means the same in all functions.
+//! Every argument that is a number or an array: its name, its type, how it is read. A name means the same in all
+//! functions.
 //!
 //! What is out of a range that stands here is refused here; other ranges are the core's to check.
 
@@ -16,8 +17,8 @@ use crate::convert::{
 /// Numbers row by row, and how many rows and columns there are.
 pub(crate) type Table = (Vec<f64>, usize, usize);
 
-/// `name: Type = reader(limits)`: a function of that name for `from_py_with`, whose errors have the name too, and the type that
-/// it reads; and both in [`optional`], for where it may be None.
+/// `name: Type = reader(limits)`: a function of that name for `from_py_with`, whose errors have the name too, and the
+/// type that it reads; and both in [`optional`], for where it may be None.
 macro_rules! arguments {
     ($($name:ident: $type:ty = $reader:ident($($limit:expr),*);)+) => {
         $(
@@ -48,8 +49,9 @@ macro_rules! arguments {
 ///
 /// `functions! { /// What it does. \n fn name[parameters of Rust](arguments of Python) -> Result { ... } }`
 ///
-/// An argument is `name` or `name = default`, read as it stands in the table; `name?`, which may be None and is by default;
-/// `name: Type`, which pyo3 reads, or `name by reader: Type`, with a default or without. What follows a `*` is a keyword.
+/// An argument is `name` or `name = default`, read as it stands in the table; `name?`, which may be None and is by
+/// default; `name: Type`, which pyo3 reads, or `name by reader: Type`, with a default or without. What follows a `*` is
+/// a keyword.
 macro_rules! functions {
     ($($class:ident:)? $(
         $(#[$meta:meta])*

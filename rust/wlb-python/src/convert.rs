@@ -13,7 +13,8 @@ use wlb_core::limits::MAX_TOKENS;
 use crate::error::{raise, refuse};
 use crate::results::declaration;
 
-/// Numbers that are read at a time: a copy of them stays in a cache until it is checked, and signals are looked for after it.
+/// Numbers that are read at a time: a copy of them stays in a cache until it is checked, and signals are looked for
+/// after it.
 const PART: usize = 1 << 16;
 
 /// Lengths of documents: copied, and the copy checked, because other threads may write to the array; numpy does so
@@ -58,11 +59,12 @@ fn copied<T: Element + Copy>(array: &Bound<'_, PyArrayDyn<T>>) -> PyResult<Vec<T
     Ok(values)
 }
 
-/// Gives the numbers of an array, in C order, part by part. Signals are handled in between; a handler may do anything, also to the
-/// array, so where it lies is asked for each.
+/// Gives the numbers of an array, in C order, part by part. Signals are handled in between; a handler may do anything,
+/// also to the array, so where it lies is asked for each.
 fn in_parts<T: Element>(array: &Bound<'_, PyArrayDyn<T>>, mut take: impl FnMut(&[T]) -> PyResult<()>) -> PyResult<()> {
     for first in (0..).step_by(PART) {
-        // SAFETY: read until `take` is done, which runs no Python, with the GIL. That the memory is aligned and contiguous is checked.
+        // SAFETY: read until `take` is done, which runs no Python, with the GIL. That the memory is aligned and
+        // contiguous is checked.
         let values = unsafe { array.as_slice() }?;
         let Some(part) = values.get(first..values.len().min(first + PART)).filter(|part| !part.is_empty()) else {
             break;

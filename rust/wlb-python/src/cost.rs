@@ -56,18 +56,18 @@ pub(crate) fn mask(causal: bool) -> Mask {
 
 /// Cost of documents: ``cost(d) = attention * pairs(d) + linear * d``, and some terms more, in any one unit.
 ///
-/// Attention is quadratic in a document's length, everything else (GEMMs, collectives, element-wise work) linear. Layers
-/// of windowed or chunked attention have pairs of their own, closed forms of the length and exact. Costs
-/// must come from the user's model and GPU: a wrong cost model costs a hundred times more balance than a
-/// greedy packing does. Build one from rates, :meth:`from_flops`, :meth:`from_tables` or :meth:`from_profile`. Immutable;
-/// picklable; equal models compare equal.
+/// Attention is quadratic in a document's length, everything else (GEMMs, collectives, element-wise work) linear.
+/// Layers of windowed or chunked attention have pairs of their own, closed forms of the length and exact. Costs must
+/// come from the user's model and GPU: a wrong cost model costs a hundred times more balance than a greedy packing
+/// does. Build one from rates, :meth:`from_flops`, :meth:`from_tables` or :meth:`from_profile`. Immutable; picklable;
+/// equal models compare equal.
 ///
 /// Args:
 ///     attention: cost of one (query, key) pair; 0 or above.
 ///     linear: cost of one token; 0 or above, and not both 0.
 ///     causal: count ``d(d+1)/2`` pairs (default) or, for bidirectional masks, ``d*d``.
-///     windows: ``{w: rate}``, cost of a pair under a sliding window of ``w`` keys: a query sees itself and the ``w - 1``
-///         before it. Causal only. From 2^31 - 1 on there is no window: the rate is added to ``attention``.
+///     windows: ``{w: rate}``, cost of a pair under a sliding window of ``w`` keys: a query sees itself and the ``w -
+///         1`` before it. Causal only. From 2^31 - 1 on there is no window: the rate is added to ``attention``.
 ///     chunks: ``{c: rate}``, cost of a pair in chunks of ``c`` tokens: a query sees itself and all before it in its
 ///         chunk. Causal only.
 ///     document: cost of every document, whatever its length.
@@ -76,8 +76,8 @@ pub(crate) fn mask(causal: bool) -> Mask {
 ///         (:func:`plan_dynamic_cp`) refuses "flops".
 ///
 /// Raises:
-///     WlbError: a rate is negative or not finite, or no document costs anything; a window or chunk below 1, or without a
-///         causal mask.
+///     WlbError: a rate is negative or not finite, or no document costs anything; a window or chunk below 1, or without
+///         a causal mask.
 #[pyclass(frozen, eq, hash, module = "wlb")]
 #[derive(PartialEq)]
 pub(crate) struct CostModel(pub(crate) Model);
@@ -119,10 +119,10 @@ properties! {
 impl CostModel {
     /// A cost model that is not certain: any of these may be the true one.
     ///
-    /// Wherever wlb takes a ``cost_model``, ``[low, high]`` is the same. Packings then have the least worst imbalance over
-    /// all of them: :attr:`Packing.imbalance` is that of the worst, :attr:`Packing.imbalances` has each. Models that differ
-    /// in their rates alone cover all rates between theirs. Where a single cost is asked for (:meth:`cost`, what a release
-    /// rule holds back) it is that of the model under which long documents weigh the most.
+    /// Wherever wlb takes a ``cost_model``, ``[low, high]`` is the same. Packings then have the least worst imbalance
+    /// over all of them: :attr:`Packing.imbalance` is that of the worst, :attr:`Packing.imbalances` has each. Models
+    /// that differ in their rates alone cover all rates between theirs. Where a single cost is asked for (:meth:`cost`,
+    /// what a release rule holds back) it is that of the model under which long documents weigh the most.
     ///
     /// Args:
     ///     models: two or more of one mask and one unit.
@@ -148,7 +148,8 @@ impl CostModel {
         terms.into_py_dict(py)
     }
 
-    /// The model as a JSON text, for a file: :meth:`from_json` reads it, and so does ``--cost-model`` of the ``wlb`` command.
+    /// The model as a JSON text, for a file: :meth:`from_json` reads it, and so does ``--cost-model`` of the ``wlb``
+    /// command.
     fn to_json(&self) -> String {
         self.0.to_json()
     }
@@ -292,30 +293,34 @@ functions! {
 
     /// The costs that measured times of micro-batches show, in seconds.
     ///
-    /// Minimised is the sum of ``rho((seconds - predicted) / predicted)`` over rates that are never negative: errors count relative
-    /// to the time, and ``rho`` (Huber's, and from there Tukey's bisquare) leaves out rows that the others contradict. A term that the
-    /// times do not need is given up. Of terms that they cannot tell apart the later goes, in the order tokens, pairs, windows, chunks,
-    /// documents, micro-batches, and the result says so: its time is never split between them. Deterministic.
+    /// Minimised is the sum of ``rho((seconds - predicted) / predicted)`` over rates that are never negative: errors
+    /// count relative to the time, and ``rho`` (Huber's, and from there Tukey's bisquare) leaves out rows that the
+    /// others contradict. A term that the times do not need is given up. Of terms that they cannot tell apart the later
+    /// goes, in the order tokens, pairs, windows, chunks, documents, micro-batches, and the result says so: its time is
+    /// never split between them. Deterministic.
     ///
     /// Args:
-    ///     micro_batches: list of int[documents], tokens of the documents in each; at least two for each term, and eight.
+    ///     micro_batches: list of int[documents], tokens of the documents in each; at least two for each term, and
+    ///         eight.
     ///     seconds: float[micro-batches], forward and backward of each.
     ///     windows: sizes of the sliding windows that the model's layers have.
     ///     chunks: sizes of their chunks.
-    ///     terms: of "pairs", "tokens", "documents", "micro_batches" those to try, besides windows and chunks; default all.
+    ///     terms: of "pairs", "tokens", "documents", "micro_batches" those to try, besides windows and chunks; default
+    ///         all.
     ///     causal: mask.
-    ///     ranks: int[micro-batches], how many context-parallel ranks shared each, where that differs (Dynamic-CP): pairs and tokens are
-    ///         divided by it, as in :func:`plan_dynamic_cp`. Default 1: rates are then those of the ranks that share one together.
+    ///     ranks: int[micro-batches], how many context-parallel ranks shared each, where that differs (Dynamic-CP):
+    ///         pairs and tokens are divided by it, as in :func:`plan_dynamic_cp`. Default 1: rates are then those of
+    ///         the ranks that share one together.
     ///
     /// Returns:
     ///     CostFit
     ///
     /// Raises:
-    ///     WlbError: a time that is not above 0, too few micro-batches, documents of a single length, times that do not grow with the
-    ///         documents, or numbers of micro-batches and times that differ; names the entry.
+    ///     WlbError: a time that is not above 0, too few micro-batches, documents of a single length, times that do not
+    ///         grow with the documents, or numbers of micro-batches and times that differ; names the entry.
     ///
-    /// O(n k^2) for n micro-batches and k terms, some hundred times. Lawson and Hanson, Solving Least Squares Problems (1974);
-    /// Holland and Welsch, Robust regression using iteratively reweighted least-squares (1977).
+    /// O(n k^2) for n micro-batches and k terms, some hundred times. Lawson and Hanson, Solving Least Squares Problems
+    /// (1974); Holland and Welsch, Robust regression using iteratively reweighted least-squares (1977).
     #[staticmethod]
     #[pyo3(text_signature = "(micro_batches, seconds, *, windows=(), chunks=(), terms=None, causal=True, ranks=None)")]
     fn fit<'py>[py: Python<'py>](

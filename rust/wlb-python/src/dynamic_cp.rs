@@ -161,8 +161,8 @@ functions! {
 }
 
 functions! {
-    /// `DynamicCpPlan.step_seconds`: the step's time if a plan's groups, given by their sizes in the order of ranks, took
-    /// these times.
+    /// `DynamicCpPlan.step_seconds`: the step's time if a plan's groups, given by their sizes in the order of ranks,
+    /// took these times.
     fn dynamic_cp_seconds[py: Python<'_>](
         group_seconds, *, columns: usize, cp_sizes, group_offsets, world_size, num_stages, num_virtual_stages,
         schedule: &str, sync: &str, p2p_seconds,

@@ -1,5 +1,5 @@
-//! Plain JSON values of Python, and their text: as `json.dumps` and `json.loads`, which do not listen to signals. States may
-//! have tens of millions of numbers.
+//! Plain JSON values of Python, and their text: as `json.dumps` and `json.loads`, which do not listen to signals.
+//! States may have tens of millions of numbers.
 
 use std::cell::RefCell;
 use std::fmt;

@@ -12,9 +12,9 @@ use crate::plain::{Array, hashed_by, pickled_as_json, properties};
 
 /// Latency of an attention kernel for the segments of a context-parallel rank, in seconds per transformer layer.
 ///
-/// Queries are padded to the kernel's tile; the padded FLOPs are divided by the rate at that (query length, key length), from a table
-/// that was measured (:meth:`from_profile`) or is assumed (:meth:`analytic`); docs/semantics.md has the formulas. Immutable;
-/// picklable; equal models compare equal. WLB-LLM, section 5.2.
+/// Queries are padded to the kernel's tile; the padded FLOPs are divided by the rate at that (query length, key
+/// length), from a table that was measured (:meth:`from_profile`) or is assumed (:meth:`analytic`); docs/semantics.md
+/// has the formulas. Immutable; picklable; equal models compare equal. WLB-LLM, section 5.2.
 #[pyclass(frozen, eq, hash, module = "wlb")]
 #[derive(PartialEq)]
 pub(crate) struct KernelModel(pub(crate) Model);

@@ -68,6 +68,7 @@ mod _core {
         module.add("MAX_WORLD_SIZE", limits::MAX_WORLD_SIZE)?;
         module.add("MAX_STAGES", limits::MAX_STAGES)?;
         module.add("MAX_MEAN_DELAY", packing::tune::MAX_MEAN_DELAY)?;
+        module.add("MAX_DELAY", stream::Release::Adaptive.default_max_delay())?;
         module.add("DELAY_PRICE", stream::Release::Adaptive.default_price())?;
         module.add("IMBALANCE_RESOLUTION", stream::IMBALANCE_RESOLUTION)?;
         let peaks = PyDict::new(module.py());

@@ -27,60 +27,63 @@ use crate::run::{DETACH_FROM, calling_out, is_called_out, run};
 
 /// Packs a stream of global batches, holding outliers back until they can be balanced.
 ///
-/// Documents of ``outlier_thresholds[i]`` tokens or more, and fewer than the next threshold, wait in level ``i``. While a
-/// level holds ``num_micro_batches`` documents, that many leave it and join the batch being packed, one for
-/// each micro-batch. All others are emitted in the iteration they arrive in, if they fit; what does not fit
-/// goes first in the next. The same pushes give the same plans on every rank, and after every resume. Safe to share between
-/// threads; picklable.
+/// Documents of ``outlier_thresholds[i]`` tokens or more, and fewer than the next threshold, wait in level ``i``. While
+/// a level holds ``num_micro_batches`` documents, that many leave it and join the batch being packed, one for each
+/// micro-batch. All others are emitted in the iteration they arrive in, if they fit; what does not fit goes first in
+/// the next. The same pushes give the same plans on every rank, and after every resume. Safe to share between threads;
+/// picklable.
 ///
 /// Args:
 ///     num_micro_batches: micro-batches of a global batch, ``N`` (``pp_size * dp_size`` in the paper).
 ///     max_tokens: most tokens of a micro-batch (``S_max``): a memory bound, and usually above the context window.
 ///     cost_model: what documents cost, by their lengths; of ``[low, high]``, or more, any may be the true one
 ///         (:meth:`CostModel.range`). Or ``cost_columns``.
-///     cost_columns: documents bring their costs, in so many columns (``push(costs=)``, always). A step takes the sum over columns of
-///         the heaviest micro-batch in that column. Said here, and not by the first push, because it belongs to what ranks compare
-///         before they begin. Queues go by length all the same; "adaptive" takes one column.
-///     limits: float64[cost_columns], the most that a micro-batch may have in each column, infinite for none. What has a limit is
-///         memory, and takes no time.
+///     cost_columns: documents bring their costs, in so many columns (``push(costs=)``, always). A step takes the sum
+///         over columns of the heaviest micro-batch in that column. Said here, and not by the first push, because it
+///         belongs to what ranks compare before they begin. Queues go by length all the same; "adaptive" takes one
+///         column.
+///     limits: float64[cost_columns], the most that a micro-batch may have in each column, infinite for none. What has
+///         a limit is memory, and takes no time.
 ///     outlier_thresholds: tokens, ascending; () holds nothing back. :func:`tune_outlier_thresholds` finds good ones.
 ///     release: which waiting documents join a batch. "fifo" is the paper's rule, above. "adaptive" has no thresholds
-///         (``outlier_thresholds`` must be ()): it holds the longest documents, new or waiting, as long as the step becomes
-///         so much more even that ``delay_price`` is paid, and short ones while there is no room for them. It balances
-///         better than "fifo" at less delay.
+///         (``outlier_thresholds`` must be ()): it holds the longest documents, new or waiting, as long as the step
+///         becomes so much more even that ``delay_price`` is paid, and short ones while there is no room for them. It
+///         balances better than "fifo" at less delay.
 ///     delay_price: with "adaptive": how much shorter a step must become, relative to an even one, to be worth that a
-///         context for each micro-batch waits one iteration (0.03, the default: 3 %); to wait a second iteration costs twice
-///         as much. At a higher price less waits. Give :func:`tune_delay_price` a mean delay, and it finds the price.
-///     max_delay: iterations after which a waiting document leaves whatever else waits. ``None``: 16 with "adaptive"; with "fifo" no
-///         limit (the paper's rule), so that an outlier may wait for others of its length for ever. What keeps it: :meth:`bounds`.
+///         context for each micro-batch waits one iteration (0.03, the default: 3 %); to wait a second iteration costs
+///         twice as much. At a higher price less waits. Give :func:`tune_delay_price` a mean delay, and it finds the
+///         price.
+///     max_delay: iterations after which a waiting document leaves whatever else waits. ``None``: 16 with "adaptive";
+///         with "fifo" no limit (the paper's rule), so that an outlier may wait for others of its length for ever. What
+///         keeps it: :meth:`bounds`.
 ///     max_document_tokens: longest document, at most ``max_tokens`` (the default): the context window.
 ///     oversize: what happens to a longer one: "error", "split" into documents of their own, or "truncate".
-///     method: how what leaves is placed: "var_length", longest first where the cost is least; or "refined", from there on as
-///         ``pack(method="refined")``: the same documents, never a heavier heaviest micro-batch, mostly in twice the time.
-///         Where ``max_tokens`` binds it also finds room for documents that were carried over.
-///     dp_size: data-parallel ranks that every step is planned for, as :func:`pack` does it with what leaves: documents are exchanged
-///         between ranks, and ``packing.deal(dp_size)`` gives every rank's micro-batches. It divides ``num_micro_batches``, and like
-///         these may be another on resume. Queues let ``dp_size`` documents of a kind go together, not ``num_micro_batches``.
-///         Documents priced by a cost model, or in one column without a limit.
-///     sync: where these ranks wait for each other, "step" (the default) or "micro_batch". With "step" the "adaptive" rule weighs the
-///         sums of ranks, so that a document waits only if it would make its rank the longest.
-///     max_documents: most documents of a micro-batch. Waiting documents then count for at least ``max_tokens / max_documents``
-///         tokens in :attr:`room` and :meth:`bounds`.
-///     multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens, and ``max_tokens`` counts the padding:
-///         :attr:`max_tokens` is the largest multiple within it. ``packing.padded_tokens`` has the sizes;
+///     method: how what leaves is placed: "var_length", longest first where the cost is least; or "refined", from there
+///         on as ``pack(method="refined")``: the same documents, never a heavier heaviest micro-batch, mostly in twice
+///         the time. Where ``max_tokens`` binds it also finds room for documents that were carried over.
+///     dp_size: data-parallel ranks that every step is planned for, as :func:`pack` does it with what leaves: documents
+///         are exchanged between ranks, and ``packing.deal(dp_size)`` gives every rank's micro-batches. It divides
+///         ``num_micro_batches``, and like these may be another on resume. Queues let ``dp_size`` documents of a kind
+///         go together, not ``num_micro_batches``. Documents priced by a cost model, or in one column without a limit.
+///     sync: where these ranks wait for each other, "step" (the default) or "micro_batch". With "step" the "adaptive"
+///         rule weighs the sums of ranks, so that a document waits only if it would make its rank the longest.
+///     max_documents: most documents of a micro-batch. Waiting documents then count for at least ``max_tokens /
+///         max_documents`` tokens in :attr:`room` and :meth:`bounds`.
+///     multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens, and ``max_tokens`` counts the
+///         padding: :attr:`max_tokens` is the largest multiple within it. ``packing.padded_tokens`` has the sizes;
 ///         ``wlb.torch.collate(multiple_of_tokens=)`` pads.
 ///     token_buckets: int[b], ascending: the only sizes that micro-batches run with; padded up to the next.
-///     max_step_cost: with "adaptive": most work of a step, in global batches of the documents that came lately (the last 128 to
-///         256 such batches). What makes micro-batches even, long documents that
-///         leave together, makes steps uneven; with 1.5 no step has more than 1.5 times the mean work, but for documents that are
-///         due by ``max_delay`` (``metrics().steps_over_max_cost`` counts such steps), ``min_step_tokens`` and flushes. Long documents are
-///         then spread over steps, and micro-batches are less even. Below the mean less would leave than comes: all then leaves when it
-///         is due, whatever it costs. ``None``: no bound.
-///     tokens_per_batch: tokens of a global batch, at most ``num_micro_batches * max_tokens``; default ``num_micro_batches *
-///         max_document_tokens``. Give it where steps train another number, so that ``max_step_cost`` is told in *their* work;
-///         samplers and streams take it from here. May be another on resume.
-///     on_backlog: what a push does after which more waits than :meth:`bounds` allows, because it brought more than the packer
-///         :meth:`admits`: "warn" once with a :class:`BacklogWarning`, or "error" and change nothing.
+///     max_step_cost: with "adaptive": most work of a step, in global batches of the documents that came lately (the
+///         last 128 to 256 such batches). What makes micro-batches even, long documents that leave together, makes
+///         steps uneven; with 1.5 no step has more than 1.5 times the mean work, but for documents that are due by
+///         ``max_delay`` (``metrics().steps_over_max_cost`` counts such steps), ``min_step_tokens`` and flushes. Long
+///         documents are then spread over steps, and micro-batches are less even. Below the mean less would leave than
+///         comes: all then leaves when it is due, whatever it costs. ``None``: no bound.
+///     tokens_per_batch: tokens of a global batch, at most ``num_micro_batches * max_tokens``; default
+///         ``num_micro_batches * max_document_tokens``. Give it where steps train another number, so that
+///         ``max_step_cost`` is told in *their* work; samplers and streams take it from here. May be another on resume.
+///     on_backlog: what a push does after which more waits than :meth:`bounds` allows, because it brought more than the
+///         packer :meth:`admits`: "warn" once with a :class:`BacklogWarning`, or "error" and change nothing.
 ///
 /// Raises:
 ///     WlbError: naming the argument that makes no sense.
@@ -90,8 +93,8 @@ use crate::run::{DETACH_FROM, calling_out, is_called_out, run};
 pub(crate) struct Packer {
     /// Held only with the GIL, and never while waiting for it: a process that forks copies no locked lock.
     core: Mutex<Core>,
-    /// The process in which a thread changes the core; 0 if none does. A forked child may find its parent's id here, and the
-    /// core as it was before: changes without the GIL are made on a copy.
+    /// The process in which a thread changes the core; 0 if none does. A forked child may find its parent's id here,
+    /// and the core as it was before: changes without the GIL are made on a copy.
     changing: AtomicU32,
     on_backlog: OnBacklog,
     /// Whether the warning was given.
@@ -107,8 +110,8 @@ impl Packer {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the core, one caller at a time; without the GIL, on a copy, if there is enough to do. A signal handler that raises
-    /// ends that, and nothing is changed.
+    /// Changes the core, one caller at a time; without the GIL, on a copy, if there is enough to do. A signal handler
+    /// that raises ends that, and nothing is changed.
     ///
     /// # Arguments
     /// * `new` - pieces that come to those that wait.
@@ -206,8 +209,8 @@ impl Drop for Turn<'_> {
 
 properties! {
     Packer:
-    /// Tokens that the next push may bring so that :meth:`bounds` hold; with ``max_documents`` each document counts for at least
-    /// its share of a full micro-batch. :meth:`admits` says it for documents. O(pending).
+    /// Tokens that the next push may bring so that :meth:`bounds` hold; with ``max_documents`` each document counts for
+    /// at least its share of a full micro-batch. :meth:`admits` says it for documents. O(pending).
     room: i64 = |packer| packer.lock().room();
     /// Documents (or pieces of split ones) that were pushed and not yet emitted.
     pending: usize = |packer| packer.lock().pending();
@@ -269,8 +272,8 @@ properties! {
         let infinite = |limit: &Option<f64>| limit.unwrap_or(f64::INFINITY);
         packer.lock().config().limits.as_ref().map(|limits| Tuple(limits.iter().map(infinite).collect()))
     };
-    /// Hex hash of the configuration, all but ``num_micro_batches``, ``dp_size`` and ``tokens_per_batch``, and of every change of the cost
-    /// model: equal if and only if the same documents gave, and will give, the same plans.
+    /// Hex hash of the configuration, all but ``num_micro_batches``, ``dp_size`` and ``tokens_per_batch``, and of every
+    /// change of the cost model: equal if and only if the same documents gave, and will give, the same plans.
     fingerprint: String = |packer| packer.lock().fingerprint();
 }
 
@@ -292,7 +295,8 @@ impl Packer {
         Ok(Self::new_from(core, choice(on_backlog)?))
     }
 
-    /// A packer that goes on from here by itself, with the same configuration; O(pending), and much cheaper than a state.
+    /// A packer that goes on from here by itself, with the same configuration; O(pending), and much cheaper than a
+    /// state.
     fn copy(&self) -> Self {
         Self::new_from(self.lock().clone(), self.on_backlog)
     }
@@ -306,8 +310,8 @@ impl Packer {
     /// What waits at most, and for how long, as long as no push brings more than the packer :meth:`admits`.
     ///
     /// Returns:
-    ///     Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``; with "fifo"
-    ///     what the levels can hold and one such batch. docs/semantics.md has the proof.
+    ///     Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``;
+    ///     with "fifo" what the levels can hold and one such batch. docs/semantics.md has the proof.
     fn bounds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let bounds = self.lock().bounds();
         answer!(py, "Bounds", bounds { tokens, delay, drain })
@@ -437,31 +441,32 @@ functions! {
     /// Args:
     ///     lengths: int[n], tokens of the new documents; may be empty.
     ///     ids: int64[n], their names, unique among these and the pending documents; default a running number.
-    ///     starts: int[n], where each begins inside the document that ``ids`` names, for a reader that cuts documents itself and lets
-    ///         their pieces enter over several iterations; default: all are whole documents.
-    ///     costs: float64[n] or float64[n, cost_columns], what each document costs, where the packer was made with ``cost_columns``,
-    ///         and only there; what it costs that is cut is shared among its pieces by their tokens. What waits keeps its costs.
-    ///     min_step_tokens: more leaves than the release rule lets go, if that is fewer tokens than these and more is there. Such a
-    ///         step is less balanced. It holds so many tokens at least, or all that is there, or ``num_micro_batches // 2 *
-    ///         max_tokens`` (without ``limits``, which may leave less room).
-    ///     early: int[n], from 0 to 1024, by how many iterations each comes before its turn in the order of the stream (see
-    ///         :meth:`leads`), only with release="adaptive". Until its turn a document is not late: it may be trained, and waiting
-    ///         costs nothing. Delays count from the turn on.
+    ///     starts: int[n], where each begins inside the document that ``ids`` names, for a reader that cuts documents
+    ///         itself and lets their pieces enter over several iterations; default: all are whole documents.
+    ///     costs: float64[n] or float64[n, cost_columns], what each document costs, where the packer was made with
+    ///         ``cost_columns``, and only there; what it costs that is cut is shared among its pieces by their tokens.
+    ///         What waits keeps its costs.
+    ///     min_step_tokens: more leaves than the release rule lets go, if that is fewer tokens than these and more is
+    ///         there. Such a step is less balanced. It holds so many tokens at least, or all that is there, or
+    ///         ``num_micro_batches // 2 * max_tokens`` (without ``limits``, which may leave less room).
+    ///     early: int[n], from 0 to 1024, by how many iterations each comes before its turn in the order of the stream
+    ///         (see :meth:`leads`), only with release="adaptive". Until its turn a document is not late: it may be
+    ///         trained, and waiting costs nothing. Delays count from the turn on.
     ///
     /// Returns:
-    ///     Packing of ``num_micro_batches`` micro-batches. ``assignment`` follows ``lengths`` (-1: waits, or was split);
-    ///     ``leftover`` is what is carried over to the next iteration.
+    ///     Packing of ``num_micro_batches`` micro-batches. ``assignment`` follows ``lengths`` (-1: waits, or was
+    ///     split); ``leftover`` is what is carried over to the next iteration.
     ///
     /// Raises:
-    ///     WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under oversize="error", more than 2^23
-    ///         cuts under oversize="split", or, under on_backlog="error", more waits afterwards than :meth:`bounds` allows. The
-    ///         packer is unchanged.
+    ///     WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under
+    ///         oversize="error", more than 2^23 cuts under oversize="split", or, under on_backlog="error", more waits
+    ///         afterwards than :meth:`bounds` allows. The packer is unchanged.
     ///
     /// Warns:
     ///     BacklogWarning: more waits afterwards than :meth:`bounds` allows; once.
     ///
-    /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces on, those
-    /// that wait included. Ctrl-C ends it within half a second, and the packer is unchanged.
+    /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces
+    /// on, those that wait included. Ctrl-C ends it within half a second, and the packer is unchanged.
     fn push[&self, py: Python<'_>](
         lengths, ids?, *, starts?, costs?, min_step_tokens = 0, early?,
     ) -> PyResult<Packing> {
@@ -480,8 +485,9 @@ functions! {
 
     /// By how many iterations each of the documents that come next should come before its turn, for :meth:`push`.
     ///
-    /// A document that costs as much as ``c`` mean micro-batches is level only in a step of ``c`` times the work, which has to be
-    /// gathered: it waits. Where it comes ``2 * (c - 1)`` iterations before its turn, it is trained about then.
+    /// A document that costs as much as ``c`` mean micro-batches is level only in a step of ``c`` times the work, which
+    /// has to be gathered: it waits. Where it comes ``2 * (c - 1)`` iterations before its turn, it is trained about
+    /// then.
     ///
     /// Args:
     ///     lengths: int[n], tokens of the documents that come next, in order: as many global batches as are known.
@@ -503,8 +509,8 @@ functions! {
 
     /// How many of the first of these documents the next push may bring, so that the packer keeps its :meth:`bounds`.
     ///
-    /// Their tokens are at most its :attr:`room`, and their costs in a column with a limit at most what a step may have of it less
-    /// what is carried over. With "adaptive" they also fit into the micro-batches of one step by themselves,
+    /// Their tokens are at most its :attr:`room`, and their costs in a column with a limit at most what a step may have
+    /// of it less what is carried over. With "adaptive" they also fit into the micro-batches of one step by themselves,
     /// longest first where the tokens are fewest. Where nothing waits, at least one.
     ///
     /// Args:
@@ -515,8 +521,9 @@ functions! {
     ///     0 to n. With 0, push nothing until there is room: ``push([])`` trains of what waits.
     ///
     /// Raises:
-    ///     WlbError: wrong lengths or costs; or, under oversize="split", the first document has more pieces than a step holds, so that
-    ///         it would never be admitted: cut it with :func:`split_documents`, and push its pieces step by step with ``starts``.
+    ///     WlbError: wrong lengths or costs; or, under oversize="split", the first document has more pieces than a step
+    ///         holds, so that it would never be admitted: cut it with :func:`split_documents`, and push its pieces step
+    ///         by step with ``starts``.
     ///
     /// O(n + pending); a sort, and log(n) placements where they do not all fit.
     fn admits[&self](lengths, *, costs?) -> PyResult<usize> {
@@ -529,13 +536,14 @@ functions! {
     /// Args:
     ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
     ///     allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
-    ///         anew, and those that are no outliers any more are emitted first. Another ``num_micro_batches``, ``dp_size`` or
-    ///         ``tokens_per_batch`` is always allowed, but for the first ``tokens_per_batch`` beside a ``max_step_cost``, which
-    ///         meant another number of tokens without it.
+    ///         anew, and those that are no outliers any more are emitted first. Another ``num_micro_batches``,
+    ///         ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the first ``tokens_per_batch`` beside a
+    ///         ``max_step_cost``, which meant another number of tokens without it.
     ///
     /// Raises:
-    ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration differs
-    ///         (says in which fields); or a waiting document is longer than this packer allows. The packer is unchanged.
+    ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration
+    ///         differs (says in which fields); or a waiting document is longer than this packer allows. The packer is
+    ///         unchanged.
     fn load_state_dict[&self, py: Python<'_>](
         state: &Bound<'_, PyAny>, *, allow_config_change = false,
     ) -> PyResult<()> {
@@ -546,12 +554,12 @@ functions! {
 
     /// Packs by other costs from the next push on.
     ///
-    /// Documents that wait are priced anew then: what is kept of them is their lengths. ``outlier_thresholds`` are lengths and
-    /// ``delay_price`` is a share of a step, so both still mean what they meant; but what was tuned to a mean delay was tuned under
-    /// the costs before.
+    /// Documents that wait are priced anew then: what is kept of them is their lengths. ``outlier_thresholds`` are
+    /// lengths and ``delay_price`` is a share of a step, so both still mean what they meant; but what was tuned to a
+    /// mean delay was tuned under the costs before.
     ///
-    /// The change is part of the state and of :attr:`fingerprint`. A packer that loads the state was made with the *first* costs, as
-    /// in the run that saved it, and goes on with the latest. Equal costs are no change.
+    /// The change is part of the state and of :attr:`fingerprint`. A packer that loads the state was made with the
+    /// *first* costs, as in the run that saved it, and goes on with the latest. Equal costs are no change.
     ///
     /// Args:
     ///     cost_model: what documents cost from now on. The same on every rank, at the same iteration.

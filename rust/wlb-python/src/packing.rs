@@ -37,9 +37,9 @@ functions! {
     ///     method: "var_length" (WLB-LLM's Algorithm 1: longest first, each to the micro-batch with the least cost),
     ///         "var_length_fast" (the same for heavy documents, the light tail poured in arrival order; costs at most
     ///         1.001 of the lower bound where var_length does), "refined" (no worse than var_length, and next to
-    ///         optimal where ``max_tokens`` binds; 1.4 times its time at the median, about four times where a few pieces
-    ///         fill a micro-batch that has next to no room to spare), "fixed_length" (longest first, to the least
-    ///         attention work that has room; cuts what fits nowhere), "original" (arrival order, cut every
+    ///         optimal where ``max_tokens`` binds; 1.4 times its time at the median, about four times where a few
+    ///         pieces fill a micro-batch that has next to no room to spare), "fixed_length" (longest first, to the
+    ///         least attention work that has room; cuts what fits nowhere), "original" (arrival order, cut every
     ///         ``max_tokens``).
     ///     window: with "fixed_length", the number of global batches in ``lengths``. They are packed together into
     ///         ``window * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
@@ -183,8 +183,8 @@ properties! {
     micro_batches: Tuple<MicroBatch> = |packing| {
         Tuple((0..packing.0.num_micro_batches()).map(|index| packing.micro_batch(index)).collect())
     };
-    /// int32[n]: micro-batch of each document passed in, -1 if it does not lie whole in one (left over, waiting, or split).
-    /// Empty for what :meth:`Packer.flush` returns.
+    /// int32[n]: micro-batch of each document passed in, -1 if it does not lie whole in one (left over, waiting, or
+    /// split). Empty for what :meth:`Packer.flush` returns.
     assignment: Array<&[i32]> = |packing| Array(&packing.0.assignment);
     /// int64[M]: tokens of each micro-batch.
     tokens: Array<&[i64]> = |packing| Array(&packing.0.tokens);
@@ -199,7 +199,8 @@ properties! {
     };
     /// int64[M]: tokens of each micro-batch when it runs, padded as ``multiple_of_tokens`` and ``token_buckets`` ask.
     padded_tokens: Array<Vec<i64>> = |packing| Array(packing.0.padded_tokens());
-    /// Time of the step: cost of the heaviest micro-batch; with several columns, the sum over them of the heaviest in each.
+    /// Time of the step: cost of the heaviest micro-batch; with several columns, the sum over them of the heaviest in
+    /// each.
     step_cost: f64 = |packing| packing.0.step_cost();
     /// int64[l]: ids of the documents that did not fit, in the order they were tried; empty for :func:`pack` unless its
     /// ``leftover`` is "return". A :class:`Packer` carries them over to the next iteration.
@@ -208,8 +209,8 @@ properties! {
     leftover_starts: Array<Vec<i32>> = |packing| Array(starts(&packing.0.leftover));
     /// int32[l]: tokens of each left-over piece.
     leftover_lengths: Array<Vec<i32>> = |packing| Array(piece_lengths(&packing.0.leftover));
-    /// ``step_cost * M / total cost``: how much longer a step takes than with perfect balance. 1.0 when nothing is placed.
-    /// Of a range of cost models it is that of the worst.
+    /// ``step_cost * M / total cost``: how much longer a step takes than with perfect balance. 1.0 when nothing is
+    /// placed. Of a range of cost models it is that of the worst.
     imbalance: f64 = |packing| packing.0.imbalance();
     /// Data-parallel ranks that it was made for; None where it may be dealt to any.
     dp_size: Option<usize> = |packing| packing.0.ranks.map(|ranks| ranks.dp_size);
@@ -220,15 +221,17 @@ properties! {
     rank_imbalance: f64 = |packing| packing.0.rank_imbalance();
     /// float64[models]: :attr:`imbalance` under each cost model of a range, in its order; of a single one, that.
     imbalances: Array<Vec<f64>> = |packing| Array(packing.0.imbalances());
-    /// Documents that Algorithm 1 places by token count instead of by cost. At 0 with "var_length", ``max cost <= total / M + (1 - 1/M) * w``, where ``w``
-    /// is the cost of the last document put into the heaviest micro-batch.
+    /// Documents that Algorithm 1 places by token count instead of by cost. At 0 with "var_length", ``max cost <= total
+    /// / M + (1 - 1/M) * w``, where ``w`` is the cost of the last document put into the heaviest micro-batch.
     length_fallbacks: usize = |packing| packing.0.length_fallbacks;
 }
 
 #[pymethods]
 impl Packing {
-    /// No packing of the placed documents into as many micro-batches of ``max_tokens`` has a smaller ``step_cost``: ``max(total cost / M, largest document)``, or what a linear program says where tokens are scarce; summed
-    /// over columns. Of a range of cost models, none has a smaller ``imbalance``, times the mean cost. O(n log n) when it is first asked for.
+    /// No packing of the placed documents into as many micro-batches of ``max_tokens`` has a smaller ``step_cost``:
+    /// ``max(total cost / M, largest document)``, or what a linear program says where tokens are scarce; summed over
+    /// columns. Of a range of cost models, none has a smaller ``imbalance``, times the mean cost. O(n log n) when it is
+    /// first asked for.
     #[getter]
     fn lower_bound(&self, py: Python<'_>) -> PyResult<f64> {
         run(py, self.0.pieces.len(), || self.0.lower_bound())
@@ -288,15 +291,16 @@ functions! {
 
     /// Deals the micro-batches of each step to data-parallel ranks: equal counts, balanced costs, in schedule order.
     ///
-    /// Inside a rank the lightest micro-batches stand at both ends, where a pipeline fills and drains. A packing that was
-    /// made for ranks (``pack(dp_size=...)``) is dealt as it was made.
+    /// Inside a rank the lightest micro-batches stand at both ends, where a pipeline fills and drains. A packing that
+    /// was made for ranks (``pack(dp_size=...)``) is dealt as it was made.
     ///
     /// Returns:
     ///     int64[dp_size, M / dp_size]: micro-batch indices of each rank; with a window of several global batches
     ///     int64[window, dp_size, M / window / dp_size].
     ///
     /// Raises:
-    ///     WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was made for.
+    ///     WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was
+    ///         made for.
     fn deal<'py>[&self, py: Python<'py>](dp_size) -> PyResult<Bound<'py, PyAny>> {
         let global_batches = self.0.global_batches;
         let per_step = self.0.num_micro_batches() / global_batches;

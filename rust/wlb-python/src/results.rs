@@ -1,5 +1,6 @@
-//! What Python declares and hands down, so that the engine imports nothing of it: the frozen dataclasses of `wlb._results`,
-//! for results that are only read, and functions that read arrays (`wlb._arrays`) and files (`wlb.profile`).
+//! What Python declares and hands down, so that the engine imports nothing of it: the frozen dataclasses of
+//! `wlb._results`, for results that are only read, and functions that read arrays (`wlb._arrays`) and files
+//! (`wlb.profile`).
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -36,8 +37,8 @@ pub(crate) fn declaration<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'p
     declared(py).get_item(name)?.ok_or_else(missing)
 }
 
-/// `answer!(py, "Class", source { field, method(), ...; field: value, ... })`: a result whose fields have the values of the source's
-/// fields and methods of the same name, and these, each converted by itself.
+/// `answer!(py, "Class", source { field, method(), ...; field: value, ... })`: a result whose fields have the values of
+/// the source's fields and methods of the same name, and these, each converted by itself.
 macro_rules! answer {
     ($py:expr, $class:literal, $source:ident {
         $($same:ident $(($($none:tt)*))?),+ $(; $($field:ident: $value:expr),+ $(,)?)?

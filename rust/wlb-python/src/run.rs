@@ -10,8 +10,8 @@ use wlb_core::interruptible;
 
 use crate::error::raise;
 
-/// Pieces of documents, micro-batches and the like from which on the GIL is released: with fewer, the work takes less time
-/// than another thread needs to wake up.
+/// Pieces of documents, micro-batches and the like from which on the GIL is released: with fewer, the work takes less
+/// time than another thread needs to wake up.
 pub(crate) const DETACH_FROM: usize = 1024;
 
 /// How often a long call looks for signals. Taking the GIL back may mean to wait until another thread lets it go.
@@ -26,7 +26,8 @@ pub(crate) fn is_called_out() -> bool {
     CALLED_OUT.get()
 }
 
-/// Runs Python code of the user's in the middle of a call: what it asks of that call's object must not wait for the call.
+/// Runs Python code of the user's in the middle of a call: what it asks of that call's object must not wait for the
+/// call.
 pub(crate) fn calling_out<T>(code: impl FnOnce() -> T) -> T {
     let outer = CALLED_OUT.replace(true);
     let done = code();
@@ -63,8 +64,8 @@ pub(crate) fn run<T: Send>(py: Python<'_>, size: usize, work: impl FnOnce() -> T
         raised.unwrap_or_else(|| raise(error))
     })?;
     if size >= DETACH_FROM {
-        // A signal that came since the last look: else Python would raise after the caller has taken over what was done, and
-        // the result would be lost.
+        // A signal that came since the last look: else Python would raise after the caller has taken over what was
+        // done, and the result would be lost.
         handle_signals(py)?;
     }
     Ok(done)

@@ -127,8 +127,8 @@ properties! {
     /// int64[cp_size]: keys that each rank has to fetch, because its queries see them and other ranks hold them. Its
     /// values are as many. Without a window; O(segments).
     keys_moved: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.keys_moved(rank)).collect());
-    /// int32[num_tokens]: with ``rank_major`` the ranks' tokens concatenated, ``rank_major[restore_indices]`` is the packed
-    /// sequence. O(tokens).
+    /// int32[num_tokens]: with ``rank_major`` the ranks' tokens concatenated, ``rank_major[restore_indices]`` is the
+    /// packed sequence. O(tokens).
     restore_indices: Array<Vec<i32>> = |shard| Array(shard.plan.restore_indices());
 }
 
@@ -192,8 +192,8 @@ functions! {
 ///
 /// Tokens stand in packed order. A segment is a contiguous run of one document; segment ``i``'s queries are
 /// ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of the rank's tokens, and its keys are
-/// ``packed[k_starts[i] : k_starts[i] + cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its document up
-/// to the segment's end, so that a kernel's bottom-right causal alignment is right.
+/// ``packed[k_starts[i] : k_starts[i] + cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its
+/// document up to the segment's end, so that a kernel's bottom-right causal alignment is right.
 #[pyclass(frozen, eq, hash, module = "wlb")]
 #[derive(PartialEq)]
 pub(crate) struct RankShard {
@@ -222,7 +222,8 @@ properties! {
     position_ids: PyResult<Array<Vec<i32>>> = |shard| Ok(Array(shard.shard.plan.position_ids(shard.rank).map_err(raise)?));
     /// int32[s + 1]: where the queries of each segment begin among the rank's tokens.
     cu_seqlens_q: Array<&[i32]> = |shard| Array(&shard.held.cu_seqlens_q);
-    /// int32[s + 1]: where the keys of each segment begin, when the keys of all segments are copied one after the other.
+    /// int32[s + 1]: where the keys of each segment begin, when the keys of all segments are copied one after the
+    /// other.
     cu_seqlens_k: Array<&[i32]> = |shard| Array(&shard.held.cu_seqlens_k);
     /// Tokens of the longest segment; 0 without segments.
     max_seqlen_q: i32 = |shard| shard.held.max_seqlen_q;

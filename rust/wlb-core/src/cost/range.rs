@@ -16,11 +16,13 @@ impl CostModel {
     /// average, weighted, under the two, and so does the mean micro-batch; hence no imbalance is above the worse of the
     /// two.
     ///
-    /// Where a single cost is asked for ([`CostModel::cost`], the costs of a packing, what a release rule holds back), it
-    /// is that of the model under which long documents weigh the most: too heavy documents are what no placing evens out.
+    /// Where a single cost is asked for ([`CostModel::cost`], the costs of a packing, what a release rule holds back),
+    /// it is that of the model under which long documents weigh the most: too heavy documents are what no placing evens
+    /// out.
     ///
     /// # Errors
-    /// [`Error::Combination`] for fewer than two models, a range inside a range, or models with different masks or units.
+    /// [`Error::Combination`] for fewer than two models, a range inside a range, or models with different masks or
+    /// units.
     ///
     /// # Example
     /// ```

@@ -24,10 +24,11 @@ pub struct Rates {
     pub linear: f64,
     /// Which keys a query attends to, where nothing below says less.
     pub mask: Mask,
-    /// Of a pair under a sliding window: `(keys, rate)`, ascending by keys. Only under a causal mask. One of [`MAX_TOKENS`]
-    /// is none: its rate is added to `attention`.
+    /// Of a pair under a sliding window: `(keys, rate)`, ascending by keys. Only under a causal mask. One of
+    /// [`MAX_TOKENS`] is none: its rate is added to `attention`.
     pub windows: Vec<(i32, f64)>,
-    /// Of a pair inside chunks: `(tokens, rate)`, ascending by tokens. Only under a causal mask. One of [`MAX_TOKENS`] is none.
+    /// Of a pair inside chunks: `(tokens, rate)`, ascending by tokens. Only under a causal mask. One of [`MAX_TOKENS`]
+    /// is none.
     pub chunks: Vec<(i32, f64)>,
     /// Of a document, whatever its length.
     pub document: f64,

@@ -236,8 +236,8 @@ mod tests {
         }
     }
 
-    /// Few blocks are looked at for a document, where long and short ones take turns, too: the light blocks have no room
-    /// for the long ones.
+    /// Few blocks are looked at for a document, where long and short ones take turns, too: the light blocks have no
+    /// room for the long ones.
     #[test]
     fn documents_in_any_order_move_few_blocks() {
         for falling in [true, false] {

@@ -19,8 +19,8 @@ use super::problem::{Document, Problem};
 /// A step takes at least this long, whatever the plan, in seconds.
 ///
 /// The largest of
-/// - all work, and what has to be exchanged at least ([`exchanged`]), spread evenly over all ranks of all stages, and the
-///   constant part of `least` micro-batches;
+/// - all work, and what has to be exchanged at least ([`exchanged`]), spread evenly over all ranks of all stages, and
+///   the constant part of `least` micro-batches;
 /// - the way of the longest document through the pipeline on its best group;
 /// - where the pipeline is not interleaved, what it takes to fill and drain it with `most` micro-batches
 ///   ([`fill_and_drain`]), and around the `k` longest documents, for every `k` ([`around`]): on all ranks, and on those
@@ -28,9 +28,9 @@ use super::problem::{Document, Problem};
 ///
 /// All of them but the second with the hops to the last stage and back, which every path can be made to have.
 ///
-/// Of a V the first with the hops to the last rank only, whose weight gradients may run while the others hop back. There
-/// the way of a document is its forward, its input gradients and the last of its weight gradients: two thirds, and a
-/// third of one of `2 p` stages; from the last rank down to the last rank up nothing hops.
+/// Of a V the first with the hops to the last rank only, whose weight gradients may run while the others hop back.
+/// There the way of a document is its forward, its input gradients and the last of its weight gradients: two thirds,
+/// and a third of one of `2 p` stages; from the last rank down to the last rank up nothing hops.
 ///
 /// # Complexity
 /// O(min(documents, most) log world_size + most).
@@ -211,12 +211,12 @@ impl Hosts {
 /// Seconds of exchange that no plan hides, of all ranks together.
 ///
 /// A group of `c` ranks with documents of `T` tokens and attention `a` in all takes, of all its ranks together,
-/// `c (c - 1) l + T (c - 1) s - h a` for exchange, if that is above 0: latency `l`, `s` a token, a part `h` of attention
-/// hides it. As a rank has no more than `M` tokens, `T <= c M`, and the first is at least `T (c - 1) l / M`. So it takes
-/// no less than the sum of `t (c - 1) (s + l / M) - h a` over its documents, which grows with `c`; and no less than
-/// nothing. Count the sum for groups of at least `C` ranks, and nothing for others: all groups together take no less
-/// than the sum of each document's least of these. That holds for every `C`: a large one does not let documents that
-/// hide much on few ranks hide what those that need many have to exchange.
+/// `c (c - 1) l + T (c - 1) s - h a` for exchange, if that is above 0: latency `l`, `s` a token, a part `h` of
+/// attention hides it. As a rank has no more than `M` tokens, `T <= c M`, and the first is at least `T (c - 1) l / M`.
+/// So it takes no less than the sum of `t (c - 1) (s + l / M) - h a` over its documents, which grows with `c`; and no
+/// less than nothing. Count the sum for groups of at least `C` ranks, and nothing for others: all groups together take
+/// no less than the sum of each document's least of these. That holds for every `C`: a large one does not let documents
+/// that hide much on few ranks hide what those that need many have to exchange.
 fn exchanged(problem: &Problem) -> f64 {
     let from = |counted: usize| {
         let of = |document: &Document| {

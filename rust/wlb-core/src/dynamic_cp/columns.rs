@@ -3,9 +3,9 @@
 //! The number of micro-batches, and what part of the work each should get, are at first those of a plan by the sum of
 //! the columns. Its documents are then made level in all columns at once: in blocks of several sizes
 //! ([`Division::level`]), by exchanges ([`exchange`]), and halved where that makes no micro-batch slower
-//! ([`Division::halved`]). Where groups exchange, other numbers of micro-batches are tried, too: groups that are level in
-//! all columns have more documents, so that fewer micro-batches may be better. Of these plans, and the one by the sum,
-//! the one whose simulated step is shortest is taken.
+//! ([`Division::halved`]). Where groups exchange, other numbers of micro-batches are tried, too: groups that are level
+//! in all columns have more documents, so that fewer micro-batches may be better. Of these plans, and the one by the
+//! sum, the one whose simulated step is shortest is taken.
 
 use std::rc::Rc;
 

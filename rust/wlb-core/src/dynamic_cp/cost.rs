@@ -83,7 +83,8 @@ pub enum Costs<'a> {
     Given {
         /// A column for each resource with a barrier of its own.
         costs: &'a DocumentCosts,
-        /// How much of each cost in the last column is attention, which hides exchange. Only needed where there is something to hide.
+        /// How much of each cost in the last column is attention, which hides exchange. Only needed where there is
+        /// something to hide.
         attention: Option<&'a [f64]>,
     },
 }
@@ -227,8 +228,8 @@ impl GroupCost {
         if cp_size <= self.ranks_of_node() { self.inside() } else { self.communication }
     }
 
-    /// Through the whole model, forward and backward, on each of `cp_size` ranks, inside a node where they can be. Never
-    /// decreases with the load.
+    /// Through the whole model, forward and backward, on each of `cp_size` ranks, inside a node where they can be.
+    /// Never decreases with the load.
     #[inline]
     pub(super) fn seconds(&self, load: &Load, cp_size: usize) -> f64 {
         self.with(self.of_size(cp_size), load, cp_size)

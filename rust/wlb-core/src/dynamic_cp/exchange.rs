@@ -29,8 +29,8 @@ struct Exchange {
 ///
 /// Where a micro-batch takes longer than it should in a column, and the step waits for that, its slowest group there
 /// gives a document for at most one to one of those that take least. For each partner, the exchange that makes the step
-/// shortest if its critical paths stay what they are is tried. This ends where the step is hardly longer than it should be,
-/// where the slowest groups have no such exchange, or as `looks` says.
+/// shortest if its critical paths stay what they are is tried. This ends where the step is hardly longer than it should
+/// be, where the slowest groups have no such exchange, or as `looks` says.
 ///
 /// # Arguments
 /// * `targets` - column by column, what each micro-batch should take.

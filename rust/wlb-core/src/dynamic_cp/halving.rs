@@ -50,8 +50,8 @@ impl<'a> Halving<'a> {
         })
     }
 
-    /// The same with so many ranks in the first: costliest first, each document to the part with less work a rank, limits
-    /// permitting.
+    /// The same with so many ranks in the first: costliest first, each document to the part with less work a rank,
+    /// limits permitting.
     fn parts(&mut self, block: &Block, documents: &mut [u32], limit: f64, first: usize) -> Option<(usize, [Block; 2])> {
         let sizes = [first, block.cp_size as usize - first];
         let mut loads = [Load::default(); 2];

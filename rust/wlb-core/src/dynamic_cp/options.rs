@@ -121,7 +121,8 @@ impl DynamicCpOptions {
         PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches }
     }
 
-    /// What is paid beside documents' costs in that column of so many: in the last one all of it, and nothing in others.
+    /// What is paid beside documents' costs in that column of so many: in the last one all of it, and nothing in
+    /// others.
     pub(super) fn of_column(&self, column: usize, columns: usize) -> Self {
         if column + 1 == columns {
             return self.clone();

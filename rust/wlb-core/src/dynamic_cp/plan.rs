@@ -68,8 +68,8 @@ pub struct DynamicCpPlan {
     /// All work spread evenly over all ranks of all stages that never wait: what no pipeline reaches.
     pub balanced_seconds: f64,
     /// What was tried: numbers of micro-batches, ascending, and the predicted time with each; of those given up early,
-    /// the time it would take if short documents could be divided at will, or with a part of them, already more than the
-    /// plan's.
+    /// the time it would take if short documents could be divided at will, or with a part of them, already more than
+    /// the plan's.
     pub sweep: Vec<(usize, f64)>,
 }
 

@@ -87,8 +87,8 @@ impl Problem {
         if work > 0.0 { work * self.world_size as f64 / (self.largest_group as f64 * self.total_work) } else { 0.0 }
     }
 
-    /// Seconds of documents on groups where they are about as fast as they can be, costliest first; of those that can be
-    /// side by side, the longest.
+    /// Seconds of documents on groups where they are about as fast as they can be, costliest first; of those that can
+    /// be side by side, the longest.
     pub(super) fn longest(&self) -> impl Iterator<Item = f64> {
         let largest = self.largest_group;
         let alone = move |document: &Document| match self.gain {
@@ -220,8 +220,8 @@ impl Problem {
     }
 
     /// Of groups with one price of exchange the one on which documents take least. Seconds are the larger of two
-    /// functions of the ranks: work over ranks, which falls; and that with the exchange, `a / c + b c + d` with `b >= 0`,
-    /// which falls and then rises, or rises. So the larger falls and then rises.
+    /// functions of the ranks: work over ranks, which falls; and that with the exchange, `a / c + b c + d` with `b >=
+    /// 0`, which falls and then rises, or rises. So the larger falls and then rises.
     fn quickest(&self, load: &Load, least: usize, most: usize) -> usize {
         first_that(least, most, |size| self.cost.seconds(load, size + 1) >= self.cost.seconds(load, size))
     }
@@ -309,7 +309,8 @@ impl Problem {
     }
 }
 
-/// The first number from `least` on that something holds of, which then holds of all behind it; `most` if of none before.
+/// The first number from `least` on that something holds of, which then holds of all behind it; `most` if of none
+/// before.
 fn first_that(mut least: usize, mut most: usize, holds: impl Fn(usize) -> bool) -> usize {
     while least < most {
         let middle = least + (most - least) / 2;

@@ -43,8 +43,8 @@ impl FreeRanks {
         self.parts.iter().map(|part| part.len()).fold(self.whole.len(), usize::max)
     }
 
-    /// Cuts what is left into blocks of about `base` ranks, `most` at most: of that many, and behind them smaller powers
-    /// of two; or, where any size will do, equal ones of at least as many. In order, with first rank and size.
+    /// Cuts what is left into blocks of about `base` ranks, `most` at most: of that many, and behind them smaller
+    /// powers of two; or, where any size will do, equal ones of at least as many. In order, with first rank and size.
     pub(super) fn cut(mut self, sizes: GroupSizes, base: usize, most: usize) -> Vec<(usize, usize)> {
         self.parts.push(self.whole.clone());
         self.parts.retain(|part| !part.is_empty());

@@ -116,9 +116,9 @@ impl<'a> Blocks<'a> {
         }
     }
 
-    /// Places the other documents in that order: each to the block that is furthest below its target; if it does not fit
-    /// there, to another. A block of as many documents as a group may have takes none. `None` if it fits nowhere, or if what
-    /// micro-batches take is too late.
+    /// Places the other documents in that order: each to the block that is furthest below its target; if it does not
+    /// fit there, to another. A block of as many documents as a group may have takes none. `None` if it fits nowhere,
+    /// or if what micro-batches take is too late.
     fn fill(
         &mut self,
         order: &mut dyn Iterator<Item = u32>,
@@ -312,8 +312,9 @@ impl Problem {
     }
 
     /// Groups of documents in micro-batches that should take as long as `targets`, in blocks of `base` ranks where
-    /// these will do: for memory, and to be done in `full` seconds. `None` if the documents do not fit, or if micro-batches
-    /// become too late: of what each of them takes with a part of the documents, and with all, before blocks are halved.
+    /// these will do: for memory, and to be done in `full` seconds. `None` if the documents do not fit, or if
+    /// micro-batches become too late: of what each of them takes with a part of the documents, and with all, before
+    /// blocks are halved.
     ///
     /// # Complexity
     /// For `n` documents, `m` micro-batches and `r` ranks: O(n log r + m r / base), and O(m) more for every document

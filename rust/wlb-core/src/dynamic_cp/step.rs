@@ -23,16 +23,16 @@ use super::sweep;
 /// # Errors
 /// [`Error::OutOfRange`], [`Error::Number`] for options; [`Error::Mismatch`] for `ids`; [`Error::TooLong`] for a
 /// document that exceeds the memory of the largest group; [`Error::Combination`] when the documents do not fit into the
-/// micro-batches allowed ([`MAX_CELLS`](crate::limits::MAX_CELLS) if not given); [`Error::Schedule`] when an interleaved
-/// pipeline does not take that number of micro-batches; [`Error::InfiniteCost`]; [`Error::Combination`],
+/// micro-batches allowed ([`MAX_CELLS`](crate::limits::MAX_CELLS) if not given); [`Error::Schedule`] when an
+/// interleaved pipeline does not take that number of micro-batches; [`Error::InfiniteCost`]; [`Error::Combination`],
 /// [`Error::Column`] and [`Error::Entry`] for costs of documents.
 ///
 /// # Complexity
 /// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a
 /// dozen numbers of micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for
-/// the simulation of the best. Where exchange costs and documents' costs do not follow their lengths, a logarithm of the
-/// groups more for each document. In a world that is no power of two, up to O(n m log world_size) instead, and O(n m
-/// world_size) where memory binds: mostly far less. Twice that where groups may have any size. With several columns a
+/// the simulation of the best. Where exchange costs and documents' costs do not follow their lengths, a logarithm of
+/// the groups more for each document. In a world that is no power of two, up to O(n m log world_size) instead, and O(n
+/// m world_size) where memory binds: mostly far less. Twice that where groups may have any size. With several columns a
 /// bounded number of steps more.
 ///
 /// # Example

@@ -27,8 +27,8 @@ const FIRST_STEPS: usize = 6;
 const STEPS: usize = 32;
 /// What those steps leave of the time, at best.
 const PROMISE: f64 = 0.998;
-/// Where exchange costs: how much faster twice the ranks have to make a document that is not done in time on them either.
-/// Much, where many documents share the ranks; little, where the step waits for a few.
+/// Where exchange costs: how much faster twice the ranks have to make a document that is not done in time on them
+/// either. Much, where many documents share the ranks; little, where the step waits for a few.
 const GAINS: [f64; 3] = [1.4, 1.2, 1.05];
 /// Where exchange costs, so few documents are also planned by the targets of one that costs nothing.
 const FEW: usize = 1024;
@@ -36,13 +36,16 @@ const FEW: usize = 1024;
 const NEAR: f64 = 1.05;
 /// Promises that differ less are of the same problem.
 const SAME: f64 = 1e-9;
-/// A solution is given up where what is placed so far takes so much longer than the best: halving blocks makes up for less.
+/// A solution is given up where what is placed so far takes so much longer than the best: halving blocks makes up for
+/// less.
 const LATE: f64 = 1.05;
 /// No larger blocks are tried where the step takes so much longer than with smaller ones.
 const LARGE: f64 = 1.2;
-/// Of those, the size of blocks that suits the best number of micro-batches is tried for others that were so close to it.
+/// Of those, the size of blocks that suits the best number of micro-batches is tried for others that were so close to
+/// it.
 const CLOSE: f64 = 1.1;
-/// So few documents are moved between micro-batches, one by one, in as many of the best plans, and so often at most in each.
+/// So few documents are moved between micro-batches, one by one, in as many of the best plans, and so often at most in
+/// each.
 const SMALL: usize = 64;
 const FINALISTS: usize = 4;
 const TRIES: usize = 512;
@@ -281,7 +284,8 @@ impl<'a> Search<'a> {
         Ok(Candidate { num_micro_batches, relaxed })
     }
 
-    /// A number of micro-batches that promises more seconds changes nothing: neither the best, nor what was noted of it.
+    /// A number of micro-batches that promises more seconds changes nothing: neither the best, nor what was noted of
+    /// it.
     fn hopeless(&self, num_micro_batches: usize) -> f64 {
         let noted = self.sweep.iter().find(|&&(tried, _)| tried == num_micro_batches);
         let (Some(best), Some(&(_, seconds))) = (&self.best, noted) else { return f64::INFINITY };
@@ -337,14 +341,15 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Whether blocks of other than the largest size may be better: where exchange costs, and where a group may not have
-    /// all documents, since a block has no more than a group may.
+    /// Whether blocks of other than the largest size may be better: where exchange costs, and where a group may not
+    /// have all documents, since a block has no more than a group may.
     fn tries_sizes(&self) -> bool {
         self.demand.is_some() || self.problem.counts_documents()
     }
 
-    /// Plans by targets that know nothing of the exchange, then by them as much longer as the first solution took: largest
-    /// blocks for all numbers of micro-batches, smaller ones for the best, and the best size for those close to it.
+    /// Plans by targets that know nothing of the exchange, then by them as much longer as the first solution took:
+    /// largest blocks for all numbers of micro-batches, smaller ones for the best, and the best size for those close to
+    /// it.
     fn as_if_free(&mut self, counts: &[usize]) -> Result<()> {
         let largest = self.problem.largest_group;
         let mut candidates =
@@ -378,7 +383,8 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Solves for the targets, for those that they began with, if `start`, and for the longer ones. Whether one is best.
+    /// Solves for the targets, for those that they began with, if `start`, and for the longer ones. Whether one is
+    /// best.
     fn scaled(&mut self, candidate: &Candidate, base: usize, start: bool) -> Result<bool> {
         let pipeline = self.pipeline(candidate.num_micro_batches)?;
         let relaxed = &candidate.relaxed;
@@ -414,9 +420,9 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Tries sizes of blocks: larger ones are more even, smaller ones exchange less, and have more documents in all. At first,
-    /// with every gain, from the smallest up to one that is far from the best; then from the one that was fastest with this
-    /// gain, as long as it gets faster.
+    /// Tries sizes of blocks: larger ones are more even, smaller ones exchange less, and have more documents in all. At
+    /// first, with every gain, from the smallest up to one that is far from the best; then from the one that was
+    /// fastest with this gain, as long as it gets faster.
     fn sizes(&mut self, candidate: &Candidate, pipeline: &Pipeline) -> Result<()> {
         let sizes: Vec<usize> = self.problem.base_sizes();
         let Some(middle) = self.fitting.and_then(|(_, base)| sizes.iter().position(|&size| size == base)) else {

@@ -28,8 +28,8 @@ pub(super) struct Shares {
 }
 
 impl Shares {
-    /// Groups of these documents, costliest first, that take about as little as they can, less than `seconds`. `None` if
-    /// none were found.
+    /// Groups of these documents, costliest first, that take about as little as they can, less than `seconds`. `None`
+    /// if none were found.
     ///
     /// By halving what is between a time that nothing beats and one that was reached: documents need the more ranks the
     /// less time there is.
@@ -80,8 +80,8 @@ impl Shares {
         documents
     }
 
-    /// Groups that take at most `seconds`: each document goes to the first that has time and room for it, or opens one of
-    /// as few ranks as will do. `None` if these are more than there are.
+    /// Groups that take at most `seconds`: each document goes to the first that has time and room for it, or opens one
+    /// of as few ranks as will do. `None` if these are more than there are.
     fn within(problem: &Problem, documents: &[u32], seconds: f64) -> Option<Self> {
         let mut groups: Vec<Share> = Vec::new();
         let mut ranks = 0;

@@ -19,8 +19,8 @@ impl Packing {
     /// * `assignment` - micro-batch of each document; -1 leaves it over.
     ///
     /// # Errors
-    /// [`Error::Mismatch`], [`Error::OutOfRange`], and [`Error::Entry`] for a micro-batch that does not exist, and for the
-    /// document with which one has more than `max_tokens` tokens, or than the limit of a column.
+    /// [`Error::Mismatch`], [`Error::OutOfRange`], and [`Error::Entry`] for a micro-batch that does not exist, and for
+    /// the document with which one has more than `max_tokens` tokens, or than the limit of a column.
     ///
     /// # Complexity
     /// O(n + num_micro_batches).

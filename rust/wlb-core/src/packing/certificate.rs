@@ -43,8 +43,8 @@ pub struct Certificate {
     pub(super) bound: Known,
 }
 
-/// A number once it is known. No lock: a process that is forked while another thread sets one would wait for it for ever.
-/// Who finds it meanwhile finds the same.
+/// A number once it is known. No lock: a process that is forked while another thread sets one would wait for it for
+/// ever. Who finds it meanwhile finds the same.
 #[derive(Debug)]
 pub(super) struct Known(AtomicU64);
 
@@ -271,7 +271,8 @@ fn worst(heads: &[Head], parts: &[Part], bound: f64, rounding: f64) -> Option<As
 
 /// The bound from which on the micro-batches hold what is asked.
 ///
-/// What they hold is concave in the bound. So a step along its slope never goes beyond where it is enough, wherever it ends.
+/// What they hold is concave in the bound. So a step along its slope never goes beyond where it is enough, wherever it
+/// ends.
 fn enough(heads: &[Head], Asked { price, asked }: Asked, mut bound: f64, rounding: f64) -> f64 {
     for _ in 0..STEPS {
         let (mut held, mut slope) = (0.0, 0.0);

@@ -14,9 +14,9 @@ impl Packing {
     /// cost a pipeline multiplies by its depth (fill and drain). A packing that was made for ranks is dealt as it was
     /// made.
     ///
-    /// With several columns of costs the ranks wait for one another in each: a step takes the sum over columns of the rank
-    /// with the most. So the micro-batches are also dealt by the column in which each is the greatest part, and the deal
-    /// with the shorter step is taken, that by the sum of the columns where they are equal.
+    /// With several columns of costs the ranks wait for one another in each: a step takes the sum over columns of the
+    /// rank with the most. So the micro-batches are also dealt by the column in which each is the greatest part, and
+    /// the deal with the shorter step is taken, that by the sum of the columns where they are equal.
     ///
     /// # Arguments
     /// * `dp_size` - data-parallel ranks.

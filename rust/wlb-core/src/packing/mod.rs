@@ -1,8 +1,9 @@
 //! Which documents go together in a micro-batch.
 //!
 //! [`pack`] takes one global batch (or several together) and gives a [`Packing`], [`pack_whole`] one that leaves
-//! nothing over, [`pack_for_ranks`] one for data-parallel ranks; a [`stream::Packer`] takes a stream of global batches, holds outliers back, and gives one [`Packing`]
-//! a step; [`tune`] finds on a sample of lengths what such a packer should hold back.
+//! nothing over, [`pack_for_ranks`] one for data-parallel ranks; a [`stream::Packer`] takes a stream of global batches,
+//! holds outliers back, and gives one [`Packing`] a step; [`tune`] finds on a sample of lengths what such a packer
+//! should hold back.
 
 mod assignment;
 mod certificate;

@@ -20,11 +20,12 @@ impl Padding {
     ///
     /// # Arguments
     /// * `multiple_of` - micro-batches are padded up to a multiple of so many tokens (MXFP8 32, HybridEP 128).
-    /// * `buckets` - the only sizes that they may have, for steps that are compiled or captured for each; empty for any.
+    /// * `buckets` - the only sizes that they may have, for steps that are compiled or captured for each; empty for
+    ///   any.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for `multiple_of_tokens`; [`Error::Entry`] for a bucket that is not above the one before it,
-    /// or not such a multiple.
+    /// [`Error::OutOfRange`] for `multiple_of_tokens`; [`Error::Entry`] for a bucket that is not above the one before
+    /// it, or not such a multiple.
     pub fn new(multiple_of: i32, buckets: &[i32]) -> Result<Self> {
         check_range("multiple_of_tokens", i64::from(multiple_of), 1, MAX_TOKENS)?;
         let refused = |index: usize, requirement| {

@@ -34,8 +34,8 @@ pub struct Packing {
     pub assignment: Vec<i32>,
     /// Tokens of each micro-batch.
     pub tokens: Vec<i64>,
-    /// Cost of each micro-batch: what an empty one costs, and its documents in the order in which they were put there. Of
-    /// a range of cost models under the one where the packing is least even.
+    /// Cost of each micro-batch: what an empty one costs, and its documents in the order in which they were put there.
+    /// Of a range of cost models under the one where the packing is least even.
     pub costs: Vec<f64>,
     /// What was not placed, in the order in which it was tried.
     pub leftover: Vec<Piece>,
@@ -148,8 +148,8 @@ impl Packing {
         self
     }
 
-    /// `step cost * N / total cost`: how much longer a step takes than with perfect balance. 1 if nothing is placed. Of a
-    /// range of cost models it is that of the worst.
+    /// `step cost * N / total cost`: how much longer a step takes than with perfect balance. 1 if nothing is placed. Of
+    /// a range of cost models it is that of the worst.
     pub fn imbalance(&self) -> f64 {
         if self.pieces.is_empty() {
             return 1.0;
@@ -157,9 +157,9 @@ impl Packing {
         over_mean(self.step_cost(), self.num_micro_batches(), self.total_cost())
     }
 
-    /// How much longer a step takes than on equal ranks, where these wait for each other as the packing was made for: the
-    /// heaviest rank over the mean rank, or the sum of the heaviest micro-batch of each round over the mean rank. Without
-    /// ranks it is the [`Packing::imbalance`].
+    /// How much longer a step takes than on equal ranks, where these wait for each other as the packing was made for:
+    /// the heaviest rank over the mean rank, or the sum of the heaviest micro-batch of each round over the mean rank.
+    /// Without ranks it is the [`Packing::imbalance`].
     pub fn rank_imbalance(&self) -> f64 {
         match self.ranks {
             Some(ranks) if !self.pieces.is_empty() => ranks.imbalance(&self.costs),
@@ -167,7 +167,8 @@ impl Packing {
         }
     }
 
-    /// [`Packing::rank_imbalance`] under each model of a range, in its order; under a single cost model the one there is.
+    /// [`Packing::rank_imbalance`] under each model of a range, in its order; under a single cost model the one there
+    /// is.
     pub fn rank_imbalances(&self) -> Vec<f64> {
         match self.ranks {
             Some(ranks) if !self.by_model.is_empty() && !self.pieces.is_empty() => {

@@ -21,8 +21,8 @@ named_choices! {
         InterleavedZeroBubble = "interleaved_zero_bubble",
         /// Two stages a rank, down the ranks and back up; the memory of 1F1B (Qi et al. 2024, ZB-V).
         ZbV = "zbv",
-        /// The same placement, a forward and a backward of opposite ways next to each other, so that one can hide what the
-        /// other exchanges; weight gradients put off at both ends only (DeepSeek-AI 2024, DualPipe, cut in half).
+        /// The same placement, a forward and a backward of opposite ways next to each other, so that one can hide what
+        /// the other exchanges; weight gradients put off at both ends only (DeepSeek-AI 2024, DualPipe, cut in half).
         DualPipeV = "dualpipev",
     }
 }

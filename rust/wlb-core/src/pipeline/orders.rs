@@ -12,9 +12,9 @@ impl PipelineOptions {
     ///
     /// Rank `r` holds stages `r`, `r + p`, `r + 2p`, ... With `interleaved_1f1b` and `interleaved_zero_bubble` a
     /// rank takes the micro-batches in rounds of about `p`, each round through all its stages before the next:
-    /// `max(1, m / p)` rounds, and they must divide `m`. With `zbv` and `dualpipev` it holds stages `r` and `2p - 1 - r`. These are the
-    /// orders that torch.distributed.pipelining runs, which lacks `zb_h1` (its `interleaved_zero_bubble` with one
-    /// stage a rank) and `zb_h2`.
+    /// `max(1, m / p)` rounds, and they must divide `m`. With `zbv` and `dualpipev` it holds stages `r` and `2p - 1 -
+    /// r`. These are the orders that torch.distributed.pipelining runs, which lacks `zb_h1` (its
+    /// `interleaved_zero_bubble` with one stage a rank) and `zb_h2`.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for sizes, [`Error::Schedule`] where the schedule does not take them.
@@ -124,8 +124,8 @@ impl PipelineOptions {
         ops
     }
 
-    /// The order of `dualpipev`, in the eight steps of torch's. A backward that is cut in two puts its weight gradient into a
-    /// queue, of which the oldest runs next.
+    /// The order of `dualpipev`, in the eight steps of torch's. A backward that is cut in two puts its weight gradient
+    /// into a queue, of which the oldest runs next.
     fn dual_pipe_v(&self, rank: usize) -> Vec<Op> {
         const DOWN: usize = 0;
         const UP: usize = 1;

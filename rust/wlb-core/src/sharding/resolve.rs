@@ -39,7 +39,8 @@ impl ShardOptions {
     ///
     /// let kernel = KernelModel::analytic(Generation::H100, 32, 8, 128, Mask::Causal)?;
     /// let (strategy, mask, remainder) = (Strategy::Adaptive, Mask::Causal, Remainder::Chunk);
-    /// let options = ShardOptions { cp_size: 4, strategy, mask, remainder, hybrid_threshold: None, max_imbalance: 1.01 };
+    /// let (hybrid_threshold, max_imbalance) = (None, 1.01);
+    /// let options = ShardOptions { cp_size: 4, strategy, mask, remainder, hybrid_threshold, max_imbalance };
     /// // A single document is balanced as it is.
     /// let resolved = options.resolve(&Lengths::new("lengths", &[65536])?, Some(&kernel))?;
     /// assert_eq!(resolved.strategy, Strategy::PerSequence);

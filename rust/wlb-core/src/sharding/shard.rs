@@ -21,11 +21,13 @@ use super::{auto, hybrid, per_document, per_sequence};
 /// The segments of every rank.
 ///
 /// # Errors
-/// [`crate::Error::OutOfRange`] for `cp_size` and `hybrid_threshold`, [`crate::Error::Number`] for `max_imbalance`, [`crate::Error::TotalTooLong`] when the tokens
-/// exceed int32, [`crate::Error::Combination`] for an option that does not go with the strategy.
+/// [`crate::Error::OutOfRange`] for `cp_size` and `hybrid_threshold`, [`crate::Error::Number`] for `max_imbalance`,
+/// [`crate::Error::TotalTooLong`] when the tokens exceed int32, [`crate::Error::Combination`] for an option that does
+/// not go with the strategy.
 ///
 /// # Complexity
-/// O(n (log n + cp_size)) for `n` documents; [`Strategy::Auto`] O(n cp_size log cp_size) for each of at most 33 attempts.
+/// O(n (log n + cp_size)) for `n` documents; [`Strategy::Auto`] O(n cp_size log cp_size) for each of at most 33
+/// attempts.
 ///
 /// # Example
 /// ```

@@ -343,7 +343,8 @@ fn same_metrics(metrics: &Metrics, steps: &[naive::Step]) {
     assert_eq!(metrics.carried_over, count(|plan| plan.leftover.len()));
 }
 
-/// The documents of a plan, arranged anew: the same wait and are left over, and no step is longer than the plan's, dealt.
+/// The documents of a plan, arranged anew: the same wait and are left over, and no step is longer than the plan's,
+/// dealt.
 pub(crate) fn arranged(packing: &Packing, plan: &naive::Plan, shape: &StepShape) {
     let sorted = |pieces: &[Piece]| {
         let mut sorted = pieces.to_vec();

@@ -178,8 +178,8 @@ impl Batch {
         fullest
     }
 
-    /// Algorithm 1's plan as it is returned: where its step is more than 1 % above its bound, the better of it and of one
-    /// that spreads documents, with some exchanges.
+    /// Algorithm 1's plan as it is returned: where its step is more than 1 % above its bound, the better of it and of
+    /// one that spreads documents, with some exchanges.
     pub(crate) fn levelled(&self, start: &Plan) -> Plan {
         let bound: f64 = self.timed().iter().map(|&k| self.bounds(start)[k]).sum();
         if self.limits.len() == 1 || self.step(&start.loads) <= 1.01 * bound {

@@ -1,7 +1,8 @@
-//! What the property tests share: the naive oracles, what must hold whatever the input, and inputs that hit the corners.
+//! What the property tests share: the naive oracles, what must hold whatever the input, and inputs that hit the
+//! corners.
 //!
-//! The oracles are `docs/semantics.md` in code: slow, plain, and without a line of the fast code. `tests/semantics.rs` works
-//! an example of each, and `tests/golden` writes down what they answer.
+//! The oracles are `docs/semantics.md` in code: slow, plain, and without a line of the fast code. `tests/semantics.rs`
+//! works an example of each, and `tests/golden` writes down what they answer.
 //!
 //! | section | oracle |
 //! | --- | --- |

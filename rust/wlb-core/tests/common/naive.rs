@@ -304,7 +304,8 @@ fn by_slope(lengths: &[i32], start: &Plan, max_tokens: i32, target: f64, cost: &
     Some(plan)
 }
 
-/// Exchanges until there is none, the maximum is low enough, or all steps are taken, also those with the lightest alone.
+/// Exchanges until there is none, the maximum is low enough, or all steps are taken, also those with the lightest
+/// alone.
 fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, low_enough: f64, cost: &CostModel) -> Plan {
     let n = start.costs.len();
     let mut plan = start.clone();
@@ -365,9 +366,9 @@ type Two = [Option<usize>; 2];
 /// Every exchange, one by one: the one with the least maximum (what is given and taken, and by how much the heavy one's
 /// cost falls).
 ///
-/// A step is a document of either (or none) where one is given, else what is given, and each third with it. Thirds that leave
-/// the heavy one too heavy whatever the fourth, and those that make the light one too heavy whatever the fourth, are no step,
-/// but for the first of the latter.
+/// A step is a document of either (or none) where one is given, else what is given, and each third with it. Thirds that
+/// leave the heavy one too heavy whatever the fourth, and those that make the light one too heavy whatever the fourth,
+/// are no step, but for the first of the latter.
 fn best_exchange(
     lengths: &[i32],
     (has, room, heavy): (Vec<Option<usize>>, i64, f64),
@@ -441,8 +442,8 @@ fn empty_queues(config: &PackerConfig) -> Vec<Vec<Waiting>> {
     }
 }
 
-/// What documents cost that came lately: costs and tokens, halved whenever they are of more than 256 global batches; and
-/// whether that is a guess.
+/// What documents cost that came lately: costs and tokens, halved whenever they are of more than 256 global batches;
+/// and whether that is a guess.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Arrived(f64, f64, bool);
 
@@ -489,8 +490,8 @@ pub(crate) fn contexts(config: &PackerConfig) -> f64 {
     config.num_micro_batches as f64 * f64::from(config.max_document_tokens)
 }
 
-/// The adaptive rule: what is `due` leaves in its place, or first, if it finds no room so, or if the step costs too much.
-/// `by_cost` is all but what is carried, costliest first.
+/// The adaptive rule: what is `due` leaves in its place, or first, if it finds no room so, or if the step costs too
+/// much. `by_cost` is all but what is carried, costliest first.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn adaptive(
     listing: &[Waiting],
@@ -515,8 +516,8 @@ pub(crate) fn adaptive(
     plan
 }
 
-/// The best of the eight cuts with the lowest bounds, in which all that is `due` leaves; nothing but `first` where it finds
-/// no room in any. Each is made, whole, from nothing.
+/// The best of the eight cuts with the lowest bounds, in which all that is `due` leaves; nothing but `first` where it
+/// finds no room in any. Each is made, whole, from nothing.
 #[allow(clippy::too_many_arguments)]
 fn least_loss(
     listing: &[Waiting],
@@ -877,8 +878,8 @@ impl Packer {
         plan
     }
 
-    /// How many documents the next push may bring: the most that have room and fit into a step by themselves. None where
-    /// the first of them has no room in an empty packer.
+    /// How many documents the next push may bring: the most that have room and fit into a step by themselves. None
+    /// where the first of them has no room in an empty packer.
     pub(crate) fn admits(&self, lengths: &[i32]) -> Option<usize> {
         let PackerConfig { num_micro_batches, max_tokens, max_document_tokens: limit, .. } = self.config;
         let capacity = num_micro_batches as i64 * i64::from(max_tokens);
@@ -990,7 +991,8 @@ impl Packer {
         self.costed_from = self.steps.len();
     }
 
-    /// Goes on under another configuration: if it is another but for its ranks, what is queued is filed anew, oldest first.
+    /// Goes on under another configuration: if it is another but for its ranks, what is queued is filed anew, oldest
+    /// first.
     pub(crate) fn reconfigure(&mut self, config: PackerConfig, is_another: bool) {
         if is_another {
             let mut queued: Vec<Waiting> = std::mem::take(&mut self.queues).concat();

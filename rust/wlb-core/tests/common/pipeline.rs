@@ -7,14 +7,14 @@ use wlb_core::pipeline::{Detail, Kind, Op};
 
 /// Start and end of the op at each place: (rank, number in the rank's order). `None` if the orders wait for each other.
 ///
-/// An op starts when its rank has finished the one before it and its inputs are there. A forward needs the forward of the
-/// stage before, a backward (or the gradient of the input) the forward of its own stage and the backward of the stage behind,
-/// the gradient of the weights that of the input. What comes from another rank arrives `p2p` later.
+/// An op starts when its rank has finished the one before it and its inputs are there. A forward needs the forward of
+/// the stage before, a backward (or the gradient of the input) the forward of its own stage and the backward of the
+/// stage behind, the gradient of the weights that of the input. What comes from another rank arrives `p2p` later.
 ///
 /// Everything starts at 0, and what started before it could is pushed back until nothing has to be.
 ///
-/// Two stages, one micro-batch, 1 second a forward, 2 a backward, 0.5 between ranks: forwards start at 0 and 1.5, backwards
-/// at 2.5 (on the last rank) and 5.
+/// Two stages, one micro-batch, 1 second a forward, 2 a backward, 0.5 between ranks: forwards start at 0 and 1.5,
+/// backwards at 2.5 (on the last rank) and 5.
 pub(crate) fn simulate(
     orders: &[Vec<Op>],
     stages: usize,
@@ -115,8 +115,8 @@ pub(crate) fn op_seconds(costs: &[f64], detail: Detail, stages: usize, op: Op) -
     }
 }
 
-/// Most that a rank holds at a time: of each forward that ran, what its micro-batch keeps, until its last backward there has
-/// ended.
+/// Most that a rank holds at a time: of each forward that ran, what its micro-batch keeps, until its last backward
+/// there has ended.
 pub(crate) fn peak_activation(order: &[Op], activation: &[f64]) -> f64 {
     let mut peak = 0.0_f64;
     for at in 0..order.len() {

@@ -1,5 +1,5 @@
-//! `pipeline.json`: when every op of a pipeline starts and ends. The orders of the ops are the engine's: `tests/pipeline.rs`
-//! and `tests/torch/test_pipeline_order.py` hold these.
+//! `pipeline.json`: when every op of a pipeline starts and ends. The orders of the ops are the engine's:
+//! `tests/pipeline.rs` and `tests/torch/test_pipeline_order.py` hold these.
 
 use serde::{Deserialize, Serialize};
 use wlb_core::pipeline::{Detail, Kind, Op, PipelineOptions, Times};

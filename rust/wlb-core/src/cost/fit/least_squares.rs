@@ -2,8 +2,8 @@
 
 /// `b >= 0` with the least sum of squares of `sum_j b[j] * columns[j] - target`.
 ///
-/// Lawson and Hanson's active set method (Solving Least Squares Problems, 1974, chapter 23) on the triangular factor of the
-/// columns. Of columns that depend on each other only as many are used as are needed, the others get 0.
+/// Lawson and Hanson's active set method (Solving Least Squares Problems, 1974, chapter 23) on the triangular factor of
+/// the columns. Of columns that depend on each other only as many are used as are needed, the others get 0.
 ///
 /// # Arguments
 /// * `columns` - of one length, that of `target`; finite.
@@ -17,11 +17,12 @@ pub fn non_negative_least_squares(columns: &[Vec<f64>], target: &[f64]) -> Vec<f
 /// A pivot below this share of its column is none: the column depends on those before it.
 const DEPENDENT: f64 = 1e-10;
 
-/// Columns that come or go in one search. Without rounding none comes twice to the same others, and few ever come twice.
+/// Columns that come or go in one search. Without rounding none comes twice to the same others, and few ever come
+/// twice.
 const MOST_TURNS: usize = 1000;
 
-/// A least-squares problem of `k` columns after a QR decomposition: the upper triangle, the target in the same `k` rows,
-/// and the part of the target that no column reaches.
+/// A least-squares problem of `k` columns after a QR decomposition: the upper triangle, the target in the same `k`
+/// rows, and the part of the target that no column reaches.
 pub(super) struct System {
     /// Column by column, each of length 1; those of no rows with a value are 0.
     triangle: Vec<Vec<f64>>,
@@ -124,8 +125,8 @@ impl System {
                     refused.fill(false);
                     break;
                 }
-                // From the present rates as far towards the wanted ones as all stay at 0 or above. The column that would
-                // be the first below 0 gets 0.
+                // From the present rates as far towards the wanted ones as all stay at 0 or above. The column that
+                // would be the first below 0 gets 0.
                 let reach = |column: usize, rate: f64| {
                     if rate > 0.0 { 1.0 } else { rates[column] / (rates[column] - rate) }
                 };
@@ -142,7 +143,8 @@ impl System {
     }
 }
 
-/// The best rates of some columns, of any sign, and whether none of these depends on those before it; such a one gets 0.
+/// The best rates of some columns, of any sign, and whether none of these depends on those before it; such a one gets
+/// 0.
 fn least_squares(columns: &[Vec<f64>], target: &[f64], among: &[usize]) -> (Vec<f64>, bool) {
     let mut triangle: Vec<Vec<f64>> = among.iter().map(|&column| columns[column].clone()).collect();
     let mut target = target.to_vec();

@@ -4,16 +4,16 @@ use crate::interrupt::check;
 
 use super::least_squares::System;
 
-/// Standard deviations from which on Huber's weights fall, and at which those of Tukey's bisquare end: 95 % as exact as least
-/// squares where the noise is normal.
+/// Standard deviations from which on Huber's weights fall, and at which those of Tukey's bisquare end: 95 % as exact as
+/// least squares where the noise is normal.
 const HUBER: f64 = 1.345;
 const BISQUARE: f64 = 4.685;
 
 /// Turns of either kind; a handful is usual.
 const MOST_TURNS: usize = 60;
 
-/// A time counts as at most so many times what is predicted for it. Huber's sum has the same minimum whatever stands in the
-/// place of one beyond that, and squares of larger numbers would leave nothing of the other rows.
+/// A time counts as at most so many times what is predicted for it. Huber's sum has the same minimum whatever stands in
+/// the place of one beyond that, and squares of larger numbers would leave nothing of the other rows.
 const MOST_OVER: f64 = 1e6;
 
 /// Noise below this is rounding.
@@ -34,8 +34,8 @@ pub(super) struct Agreement {
 ///
 /// Errors count relative to what is predicted: a micro-batch of a second and one of a millisecond say as much about the
 /// rates, and noise that grows with the time does not make fast micro-batches look slow. `rho` is first Huber's, whose
-/// minimum does not depend on where one begins, then from there Tukey's bisquare, which leaves outliers out. The scale of
-/// the errors is their median absolute value, in every turn anew.
+/// minimum does not depend on where one begins, then from there Tukey's bisquare, which leaves outliers out. The scale
+/// of the errors is their median absolute value, in every turn anew.
 ///
 /// # Arguments
 /// * `columns` - amounts of work, each as long as `seconds`.

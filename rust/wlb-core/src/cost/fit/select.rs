@@ -1,10 +1,11 @@
 //! Which rates explain measured times, and which terms these times cannot tell apart.
 //!
-//! A term is kept if the times are explained worse without it, by more than chance would. Of the others the times say one
-//! of two things. Either the term is small, whatever the others are: it costs nothing that can be seen. Or it could be
-//! large, because others do as well in its place: where every micro-batch has as many tokens as the next, a cost per token
-//! and a cost per micro-batch are one and the same. To share a cost out between two such terms would be a guess, which is
-//! wrong as soon as the micro-batches change; so the cost goes to one of them, and they are reported as merged.
+//! A term is kept if the times are explained worse without it, by more than chance would. Of the others the times say
+//! one of two things. Either the term is small, whatever the others are: it costs nothing that can be seen. Or it could
+//! be large, because others do as well in its place: where every micro-batch has as many tokens as the next, a cost per
+//! token and a cost per micro-batch are one and the same. To share a cost out between two such terms would be a guess,
+//! which is wrong as soon as the micro-batches change; so the cost goes to one of them, and they are reported as
+//! merged.
 
 use crate::error::{Error, Result};
 
@@ -51,8 +52,8 @@ pub struct FittedTerm {
 pub struct Fit {
     /// In the order of the columns.
     pub terms: Vec<FittedTerm>,
-    /// Terms that could not be told apart, each group in the order of the columns. The rates of a group are those of the
-    /// terms in it that were kept; the others have 0.
+    /// Terms that could not be told apart, each group in the order of the columns. The rates of a group are those of
+    /// the terms in it that were kept; the others have 0.
     pub merged: Vec<Vec<String>>,
     /// Median of `|predicted - measured| / measured` over the rows.
     pub residual: f64,
@@ -71,8 +72,8 @@ pub struct Fit {
 /// * `seconds` - of each micro-batch.
 ///
 /// # Errors
-/// [`Error::Mismatch`]; [`Error::Entry`] naming a time that is not a finite number above 0; [`Error::Number`] where there
-/// are too few rows.
+/// [`Error::Mismatch`]; [`Error::Entry`] naming a time that is not a finite number above 0; [`Error::Number`] where
+/// there are too few rows.
 ///
 /// # Complexity
 /// O(n k^2) for `n` rows and `k` columns, some hundred times.

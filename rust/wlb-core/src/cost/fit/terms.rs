@@ -19,7 +19,8 @@ pub struct FitOptions {
     pub chunks: Vec<i32>,
     /// Of [`FitOptions::NAMES`], those to try; none: all.
     pub terms: Option<Vec<String>>,
-    /// Ranks that share the pairs and tokens of each micro-batch, each of them a part of every document; none: one each.
+    /// Ranks that share the pairs and tokens of each micro-batch, each of them a part of every document; none: one
+    /// each.
     pub ranks: Option<Vec<i64>>,
 }
 
@@ -64,8 +65,8 @@ impl Term {
 impl CostModel {
     /// The costs that measured times of micro-batches show, in seconds: see [`fit_rates`] for how.
     ///
-    /// Of terms that the times cannot tell apart the later goes, in the order tokens, pairs, windows, chunks, documents,
-    /// micro-batches.
+    /// Of terms that the times cannot tell apart the later goes, in the order tokens, pairs, windows, chunks,
+    /// documents, micro-batches.
     ///
     /// # Arguments
     /// * `micro_batches` - lengths of the documents of each; may be empty.
@@ -75,8 +76,8 @@ impl CostModel {
     /// The model, and the fit with its terms in the order of the model's.
     ///
     /// # Errors
-    /// As [`fit_rates`]; [`Error::Choice`] for a term that is none; [`Error::Entry`] or [`Error::Combination`] where the
-    /// micro-batches cannot show a term, or the times do not grow with the documents.
+    /// As [`fit_rates`]; [`Error::Choice`] for a term that is none; [`Error::Entry`] or [`Error::Combination`] where
+    /// the micro-batches cannot show a term, or the times do not grow with the documents.
     ///
     /// # Complexity
     /// That of [`fit_rates`], and O(documents) a term.

@@ -12,8 +12,8 @@ pub(in crate::packing) struct Bins {
     /// Where their number is limited.
     pub(in crate::packing) counts: Option<Counts>,
     by_cost: Ladder,
-    /// Built at the first document that does not fit where the cost is least: most batches never need it. By sizes, where
-    /// the number of documents is limited.
+    /// Built at the first document that does not fit where the cost is least: most batches never need it. By sizes,
+    /// where the number of documents is limited.
     by_tokens: Option<Ladder>,
 }
 

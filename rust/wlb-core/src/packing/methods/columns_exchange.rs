@@ -40,9 +40,9 @@ impl Priced<'_> {
 
     /// A plan no worse than `start`: as many documents are placed, and the step is not longer.
     ///
-    /// With one column that is `start`. With several, Algorithm 1 looks at one of them at a time, and where documents are
-    /// large beside a micro-batch the others end uneven. There all documents are placed anew by [`Priced::spread`], and
-    /// of the better plan some are exchanged.
+    /// With one column that is `start`. With several, Algorithm 1 looks at one of them at a time, and where documents
+    /// are large beside a micro-batch the others end uneven. There all documents are placed anew by [`Priced::spread`],
+    /// and of the better plan some are exchanged.
     ///
     /// # Complexity
     /// O(N) where the step is close to the mean micro-batch; else O(n), and a bounded number of steps more.
@@ -62,8 +62,8 @@ impl Priced<'_> {
         self.exchange(better.unwrap_or(start), &LITTLE)
     }
 
-    /// Documents by the greatest part that they are of a column, greatest first, each where it fits and the greatest part
-    /// that the micro-batch then has of a column is least. `None` where one fits nowhere.
+    /// Documents by the greatest part that they are of a column, greatest first, each where it fits and the greatest
+    /// part that the micro-batch then has of a column is least. `None` where one fits nowhere.
     ///
     /// # Complexity
     /// O(n N columns).

@@ -8,11 +8,12 @@ use super::documents::Documents;
 use super::steepest::ordered;
 use super::tournament::Tournament;
 
-/// Most steps of all searches: so many, and so many for each micro-batch, but no more than enough for the largest of tiny batches.
-/// Then, with the lightest micro-batch alone, as many again and one for each document: what one for one takes there.
+/// Most steps of all searches: so many, and so many for each micro-batch, but no more than enough for the largest of
+/// tiny batches. Then, with the lightest micro-batch alone, as many again and one for each document: what one for one
+/// takes there.
 ///
-/// A step is some ten nanoseconds, and all of the first are about as long as Algorithm 1 takes for some hundred documents. More of
-/// them change the maximum by a hundredth of a percent on average.
+/// A step is some ten nanoseconds, and all of the first are about as long as Algorithm 1 takes for some hundred
+/// documents. More of them change the maximum by a hundredth of a percent on average.
 const STEPS: usize = 96;
 const STEPS_EACH: usize = 40;
 const STEPS_MOST: usize = 256;
@@ -42,7 +43,8 @@ pub(super) fn exchange(documents: &Documents, start: Placement, low_enough: f64)
     if changed.is_empty() { start } else { contents.into_placement(start, changed) }
 }
 
-/// What goes from the heaviest micro-batch to its partner, what comes back, by their places there, and what both cost then.
+/// What goes from the heaviest micro-batch to its partner, what comes back, by their places there, and what both cost
+/// then.
 struct Exchange {
     given: [usize; 2],
     taken: [usize; 2],
@@ -72,7 +74,8 @@ struct Contents<'a> {
     /// Rank of the longest document that each micro-batch had at the start, and of each document's next there.
     first: Vec<u32>,
     next: Vec<u32>,
-    /// Those of micro-batches that were looked at, as they are by now; the last is [`NONE`]. Most never are: theirs are empty.
+    /// Those of micro-batches that were looked at, as they are by now; the last is [`NONE`]. Most never are: theirs are
+    /// empty.
     items: Vec<Vec<Item>>,
     tokens: Vec<i64>,
     costs: Vec<f64>,
@@ -116,7 +119,8 @@ impl Search<'_> {
         }
     }
 
-    /// One for at most one. The shorter the one, the shorter the other that lengths allow, and that makes both cost the same.
+    /// One for at most one. The shorter the one, the shorter the other that lengths allow, and that makes both cost the
+    /// same.
     fn one_for_one(&mut self, left: &mut usize) {
         let (has, offers) = (self.has, self.offers);
         *left = left.saturating_sub(has.len() + offers.len());

@@ -13,9 +13,9 @@ const SEARCHES: usize = 1024;
 /// as it is under a single cost model.
 ///
 /// What counts is the *load* of a micro-batch: its cost over the mean micro-batch's, under the model where that is
-/// greatest. Longest first, each document goes to the least load that has room. Of that plan and of `start`, the heaviest
-/// micro-batch then exchanges a document for at most one of another's, as long as both end below what the heaviest was.
-/// The better plan is given, `start` of equals.
+/// greatest. Longest first, each document goes to the least load that has room. Of that plan and of `start`, the
+/// heaviest micro-batch then exchanges a document for at most one of another's, as long as both end below what the
+/// heaviest was. The better plan is given, `start` of equals.
 ///
 /// # Complexity
 /// O(n M) for the costs under `M` models, a sort, on average a few steps for each document, and at most [`SEARCHES`]

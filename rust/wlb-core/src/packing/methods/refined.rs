@@ -16,7 +16,8 @@ use super::steepest::steepest;
 const CLOSE: f64 = 1.0001;
 /// No documents are exchanged once the maximum is this close to the lower bound.
 const NEAR: f64 = 1.0005;
-/// Where documents are left over, the target lies so far between the lower bound and the maximum that may not be exceeded.
+/// Where documents are left over, the target lies so far between the lower bound and the maximum that may not be
+/// exceeded.
 const RAISED: f64 = 0.75;
 
 /// Algorithm 1, then [`refine`].
@@ -44,8 +45,8 @@ pub(in crate::packing) fn pack(
     )
 }
 
-/// A plan no worse than `start`: every document placed there is placed, and the maximum cost is not higher. What was left over
-/// there may be placed as well; other documents of the batch are left alone.
+/// A plan no worse than `start`: every document placed there is placed, and the maximum cost is not higher. What was
+/// left over there may be placed as well; other documents of the batch are left alone.
 ///
 /// # Complexity
 /// O(n log N) for `n` documents and `N` micro-batches, and a bounded number of exchanges.
@@ -53,10 +54,11 @@ pub(in crate::packing) fn refine(start: Placement, lengths: &[i32], costs: &[f64
     improve(start, || Documents::new(lengths, costs, max_tokens))
 }
 
-/// Where every micro-batch has tokens to spare, `start` is next to optimal and at most some documents are exchanged. Where
-/// tokens run out, Algorithm 1 goes wrong early: it looks at cost alone until a micro-batch is full. [`steepest`] looks at
-/// both from the first document on. Its target is the lower bound; where documents are left over it is higher, since more
-/// find room then, and balance comes second. [`exchange`] then works on the heaviest micro-batch of the better plan.
+/// Where every micro-batch has tokens to spare, `start` is next to optimal and at most some documents are exchanged.
+/// Where tokens run out, Algorithm 1 goes wrong early: it looks at cost alone until a micro-batch is full. [`steepest`]
+/// looks at both from the first document on. Its target is the lower bound; where documents are left over it is higher,
+/// since more find room then, and balance comes second. [`exchange`] then works on the heaviest micro-batch of the
+/// better plan.
 fn improve(start: Placement, documents: impl FnOnce() -> Documents) -> Placement {
     let ceiling = start.max_cost();
     let mean = start.costs.iter().sum::<f64>() / start.costs.len() as f64;

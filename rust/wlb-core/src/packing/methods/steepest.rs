@@ -12,11 +12,11 @@ use super::tournament::Tournament;
 /// Longest first, each to the micro-batch that lacks the most cost per token of its room, among those with room for it
 /// whose cost stays within `target`; else to the least cost that has room.
 ///
-/// Longer documents cost more per token. A micro-batch that has few tokens left but much cost to reach `target` must get
-/// long ones, one with a heavy document and room to spare can take the many short ones: so both run out together.
+/// Longer documents cost more per token. A micro-batch that has few tokens left but much cost to reach `target` must
+/// get long ones, one with a heavy document and room to spare can take the many short ones: so both run out together.
 ///
-/// `None` where a document that `start` places finds no room. What `start` left over comes last, longest first again: to the
-/// least cost that has room, if that stays within `ceiling`.
+/// `None` where a document that `start` places finds no room. What `start` left over comes last, longest first again:
+/// to the least cost that has room, if that stays within `ceiling`.
 ///
 /// # Complexity
 /// O(n log N), as long as few documents share a row of [`FirstFit`]; else O(n log n).
@@ -65,8 +65,8 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
     Some(placement)
 }
 
-/// Of what `start` did not place what it left over, longest first: each to the least cost that has room, if that stays within
-/// `ceiling`. Micro-batches without room for the shortest are not looked at: mostly these are all.
+/// Of what `start` did not place what it left over, longest first: each to the least cost that has room, if that stays
+/// within `ceiling`. Micro-batches without room for the shortest are not looked at: mostly these are all.
 ///
 /// # Complexity
 /// O(N), and O(log N) for each that there may be room for.
@@ -133,7 +133,8 @@ struct Takers<'a, W> {
     weight: W,
     /// By weight.
     ready: Tournament,
-    /// Of each document by rank, a micro-batch that waits for it, and of each micro-batch the next that waits for the same.
+    /// Of each document by rank, a micro-batch that waits for it, and of each micro-batch the next that waits for the
+    /// same.
     waits_for: Vec<u32>,
     next: Vec<u32>,
     /// Whose next are known by now: all documents before this rank were looked at.
@@ -207,15 +208,15 @@ impl<'a, W: Fn(&Held) -> f64> Takers<'a, W> {
 }
 
 /// Which of the documents, longest first, is the first that fits. Four of five placements ask: after most documents a
-/// micro-batch waits for a much shorter one, and halving misses the caches. So tables by length and by cost tell it, whose rows
-/// hold some documents each.
+/// micro-batch waits for a much shorter one, and halving misses the caches. So tables by length and by cost tell it,
+/// whose rows hold some documents each.
 struct FirstFit<'a> {
     documents: &'a Documents,
     /// First rank of a length of so much, shifted, or less.
     by_length: Vec<u32>,
     length_shift: u32,
-    /// First rank of a cost of so much or less: of what its bits, shifted, are above those of a cheap one, so that rows get
-    /// wider with the cost.
+    /// First rank of a cost of so much or less: of what its bits, shifted, are above those of a cheap one, so that rows
+    /// get wider with the cost.
     by_cost: Vec<u32>,
     cheap: u64,
     cost_shift: u32,

@@ -7,11 +7,12 @@ const WIDTH: usize = 8;
 #[repr(align(64))]
 struct Node([u64; WIDTH]);
 
-/// One key for each of some indices, in a tree that is wide and so flat: a node has the least key of each of its children.
+/// One key for each of some indices, in a tree that is wide and so flat: a node has the least key of each of its
+/// children.
 ///
-/// Keys stand where their index says: nothing moves, ties go to the lowest index by themselves, and most changes end at the
-/// first node, whose least key is as before. A binary heap goes through twice as many cache lines and more, and what it has
-/// of indices that changed must be told from what holds.
+/// Keys stand where their index says: nothing moves, ties go to the lowest index by themselves, and most changes end at
+/// the first node, whose least key is as before. A binary heap goes through twice as many cache lines and more, and
+/// what it has of indices that changed must be told from what holds.
 pub(super) struct Tournament {
     /// From the keys up to a single node.
     levels: Vec<Vec<Node>>,
@@ -67,7 +68,8 @@ fn nodes(mut keys: impl Iterator<Item = u64>) -> Vec<Node> {
     nodes
 }
 
-/// The least key of a node. Without a branch, since which it is cannot be predicted, and with few steps one after another.
+/// The least key of a node. Without a branch, since which it is cannot be predicted, and with few steps one after
+/// another.
 #[inline]
 fn least(node: &Node) -> u64 {
     let [a, b, c, d, e, f, g, h] = node.0;

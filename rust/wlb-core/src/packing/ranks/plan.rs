@@ -124,8 +124,8 @@ pub(super) struct Batch<'a> {
     /// The same as items, costliest first.
     groups: Vec<Item>,
     limits: Limits,
-    /// Micro-batches that hold the documents already, if there are some: indices of documents, the costliest micro-batch
-    /// first.
+    /// Micro-batches that hold the documents already, if there are some: indices of documents, the costliest
+    /// micro-batch first.
     pub(super) start: Option<Vec<Vec<u32>>>,
 }
 
@@ -307,7 +307,8 @@ impl<'a> Batch<'a> {
         best.or_else(|| made(Rule::BestFit))
     }
 
-    /// Groups, or single documents where there are none, on ranks, each with room for so many micro-batches; none if none was found.
+    /// Groups, or single documents where there are none, on ranks, each with room for so many micro-batches; none if
+    /// none was found.
     fn shared_out(&self, rounds: usize) -> Option<Shares<'_>> {
         let Limits { tokens, documents } = self.limits;
         let rounds = rounds as i64;

@@ -89,8 +89,8 @@ fn best(
     found
 }
 
-/// Of which two costs, one of each rank, the difference is nearest to `aim`, and nearer than `error`: the first such pair,
-/// and how far it is off.
+/// Of which two costs, one of each rank, the difference is nearest to `aim`, and nearer than `error`: the first such
+/// pair, and how far it is off.
 ///
 /// # Complexity
 /// O(n log n); more only where costs differ by so little that differences round alike.

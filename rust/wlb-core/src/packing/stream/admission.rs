@@ -36,12 +36,12 @@ named_choices! {
 /// What a packer promises as long as no push brings more than it [`Packer::admits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
-    /// Most tokens that ever wait after a push. Where the number of documents is limited, each counts for its share of a
-    /// full micro-batch at least.
+    /// Most tokens that ever wait after a push. Where the number of documents is limited, each counts for its share of
+    /// a full micro-batch at least.
     pub tokens: i64,
-    /// Most iterations that a document waits while documents come; draining the rest at the end of the stream adds no more than
-    /// [`Bounds::drain`]. None if nothing limits it: queues without `max_delay`, where an outlier waits for others of its
-    /// length, however rare they are.
+    /// Most iterations that a document waits while documents come; draining the rest at the end of the stream adds no
+    /// more than [`Bounds::drain`]. None if nothing limits it: queues without `max_delay`, where an outlier waits for
+    /// others of its length, however rare they are.
     pub delay: Option<u64>,
     /// Most iterations that it takes to drain what waits.
     pub drain: u64,
@@ -76,8 +76,8 @@ impl Bounds {
     }
 }
 
-/// Most iterations until a document is placed that goes after fewer than `tokens` others: two in a row place `capacity` of
-/// them.
+/// Most iterations until a document is placed that goes after fewer than `tokens` others: two in a row place `capacity`
+/// of them.
 fn service(tokens: i64, capacity: i64) -> u64 {
     2 * (tokens / capacity) as u64 + 1
 }
@@ -134,10 +134,10 @@ impl Packer {
     /// How many of the first of these documents the next push may bring, so that the packer keeps its
     /// [`Packer::bounds`].
     ///
-    /// Their tokens are at most its [`Packer::room`], and their costs in each column with a limit what a step may have of it
-    /// less what is carried over. Under [`Release::Adaptive`] they also fit into the micro-batches
-    /// of one step by themselves, longest first where the tokens are fewest: then they all find room in the step in
-    /// which `max_delay` makes them leave. Where nothing waits, at least one.
+    /// Their tokens are at most its [`Packer::room`], and their costs in each column with a limit what a step may have
+    /// of it less what is carried over. Under [`Release::Adaptive`] they also fit into the micro-batches of one step by
+    /// themselves, longest first where the tokens are fewest: then they all find room in the step in which `max_delay`
+    /// makes them leave. Where nothing waits, at least one.
     ///
     /// # Arguments
     /// * `costs` - of these documents, as a push takes them; needed only where a column has a limit.
@@ -201,8 +201,8 @@ impl Packer {
         Ok(admitted)
     }
 
-    /// How many of the first documents have no more of a limited column than a step may have beside what is carried over;
-    /// of a document the `counted` tokens enter.
+    /// How many of the first documents have no more of a limited column than a step may have beside what is carried
+    /// over; of a document the `counted` tokens enter.
     fn within_limits(&self, lengths: &[i32], costs: CostTable<'_>, counted: impl Fn(i32) -> i32) -> usize {
         let micro_batches = self.config.num_micro_batches as f64;
         let mut admitted = lengths.len();

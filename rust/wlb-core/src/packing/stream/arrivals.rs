@@ -26,11 +26,12 @@ pub struct Push<'a> {
     /// More leaves than the release rule lets go, if that is fewer tokens than these and more is there: for a step that
     /// must not be nearly empty and has nothing further to read. 0: as the rule says.
     pub min_step_tokens: i64,
-    /// By how many iterations each comes before its turn in the order of the stream, for a caller that knows what comes;
-    /// only under [`Release::Adaptive`]. Until its turn a document is not late: training it moves it, and waiting does not.
+    /// By how many iterations each comes before its turn in the order of the stream, for a caller that knows what
+    /// comes; only under [`Release::Adaptive`]. Until its turn a document is not late: training it moves it, and
+    /// waiting does not.
     pub early: Option<&'a [i64]>,
-    /// What each costs in every column, where documents bring their costs, and only there. A document that is cut shares
-    /// them among its pieces by their tokens; one that is truncated has the share of what is kept.
+    /// What each costs in every column, where documents bring their costs, and only there. A document that is cut
+    /// shares them among its pieces by their tokens; one that is truncated has the share of what is kept.
     pub costs: Option<CostTable<'a>>,
 }
 

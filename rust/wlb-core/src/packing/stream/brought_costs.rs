@@ -34,8 +34,8 @@ impl Packer {
         self.rows = kept;
     }
 
-    /// Everything that can be wrong with the costs of documents of these lengths, of which `kept` gives the tokens of the
-    /// longest piece.
+    /// Everything that can be wrong with the costs of documents of these lengths, of which `kept` gives the tokens of
+    /// the longest piece.
     pub(in crate::packing) fn check_costs(
         &self,
         lengths: &[i32],

@@ -10,8 +10,8 @@ use crate::packing::options::check_micro_batches;
 
 use super::shape::StepShape;
 
-/// The default of [`PackerConfig::delay_price`]: a context for each micro-batch may wait one iteration if that makes the
-/// step 3 % shorter.
+/// The default of [`PackerConfig::delay_price`]: a context for each micro-batch may wait one iteration if that makes
+/// the step 3 % shorter.
 pub(super) const DELAY_PRICE: f64 = 0.03;
 
 /// The default of [`PackerConfig::max_delay`] under [`Release::Adaptive`].

@@ -1,7 +1,7 @@
 //! What documents cost that brought their costs: rows beside the pieces that wait.
 //!
-//! A piece that waits names its row, so that it stays small and can be copied whatever the number of columns. Rows of what
-//! has left are dropped after every step.
+//! A piece that waits names its row, so that it stays small and can be copied whatever the number of columns. Rows of
+//! what has left are dropped after every step.
 
 use crate::limits::MAX_ITERATION;
 

@@ -8,9 +8,9 @@ use super::packer::Packer;
 
 /// Iterations of lead for each mean micro-batch that a document costs beyond the first.
 ///
-/// A document that costs as much as `c` mean micro-batches is level only in a step of `c` times the work: `c - 1` global
-/// batches have to be gathered for it, by holding others of its kind. Found on real lengths: with twice that, documents
-/// are trained as often before as after their turn.
+/// A document that costs as much as `c` mean micro-batches is level only in a step of `c` times the work: `c - 1`
+/// global batches have to be gathered for it, by holding others of its kind. Found on real lengths: with twice that,
+/// documents are trained as often before as after their turn.
 const LEAD: f64 = 2.0;
 
 impl Packer {
@@ -23,7 +23,8 @@ impl Packer {
     /// * `most` - iterations of lead at most.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for `tokens_per_batch` or `most`; [`Error::Combination`] where documents bring their costs.
+    /// [`Error::OutOfRange`] for `tokens_per_batch` or `most`; [`Error::Combination`] where documents bring their
+    /// costs.
     ///
     /// # Complexity
     /// O(n).

@@ -43,8 +43,8 @@ impl Level {
     /// `tolerated`. Gives whether the document was put.
     ///
     /// # Complexity
-    /// As Algorithm 1's; a micro-batch is found full once for each document that it holds, at most, where none is longer
-    /// than the one before; else O(N log N).
+    /// As Algorithm 1's; a micro-batch is found full once for each document that it holds, at most, where none is
+    /// longer than the one before; else O(N log N).
     #[inline]
     pub(super) fn place(&mut self, index: usize, length: i32, cost: f64, tolerated: impl FnOnce() -> f64) -> bool {
         while let Some(&(room, Reverse(micro_batch))) = self.full.peek()

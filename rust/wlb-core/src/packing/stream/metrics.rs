@@ -229,8 +229,8 @@ impl Metrics {
         variance.max(0.0).sqrt() / mean
     }
 
-    /// Coefficient of variation (standard deviation over mean) of what the documents of a step cost, since costs are what
-    /// they are; 0 before the first step.
+    /// Coefficient of variation (standard deviation over mean) of what the documents of a step cost, since costs are
+    /// what they are; 0 before the first step.
     pub fn step_work_cv(&self) -> f64 {
         let Work { steps, sum, square_sum, .. } = self.work;
         if sum == 0.0 {

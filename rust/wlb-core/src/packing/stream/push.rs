@@ -41,8 +41,8 @@ impl Packer {
     /// # Errors
     /// [`crate::Error::TooLong`] under [`Oversize::Error`], [`crate::Error::Number`] for a split into too many pieces,
     /// [`crate::Error::Mismatch`], [`crate::Error::Combination`], [`crate::Error::Entry`],
-    /// [`crate::Error::OutOfRange`], [`crate::Error::DuplicateId`], and [`crate::Error::Cell`] for costs; the packer is then
-    /// unchanged.
+    /// [`crate::Error::OutOfRange`], [`crate::Error::DuplicateId`], and [`crate::Error::Cell`] for costs; the packer is
+    /// then unchanged.
     ///
     /// Interrupted ([`crate::interruptible`]), the packer is half changed: push to a copy.
     ///

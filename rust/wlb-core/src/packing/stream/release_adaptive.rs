@@ -17,16 +17,17 @@
 //! and a document could only go where it makes one the heaviest, it waits too ([`Level`]), unless the step would grow
 //! by less than the wait costs. So short documents make room in a step that trains many long ones.
 //!
-//! What is due by `max_delay` leaves under every cut, in its place among the others. If it went first, short documents that
-//! are due would lie in all micro-batches before a long one that needs a whole one is tried: where `max_tokens` is one
-//! context, a long document that is due would leave alone, and its company would wait on. What may wait leaves as many
-//! tokens free as what is due needs. Only where a due document finds no room so, what is due goes first.
+//! What is due by `max_delay` leaves under every cut, in its place among the others. If it went first, short documents
+//! that are due would lie in all micro-batches before a long one that needs a whole one is tried: where `max_tokens` is
+//! one context, a long document that is due would leave alone, and its company would wait on. What may wait leaves as
+//! many tokens free as what is due needs. Only where a due document finds no room so, what is due goes first.
 //!
-//! Where the work of a step is bounded and that step has more, what is due goes first, and what of a cut leaves is chosen by
-//! what its waiting would cost, for its work: light documents first, and heavy ones the longer they wait.
+//! Where the work of a step is bounded and that step has more, what is due goes first, and what of a cut leaves is
+//! chosen by what its waiting would cost, for its work: light documents first, and heavy ones the longer they wait.
 //!
-//! Where ranks wait for each other once a step, their sums are what has to be level. Then all this is done with ranks that
-//! have the room of all their micro-batches, and what leaves is placed into these, as Algorithm 1 does, afterwards.
+//! Where ranks wait for each other once a step, their sums are what has to be level. Then all this is done with ranks
+//! that have the room of all their micro-batches, and what leaves is placed into these, as Algorithm 1 does,
+//! afterwards.
 
 use std::cmp::Ordering;
 
@@ -49,7 +50,8 @@ pub(super) struct Tried<'a> {
     pub(super) urgent: &'a [usize],
     /// How many of these are carried over; they go first in any case.
     pub(super) carried: usize,
-    /// All documents: so many of the urgent ones, as they are listed, then the others from the costliest to the cheapest.
+    /// All documents: so many of the urgent ones, as they are listed, then the others from the costliest to the
+    /// cheapest.
     pub(super) after: &'a dyn Fn(usize) -> Vec<usize>,
 }
 
@@ -58,16 +60,16 @@ pub(super) struct Tried<'a> {
 /// # Arguments
 /// * `priced` - everything that waits and everything new, with costs in one column.
 /// * `pieces` - the same.
-/// * `tried` - the urgent must leave, whatever it costs. If one of them finds no room in its place, they are placed first,
-///   as Algorithm 1 does, and if one finds none then, all of them again by tokens alone. Those that find none then either
-///   are in `leftover`.
-/// * `budget` - the most that the documents of the step may cost; infinite for no bound. Where they cost more without one,
-///   they are chosen anew, the urgent, which may cost more, first.
+/// * `tried` - the urgent must leave, whatever it costs. If one of them finds no room in its place, they are placed
+///   first, as Algorithm 1 does, and if one finds none then, all of them again by tokens alone. Those that find none
+///   then either are in `leftover`.
+/// * `budget` - the most that the documents of the step may cost; infinite for no bound. Where they cost more without
+///   one, they are chosen anew, the urgent, which may cost more, first.
 ///
 /// # Complexity
 /// A sort, O(n) for the lower bounds of all `k`, and at most [`MOST_CUTS`] placements. Two or three are usual: a `k`
-/// whose bound is above the least loss found is not tried, and a placement that exceeds it is given up. That again where
-/// a due document finds no room in its place, and where the step costs more than it may.
+/// whose bound is above the least loss found is not tried, and a placement that exceeds it is given up. That again
+/// where a due document finds no room in its place, and where the step costs more than it may.
 pub(super) fn place(
     priced: &Priced<'_>,
     pieces: &[Waiting],
@@ -323,8 +325,8 @@ impl Budget {
         if beyond > 0.0 { (beyond * self.least_after[place]) as i128 } else { 0 }
     }
 
-    /// Those from a place on that leave, and the debt of the others: the first, then whoever is most urgent for its work as
-    /// long as it is within the bound.
+    /// Those from a place on that leave, and the debt of the others: the first, then whoever is most urgent for its
+    /// work as long as it is within the bound.
     fn within(&self, documents: &[Document], from: usize) -> (Vec<Document>, i128) {
         let (mut spent, mut debt) = (documents[from].cost, 0);
         let left = self.most(&documents[from]);
@@ -433,8 +435,8 @@ impl<'a> Search<'a> {
         cuts
     }
 
-    /// Whether this document may be the first to leave: within the bound on the work, or, where else nothing would leave, the
-    /// cheapest.
+    /// Whether this document may be the first to leave: within the bound on the work, or, where else nothing would
+    /// leave, the cheapest.
     fn may_begin(&self, place: usize) -> bool {
         let Some(budget) = &self.budget else { return true };
         let cheapest =

@@ -21,8 +21,8 @@ pub struct StepShape {
     /// What micro-batches are padded to when they run; `max_tokens` is then one of these sizes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub padding: Option<Padding>,
-    /// Most work of a step, in mean global batches; only under [`Release::Adaptive`](super::Release::Adaptive). Documents
-    /// that are due leave all the same, and it does not hold in a flush.
+    /// Most work of a step, in mean global batches; only under [`Release::Adaptive`](super::Release::Adaptive).
+    /// Documents that are due leave all the same, and it does not hold in a flush.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_cost: Option<f64>,
     /// Tokens of a global batch, where they are not `num_micro_batches * max_document_tokens`. May change on resume, as
@@ -42,8 +42,8 @@ impl StepShape {
         self.ranks.is_some() || self.max_documents.is_some()
     }
 
-    /// As a fingerprint has it: without the number of ranks, the multiple of tokens that follows from it, and how much they
-    /// train in a step.
+    /// As a fingerprint has it: without the number of ranks, the multiple of tokens that follows from it, and how much
+    /// they train in a step.
     pub(super) fn of_any_ranks(&self) -> Self {
         Self {
             ranks: self.ranks.map(|ranks| Ranks { dp_size: 0, ..ranks }),

@@ -98,10 +98,11 @@ impl Packer {
 
     /// Goes on where the saved one stopped, under this packer's configuration.
     ///
-    /// Another `num_micro_batches`, for another number of ranks, is always allowed. Both packers must have been made with the same cost model; what
-    /// the saved one has gone on to since ([`Packer::set_cost_model`]) comes with the state. With `allow_config_change` so is everything else: waiting
-    /// documents are then filed anew, oldest first, and those that are no outliers any more are carried over. If the cost
-    /// models were others, this packer's holds from here on.
+    /// Another `num_micro_batches`, for another number of ranks, is always allowed. Both packers must have been made
+    /// with the same cost model; what the saved one has gone on to since ([`Packer::set_cost_model`]) comes with the
+    /// state. With `allow_config_change` so is everything else: waiting documents are then filed anew, oldest first,
+    /// and those that are no outliers any more are carried over. If the cost models were others, this packer's holds
+    /// from here on.
     ///
     /// # Errors
     /// [`Error::State`] as in [`Packer::load`], or if a waiting document is longer than this packer allows;

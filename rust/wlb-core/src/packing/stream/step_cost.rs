@@ -1,8 +1,8 @@
 //! A bound on the work of a step.
 //!
-//! What makes the micro-batches of a step even makes steps uneven: documents that wait for others of their kind leave with
-//! them. Who wants steps of like work says how many times the mean global batch's a step may have at most. What would be
-//! more waits, until it is due.
+//! What makes the micro-batches of a step even makes steps uneven: documents that wait for others of their kind leave
+//! with them. Who wants steps of like work says how many times the mean global batch's a step may have at most. What
+//! would be more waits, until it is due.
 
 use serde::{Deserialize, Serialize};
 
@@ -56,8 +56,8 @@ impl Arrived {
         }
     }
 
-    /// Costs are others from here on, and what came is gone: what waits says how many times as high they are, by what it cost
-    /// `before` and costs now. That is a guess, since long documents wait, and holds only until new ones come.
+    /// Costs are others from here on, and what came is gone: what waits says how many times as high they are, by what
+    /// it cost `before` and costs now. That is a guess, since long documents wait, and holds only until new ones come.
     /// Where nothing waits there is nothing to bound before the next document.
     pub(super) fn reprice(&mut self, before: f64, now: f64) {
         let repriced = Self { cost: self.cost * (now / before), tokens: self.tokens, is_guess: true };

@@ -13,8 +13,8 @@ pub struct TunedPoint {
     pub imbalance_p95: f64,
     /// Worst step.
     pub imbalance_worst: f64,
-    /// Mean token delay, in iterations, of all documents, those flushed at the end of the sample included; where documents
-    /// come early, with the iterations before their turn.
+    /// Mean token delay, in iterations, of all documents, those flushed at the end of the sample included; where
+    /// documents come early, with the iterations before their turn.
     pub delay_mean: f64,
     /// Longest wait of a document, in iterations.
     pub delay_max: u64,

@@ -126,8 +126,8 @@ impl KernelModel {
         for table in [&mut description.forward, &mut description.backward] {
             table.median_seconds.iter_mut().flatten().flatten().for_each(|seconds| *seconds *= factor);
         }
-        // As many query heads for each key head as measured; a single key head where that does not divide the query heads,
-        // as when GPUs share a key head.
+        // As many query heads for each key head as measured; a single key head where that does not divide the query
+        // heads, as when GPUs share a key head.
         let group = (description.num_heads / description.num_kv_heads).max(1);
         description.num_kv_heads = if num_heads % group == 0 { num_heads / group } else { 1 };
         description.num_heads = num_heads;
