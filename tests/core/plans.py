@@ -12,6 +12,7 @@ from wlb import _core
 METHODS: list[Any] = list(_core.METHODS)
 SHARDS: list[dict[str, Any]] = [
     {"strategy": "per_sequence"},
+    {"strategy": "contiguous"},
     {"strategy": "per_document"},
     {"strategy": "per_document", "remainder": "token"},
     {"strategy": "hybrid", "hybrid_threshold": 2000},

@@ -20,7 +20,7 @@ Needs torch 2.11 or newer: ``pip install "wlb[torch]"``.
 """
 
 from wlb.torch.agreement import check_agreement
-from wlb.torch.attention import context_parallel_attention, max_cp_size, prepare_attention
+from wlb.torch.attention import context_parallel_attention, max_cp_size, prepare_attention, recut
 from wlb.torch.data import (
     IGNORE,
     BalancedBatchSampler,
@@ -97,6 +97,7 @@ __all__ = [
     "peak_flops",
     "pipeline_step",
     "prepare_attention",
+    "recut",
     "stages_of_rank",
     "sum_gradients",
     "token_normalized_loss",

@@ -193,6 +193,7 @@ fn documents_are_split_and_streams_are_cut() {
 fn sharded(lengths: &[i32], strategy: Strategy, remainder: Remainder, hybrid_threshold: Option<i64>) -> naive::Owners {
     let owners = match (strategy, remainder) {
         (Strategy::PerSequence, _) => naive::per_sequence(lengths, 2),
+        (Strategy::Contiguous, _) => naive::contiguous(lengths, 2),
         (Strategy::PerDocument, Remainder::Chunk) => naive::per_document(lengths, 2, 1),
         (Strategy::PerDocument, Remainder::Token) => naive::per_document_token(lengths, 2),
         (Strategy::Hybrid, _) => naive::hybrid(lengths, 2, hybrid_threshold.unwrap()),
@@ -209,6 +210,13 @@ fn sharded(lengths: &[i32], strategy: Strategy, remainder: Remainder, hybrid_thr
 fn per_sequence_cuts_the_packed_sequence() {
     let owners = sharded(&[5, 3], Strategy::PerSequence, Remainder::Chunk, None);
     assert_eq!(owners, [vec![0, 0, 1, 1, 1], vec![1, 0, 0]]);
+}
+
+/// Two runs of four tokens.
+#[test]
+fn contiguous_gives_each_rank_one_run_of_the_packed_sequence() {
+    let owners = sharded(&[5, 3], Strategy::Contiguous, Remainder::Chunk, None);
+    assert_eq!(owners, [vec![0, 0, 0, 0, 1], vec![1, 1, 1]]);
 }
 
 /// Four chunks of each document, the longest first. Of the 6 tokens two are over, for the first two chunks; the 3 of

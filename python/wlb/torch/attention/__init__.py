@@ -16,9 +16,10 @@ from wlb.torch.attention.arguments import Transport, max_cp_size
 from wlb.torch.attention.fetch import Fetch
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
 from wlb.torch.attention.merge import attention
+from wlb.torch.attention.recut import recut
 from wlb.torch.attention.ring import Ring
 
-__all__ = ["context_parallel_attention", "max_cp_size", "prepare_attention"]
+__all__ = ["context_parallel_attention", "max_cp_size", "prepare_attention", "recut"]
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -16,10 +16,10 @@ from wlb._errors import check_integer, error
 Transport = Literal["all_gather", "fetch", "ring", "ulysses", "usp"]
 
 
-def check_shard(shard: wlb.Shard) -> None:
+def check_shard(shard: wlb.Shard, name: str = "shard") -> None:
     """It is one."""
     if not isinstance(shard, wlb.Shard):
-        raise error("shard", f"is a {type(shard).__name__}, not a wlb.Shard", value=shard)
+        raise error(name, f"is a {type(shard).__name__}, not a wlb.Shard", value=shard)
 
 
 def check_rank(rank: int, size: int) -> None:

@@ -19,12 +19,12 @@ from wlb.torch.attention.segments import UNLIMITED, Segments
 
 # Plans of each kind: the micro-batches of a step, whose layers the backward may recompute, and those of the next, which
 # are prepared beside it. Shards are compared by content; what a backward needs it holds itself.
-_KEPT = 128
+KEPT = 128
 
 _Route = TypeVar("_Route")
 
 
-@functools.lru_cache(maxsize=_KEPT)
+@functools.lru_cache(maxsize=KEPT)
 def gather_route(shard: wlb.Shard, rank: int, *, window: int | None, biased: bool, device: torch.device) -> GatherRoute:
     """What `rank` does when keys are gathered. `biased`: scores have a bias by position."""
     left, right = _reach(shard, window)
@@ -33,7 +33,7 @@ def gather_route(shard: wlb.Shard, rank: int, *, window: int | None, biased: boo
     return on_device(route, device)
 
 
-@functools.lru_cache(maxsize=_KEPT)
+@functools.lru_cache(maxsize=KEPT)
 def fetch_route(shard: wlb.Shard, rank: int, *, window: int | None, biased: bool, device: torch.device) -> FetchRoute:
     """What `rank` does when every rank fetches the keys that it needs. `biased`: scores have a bias by position."""
     left, right = _reach(shard, window)
@@ -42,7 +42,7 @@ def fetch_route(shard: wlb.Shard, rank: int, *, window: int | None, biased: bool
     return on_device(plan, device)
 
 
-@functools.lru_cache(maxsize=_KEPT)
+@functools.lru_cache(maxsize=KEPT)
 def ring_route(
     shard: wlb.Shard, rank: int, *, degree: int, window: int | None, biased: bool, device: torch.device
 ) -> tuple[HeadsRoute | None, RingRoute]:

@@ -18,6 +18,9 @@ named_choices! {
         PerDocument = "per_document",
         /// Long documents per document, short ones whole.
         Hybrid = "hybrid",
+        /// The packed sequence in `cp` runs, in the order of ranks: for layers that mix neighbouring tokens.
+        /// Attention is uneven under it.
+        Contiguous = "contiguous",
         /// Whichever of these a [`KernelModel`](crate::sharding::kernel::KernelModel) predicts to be fastest. A shard
         /// is never of this one.
         Adaptive = "adaptive",

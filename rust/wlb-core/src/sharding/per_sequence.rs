@@ -1,14 +1,23 @@
-//! Chunks of the packed sequence: balanced for one document, badly unbalanced for many.
+//! Chunks of the packed sequence, wherever documents begin: two for each rank, or one.
 
 use crate::interrupt::Meter;
 
 use super::builder::{Ranks, owner};
 
-/// Cuts the sequence into `2*cp` chunks, the first `total % (2*cp)` of them one token longer.
+/// Cuts the sequence into `2*cp` chunks, two for each rank: balanced for one document, badly unbalanced for many.
 pub(super) fn cut(ranks: &mut impl Ranks, lengths: &[i32]) {
-    let total: i32 = lengths.iter().sum();
     let cp_size = ranks.cp_size();
-    let chunks = 2 * cp_size;
+    in_chunks(ranks, lengths, 2 * cp_size, |chunk| owner(chunk, cp_size));
+}
+
+/// Cuts the sequence into `cp` chunks, one for each rank in their order.
+pub(super) fn cut_contiguous(ranks: &mut impl Ranks, lengths: &[i32]) {
+    in_chunks(ranks, lengths, ranks.cp_size(), |chunk| chunk);
+}
+
+/// The first `total % chunks` of the chunks are one token longer.
+fn in_chunks(ranks: &mut impl Ranks, lengths: &[i32], chunks: usize, owner: impl Fn(usize) -> usize) {
+    let total: i32 = lengths.iter().sum();
     let (base, longer) = (total / chunks as i32, total as usize % chunks);
     let size = |chunk: usize| base + i32::from(chunk < longer);
 
@@ -23,7 +32,7 @@ pub(super) fn cut(ranks: &mut impl Ranks, lengths: &[i32]) {
             }
             let taken = room.min(length - start);
             meter.spend(1);
-            ranks.push(owner(chunk, cp_size), document, start, taken);
+            ranks.push(owner(chunk), document, start, taken);
             start += taken;
             room -= taken;
         }

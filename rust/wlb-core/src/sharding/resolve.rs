@@ -50,7 +50,7 @@ impl ShardOptions {
         let needs_kernel = match self.strategy {
             Strategy::Adaptive => true,
             Strategy::Hybrid => self.hybrid_threshold.is_none(),
-            Strategy::Auto | Strategy::PerSequence | Strategy::PerDocument => false,
+            Strategy::Auto | Strategy::PerSequence | Strategy::PerDocument | Strategy::Contiguous => false,
         };
         let kernel = match kernel {
             Some(kernel) if needs_kernel => kernel,

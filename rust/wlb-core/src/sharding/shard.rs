@@ -65,6 +65,7 @@ pub fn shard(lengths: &Lengths, options: &ShardOptions) -> Result<Shard> {
             builder.sort();
         }
         (Strategy::PerSequence, _) => per_sequence::cut(&mut builder, lengths),
+        (Strategy::Contiguous, _) => per_sequence::cut_contiguous(&mut builder, lengths),
         (Strategy::PerDocument, Remainder::Chunk) => per_document::cut(&mut builder, lengths),
         (Strategy::PerDocument, Remainder::Token) => per_document::cut_dealing_tokens(&mut builder, lengths),
         // An adaptive one was refused above.

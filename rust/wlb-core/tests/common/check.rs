@@ -560,6 +560,7 @@ pub(crate) fn shard_every_way(lengths: &[i32], cp_size: usize, mask: Mask, thres
     let ways = [
         (Strategy::Auto, Remainder::Chunk),
         (Strategy::PerSequence, Remainder::Chunk),
+        (Strategy::Contiguous, Remainder::Chunk),
         (Strategy::PerDocument, Remainder::Chunk),
         (Strategy::PerDocument, Remainder::Token),
         (Strategy::Hybrid, Remainder::Chunk),
@@ -580,6 +581,7 @@ pub(crate) fn shard_every_way(lengths: &[i32], cp_size: usize, mask: Mask, thres
             let owners = match (strategy, remainder) {
                 (Strategy::Auto, _) => auto::auto(lengths, cp_size, mask, options.max_imbalance),
                 (Strategy::PerSequence, _) => naive::per_sequence(lengths, cp_size),
+                (Strategy::Contiguous, _) => naive::contiguous(lengths, cp_size),
                 (Strategy::PerDocument, Remainder::Chunk) => naive::per_document(lengths, cp_size, 1),
                 (Strategy::PerDocument, Remainder::Token) => naive::per_document_token(lengths, cp_size),
                 _ => naive::hybrid(lengths, cp_size, threshold),

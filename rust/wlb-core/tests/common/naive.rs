@@ -1063,6 +1063,12 @@ pub(crate) fn per_sequence(lengths: &[i32], cp: usize) -> Owners {
     lengths.iter().map(|&d| of_packed.by_ref().take(d as usize).collect()).collect()
 }
 
+pub(crate) fn contiguous(lengths: &[i32], cp: usize) -> Owners {
+    let total: usize = lengths.iter().map(|&d| d as usize).sum();
+    let mut of_packed = (0..cp).flat_map(|rank| vec![rank; total / cp + usize::from(rank < total % cp)]);
+    lengths.iter().map(|&d| of_packed.by_ref().take(d as usize).collect()).collect()
+}
+
 /// Per document, for those of at least `threshold` tokens; the others own nothing yet.
 pub(crate) fn per_document(lengths: &[i32], cp: usize, threshold: i64) -> Owners {
     let mut owners = vec![Vec::new(); lengths.len()];

@@ -104,6 +104,7 @@ impl Case for ShardCase {
         let (lengths, cp_size, mask) = (&self.lengths, self.cp_size, mask(self.causal));
         let owners = match (self.strategy, self.remainder.unwrap_or_default()) {
             (Strategy::PerSequence, _) => naive::per_sequence(lengths, cp_size),
+            (Strategy::Contiguous, _) => naive::contiguous(lengths, cp_size),
             (Strategy::PerDocument, Remainder::Chunk) => naive::per_document(lengths, cp_size, 1),
             (Strategy::PerDocument, Remainder::Token) => naive::per_document_token(lengths, cp_size),
             (Strategy::Hybrid, _) => naive::hybrid(lengths, cp_size, self.hybrid_threshold.unwrap()),

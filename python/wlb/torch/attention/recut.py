@@ -1,0 +1,133 @@
+"""From one cut of a micro-batch to another, between layers: attention is even under one, neighbours meet under another.
+
+Convolutions and recurrent states run along a document: a rank that holds one run of the packed sequence
+(``wlb.shard(..., strategy="contiguous")``) needs little of the rank before it. Attention under that cut would be
+uneven. A model with both kinds of layers moves its hidden states from one cut to the other, each token once.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+import wlb
+from wlb._errors import error
+from wlb.torch.attention import arguments
+from wlb.torch.attention.routes import KEPT, on_device
+
+
+@dataclass(frozen=True)
+class RecutRoute:
+    """What one rank sends and receives."""
+
+    sent: Tensor  # int32: its rows before, by destination
+    sent_rows: list[int]  # how many to each rank
+    placed: Tensor  # int32: of each of its rows after, the place among those that arrive
+    arriving_rows: list[int]  # how many from each rank
+
+    @classmethod
+    def make(cls, before: wlb.Shard, after: wlb.Shard, rank: int) -> RecutRoute:
+        """The route of `rank`; tensors on the host. What two ranks exchange is in packed order."""
+        size = before.cp_size
+        to = _owner(after)[before.rank(rank).token_indices]
+        origin = _owner(before)[after.rank(rank).token_indices]
+        arrival = np.argsort(origin, kind="stable")
+        placed = np.empty(arrival.size, np.int32)
+        placed[arrival] = np.arange(arrival.size, dtype=np.int32)
+        return cls(
+            sent=torch.from_numpy(np.argsort(to, kind="stable").astype(np.int32)),
+            sent_rows=np.bincount(to, minlength=size).tolist(),
+            placed=torch.from_numpy(placed),
+            arriving_rows=np.bincount(origin, minlength=size).tolist(),
+        )
+
+
+def _owner(shard: wlb.Shard) -> NDArray[np.int64]:
+    """int64[tokens]: the rank that holds each token of the packed sequence."""
+    owner = np.empty(shard.num_tokens, np.int64)
+    for rank in range(shard.cp_size):
+        owner[shard.rank(rank).token_indices] = rank
+    return owner
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _route(before: wlb.Shard, after: wlb.Shard, rank: int, device: torch.device) -> RecutRoute:
+    return on_device(RecutRoute.make(before, after, rank), device)
+
+
+class _Recut(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, before: wlb.Shard, after: wlb.Shard, rank: int, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        ctx.cuts, ctx.rank, ctx.group = (before, after), rank, group
+        return _moved(x, before, after, rank, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        before, after = ctx.cuts
+        return _moved(gradient, after, before, ctx.rank, ctx.group), None, None, None, None
+
+
+def _moved(x: Tensor, before: wlb.Shard, after: wlb.Shard, rank: int, group: dist.ProcessGroup | None) -> Tensor:
+    route = _route(before, after, rank, x.device)
+    arrived = x.new_empty((sum(route.arriving_rows), *x.shape[1:]))
+    send = x.index_select(0, route.sent)
+    dist.all_to_all_single(arrived, send, route.arriving_rows, route.sent_rows, group=group)
+    return arrived.index_select(0, route.placed)
+
+
+@functools.partial(torch.compiler.disable, reason="routes are made of shards, and kept for all layers")
+def recut(x: Tensor, before: wlb.Shard, after: wlb.Shard, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The tokens of this rank under another cut of the same micro-batch. Differentiable; the gradient goes back.
+
+    All ranks of the group have to call it. Nothing is rounded: rows are copied. ::
+
+        even = wlb.shard(lengths, cp_size=cp_size)                              # attention's
+        runs = wlb.shard(lengths, cp_size=cp_size, strategy="contiguous")       # the recurrent layers'
+        x = recut(x, even, runs, group=group)
+        x = x + recurrent(x, runs.rank(cp_rank))
+        x = recut(x, runs, even, group=group)
+
+    What crosses the border of two ranks inside a document (a state, the last tokens of a convolution) the layer passes
+    on itself: `runs.rank(r).position_ids` begin above 0 where a rank goes on with the document of the one before it.
+
+    Args:
+        x: `[tokens, ...]`, row `i` being token `before.rank(r).token_indices[i]`, where `r` is this rank in `group`.
+        before: how `x` is cut.
+        after: how the result is cut; of the same documents for as many ranks.
+        group: of context-parallel ranks, as for :func:`context_parallel_attention`; None: one process.
+
+    Returns:
+        `[tokens, ...]`, row `i` being token `after.rank(r).token_indices[i]`.
+
+    Raises:
+        WlbError: the shards are of other documents or numbers of ranks, the group has another size, or `x` another
+            number of tokens.
+
+    Complexity:
+        One all-to-all of every token that changes its rank; the route is made once, O(tokens), and kept for all layers.
+    """
+    arguments.check_shard(before, name="before")
+    rank, size = arguments.check_group(before, group)
+    arguments.check_shard(after, name="after")
+    if after.cp_size != size:
+        raise error("after", f"is for cp_size = {after.cp_size}, before for {size}", value=after.cp_size)
+    if not np.array_equal(before.lengths, after.lengths):
+        raise error("after", "is of other documents than before", value=after)
+    held = int(before.tokens_per_rank[rank])
+    if x.ndim < 1 or x.shape[0] != held:
+        message = f"has shape {list(x.shape)}; the shard gives rank {rank} {held} tokens of {before.num_tokens}"
+        raise error("x", message, value=list(x.shape))
+    if size == 1:
+        return x
+    moved: Tensor = _Recut.apply(x, before, after, rank, group)
+    return moved
