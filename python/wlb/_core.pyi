@@ -518,6 +518,7 @@ def shard(
     hybrid_threshold: int | None = None,
     max_imbalance: float | None = None,
     kernel_model: KernelModel | None = None,
+    cp_seconds_per_key: float = 0.0,
 ) -> Shard: ...
 
 @final

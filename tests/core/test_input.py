@@ -253,6 +253,8 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
     *((shard, {"cp_size": 2, "strategy": each}, "max_imbalance", [1.1]) for each in ("per_document", "per_sequence")),
     (shard, {"cp_size": 2, "strategy": "hybrid"}, "hybrid_threshold", [-1, 2**63, 2**100, 1.5, "2", None]),
     (shard, {"cp_size": 2, "strategy": "adaptive"}, "kernel_model", [None]),
+    (shard, {"cp_size": 2, "strategy": "adaptive"}, "cp_seconds_per_key", [-1e-9, 1.1e-3, NAN, INF, "1", True, None]),
+    (shard, {"cp_size": 2}, "cp_seconds_per_key", [1e-9]),
     (analytic, {"num_heads": 4, "head_dim": 64}, "generation", ["v100", ""]),
     (analytic, {"generation": "h100", "head_dim": 64}, "num_heads", [0, -1, 2**40, 2**100, 1.5, "2", None]),
     (analytic, {"generation": "h100", "num_heads": 4, "head_dim": 64}, "num_kv_heads", [0, 3, 2**40, 1.5]),

@@ -97,6 +97,26 @@ def test_a_kernel_model_goes_with_its_mask_and_strategy() -> None:
     assert raised.value.argument == "shard"
 
 
+def test_a_price_of_keys_moves_fewer_of_them() -> None:
+    """Attention and fetching together decide: the dearer keys are, the fewer the busiest rank fetches."""
+    model = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
+    lengths = [12_000, *[3_000] * 6, *[500] * 12]
+    ways = [wlb.shard(lengths, cp_size=4, strategy=way) for way in ("per_sequence", "per_document", "auto")]
+    thresholds = [*sorted(set(lengths)), max(lengths) + 1]
+    ways += [wlb.shard(lengths, cp_size=4, strategy="hybrid", hybrid_threshold=each) for each in thresholds]
+
+    def seconds(shard: wlb.Shard, price: float) -> float:
+        return float((model.rank_seconds(shard) + price * shard.keys_moved).max())
+
+    moved = []
+    for price in (0.0, 1e-9, 1e-8, 1e-7, 1e-3):
+        chosen = wlb.shard(lengths, cp_size=4, strategy="adaptive", kernel_model=model, cp_seconds_per_key=price)
+        assert seconds(chosen, price) == pytest.approx(min(seconds(way, price) for way in ways), rel=1e-9, abs=0)
+        moved.append(chosen.keys_moved.max())
+    assert moved == sorted(moved, reverse=True)
+    assert moved[0] > moved[-1] == min(way.keys_moved.max() for way in ways)
+
+
 def test_segments_have_no_fewer_keys_than_queries() -> None:
     model = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
     with pytest.raises(wlb.WlbError) as raised:

@@ -4,7 +4,7 @@
 mod common;
 
 use common::check::close;
-use common::kernel::{choice_is_the_best, naive_rank_seconds, naive_seconds, profile, slowest, works_if_accepted};
+use common::kernel::{choice_is_the_best, naive_rank_seconds, naive_seconds, profile, works_if_accepted};
 use common::strategies::{checked, config, kernel, kernel_model, lengths, mask};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
@@ -24,6 +24,11 @@ fn segment() -> impl Strategy<Value = (i32, i32)> {
 
 fn options(strategy: Cut, cp_size: usize, mask: Mask) -> ShardOptions {
     ShardOptions { cp_size, strategy, mask, remainder: Remainder::Chunk, hybrid_threshold: None, max_imbalance: 1.01 }
+}
+
+/// What a key costs to fetch, in ticks of 2^-44 s: nothing, up to a microsecond.
+fn ticks_per_key() -> impl Strategy<Value = i64> {
+    (0_u32..25).prop_flat_map(|bits| 0..1_i64 << bits)
 }
 
 fn analytic(generation: Generation, mask: Mask) -> KernelModel {
@@ -98,8 +103,9 @@ proptest! {
         lengths in prop_oneof![lengths(30, 300), lengths(30, 20_000)],
         cp_size in 1_usize..17,
         model in kernel_model(),
+        ticks_per_key in ticks_per_key(),
     ) {
-        choice_is_the_best(&lengths, cp_size, &model);
+        choice_is_the_best(&lengths, cp_size, &model, ticks_per_key);
     }
 
     #[test]
@@ -180,8 +186,9 @@ proptest! {
         lengths in proptest::collection::vec(prop_oneof![1..2000, 1..30_000], 65..300),
         cp_size in 1_usize..9,
         model in kernel_model(),
+        ticks_per_key in ticks_per_key(),
     ) {
-        choice_is_the_best(&lengths, cp_size, &model);
+        choice_is_the_best(&lengths, cp_size, &model, ticks_per_key);
     }
 
     /// Lengths whose latency no clock of ticks can hold.
@@ -190,8 +197,9 @@ proptest! {
         lengths in lengths(30, 70_000_000),
         cp_size in 1_usize..40,
         model in kernel_model(),
+        ticks_per_key in ticks_per_key(),
     ) {
-        choice_is_the_best(&lengths, cp_size, &model);
+        choice_is_the_best(&lengths, cp_size, &model, ticks_per_key);
     }
 }
 
@@ -206,7 +214,7 @@ fn damage() -> impl Strategy<Value = String> {
 fn every_strategy_is_chosen_somewhere() {
     let model = analytic(Generation::H100, Mask::Causal);
     let choice = |lengths: &[i32]| {
-        let chosen = options(Cut::Adaptive, 8, Mask::Causal).resolve(&checked(lengths), Some(&model)).unwrap();
+        let chosen = options(Cut::Adaptive, 8, Mask::Causal).resolve(&checked(lengths), Some(&model), 0.0).unwrap();
         (chosen.strategy, chosen.hybrid_threshold)
     };
     assert_eq!(choice(&[100_000]), (Cut::PerSequence, None), "a tie of all: the simplest");
@@ -253,7 +261,6 @@ fn an_idle_rank_takes_no_time() {
     let one = shard(&checked(&[1]), &options(Cut::PerDocument, 4, Mask::Causal)).unwrap();
     let seconds = model.rank_seconds(&one, Passes::Forward).unwrap();
     assert!(seconds[0] > 5e-6 && seconds[1..] == [0.0; 3], "{seconds:?}");
-    assert_eq!(slowest(&one, &model), model.rank_seconds(&one, Passes::ForwardBackward).unwrap()[0]);
 }
 
 #[test]
@@ -261,7 +268,7 @@ fn a_kernel_model_is_given_where_it_means_something() {
     let model = analytic(Generation::H100, Mask::Causal);
     let lengths = checked(&[5, 6]);
     let adaptive = options(Cut::Adaptive, 2, Mask::Causal);
-    let argument = |options: &ShardOptions| options.resolve(&lengths, Some(&model)).unwrap_err().argument();
+    let argument = |options: &ShardOptions| options.resolve(&lengths, Some(&model), 0.0).unwrap_err().argument();
     assert_eq!(argument(&options(Cut::PerDocument, 2, Mask::Causal)), "kernel_model");
     assert_eq!(argument(&options(Cut::Adaptive, 2, Mask::Full)), "kernel_model");
     assert_eq!(
@@ -271,10 +278,44 @@ fn a_kernel_model_is_given_where_it_means_something() {
     assert_eq!(argument(&ShardOptions { hybrid_threshold: Some(5), ..adaptive.clone() }), "hybrid_threshold");
     assert_eq!(argument(&ShardOptions { cp_size: 0, ..adaptive.clone() }), "cp_size");
     assert_eq!(argument(&ShardOptions { cp_size: usize::MAX, ..adaptive.clone() }), "cp_size");
-    let too_long = adaptive.resolve(&checked(&[i32::MAX, 1]), Some(&model)).unwrap_err();
+    let too_long = adaptive.resolve(&checked(&[i32::MAX, 1]), Some(&model), 0.0).unwrap_err();
     assert_eq!(too_long, Error::TotalTooLong { argument: "lengths", total: 1 << 31 });
-    assert_eq!(adaptive.resolve(&lengths, None).as_ref(), Ok(&adaptive));
+    assert_eq!(adaptive.resolve(&lengths, None, 0.0).as_ref(), Ok(&adaptive));
     assert_eq!(shard(&lengths, &adaptive).unwrap_err().argument(), "kernel_model");
+}
+
+/// A price turns the choice from cutting a document for every rank to what fetches little, and on to what fetches least.
+#[test]
+fn dear_keys_are_not_fetched() {
+    let lengths = checked(&[[4096; 4], [1024; 4]].concat());
+    for mask in [Mask::Causal, Mask::Full] {
+        let model = analytic(Generation::H100, mask);
+        let most_moved = |options: &ShardOptions| {
+            let shard = shard(&lengths, options).unwrap();
+            (0..4).map(|rank| shard.keys_moved(rank)).max().unwrap()
+        };
+        let chosen = |strategy, price| options(strategy, 4, mask).resolve(&lengths, Some(&model), price).unwrap();
+        for strategy in [Cut::Adaptive, Cut::Hybrid] {
+            assert_eq!(most_moved(&chosen(strategy, 1e-3)), 0, "{strategy:?}");
+        }
+        assert!(most_moved(&options(Cut::PerDocument, 4, mask)) > 0);
+    }
+}
+
+#[test]
+fn a_price_is_seconds_where_a_kernel_model_decides() {
+    let model = analytic(Generation::H100, Mask::Causal);
+    let lengths = checked(&[5, 6]);
+    let adaptive = options(Cut::Adaptive, 2, Mask::Causal);
+    for price in [-1e-9, 1.1e-3, f64::NAN, f64::INFINITY] {
+        let error = adaptive.resolve(&lengths, Some(&model), price).unwrap_err();
+        assert!(matches!(error, Error::Number { argument: "cp_seconds_per_key", .. }), "{error}");
+    }
+    let unpriced = options(Cut::PerDocument, 2, Mask::Causal);
+    assert_eq!(unpriced.resolve(&lengths, None, 1e-9).unwrap_err().argument(), "cp_seconds_per_key");
+    assert_eq!(adaptive.resolve(&lengths, None, 1e-9).as_ref(), Ok(&adaptive));
+    // More ticks than sums hold.
+    adaptive.resolve(&checked(&[i32::MAX]), Some(&model), 1e-3).unwrap();
 }
 
 /// The place in the file is named.

@@ -126,6 +126,7 @@ arguments! {
     cp_overlap: f64 = real();
     cp_seconds_per_exchange: f64 = real();
     cp_seconds_per_exchange_in_node: f64 = real();
+    cp_seconds_per_key: f64 = real();
     cp_seconds_per_token: f64 = real();
     cp_seconds_per_token_in_node: f64 = real();
     cp_size: usize = count(MAX_CP_SIZE);

@@ -47,18 +47,23 @@ functions! {
     ///     kernel_model: for "adaptive", and for "hybrid" without a threshold, which then gets the best one. It
     ///         searches all distinct lengths (of more than 64, only some: see docs/semantics.md) and decides from
     ///         lengths only.
+    ///     cp_seconds_per_key: beside a ``kernel_model``: time that a rank takes for each key that it fetches
+    ///         (``Shard.keys_moved``), in one layer, as the model's latencies are: with its value, forward and
+    ///         backward, all that is sent for it either way, less what computation hides; at most 1e-3. The slowest rank
+    ///         is then that with the most attention and fetching together. 0: free. Give a price where ranks fetch
+    ///         just what they need, as ``wlb.torch``'s transport "fetch" does; others send more than that.
     ///
     /// Returns:
     ///     Shard. The same input gives the same shards on every rank.
     ///
     /// Raises:
     ///     WlbError: a length or size out of range, more than 2**31 - 1 tokens in all, an option that does not go with
-    ///         the strategy or is missing, a kernel model of another mask.
+    ///         the strategy or is missing, a kernel model of another mask, a price that is no time.
     ///
     /// O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
     fn shard[py: Python<'_>](
         lengths, *, cp_size, strategy: &str = "auto", causal = true, remainder: &str = "chunk", hybrid_threshold?,
-        max_imbalance?, kernel_model: Option<&KernelModel> = None,
+        max_imbalance?, kernel_model: Option<&KernelModel> = None, cp_seconds_per_key = 0.0,
     ) -> PyResult<Shard> {
         let (strategy, remainder) = (choice(strategy)?, choice(remainder)?);
         if max_imbalance.is_some() && !matches!(strategy, Strategy::Auto | Strategy::Adaptive) {
@@ -69,7 +74,7 @@ functions! {
         let max_imbalance = max_imbalance.unwrap_or(ShardOptions::MAX_IMBALANCE);
         let options =
             ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold, max_imbalance };
-        Shard::cut(py, &lengths, &options, kernel_model.map(|model| &model.0))
+        Shard::cut(py, &lengths, &options, kernel_model.map(|model| &model.0), cp_seconds_per_key)
     }
 }
 
@@ -84,9 +89,15 @@ pub(crate) struct Shard {
 }
 
 impl Shard {
-    fn cut(py: Python<'_>, lengths: &Lengths, options: &ShardOptions, kernel: Option<&Model>) -> PyResult<Self> {
+    fn cut(
+        py: Python<'_>,
+        lengths: &Lengths,
+        options: &ShardOptions,
+        kernel: Option<&Model>,
+        cp_seconds_per_key: f64,
+    ) -> PyResult<Self> {
         let cut = || {
-            let options = options.resolve(lengths, kernel)?;
+            let options = options.resolve(lengths, kernel, cp_seconds_per_key)?;
             Ok(Self { plan: Arc::new(core::shard(lengths, &options)?), options })
         };
         run(py, lengths.len().saturating_mul(options.cp_size), cut)?.map_err(raise)
@@ -186,7 +197,7 @@ functions! {
         let (strategy, remainder) = (choice(strategy)?, choice(remainder)?);
         let options =
             ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold, max_imbalance };
-        Self::cut(py, &lengths, &options, None)
+        Self::cut(py, &lengths, &options, None, 0.0)
     }
 }
 

@@ -51,7 +51,8 @@ def collate(
             begin anew and no labels.
         token_buckets: Filled up to the first of these sizes, ascending; as the packer has them.
         max_documents: `cu_seqlens` has this and 2 entries (the padding's too), as a captured step wants it.
-        **sharding: Further arguments of `wlb.shard`: `max_imbalance`, `kernel_model` for "adaptive", ...
+        **sharding: Further arguments of `wlb.shard`: `max_imbalance`, `kernel_model` and `cp_seconds_per_key` for
+            "adaptive", ...
 
     Returns:
         The batch; its tensors lie in ordinary memory of the CPU.

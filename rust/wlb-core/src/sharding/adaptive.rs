@@ -1,4 +1,5 @@
-//! Which strategy is predicted to be fastest, decided without building any shard.
+//! Which strategy is predicted to be fastest, decided without building any shard: its slowest rank takes least, with
+//! attention and with the keys that it fetches.
 //!
 //! What makes every threshold of the hybrid affordable: longest first, the cursor of [`per_document`] has the same
 //! place at a document whatever comes after it. So the long documents of *any* threshold are cut as [`per_document`]
@@ -12,7 +13,7 @@ use crate::lengths::Lengths;
 use crate::longest_first::longest_first;
 
 use super::builder::Ranks;
-use super::kernel::{Clock, KernelModel};
+use super::kernel::{Clock, KernelModel, whole_ticks};
 use super::options::{ShardOptions, Strategy};
 use super::plan::Segment;
 use super::{auto, hybrid, per_document, per_sequence};
@@ -24,10 +25,10 @@ pub(super) struct Choice {
 }
 
 /// Chooses between all strategies, or between the thresholds of the hybrid alone.
-pub(super) fn choose(lengths: &Lengths, options: &ShardOptions, model: &KernelModel) -> Choice {
+pub(super) fn choose(lengths: &Lengths, options: &ShardOptions, model: &KernelModel, seconds_per_key: f64) -> Choice {
     let ShardOptions { cp_size, mask, max_imbalance, .. } = *options;
     let any_strategy = options.strategy == Strategy::Adaptive;
-    let mut stopwatch = Stopwatch::new(lengths, cp_size, model);
+    let mut stopwatch = Stopwatch::new(lengths, cp_size, model, seconds_per_key);
     let order: Vec<(i32, usize)> = longest_first(lengths).collect();
     let whole: Vec<i64> = order.iter().map(|&(length, _)| stopwatch.clock.ticks(length, length)).collect();
 
@@ -77,21 +78,27 @@ pub(super) fn choose(lengths: &Lengths, options: &ShardOptions, model: &KernelMo
 
     let total = lengths.total();
     let (mut ticks, mut room) = (vec![0; cp_size], Vec::with_capacity(cp_size));
-    let clock = &mut stopwatch.clock;
+    let (clock, ticks_per_key) = (&mut stopwatch.clock, stopwatch.ticks_per_key);
     for (candidate, &k) in candidates.iter().enumerate() {
         let ranks = candidate * cp_size..(candidate + 1) * cp_size;
         ticks.copy_from_slice(&long_ticks[ranks.clone()]);
         hybrid::fill_room(&mut room, &long_tokens[ranks], total);
         let mut slowest = ticks.iter().copied().max().unwrap_or(0);
         for (&(length, document), &whole) in order[k..].iter().zip(&whole[k..]) {
-            // Latency only grows: what is no better already never will be.
+            // Time only grows from here: what is no better already never will be.
             if slowest >= least {
                 break;
             }
             hybrid::deal(&mut room, length, |rank, start, taken| {
                 meter.spend(cp_size);
                 let keys = clock.keys(lengths, document, start + taken);
-                let of_segment = if taken == length { whole } else { clock.ticks(taken, keys) };
+                let of_segment = if taken == length {
+                    whole
+                } else {
+                    // A rank gets no second part of a short document: it has none of the other keys.
+                    let fetching = ticks_per_key.saturating_mul(i64::from(keys - taken));
+                    clock.ticks(taken, keys).saturating_add(fetching)
+                };
                 ticks[rank] = ticks[rank].saturating_add(of_segment);
                 slowest = slowest.max(ticks[rank]);
             });
@@ -105,24 +112,37 @@ pub(super) fn choose(lengths: &Lengths, options: &ShardOptions, model: &KernelMo
     best
 }
 
-/// Adds up the latency of what ranks are given, instead of keeping it.
+/// Adds up the time of what ranks are given, instead of keeping it. A rank gets the runs of a document one after the
+/// other, in their order.
 struct Stopwatch<'a> {
     lengths: &'a [i32],
     clock: Clock<'a>,
+    ticks_per_key: i64,
     /// The segment that each rank got last: the next run may lengthen it. Of no length: none.
     open: Vec<Segment>,
+    /// The document that each rank's queries saw last, and how many keys of it.
+    seen: Vec<(u32, i32)>,
     ticks: Vec<i64>,
     tokens: Vec<i64>,
 }
 
 impl<'a> Stopwatch<'a> {
-    fn new(lengths: &'a [i32], cp_size: usize, model: &'a KernelModel) -> Self {
+    fn new(lengths: &'a [i32], cp_size: usize, model: &'a KernelModel, seconds_per_key: f64) -> Self {
         let none = Segment { document: 0, start: 0, length: 0 };
         let clock = Clock::new(model, Passes::ForwardBackward);
-        Self { lengths, clock, open: vec![none; cp_size], ticks: vec![0; cp_size], tokens: vec![0; cp_size] }
+        Self {
+            lengths,
+            clock,
+            ticks_per_key: whole_ticks(seconds_per_key),
+            open: vec![none; cp_size],
+            seen: vec![(0, 0); cp_size],
+            ticks: vec![0; cp_size],
+            tokens: vec![0; cp_size],
+        }
     }
 
     fn reset(&mut self) {
+        self.seen.fill((0, 0));
         self.ticks.fill(0);
         self.tokens.fill(0);
     }
@@ -134,6 +154,13 @@ impl<'a> Stopwatch<'a> {
             let keys = self.clock.keys(self.lengths, document as usize, self.open[rank].end());
             self.ticks[rank] = self.ticks[rank].saturating_add(self.clock.ticks(length, keys));
             self.open[rank].length = 0;
+            if self.ticks_per_key > 0 {
+                let (last, seen) = std::mem::replace(&mut self.seen[rank], (document, keys));
+                // Under a full mask a later run is less than none: the rank holds what it was charged for.
+                let moved = keys - length - if last == document { seen } else { 0 };
+                let fetching = self.ticks_per_key.saturating_mul(i64::from(moved));
+                self.ticks[rank] = self.ticks[rank].saturating_add(fetching);
+            }
         }
     }
 

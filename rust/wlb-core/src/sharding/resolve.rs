@@ -1,16 +1,20 @@
 //! What a kernel model decides about how a micro-batch is cut.
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::lengths::Lengths;
 
 use super::adaptive;
 use super::kernel::KernelModel;
 use super::options::{ShardOptions, Strategy, check_size, wrong};
 
+/// Above that it is a mistyped one. The keys of half a billion tokens at this price are 2^63 ticks, as many as sums hold.
+const MAX_SECONDS_PER_KEY: f64 = 1e-3;
+
 impl ShardOptions {
     /// The same options with what a kernel model decides filled in: [`Strategy::Adaptive`] becomes the strategy whose
     /// slowest rank is predicted to finish first in a training step, [`Strategy::Hybrid`] without a threshold gets the
-    /// best one.
+    /// best one. A rank takes what its attention does, and `cp_seconds_per_key` for each key that it fetches
+    /// ([`Shard::keys_moved`](super::Shard::keys_moved)).
     ///
     /// Of equally fast ones the simpler is taken: per sequence, per document, auto, hybrid with the highest threshold.
     /// Candidates for the threshold are "none is long" and all distinct lengths, longest first; of more than 64, those
@@ -19,13 +23,15 @@ impl ShardOptions {
     /// # Arguments
     /// * `lengths` - documents of the micro-batch, in packed order.
     /// * `kernel` - given where it decides something, and only there.
+    /// * `cp_seconds_per_key` - for a key and its value in one layer, forward and backward, not hidden by computation;
+    ///   from 0 to 1e-3, rounded to 2^-44 s. Other than 0 only where a kernel model decides.
     ///
     /// # Returns
     /// Options that [`shard`](crate::shard()) takes.
     ///
     /// # Errors
     /// [`crate::Error::Combination`] when a kernel model is missing, has no meaning, or is of another mask; and the
-    /// errors of [`shard`](crate::shard()).
+    /// errors of [`shard`](crate::shard()). [`crate::Error::Number`] for `cp_seconds_per_key`.
     ///
     /// # Complexity
     /// O(n (log n + cp_size)), and O(n cp_size) for each candidate that is not abandoned before: at most 64 and about
@@ -42,11 +48,16 @@ impl ShardOptions {
     /// let (hybrid_threshold, max_imbalance) = (None, 1.01);
     /// let options = ShardOptions { cp_size: 4, strategy, mask, remainder, hybrid_threshold, max_imbalance };
     /// // A single document is balanced as it is.
-    /// let resolved = options.resolve(&Lengths::new("lengths", &[65536])?, Some(&kernel))?;
+    /// let resolved = options.resolve(&Lengths::new("lengths", &[65536])?, Some(&kernel), 0.0)?;
     /// assert_eq!(resolved.strategy, Strategy::PerSequence);
     /// # Ok::<(), wlb_core::Error>(())
     /// ```
-    pub fn resolve(&self, lengths: &Lengths, kernel: Option<&KernelModel>) -> Result<Self> {
+    pub fn resolve(&self, lengths: &Lengths, kernel: Option<&KernelModel>, cp_seconds_per_key: f64) -> Result<Self> {
+        if !(0.0..=MAX_SECONDS_PER_KEY).contains(&cp_seconds_per_key) {
+            let (argument, value, requirement) =
+                ("cp_seconds_per_key", cp_seconds_per_key, "must be from 0 to 1e-3 seconds");
+            return Err(Error::Number { argument, value, requirement });
+        }
         let needs_kernel = match self.strategy {
             Strategy::Adaptive => true,
             Strategy::Hybrid => self.hybrid_threshold.is_none(),
@@ -59,6 +70,11 @@ impl ShardOptions {
                     "is given with strategy=\"adaptive\" or with \"hybrid\" without a threshold, and only there";
                 return wrong("kernel_model", requirement);
             }
+            None if cp_seconds_per_key > 0.0 && !needs_kernel => {
+                let requirement =
+                    "is added to the latencies of a kernel_model: give one, with strategy=\"adaptive\" or \"hybrid\"";
+                return wrong("cp_seconds_per_key", requirement);
+            }
             None => return Ok(self.clone()),
         };
         kernel.check_mask("kernel_model", self.mask)?;
@@ -66,7 +82,7 @@ impl ShardOptions {
         if self.hybrid_threshold.is_some() {
             return wrong("hybrid_threshold", "has no meaning with strategy=\"adaptive\", which chooses it");
         }
-        let choice = adaptive::choose(lengths, self, kernel);
+        let choice = adaptive::choose(lengths, self, kernel, cp_seconds_per_key);
         Ok(Self { strategy: choice.strategy, hybrid_threshold: choice.hybrid_threshold, ..self.clone() })
     }
 }

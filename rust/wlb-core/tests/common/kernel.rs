@@ -10,6 +10,9 @@ use wlb_core::{Lengths, Mask, Shard, ShardOptions, shard};
 
 use super::check::{close, shard_is_legal};
 
+/// Latencies are added up in whole numbers of these.
+const TICKS_PER_SECOND: f64 = (1_u64 << 44) as f64;
+
 /// The file of a measured kernel, with a `linear` part: seconds of these numbers of tokens, forward and backward.
 pub(crate) fn profile(kernel: &KernelDescription, linear: Option<(&[i64], &[f64], &[f64])>) -> Value {
     let pass =
@@ -76,13 +79,17 @@ fn neighbours(length: i64, grid: &[i64]) -> Vec<(usize, f64)> {
     }
 }
 
-/// Seconds of a rank's segments, summed up naively.
-pub(crate) fn naive_rank_seconds(kernel: &KernelDescription, shard: &Shard, rank: usize, passes: Passes) -> f64 {
-    let launch = match passes {
+fn launch_seconds(kernel: &KernelDescription, passes: Passes) -> f64 {
+    match passes {
         Passes::Forward => kernel.forward.launch_seconds,
         Passes::Backward => kernel.backward.launch_seconds,
         Passes::ForwardBackward => kernel.forward.launch_seconds + kernel.backward.launch_seconds,
-    };
+    }
+}
+
+/// Seconds of a rank's segments, summed up naively.
+pub(crate) fn naive_rank_seconds(kernel: &KernelDescription, shard: &Shard, rank: usize, passes: Passes) -> f64 {
+    let launch = launch_seconds(kernel, passes);
     let of_segment = |segment: &Segment| {
         let keys = if kernel.causal { segment.end() } else { shard.lengths[segment.document as usize] };
         naive_seconds(kernel, segment.length, keys, passes)
@@ -91,8 +98,14 @@ pub(crate) fn naive_rank_seconds(kernel: &KernelDescription, shard: &Shard, rank
     segments.iter().map(of_segment).sum::<f64>() + if segments.is_empty() { 0.0 } else { launch }
 }
 
-/// Everything that may be chosen, simplest first, with the latency of its slowest rank.
-fn all_choices(lengths: &Lengths, cp_size: usize, model: &KernelModel, strategy: Strategy) -> Vec<(ShardOptions, f64)> {
+/// Everything that may be chosen, simplest first, with the ticks of its slowest rank.
+fn all_choices(
+    lengths: &Lengths,
+    cp_size: usize,
+    model: &KernelModel,
+    strategy: Strategy,
+    ticks_per_key: i64,
+) -> Vec<(ShardOptions, f64)> {
     let mut distinct = lengths.to_vec();
     distinct.sort_unstable_by(|a, b| b.cmp(a));
     distinct.dedup();
@@ -119,21 +132,22 @@ fn all_choices(lengths: &Lengths, cp_size: usize, model: &KernelModel, strategy:
             hybrid_threshold,
             max_imbalance: 1.01,
         };
-        let seconds = slowest(&shard(lengths, &options).unwrap(), model);
-        (options, seconds)
+        let ticks = slowest(&shard(lengths, &options).unwrap(), model, ticks_per_key);
+        (options, ticks)
     });
     timed.collect()
 }
 
-/// The first of those with the least latency of the slowest rank, and that latency.
+/// The first of those whose slowest rank takes the fewest ticks, and these.
 pub(crate) fn best_choice(
     lengths: &Lengths,
     cp_size: usize,
     model: &KernelModel,
     strategy: Strategy,
+    ticks_per_key: i64,
 ) -> (ShardOptions, f64) {
     let mut best: Option<(ShardOptions, f64)> = None;
-    for choice in all_choices(lengths, cp_size, model, strategy) {
+    for choice in all_choices(lengths, cp_size, model, strategy, ticks_per_key) {
         if best.as_ref().is_none_or(|(_, least)| choice.1 < *least) {
             best = Some(choice);
         }
@@ -150,12 +164,18 @@ fn is_searched(number: usize) -> bool {
     searched == number
 }
 
-pub(crate) fn slowest(shard: &Shard, model: &KernelModel) -> f64 {
-    model.rank_seconds(shard, Passes::ForwardBackward).unwrap().into_iter().fold(0.0, f64::max)
+/// Ticks of the slowest rank: its segments (without the launch, which every busy rank has), and what it fetches.
+fn slowest(shard: &Shard, model: &KernelModel, ticks_per_key: i64) -> f64 {
+    let launch = launch_seconds(model.description(), Passes::ForwardBackward);
+    let of_rank = |(rank, seconds): (usize, f64)| {
+        ((seconds - launch) * TICKS_PER_SECOND).round() + ticks_per_key as f64 * shard.keys_moved(rank) as f64
+    };
+    model.rank_seconds(shard, Passes::ForwardBackward).unwrap().into_iter().enumerate().map(of_rank).fold(0.0, f64::max)
 }
 
-/// The choice is the first of the best: exactly where seconds are few enough to tell ticks apart.
-pub(crate) fn choice_is_the_best(lengths: &[i32], cp_size: usize, model: &KernelModel) {
+/// The choice is the first of the best: exactly where seconds are few enough to tell ticks apart. Of more, where keys are
+/// free, the slowest rank is still as fast as that of the best.
+pub(crate) fn choice_is_the_best(lengths: &[i32], cp_size: usize, model: &KernelModel, ticks_per_key: i64) {
     let checked = Lengths::new("lengths", &lengths.iter().map(|&d| i64::from(d)).collect::<Vec<_>>()).unwrap();
     for strategy in [Strategy::Adaptive, Strategy::Hybrid] {
         let asked_for = ShardOptions {
@@ -166,13 +186,16 @@ pub(crate) fn choice_is_the_best(lengths: &[i32], cp_size: usize, model: &Kernel
             hybrid_threshold: None,
             max_imbalance: 1.01,
         };
-        let chosen = asked_for.resolve(&checked, Some(model)).unwrap();
+        let chosen = asked_for.resolve(&checked, Some(model), ticks_per_key as f64 / TICKS_PER_SECOND).unwrap();
         let shard = shard(&checked, &chosen).unwrap();
         shard_is_legal(&shard, lengths);
-        let seconds = slowest(&shard, model);
-        let (first, least) = best_choice(&checked, cp_size, model, strategy);
-        assert_eq!(seconds, least, "{chosen:?}");
-        if least < 100.0 {
+        let ticks = slowest(&shard, model, ticks_per_key);
+        let (first, least) = best_choice(&checked, cp_size, model, strategy, ticks_per_key);
+        let seconds = least / TICKS_PER_SECOND + launch_seconds(model.description(), Passes::ForwardBackward);
+        if seconds < 100.0 || ticks_per_key == 0 {
+            assert_eq!(ticks, least, "{chosen:?}");
+        }
+        if seconds < 100.0 {
             assert_eq!(chosen, first);
         }
     }
@@ -200,5 +223,5 @@ pub(crate) fn works_if_accepted(text: &str) {
     }
     let mask = model.mask();
     assert!(matches!(mask, Mask::Causal | Mask::Full));
-    choice_is_the_best(&[1, 300, 5000, 300, 127], 3, &model);
+    choice_is_the_best(&[1, 300, 5000, 300, 127], 3, &model, 1000);
 }

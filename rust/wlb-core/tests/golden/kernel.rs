@@ -67,7 +67,7 @@ fn rounded(seconds: f64) -> f64 {
 
 impl Choice {
     fn new(lengths: &[i32], cp_size: usize, strategy: Strategy, model: &KernelModel) -> Self {
-        let (options, _) = best_choice(&checked(lengths), cp_size, model, strategy);
+        let (options, _) = best_choice(&checked(lengths), cp_size, model, strategy, 0);
         let shard = shard(&checked(lengths), &options).unwrap();
         let seconds = |rank| naive_rank_seconds(model.description(), &shard, rank, Passes::ForwardBackward);
         Self {
@@ -86,7 +86,7 @@ impl Choice {
             hybrid_threshold: None,
             max_imbalance: 1.01,
         };
-        let chosen = asked_for.resolve(&checked(lengths), Some(model)).unwrap();
+        let chosen = asked_for.resolve(&checked(lengths), Some(model), 0.0).unwrap();
         assert_eq!((chosen.strategy.as_str(), chosen.hybrid_threshold), (&*self.strategy, self.hybrid_threshold));
         let seconds = model.rank_seconds(&shard(&checked(lengths), &chosen).unwrap(), Passes::ForwardBackward).unwrap();
         assert_eq!(seconds.len(), self.rank_seconds.len());

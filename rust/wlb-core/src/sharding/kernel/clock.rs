@@ -58,7 +58,12 @@ impl<'a> Clock<'a> {
         if queries != self.last.length {
             self.last = self.model.query(queries);
         }
-        // The cast saturates; half a tick rounds.
-        (self.model.seconds(&self.last, keys, self.table) * TICKS_PER_SECOND + 0.5) as i64
+        whole_ticks(self.model.seconds(&self.last, keys, self.table))
     }
+}
+
+#[inline]
+pub(in crate::sharding) fn whole_ticks(seconds: f64) -> i64 {
+    // The cast saturates; half a tick rounds.
+    (seconds * TICKS_PER_SECOND + 0.5) as i64
 }

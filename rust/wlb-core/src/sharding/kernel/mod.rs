@@ -14,6 +14,6 @@ mod model;
 
 pub use analytic::Generation;
 pub(crate) use check::{ascending, check_count, check_seconds, wrong};
-pub(super) use clock::Clock;
+pub(super) use clock::{Clock, whole_ticks};
 pub use description::{KernelDescription, PassTable};
 pub use model::KernelModel;
