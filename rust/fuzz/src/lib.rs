@@ -171,7 +171,7 @@ fn try_profile(u: &mut Unstructured) -> Result<()> {
         total += i64::from(length);
         total <= i64::from(i32::MAX)
     });
-    kernel::choice_is_the_best(&lengths, cp_size, &model, i64::from(u.int_in_range(0..=1 << 24)?));
+    kernel::choice_is_the_best(&lengths, cp_size, &model, u.int_in_range(0..=1 << 24)?);
     Ok(())
 }
 

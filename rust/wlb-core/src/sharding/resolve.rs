@@ -7,7 +7,7 @@ use super::adaptive;
 use super::kernel::KernelModel;
 use super::options::{ShardOptions, Strategy, check_size, wrong};
 
-/// Above that it is a mistyped one. The keys of half a billion tokens at this price are 2^63 ticks, as many as sums hold.
+/// Above that it is a mistyped one. Half a billion keys at this price are 2^63 ticks, as many as sums hold.
 const MAX_SECONDS_PER_KEY: f64 = 1e-3;
 
 impl ShardOptions {
