@@ -284,7 +284,7 @@ fn a_kernel_model_is_given_where_it_means_something() {
     assert_eq!(shard(&lengths, &adaptive).unwrap_err().argument(), "kernel_model");
 }
 
-/// A price turns the choice from cutting a document for every rank to what fetches little, and on to what fetches least.
+/// Where some way to cut fetches nothing, a high price finds it.
 #[test]
 fn dear_keys_are_not_fetched() {
     let lengths = checked(&[[4096; 4], [1024; 4]].concat());

@@ -49,9 +49,9 @@ functions! {
     ///         lengths only.
     ///     cp_seconds_per_key: beside a ``kernel_model``: time that a rank takes for each key that it fetches
     ///         (``Shard.keys_moved``), in one layer, as the model's latencies are: with its value, forward and
-    ///         backward, all that is sent for it either way, less what computation hides; at most 1e-3. The slowest rank
-    ///         is then that with the most attention and fetching together. 0: free. Give a price where ranks fetch
-    ///         just what they need, as ``wlb.torch``'s transport "fetch" does; others send more than that.
+    ///         backward, all that is sent for it either way, less what computation hides; at most 1e-3. The slowest
+    ///         rank is then that with the most attention and fetching together. 0: free. Give a price where ranks
+    ///         fetch just what they need, as ``wlb.torch``'s transport "fetch" does; others send more than that.
     ///
     /// Returns:
     ///     Shard. The same input gives the same shards on every rank.

@@ -173,8 +173,8 @@ fn slowest(shard: &Shard, model: &KernelModel, ticks_per_key: i64) -> f64 {
     model.rank_seconds(shard, Passes::ForwardBackward).unwrap().into_iter().enumerate().map(of_rank).fold(0.0, f64::max)
 }
 
-/// The choice is the first of the best: exactly where seconds are few enough to tell ticks apart. Of more, where keys are
-/// free, the slowest rank is still as fast as that of the best.
+/// The choice is the first of the best: exactly where seconds are few enough to tell ticks apart. Of more, where keys
+/// are free, the slowest rank is still as fast as that of the best.
 pub(crate) fn choice_is_the_best(lengths: &[i32], cp_size: usize, model: &KernelModel, ticks_per_key: i64) {
     let checked = Lengths::new("lengths", &lengths.iter().map(|&d| i64::from(d)).collect::<Vec<_>>()).unwrap();
     for strategy in [Strategy::Adaptive, Strategy::Hybrid] {
