@@ -619,6 +619,7 @@ def plan_dynamic_cp(
     max_documents: int | None = None,
     multiple_of_tokens: int = 1,
     token_buckets: ArrayLike | None = None,
+    even_tokens: float | None = None,
     num_micro_batches: int | None = None,
     min_micro_batches: int | None = None,
     max_micro_batches: int | None = None,

@@ -136,6 +136,7 @@ arguments! {
     dp_size: i64 = integer();
     early: Vec<i64> = integers();
     equal_documents: bool = flag();
+    even_tokens: f64 = real();
     experts_per_token: i64 = integer();
     ffn_hidden_size: i64 = integer();
     flops_per_second: f64 = real();

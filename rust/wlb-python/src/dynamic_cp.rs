@@ -59,6 +59,10 @@ functions! {
     ///         plan's is the largest multiple within it. Padding takes no time in a plan.
     ///     token_buckets: int[b], ascending, multiples of ``multiple_of_tokens``: the only sizes that a rank's tokens
     ///         have; a group without documents has the first.
+    ///     even_tokens: the part of the step's time, from 0 to 1, that may be given up for fewer tokens on the fullest
+    ///         rank, in any micro-batch and under way: what its activations take. 0.0: only what costs nothing; 0.01: 1
+    ///         %. Smaller ``max_tokens_per_rank`` are tried with no more micro-batches than were tried without, and the
+    ///         smallest that was found is taken. None: groups are equal in seconds, and tokens only limited.
     ///     num_micro_batches: micro-batches of the step; None sweeps them.
     ///     min_micro_batches: the sweep tries no fewer. For schedules that need so many: torch's 1F1B one for each
     ///         stage, its DualPipeV two.
@@ -84,13 +88,13 @@ functions! {
     /// O(n log world_size) for each number of micro-batches tried, about ten (several times as many attempts where
     /// exchange costs), and O(num_stages * micro-batches * world_size) for the simulation of the best; in a world that
     /// is no power of two, up to O(n * micro-batches * log world_size) for each number, and O(n * micro-batches *
-    /// world_size) where memory binds. With several columns, a bounded number of steps more. Releases the GIL from
-    /// 1,024 documents on.
+    /// world_size) where memory binds. With several columns, a bounded number of steps more. With
+    /// ``even_tokens`` up to nine times all of it. Releases the GIL from 1,024 documents on.
     fn plan_dynamic_cp<'py>[py: Python<'py>](
         lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model: Option<&CostModel> = None, costs?,
         attention_costs?, num_virtual_stages = 1, schedule: Option<&str> = None, sync: &str = "step", max_cp_size?,
         group_sizes: &str = "powers_of_two", ranks_per_node?, max_documents?, multiple_of_tokens = 1, token_buckets?,
-        num_micro_batches?, min_micro_batches?, max_micro_batches?, cp_seconds_per_token = 0.0,
+        even_tokens?, num_micro_batches?, min_micro_batches?, max_micro_batches?, cp_seconds_per_token = 0.0,
         cp_seconds_per_exchange = 0.0, cp_seconds_per_token_in_node?, cp_seconds_per_exchange_in_node?,
         cp_overlap = 1.0, p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids?,
     ) -> PyResult<Bound<'py, PyAny>> {
@@ -102,6 +106,7 @@ functions! {
             schedule: schedule.map(choice).transpose()?,
             sync: choice(sync)?,
             max_tokens_per_rank,
+            even_tokens,
             padding: Some(padding).filter(|padding| !padding.is_none()),
             max_documents,
             max_cp_size,

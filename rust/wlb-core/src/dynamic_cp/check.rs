@@ -18,6 +18,10 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
     size("num_stages", num_stages, MAX_STAGES)?;
     size("num_virtual_stages", num_virtual_stages, MAX_STAGES)?;
     check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), 1, MAX_TOKENS)?;
+    if let Some(value) = options.even_tokens.filter(|part| !(0.0..=1.0).contains(part)) {
+        let requirement = "is the part of a step's time that may be given up for even tokens: must be from 0 to 1";
+        return Err(Error::Number { argument: "even_tokens", value, requirement });
+    }
     if let Some(max_documents) = options.max_documents {
         check_range("max_documents", i64::try_from(max_documents).unwrap_or(i64::MAX), 1, MAX_TOKENS)?;
     }

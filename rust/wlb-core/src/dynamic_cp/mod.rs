@@ -26,6 +26,7 @@
 //! | `division` | groups of such documents: made level in all columns at once, and halved |
 //! | `exchange` | made faster by documents that change places |
 //! | `columns` | the plan of such documents |
+//! | `even` | of plans as fast, one whose fullest rank has fewer tokens |
 //! | `step` | the plan of any |
 //! | `plan` | what comes of it |
 
@@ -40,6 +41,7 @@ mod counts;
 mod demand;
 mod division;
 mod draft;
+mod even;
 mod exchange;
 mod halving;
 mod options;

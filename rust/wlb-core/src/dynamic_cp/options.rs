@@ -34,6 +34,8 @@ pub struct DynamicCpOptions {
     pub sync: Sync,
     /// Most tokens of a rank in one micro-batch, padding included: a memory bound.
     pub max_tokens_per_rank: i32,
+    /// The part of a step's time that may be given up for fewer tokens on the fullest rank; nothing is tried if not given.
+    pub even_tokens: Option<f64>,
     /// Sizes that each rank's tokens of a micro-batch are padded up to when they run.
     pub padding: Option<Padding>,
     /// Most documents of a group, whose padding is one more.
@@ -68,6 +70,7 @@ impl DynamicCpOptions {
             schedule: None,
             sync: Sync::default(),
             max_tokens_per_rank,
+            even_tokens: None,
             padding: None,
             max_documents: None,
             max_cp_size: None,

@@ -5,6 +5,7 @@ use crate::lengths::Lengths;
 
 use super::columns;
 use super::cost::Costs;
+use super::even::even;
 use super::options::DynamicCpOptions;
 use super::plan::DynamicCpPlan;
 use super::sweep;
@@ -33,7 +34,7 @@ use super::sweep;
 /// the simulation of the best. Where exchange costs and documents' costs do not follow their lengths, a logarithm of
 /// the groups more for each document. In a world that is no power of two, up to O(n m log world_size) instead, and O(n
 /// m world_size) where memory binds: mostly far less. Twice that where groups may have any size. With several columns a
-/// bounded number of steps more.
+/// bounded number of steps more. With `even_tokens` up to nine times all of it.
 ///
 /// # Example
 /// ```
@@ -57,12 +58,21 @@ pub fn plan_dynamic_cp<'a>(
     if let Some(found) = ids.map(<[i64]>::len).filter(|&found| found != lengths.len()) {
         return Err(Error::Mismatch { argument: "ids", found, other: "lengths", expected: lengths.len() });
     }
-    let mut plan = match costs.into() {
-        Costs::Given { costs, attention } if costs.columns() > 1 => columns::plan(lengths, options, costs, attention)?,
-        costs => sweep::plan(lengths, options, costs)?,
-    };
+    let costs = costs.into();
+    let mut plan = fastest(lengths, options, costs)?;
+    if let Some(part) = options.even_tokens {
+        plan = even(plan, part, lengths, options, costs, fastest)?;
+    }
     if let Some(ids) = ids {
         plan.documents.iter_mut().for_each(|document| *document = ids[*document as usize]);
     }
     Ok(plan)
+}
+
+/// The plan by seconds alone.
+fn fastest(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> Result<DynamicCpPlan> {
+    match costs {
+        Costs::Given { costs, attention } if costs.columns() > 1 => columns::plan(lengths, options, costs, attention),
+        costs => sweep::plan(lengths, options, costs),
+    }
 }
