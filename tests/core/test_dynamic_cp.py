@@ -231,6 +231,16 @@ def test_numbers_of_micro_batches_that_do_not_fit_are_tried_once() -> None:
     assert sorted(ids) == list(range(19))
 
 
+def test_tokens_of_ranks_are_even_where_that_costs_nothing() -> None:
+    """Two ranks that share all documents take as long as two with two documents each."""
+    machine: dict[str, Any] = {"world_size": 2, "num_stages": 1, "max_tokens_per_rank": 200, "num_micro_batches": 1}
+    plan, even = (wlb.plan_dynamic_cp([100, 1, 1, 1], costs=np.ones(4), even_tokens=of, **machine) for of in (None, 0))
+    assert plan.seconds == even.seconds == 2.0
+    assert plan.tokens_per_rank.tolist() == [[101, 2]]
+    assert even.tokens_per_rank.tolist() == [[52, 52]]
+    assert even.max_tokens_per_rank == 200  # what was allowed
+
+
 @pytest.mark.parametrize(
     ("change", "argument", "index", "value"),
     [
@@ -242,6 +252,10 @@ def test_numbers_of_micro_batches_that_do_not_fit_are_tried_once() -> None:
         ({"num_virtual_stages": 0}, "num_virtual_stages", None, 0),
         ({"max_tokens_per_rank": -1}, "max_tokens_per_rank", None, -1),
         ({"max_cp_size": 9}, "max_cp_size", None, 9),
+        ({"even_tokens": -0.01}, "even_tokens", None, -0.01),
+        ({"even_tokens": 3}, "even_tokens", None, 3.0),
+        ({"even_tokens": float("inf")}, "even_tokens", None, float("inf")),
+        ({"even_tokens": True}, "even_tokens", None, True),
         ({"num_micro_batches": 0}, "num_micro_batches", None, 0),
         ({"num_micro_batches": 1, "max_tokens_per_rank": 400}, "num_micro_batches", None, None),
         ({"min_micro_batches": 0}, "min_micro_batches", None, 0),

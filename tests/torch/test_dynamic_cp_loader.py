@@ -616,6 +616,18 @@ def test_ranks_of_which_some_have_costs_are_told() -> None:
         assert "has ranks [1] with another step or kind of costs than rank 0" in message
 
 
+def test_tokens_are_even_where_the_plan_asks_for_it() -> None:
+    """Of documents that cost the same, the long one is then alone."""
+    documents = [Document(list(range(length)), id=number) for number, length in enumerate([100, 1, 1, 1])]
+    plan = functools.partial(
+        wlb.plan_dynamic_cp, world_size=1, num_stages=1, max_tokens_per_rank=200, num_micro_batches=2
+    )
+    for even_tokens, expected in ((None, [101, 2]), (0.5, [100, 3])):
+        of = functools.partial(plan, even_tokens=even_tokens)
+        step = next(DynamicCpLoader([documents], plan=of, costs=lambda document: 1.0))
+        assert sorted(batch.tokens.numel() for batch in step.micro_batches) == sorted(expected)
+
+
 @pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf"), None, "3", True, [], [1.0, None], (2.0, -1.0)])
 def test_a_cost_that_is_none_is_named(cost: Any) -> None:
     plan = functools.partial(wlb.plan_dynamic_cp, world_size=1, num_stages=1, max_tokens_per_rank=48)

@@ -444,6 +444,10 @@ fn errors_name_the_culprit() {
     fails(|options| options.num_virtual_stages = 0, "num_virtual_stages");
     fails(|options| options.max_tokens_per_rank = 0, "max_tokens_per_rank");
     fails(|options| options.max_cp_size = Some(13), "max_cp_size");
+    for part in [-0.01, 1.01, f64::NAN] {
+        let error = plan(&[50, 60], &DynamicCpOptions { even_tokens: Some(part), ..DynamicCpOptions::new(12, 4, 100) });
+        assert_eq!(error.unwrap_err().argument(), "even_tokens");
+    }
     fails(|options| options.num_micro_batches = Some(1 << 30), "num_micro_batches");
     fails(|options| options.min_micro_batches = Some(0), "min_micro_batches");
     fails(|options| options.max_micro_batches = Some(0), "max_micro_batches");

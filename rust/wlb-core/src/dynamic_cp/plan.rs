@@ -69,7 +69,7 @@ pub struct DynamicCpPlan {
     pub balanced_seconds: f64,
     /// What was tried: numbers of micro-batches, ascending, and the predicted time with each; of those given up early,
     /// the time it would take if short documents could be divided at will, or with a part of them, already more than
-    /// the plan's.
+    /// the plan's. With `even_tokens` what was tried within the tokens of the plan.
     pub sweep: Vec<(usize, f64)>,
 }
 

@@ -34,7 +34,8 @@ use super::sweep;
 /// the simulation of the best. Where exchange costs and documents' costs do not follow their lengths, a logarithm of
 /// the groups more for each document. In a world that is no power of two, up to O(n m log world_size) instead, and O(n
 /// m world_size) where memory binds: mostly far less. Twice that where groups may have any size. With several columns a
-/// bounded number of steps more. With `even_tokens` up to nine times all of it.
+/// bounded number of steps more. With `even_tokens` up to eight
+/// more such searches, in less memory, which may take up to twice as long each.
 ///
 /// # Example
 /// ```

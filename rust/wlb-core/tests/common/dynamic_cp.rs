@@ -253,24 +253,33 @@ fn is_padded(plan: &DynamicCpPlan, g: usize, options: &DynamicCpOptions) {
 /// Whether no rank has more tokens under way than in a long step of full micro-batches, in rounds of as many as there
 /// are stages.
 pub(crate) fn is_held(plan: &DynamicCpPlan, options: &DynamicCpOptions) -> bool {
+    under_way(plan, options) <= most_under_way(options, 2 * options.num_stages, |_| most_tokens(options))
+}
+
+/// The most tokens that a rank has under way, each micro-batch as its fullest; times the virtual stages.
+pub(crate) fn under_way(plan: &DynamicCpPlan, options: &DynamicCpOptions) -> i64 {
+    most_under_way(options, plan.num_micro_batches(), |j| fullest(plan, plan.groups_of(j)))
+}
+
+/// Tokens of the fullest rank of some groups, as they run.
+pub(crate) fn fullest(plan: &DynamicCpPlan, groups: Range<usize>) -> i64 {
+    groups.map(|g| plan.padded_tokens_per_rank(g)).max().unwrap()
+}
+
+fn most_under_way(options: &DynamicCpOptions, num_micro_batches: usize, tokens: impl Fn(usize) -> i64) -> i64 {
     let &DynamicCpOptions { num_stages, num_virtual_stages, .. } = options;
-    let schedule = options.schedule();
-    let most_under_way = |num_micro_batches: usize, tokens: &dyn Fn(usize) -> i64| {
-        let layout = PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches };
-        let under_way = |sum: &mut i64, op: &Op| {
-            let tokens = tokens(op.micro_batch as usize);
-            *sum += match op.kind {
-                Kind::Forward => tokens,
-                // Until the gradient of its weights is made, too.
-                Kind::InputGradient => 0,
-                Kind::Backward | Kind::WeightGradient => -tokens,
-            };
-            Some(*sum)
+    let layout = PipelineOptions { schedule: options.schedule(), num_stages, num_virtual_stages, num_micro_batches };
+    let under_way = |sum: &mut i64, op: &Op| {
+        let tokens = tokens(op.micro_batch as usize);
+        *sum += match op.kind {
+            Kind::Forward => tokens,
+            // Until the gradient of its weights is made, too.
+            Kind::InputGradient => 0,
+            Kind::Backward | Kind::WeightGradient => -tokens,
         };
-        layout.orders().unwrap().iter().flat_map(|ops| ops.iter().scan(0, under_way)).max().unwrap()
+        Some(*sum)
     };
-    let fullest = |j: usize| plan.groups_of(j).map(|g| plan.padded_tokens_per_rank(g)).max().unwrap();
-    most_under_way(plan.num_micro_batches(), &fullest) <= most_under_way(2 * num_stages, &|_| most_tokens(options))
+    layout.orders().unwrap().iter().flat_map(|ops| ops.iter().scan(0, under_way)).max().unwrap()
 }
 
 /// By really sharding them, where that is quick.
