@@ -70,6 +70,17 @@ fn tokens_are_even_where_that_costs_nothing() {
     assert_eq!((both(&plan), both(&even)), ((2.0, 101), (2.0, 52)));
 }
 
+/// Where the fullest micro-batch alone has fewer tokens, those under way together may have more: 462, and not 301.
+#[test]
+fn no_more_is_under_way() {
+    let lengths = [14, 2, 8, 9, 15, 58, 13, 18, 11, 12, 10, 197, 6, 17, 157, 7, 8];
+    let costs = [9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 9.0, 9.0, 1.0, 9.0, 1.0, 4.0, 1.0, 9.0, 9.0, 9.0];
+    let options = DynamicCpOptions { micro_batch_seconds: 1.0, ..DynamicCpOptions::new(1, 4, 1000) };
+    let costs = DocumentCosts::new(costs.to_vec(), costs.len(), 1, &[]).unwrap();
+    let (plan, even) = is_evener(&lengths, &options, 1.0, &costs).unwrap();
+    assert_eq!((under_way(&plan, &options), under_way(&even, &options)), (301, 267));
+}
+
 /// Of many documents a hundredth of the time is a large part of the fullest rank's memory.
 #[test]
 fn a_little_time_is_much_memory() {
