@@ -185,8 +185,8 @@ class DynamicCpPlan(Copied):
         sweep: The numbers of micro-batches that were tried, ascending, and the predicted time of a step with each. An
             estimate from above: every rank as slow as the slowest of its micro-batch. Of numbers given up early, the
             time if short documents could be divided at will, or with a part of them, already more than that of the
-            best. With several columns those alone for which all columns were planned. With ``even_tokens`` what was tried
-            within the tokens of the plan.
+            best. With several columns those alone for which all columns were planned. With ``even_tokens`` what was
+            tried within the tokens of the plan.
     """
 
     world_size: int
