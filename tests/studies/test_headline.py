@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 pytest.importorskip("cyclopts")
 
 import wlb
-from studies.headline import CONTEXT, LAYOUT, METHODS, gained, on_one_layout, one_layout
+from studies.headline import CONTEXT, LAYOUT, METHODS, gained, in_other_orders, on_one_layout, one_layout
 from wlb.simulation import search_layouts
 from wlb.simulation.tuning import Choice
 
@@ -57,6 +57,13 @@ def test_a_pair_of_plans_is_judged_in_an_order_that_was_not_searched() -> None:
         row = gained(one, [lengths, other])
         assert row["orders"][0] == pytest.approx(row["gain"], rel=1e-12)
         assert row["orders"][1] != row["gain"]
+    rows = [
+        {"corpus": "mine", "millions": 0.5, "hidden": 0.5, **gained(one, [lengths, other])}
+        for one in (search, search.again("flops"))
+    ]
+    shown = list(in_other_orders(rows))
+    assert shown[-1].startswith(f"| mine | 0.5 M | 50% | {rows[0]['gain']:.2f} | ")
+    assert list(in_other_orders([{"by": "tokens"}])) == []
     best, without = search.best, search.without
     seconds = [
         wlb.simulate(other, choice.outcome.scenario, variants={"it": choice.variant}).baseline.steady_seconds
