@@ -36,8 +36,8 @@ functions! {
     ///         keeps shorter ones whole on one rank. "adaptive" is whichever of these ``kernel_model`` predicts to be
     ///         fastest: the least latency of the slowest rank, forward and backward; of equals "per_sequence" before
     ///         "per_document", "auto" and "hybrid". The result's ``strategy`` and ``hybrid_threshold`` tell which.
-    ///         "contiguous" gives rank ``i`` the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that mix
-    ///         neighbouring tokens: attention is uneven under it, see :func:`wlb.torch.recut`.
+    ///         "contiguous" gives rank ``i`` the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that
+    ///         mix neighbouring tokens: attention is uneven under it, see :func:`wlb.torch.recut`.
     ///     causal: mask; decides pairs and key ranges, not who gets which token.
     ///     remainder: with "per_document", where a document's ``length % (2 * cp_size)`` left-over tokens go: "chunk"
     ///         lengthens chunks by one; "token" deals them one by one, as the paper's text has it (for comparison).
