@@ -34,7 +34,7 @@ pub struct DynamicCpOptions {
     pub sync: Sync,
     /// Most tokens of a rank in one micro-batch, padding included: a memory bound.
     pub max_tokens_per_rank: i32,
-    /// The part of a step's time that may be given up for fewer tokens on the fullest rank; none if not given, nor tried.
+    /// The part of a step's time that may be given up for fewer tokens on the fullest rank; none if not given.
     pub even_tokens: Option<f64>,
     /// Sizes that each rank's tokens of a micro-batch are padded up to when they run.
     pub padding: Option<Padding>,
