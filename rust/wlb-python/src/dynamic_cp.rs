@@ -89,8 +89,8 @@ functions! {
     /// exchange costs), and O(num_stages * micro-batches * world_size) for the simulation of the best; in a world that
     /// is no power of two, up to O(n * micro-batches * log world_size) for each number, and O(n * micro-batches *
     /// world_size) where memory binds. With several columns, a bounded number of steps more. With
-    /// ``even_tokens`` up to eight more such searches, each of them longer where fewer tokens are hard to have: mostly 7
-    /// to 17 times the time. Releases the GIL from 1,024 documents on.
+    /// ``even_tokens`` up to eight more such searches, each of them longer where fewer tokens are hard to have: mostly
+    /// 7 to 17 times the time. Releases the GIL from 1,024 documents on.
     fn plan_dynamic_cp<'py>[py: Python<'py>](
         lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model: Option<&CostModel> = None, costs?,
         attention_costs?, num_virtual_stages = 1, schedule: Option<&str> = None, sync: &str = "step", max_cp_size?,
