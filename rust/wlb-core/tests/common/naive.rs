@@ -946,6 +946,9 @@ impl Packer {
         let config = &self.config;
         let costs = Costs::by(config.cost_model.as_ref().unwrap(), &pieces);
         let mut budget = f64::INFINITY;
+        if flushed {
+            self.arrived.budget(&[], config); // halved here, too: a state may have come of larger global batches
+        }
         let mut plan = if config.release == Release::Fifo || flushed {
             let plan = algorithm_1(&pieces, &order, &Holds::micro_batches(config), &costs);
             fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config, &costs)
