@@ -444,7 +444,7 @@ def test_gradients_of_keys_are_summed_where_they_are_sent_from(transport: str, s
 
 
 def test_tiles_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_SCORES", 64)  # a few queries, or one
+    monkeypatch.setattr(kernels, "_SCORES_OF_CPU", 64)  # a few queries, or one
     check(1, [Case(causal=c, window=w, alibi=a) for c in (True, False) for w in (None, 5) for a in (True, False)])
 
 

@@ -11,7 +11,7 @@ import functools
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,13 @@ from wlb.torch.attention.segments import Call
 
 KernelName = Literal["auto", "flash_attn", "varlen", "reference"]
 
-_SCORES = 1 << 22  # scores that the reference kernel holds at once: 16 MiB in float32
+_SCORES = 1 << 22
+"""Scores that the reference kernel holds at once: 16 MiB in float32."""
+
+_SCORES_OF_CPU = 1 << 19
+"""The same on a CPU: what its cache holds. More take up to three times as long, and more of them are masked."""
+
+_FLASH_TILE = 128
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -30,7 +36,13 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class Kernel(Protocol):
-    """Attention of one call: `q` is `[queries, heads, head_dim]`, `k` and `v` are `[keys, kv_heads, head_dim]`."""
+    """Attention of one call: `q` is `[queries, heads, head_dim]`, `k` and `v` are `[keys, kv_heads, head_dim]`.
+
+    Attributes:
+        tile: Queries of a segment that it computes together: fewer take as long.
+    """
+
+    tile: ClassVar[int]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Output like `q`, and the log-sum-exp `[heads, queries]`."""
@@ -51,6 +63,8 @@ class ReferenceKernel:
     matrix of all queries by all keys. Here memory is bounded by the tile, and keys outside the mask are not touched.
     Scores are float32 for half-precision inputs.
     """
+
+    tile: ClassVar[int] = 1  # its own are for memory: what it computes goes with the queries
 
     scale: float
     alibi_slopes: Tensor | None = None
@@ -101,9 +115,10 @@ class ReferenceKernel:
     def _tiles(self, call: Call, heads: int) -> Iterator[tuple[slice, slice, Tensor | None, Tensor | None]]:
         """Rows of queries and of keys; their true distances and what the mask hides, where these are needed."""
         left, right = call.window
+        scores = _SCORES_OF_CPU if call.cu_seqlens_q.device.type == "cpu" else _SCORES
         for (q_from, q_to, k_from, k_to), shift in zip(call.spans.tolist(), call.shifts.tolist(), strict=True):
             diagonal = (k_to - k_from) - (q_to - q_from)  # the key at which the first query stands
-            step = max(1, _SCORES // (heads * (k_to - k_from)))
+            step = max(1, scores // (heads * (k_to - k_from)))
             for i in range(0, q_to - q_from, step):
                 i_end = min(i + step, q_to - q_from)
                 j = 0 if left < 0 else max(0, i + diagonal - left)
@@ -167,6 +182,8 @@ class VarlenKernel:
     `varlen_attn` itself has no backward from a given log-sum-exp, and may choose cuDNN, which aligns masks top-left.
     """
 
+    tile: ClassVar[int] = _FLASH_TILE
+
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -191,6 +208,8 @@ class VarlenKernel:
 class FlashAttention2:
     """flash-attn 2.7 and newer. The only flash kernel with ALiBi."""
 
+    tile: ClassVar[int] = _FLASH_TILE
+
     scale: float
     alibi_slopes: Tensor | None = None
 
@@ -214,6 +233,8 @@ class FlashAttention2:
 @dataclass(frozen=True)
 class FlashAttention3:
     """flash-attn 3, for Hopper; the releases whose window is two arguments (3.0.0b1 took a pair)."""
+
+    tile: ClassVar[int] = _FLASH_TILE
 
     scale: float
 

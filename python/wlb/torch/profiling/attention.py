@@ -18,9 +18,6 @@ from wlb.torch.attention.segments import Call
 from wlb.torch.profiling.device import Device
 from wlb.torch.profiling.grid import LAUNCH, Shape
 
-TILE = 128
-"""Queries that flash kernels compute together."""
-
 _CALL_SECONDS = 1e-3  # a call should take so long, to be timed well
 _MOST_SEGMENTS = 4096
 _WAVES = 4  # how often a call should fill the GPU
@@ -58,7 +55,7 @@ class AttentionBench:
             "num_heads": self.heads,
             "num_kv_heads": self.kv_heads,
             "head_dim": self.head_dim,
-            "tile": TILE,
+            "tile": self.kernel.tile,
         }
 
     def flops(self, shape: Shape) -> float:
@@ -66,7 +63,7 @@ class AttentionBench:
         return self.segments(shape) * self._segment_flops(shape)
 
     def _segment_flops(self, shape: Shape) -> float:
-        queries = math.ceil(shape.tokens / TILE) * TILE
+        queries = math.ceil(shape.tokens / self.kernel.tile) * self.kernel.tile
         pairs = queries * (shape.keys - shape.tokens) + queries * (queries + 1) / 2
         return pass_weights("forward_backward")[0] * 4 * self.heads * self.head_dim * pairs
 
@@ -75,7 +72,7 @@ class AttentionBench:
         if shape == LAUNCH:
             return 1
         long_enough = math.ceil(_CALL_SECONDS * self.device.assumed_flops / self._segment_flops(shape))
-        blocks = self.heads * math.ceil(shape.tokens / TILE)
+        blocks = self.heads * math.ceil(shape.tokens / self.kernel.tile)
         filling = math.ceil(_WAVES * self.device.processors / blocks)
         fit = self.device.memory_bytes // self._segment_bytes(shape)
         return max(1, min(max(long_enough, filling), fit, _MOST_SEGMENTS))
