@@ -33,7 +33,9 @@ from torch import Tensor, nn
 
 import wlb
 from wlb.torch import heartbeat
+from wlb.torch.attention import context_parallel_attention
 from wlb.torch.data import BalancedStream, Document, DynamicCpLoader, collate
+from wlb.torch.groups import ContextParallelGroups, build_mesh
 from wlb.torch.pipeline import PipelineMicroBatch, VarlenPipelineStage, failures_explained, pipeline_step
 
 TIMEOUT = 5.0  # seconds that a rank may be behind the others
@@ -175,6 +177,22 @@ def preparing_dynamic_cp(fault: Fault) -> None:
         time.sleep(0.02)
 
 
+def in_a_dynamic_cp_step(fault: Fault) -> None:
+    """Its group waits for it in attention, the others where gradients are added up."""
+    timeout = timedelta(seconds=TIMEOUT)
+    groups = ContextParallelGroups(build_mesh(dp=dist.get_world_size(), device_type="cpu"), timeout=timeout)
+    everyone = dist.new_group(timeout=timeout)
+    weight = nn.Parameter(torch.ones(3, 1, HIDDEN))
+    for step in dynamic([document, document[:8], document[:5]] for document in text(None)):
+        with failures_explained(step.number):
+            for batch in step.micro_batches:
+                x = batch.tokens.reshape(-1, 1, 1, 1) * weight
+                out = context_parallel_attention(*x.unbind(1), batch.shard, group=groups.of(batch))
+                fault(step.number)
+                out.sum().backward()
+            dist.all_reduce(weight.grad, group=everyone)
+
+
 def between_steps(fault: Fault) -> None:
     for step in stream():
         time.sleep(0.02)
@@ -230,6 +248,7 @@ PLACES: dict[str, Callable[[Fault], None]] = {
         reading_for_dynamic_cp,
         planning_dynamic_cp,
         preparing_dynamic_cp,
+        in_a_dynamic_cp_step,
         between_steps,
         training,
         in_the_pipeline,

@@ -47,6 +47,8 @@ def test_every_failure_everywhere(place: str, kind: str) -> None:
         ("reading_for_dynamic_cp", "os._exit"),
         ("preparing_dynamic_cp", "SystemExit"),
         ("planning_dynamic_cp", "hangs"),
+        ("in_a_dynamic_cp_step", "raises"),
+        ("in_a_dynamic_cp_step", "killed"),
         ("between_steps", "raises"),
         ("between_steps", "SystemExit"),
         ("training", "KeyboardInterrupt"),
