@@ -200,11 +200,7 @@ def lines(record: Row) -> Iterator[str]:
     yield ""
     for by in get_args(Objective):
         gains = [row["gain"] for row in rows if row["by"] == by]
-        yield from wrapped(
-            f"- By {by if by == 'tokens' else 'FLOPs'}: {min(gains):.2f} to {max(gains):.2f}, in the middle"
-            f" {np.median(gains):.2f}; below {GAIN}, that is nothing, in {sum(gain < GAIN for gain in gains)} of"
-            f" {len(gains)} rows."
-        )
+        yield from spread(by, gains)
     yield from wrapped(
         "- *Band*: the same two plans were attention 0.35 to 2.5 times as fast as assumed. *Hidden*: the share of all"
         " communication, of context-, tensor- and data-parallel ranks, that computation hides. By FLOPs a method pays"
@@ -228,6 +224,15 @@ def lines(record: Row) -> Iterator[str]:
     yield from meeting(record["rows"])
 
 
+def spread(by: Objective, gains: list[float]) -> list[str]:
+    """What the rows gain by tokens or by FLOPs, all together."""
+    return wrapped(
+        f"- By {by if by == 'tokens' else 'FLOPs'}: {min(gains):.2f} to {max(gains):.2f}, in the middle"
+        f" {np.median(gains):.2f}; below {GAIN}, that is nothing, in {sum(gain < GAIN for gain in gains)} of"
+        f" {len(gains)} rows."
+    )
+
+
 def in_other_orders(rows: list[Row]) -> Iterator[str]:
     """What the same two plans gain for the same documents in orders that the search has not seen."""
     shown = [row for row in rows if "orders" in row]
@@ -235,16 +240,13 @@ def in_other_orders(rows: list[Row]) -> Iterator[str]:
         return
     yield from ["", "## In orders that were not searched", ""]
     yield from wrapped(
-        f"Layouts and plans are searched for one random order of the documents, so some of a gain is chance. The same"
+        "Layouts and plans are searched for one random order of the documents, so some of a gain is chance. The same"
         f" two plans, made for {ORDERS} other orders: the median, and the least and the most."
     )
     yield ""
     for by in get_args(Objective):
         gains = [float(np.median(row["orders"])) for row in shown if row["by"] == by]
-        yield from wrapped(
-            f"- By {by if by == 'tokens' else 'FLOPs'}: {min(gains):.2f} to {max(gains):.2f}, in the middle"
-            f" {np.median(gains):.2f}; below {GAIN} in {sum(gain < GAIN for gain in gains)} of {len(gains)} rows."
-        )
+        yield from spread(by, gains)
     yield from ["", "| lengths | global batch | hidden | by tokens | other orders | by FLOPs | other orders |"]
     yield f"| --- |{' ---: |' * 6}"
     for row in shown:
