@@ -18,9 +18,10 @@ use super::bound;
 use super::by_column::{ByColumn, Clock};
 use super::check::check;
 use super::cost::{Communication, Costs, GroupCost, Load};
-use super::counts::{Counts, price};
+use super::counts::{Counts, note, price};
 use super::division::{Division, Place};
 use super::exchange::exchange;
+use super::memory;
 use super::options::DynamicCpOptions;
 use super::plan::{DynamicCpPlan, Group};
 use super::problem::Problem;
@@ -190,7 +191,7 @@ impl<'a> Search<'a> {
             return Ok(f64::INFINITY);
         }
         let seconds = Clock::new(self.by_column, &count.pipeline, count.number()).seconds(&division.slowest())?;
-        self.note(count.number(), seconds);
+        note(&mut self.sweep, count.number(), seconds);
         let price = price(self.options, count.number(), seconds);
         self.found.push(Found { price, count: count.clone(), division, base });
         Ok(price)
@@ -253,27 +254,16 @@ impl<'a> Search<'a> {
         let seconds = seconds_by_column.iter().sum();
         let price = price(self.options, count.number(), seconds);
         if self.best.as_ref().is_none_or(|best| price < best.price) && self.fits_memory(count, &division)? {
-            self.note(count.number(), seconds);
+            note(&mut self.sweep, count.number(), seconds);
             self.best = Some(Best { price, division, seconds_by_column });
         }
         Ok(())
     }
 
-    /// What a number of micro-batches takes.
-    fn note(&mut self, number: usize, seconds: f64) {
-        match self.sweep.iter_mut().find(|(count, _)| *count == number) {
-            Some((_, least)) => *least = least.min(seconds),
-            None => self.sweep.push((number, seconds)),
-        }
-    }
-
-    /// Whether no rank has more under way than memory was planned for.
+    /// Whether there is memory for it.
     fn fits_memory(&self, count: &Count, division: &Division<'_>) -> Result<bool> {
-        if !sweep::limits_rounds(self.options, count.number()) {
-            return Ok(true);
-        }
-        let fullest = (0..count.number()).map(|j| division.fullest(j, self.options.padding.as_ref()));
-        sweep::fits_memory(self.options, &count.pipeline, fullest)
+        let fullest = || (0..count.number()).map(|j| division.fullest(j, self.options.padding.as_ref()));
+        memory::fits(self.options, &count.pipeline, count.number(), fullest)
     }
 }
 

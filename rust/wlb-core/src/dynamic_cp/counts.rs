@@ -110,3 +110,11 @@ pub(super) fn price(options: &DynamicCpOptions, count: usize, seconds: f64) -> f
     let one_round = options.is_interleaved() && count > options.num_stages && rounds(options, count) == 1;
     if one_round { seconds * ONE_ROUND } else { seconds }
 }
+
+/// Notes what a number of micro-batches takes, or promises to, among those of a sweep: the least of it.
+pub(super) fn note(sweep: &mut Vec<(usize, f64)>, num_micro_batches: usize, seconds: f64) {
+    match sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
+        Some((_, least)) => *least = least.min(seconds),
+        None => sweep.push((num_micro_batches, seconds)),
+    }
+}

@@ -9,6 +9,7 @@ use crate::lengths::Lengths;
 use crate::pipeline::Pipeline;
 
 use super::cost::Costs;
+use super::memory;
 use super::options::DynamicCpOptions;
 use super::plan::DynamicCpPlan;
 
@@ -68,9 +69,8 @@ fn fullest(plan: &DynamicCpPlan) -> impl Iterator<Item = i64> {
         .map(|j| plan.groups_of(j).map(|group| plan.padded_tokens_per_rank(group)).max().unwrap_or(0))
 }
 
-/// The most tokens that a rank has under way, each micro-batch as its fullest.
+/// The most tokens that a rank has under way.
 fn under_way(plan: &DynamicCpPlan, options: &DynamicCpOptions) -> Result<f64> {
     let pipeline = Pipeline::new(&options.pipeline(plan.num_micro_batches()))?;
-    let tokens: Vec<f64> = fullest(plan).map(|tokens| tokens as f64).collect();
-    Ok(pipeline.peak_activation(Some(&tokens))?.into_iter().fold(0.0, f64::max))
+    memory::under_way(&pipeline, fullest(plan))
 }

@@ -20,6 +20,7 @@
 //! | `tighten` | the groups of one micro-batch, in the shortest time that its ranks allow |
 //! | `refine` | a plan made faster by these, and, of few documents, by moving them |
 //! | `simulate` | seconds of the step |
+//! | `memory` | tokens that a rank has under way |
 //! | `bound` | what no plan can beat |
 //! | `sweep` | tries numbers of micro-batches and block sizes, and keeps what the simulation finds fastest |
 //! | `by_column` | documents that cost several resources, and how long a step then takes |
@@ -44,6 +45,7 @@ mod draft;
 mod even;
 mod exchange;
 mod halving;
+mod memory;
 mod options;
 mod plan;
 mod problem;

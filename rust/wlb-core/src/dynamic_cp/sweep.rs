@@ -10,9 +10,10 @@ use crate::pipeline::{Buffers, Pipeline, Times};
 use super::bound;
 use super::check::check;
 use super::cost::{Costs, GroupCost};
-use super::counts::{Counts, candidates, limit, price, whole};
+use super::counts::{Counts, candidates, limit, note, price, whole};
 use super::demand::Demand;
 use super::draft::{self, Draft};
+use super::memory;
 use super::options::{DynamicCpOptions, GroupSizes};
 use super::plan::DynamicCpPlan;
 use super::problem::Problem;
@@ -324,7 +325,7 @@ impl<'a> Search<'a> {
         let promised = price(self.options, num_micro_batches, relaxed.seconds) * PROMISE;
         if self.best.as_ref().is_some_and(|best| promised >= best.price(self.options)) {
             let seconds = relaxed.seconds;
-            self.note(num_micro_batches, seconds);
+            note(&mut self.sweep, num_micro_batches, seconds);
             return Ok(());
         }
         let pipeline = self.pipeline(num_micro_batches)?;
@@ -517,14 +518,14 @@ impl<'a> Search<'a> {
         let late: Option<Late<'_>> = if limit.is_finite() { Some(&mut late) } else { None };
         let draft = problem.solve(targets, base, full, late);
         if let Some(seconds) = given_up {
-            self.note(num_micro_batches, seconds);
+            note(&mut self.sweep, num_micro_batches, seconds);
         }
         let Some(draft) = draft else { return Ok(given_up.unwrap_or(f64::INFINITY)) };
         let (seconds, order) = self.timed(&draft.costs(), shape, pipeline)?;
         if !self.fits_memory(pipeline, &draft, &order)? {
             return Ok(f64::INFINITY);
         }
-        self.note(num_micro_batches, seconds);
+        note(&mut self.sweep, num_micro_batches, seconds);
         let price = price(self.options, num_micro_batches, seconds);
         let beats = |best: &Best| (price, num_micro_batches) < (best.price(self.options), best.num_micro_batches);
         if self.fitting.is_none_or(|(least, _)| price < least) {
@@ -583,7 +584,7 @@ impl<'a> Search<'a> {
             let before = standing.map_or_else(|| self.simulated_price(&best), Ok)?;
             standing = Some(before);
             if simulated < before && self.fits_memory(&pipeline, &candidate.draft, &candidate.order)? {
-                self.note(num_micro_batches, seconds);
+                note(&mut self.sweep, num_micro_batches, seconds);
                 standing = Some(simulated);
                 self.best = Some(candidate);
             }
@@ -599,21 +600,12 @@ impl<'a> Search<'a> {
         Ok(price(self.options, plan.num_micro_batches, seconds))
     }
 
-    /// What a number of micro-batches takes, or promises to.
-    fn note(&mut self, num_micro_batches: usize, seconds: f64) {
-        match self.sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
-            Some((_, least)) => *least = least.min(seconds),
-            None => self.sweep.push((num_micro_batches, seconds)),
-        }
-    }
-
-    /// [`fits_memory`] of a draft in that order.
+    /// Whether there is memory for a draft in that order.
     fn fits_memory(&self, pipeline: &Pipeline, draft: &Draft, order: &[usize]) -> Result<bool> {
-        if !limits_rounds(self.options, order.len()) {
-            return Ok(true);
-        }
-        let fullest = draft.fullest(&self.problem.documents, self.options.padding.as_ref());
-        fits_memory(self.options, pipeline, order.iter().map(|&micro_batch| fullest[micro_batch]))
+        memory::fits(self.options, pipeline, order.len(), || {
+            let fullest = draft.fullest(&self.problem.documents, self.options.padding.as_ref());
+            order.iter().map(move |&micro_batch| fullest[micro_batch])
+        })
     }
 
     /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no
@@ -638,32 +630,4 @@ impl<'a> Search<'a> {
         }
         Ok(())
     }
-}
-
-/// Whether so many micro-batches may have more under way than memory was planned for: where an interleaved pipeline has
-/// them in larger rounds than of one for each stage. What somebody asks for is taken as it is.
-pub(super) fn limits_rounds(options: &DynamicCpOptions, num_micro_batches: usize) -> bool {
-    let num_stages = options.num_stages;
-    let whole = num_micro_batches <= num_stages || num_micro_batches.is_multiple_of(num_stages);
-    options.is_interleaved() && !whole && options.num_micro_batches.is_none()
-}
-
-/// Whether no rank has more tokens under way than rounds of `num_stages` full micro-batches may have, which memory was
-/// planned for.
-///
-/// An interleaved pipeline holds a round for each of its virtual stages but one, and what 1F1B holds twice. So larger
-/// rounds hold more micro-batches, unless these are small enough.
-///
-/// # Arguments
-/// * `fullest` - tokens of each micro-batch on its fullest rank, as they run.
-pub(super) fn fits_memory(
-    options: &DynamicCpOptions,
-    pipeline: &Pipeline,
-    fullest: impl Iterator<Item = i64>,
-) -> Result<bool> {
-    let &DynamicCpOptions { num_stages, num_virtual_stages, max_tokens_per_rank, .. } = options;
-    let tokens: Vec<f64> = fullest.map(|tokens| tokens as f64).collect();
-    let held = pipeline.peak_activation(Some(&tokens))?.into_iter().fold(0.0, f64::max);
-    let passes = (num_virtual_stages + 1) * num_stages - 1;
-    Ok(held <= passes as f64 * f64::from(max_tokens_per_rank) / num_virtual_stages as f64)
 }

@@ -6,6 +6,7 @@ mod columns_exchange;
 pub(super) mod counts;
 mod documents;
 mod exchange;
+mod first_fit;
 pub(super) mod fixed_length;
 pub(super) mod minimax;
 pub(super) mod original;
