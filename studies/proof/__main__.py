@@ -69,7 +69,7 @@ class Options(Bench):
     clock: Literal["thread", "wall"] = "thread"
     device: Literal["cpu", "cuda"] | None = None
     profile: Path | None = None
-    profile_seconds: PositiveInt = 150
+    profile_seconds: PositiveInt = 400
     output_dir: Path = Path("wlb-proof")
     record: Path | None = None
     page: Path | None = None
