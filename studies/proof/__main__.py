@@ -29,8 +29,8 @@ from wlb.cli.inputs.documents import read_documents
 from wlb.cli.inputs.options import plain
 from wlb.simulation import Outcome
 
-PROBED_STEPS = 12
-"""Steps of few tokens, of which the median shows what a step takes beside its micro-batches; and of even ones."""
+SHORT_STEPS = 12
+"""Steps of few tokens, of which the median shows what a step takes beside its micro-batches."""
 
 BYTES_PER_TOKEN = 4  # of the documents of this machine, which are measured in bytes
 Row = dict[str, Any]
@@ -149,12 +149,11 @@ class Proof:
     def _run(self, layout: Layout, kind: str) -> Row:
         link = self._link(layout, kind)
         hardware = machine.hardware(self._bench, self._profile, processes.link_of(link), layout.world_size)
-        scenario, alone = self._probed(layout, hardware, link)
+        scenario, overhead = self._probed(layout, hardware, link, kind)
         outcomes = self._bench.simulate(self._scaled, scenario, self._methods)
         measure = self._processes if kind == "processes" else self._slices
         made, took = measure(layout, outcomes)
-        # What was probed as it is run here: trained by processes, or by itself.
-        found = pace.of(took, link["even"] if kind == "processes" else alone["even"])
+        found = pace.of(took, self._predicted_even(scenario, kind))
         for name, row in made.items():
             row |= predicted(outcomes[name], found)
         return {
@@ -162,12 +161,20 @@ class Proof:
             "title": str(layout),
             "kind": kind,
             "link": link,
-            "beside": alone,
+            "beside": overhead,
             "pace": {"seconds": found, "took": took.tolist()},
             "methods": made,
         }
 
-    def _probed(self, layout: Layout, hardware: wlb.Hardware, link: Row) -> tuple[wlb.Scenario, Row]:
+    def _predicted_even(self, scenario: wlb.Scenario, kind: str) -> list[float]:
+        """Seconds of a step of even micro-batches of each sort; in slices, of one micro-batch on all stages."""
+        sorts = pace.documents(self._bench.context)
+        if kind == "slices":
+            return [float(probe.pass_seconds(scenario, lengths, alone=True)[0].sum()) for lengths in sorts]
+        count = scenario.micro_batches // scenario.layout.dp
+        return [probe.pipeline_seconds(scenario, *probe.pass_seconds(scenario, lengths), count) for lengths in sorts]
+
+    def _probed(self, layout: Layout, hardware: wlb.Hardware, link: Row, kind: str) -> tuple[wlb.Scenario, Row]:
         """This model on these ranks, with what the trainer takes beside layers and links; and that in numbers."""
         task = self._bars.add_task(f"{layout}, probe", total=None)
         without = self._bench.scenario(layout, hardware, self._profile)
@@ -176,7 +183,10 @@ class Proof:
             {layout.sizes["cp"], *(1 << power for power in range(without.layout.size("dp_cp").bit_length()))}
         )
         device, thread = torch.device(self._device), self._clock == "thread"
-        found = probe.stages(self._bench, without, sizes, device=device, thread_clock=thread)
+        # On a CPU ranks share a machine; slices run one after the other.
+        beside = layout.world_size - 1 if kind == "processes" and self._device == "cpu" else 0
+        beside = min(beside, len(os.sched_getaffinity(0)) - 1)
+        found = probe.stages(self._bench, without, sizes, device=device, thread_clock=thread, neighbours=beside)
         path = self._options.output_dir / f"profile-{layout.name}-{self._device}.json"
         profile = probe.corrected(self._profile, found.attention, path)
         overhead, steps = found.overhead, link.get("short", {})
@@ -185,7 +195,7 @@ class Proof:
             tokens = probe.few_tokens(self._bench.context)
             overhead = probe.of_steps(overhead, without, tokens, {int(count): took for count, took in steps.items()})
         self._bars.remove_task(task)
-        about = {"attention": found.attention, "error": found.error, "even": found.even, **asdict(overhead)}
+        about = {"attention": found.attention, "error": found.error, "neighbours": beside, **asdict(overhead)}
         return self._bench.scenario(layout, hardware, profile, overhead), about
 
     def _even(self, layout: Layout, turns: int) -> dict[str, processes.Steps]:
@@ -260,21 +270,18 @@ class Proof:
             size = min(size, max([2, *(Layout(name).world_size for name in self._options.layouts)]))
         if self._device == "cuda":
             size = min(size, torch.cuda.device_count())
-        if kind == "slices" and size < 2:
+        if size < 2:
             return {}
         task = self._bars.add_task(f"{layout}, link", total=None)
         ranks, steps = Layout(f"dp{size}"), {}
         if kind == "processes":
             ranks, counts = layout, [factor * layout.sizes["pp"] for factor in (2, 4)]
             parts = pace.parts_of([probe.few_tokens(self._bench.context) * layout.sizes["cp"]], layout.sizes["cp"])
-            steps = {str(count): [processes.even(layout, parts, count)] * PROBED_STEPS for count in counts}
-            steps |= self._even(layout, PROBED_STEPS)
+            steps = {str(count): [processes.even(layout, parts, count)] * SHORT_STEPS for count in counts}
         found = processes.launch(processes.Work(self._bench, ranks, steps, frozenset(), 1, self._device), lambda: None)
         self._bars.remove_task(task)
-        usual = {name: float(np.median(took[0])) for name, took in found.get("seconds", {}).items()}
-        even = [usual.pop(name) for name in list(usual) if name.startswith(PACE)]
-        links = {name: found[name] for name in ("link", "all_gather") if name in found}
-        return links | {"short": usual, "even": even}
+        short = {count: float(np.median(took[0])) for count, took in found.get("seconds", {}).items()}
+        return {name: found[name] for name in ("link", "all_gather")} | {"short": short}
 
     def _measured_profile(self) -> Path:
         if self._options.profile is not None:

@@ -7,6 +7,8 @@ the others' keys, and what it would send and wait for takes nothing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -49,17 +51,17 @@ class Echo(dist.ProcessGroup):
         return _NAME
 
 
-def start(largest: int) -> None:
+@contextmanager
+def ranks(largest: int) -> Iterator[None]:
     """Makes this process the middle one of enough ranks: it can be any rank of a group of up to `largest`."""
     if not hasattr(dist.Backend, _NAME.upper()):
         dist.Backend.register_backend(_NAME, _make, devices=["cpu", "cuda"])
     dist.init_process_group(_NAME, rank=largest - 1, world_size=2 * largest - 1, store=dist.HashStore())
-
-
-def stop() -> None:
-    """Ends it."""
-    group.cache_clear()
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        group.cache_clear()
+        dist.destroy_process_group()
 
 
 @functools.cache

@@ -1,12 +1,10 @@
 """How fast the machine is while a run lasts, by micro-batches that no method trains, timed in turn with the methods.
 
 A processor that other machines share is faster in one minute than in the next: what was profiled before a run says
-little about its seconds. Even micro-batches show it, of few long documents and of many short ones: they are timed with
-the probe before a run (:mod:`studies.proof.probe`), and in turn with the methods. So much longer as they take in the
-run, the methods are predicted to take; the ratios between methods do not change. Two measurements are compared here, so
-that nothing which the prediction has wrong hides in the pace. And where the machine is slow for some turns only, what
-was measured in them counts for as much less where predictions are graded (:func:`local`); gains are those of the clock
-as it ran.
+little about its seconds. Even micro-batches show it, of one document, of few and of many short ones. So much longer as
+they take than predicted, the methods are predicted to take; the ratios between methods do not change. Nothing is fitted
+to what is predicted. And where the machine is slow for some turns only, what was measured in them counts for as much
+less where predictions are graded (:func:`local`); gains are those of the clock as it ran.
 """
 
 from __future__ import annotations
@@ -21,27 +19,27 @@ from studies.proof.batches import Part
 
 Floats = NDArray[np.float64]
 
-KINDS = (4, 16)
+KINDS = (1, 4, 16)
 """Documents of a micro-batch that together fill a context."""
 
 NEIGHBOURS = 1
 """Turns before and after one that tell, with it, how fast the machine was in it."""
 
 
-def of(took: Floats, probed: Sequence[float]) -> float:
-    """How many times as long as when it was probed everything takes: the geometric mean over sorts.
+def of(took: Floats, predicted: Sequence[float]) -> float:
+    """How many times as long as predicted everything takes: the geometric mean over sorts.
 
     Args:
         took: float64[sorts, repetitions, turns] seconds of each of :data:`KINDS`.
-        probed: seconds of each before the run.
+        predicted: seconds of each.
     """
-    return float(np.exp(np.log(np.median(took, axis=(1, 2)) / probed).mean()))
+    return float(np.exp(np.log(np.median(took, axis=(1, 2)) / predicted).mean()))
 
 
 def local(took: Floats) -> Floats:
     """float64[repetitions, turns]: how many times as long as usual everything took around each turn.
 
-    The median of what both sorts took in a turn and its :data:`NEIGHBOURS`, each over its median in the whole run.
+    The median of what all sorts took in a turn and its :data:`NEIGHBOURS`, each over its median in the whole run.
 
     Args:
         took: float64[sorts, repetitions, turns] seconds.

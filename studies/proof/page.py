@@ -220,8 +220,8 @@ def _pace(layout: Row) -> str:
     before = np.concatenate([np.divide(row["profiled"], row["seconds"]) - 1 for row in rows])
     low, high = np.percentile(pace.local(np.array(found["took"])), (5, 95))
     said = (
-        f"Even micro-batches of no method took {found['seconds']:.2f} times what they took before the run, and around"
-        f" a step {low:.2f} to {high:.2f} times what is usual in it. Without both a step is off by"
+        f"Even micro-batches of no method took {found['seconds']:.2f} times what was predicted before the run, and"
+        f" around a step {low:.2f} to {high:.2f} times what is usual in it. Without both a step is off by"
         f" {np.median(abs(before)):.1%}. "
     )
     again = [_repeated(row["repetitions"]) for row in rows if len(row.get("repetitions", ())) > 1]
@@ -270,8 +270,8 @@ def _reading() -> Iterator[str]:
         "- Every method trains every document once. The last steps, which empty queues, count at the efficiency of the"
         " others, as in a long run.\n"
         "- *step error*: predicted over measured seconds of a step, less 1; the median without its sign. Predicted is"
-        " at the pace of the run, which even micro-batches show that no method trains, timed before the run and in turn"
-        " with the methods: a processor that other machines share is not always as fast. Where these took longer around"
+        " at the pace of the run, which even micro-batches show that no method trains, timed in turn with the methods:"
+        " a processor that other machines share is not always as fast. Where these took longer around"
         " a step than is usual in the run, so much less counts what was measured in it; gains (x) are those of the"
         " clock as it ran, without that. *idle*: time in which the mean rank does not compute. *even*: time over that"
         " of the same work spread evenly over ranks and"

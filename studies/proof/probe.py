@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 import wlb
-from studies.proof import Bench, echo, pace
+from studies.proof import Bench, echo
 from studies.proof.batches import Part, Text
 from studies.proof.slices import Stages, clock_of
 from wlb.cluster import Overhead
@@ -41,7 +43,6 @@ class Probed:
     overhead: Overhead
     attention: tuple[float, float]  # forward and backward in the trainer, over what the profile has
     error: float  # of the probe's own micro-batches, predicted with these: median, without sign
-    even: tuple[float, ...]  # seconds of a micro-batch of each of `pace.KINDS`: both passes of all stages
 
 
 def shapes(bench: Bench, sizes: list[int]) -> list[tuple[int, list[int]]]:
@@ -53,7 +54,13 @@ def shapes(bench: Bench, sizes: list[int]) -> list[tuple[int, list[int]]]:
 
 
 def stages(
-    bench: Bench, scenario: wlb.Scenario, sizes: list[int], *, device: torch.device, thread_clock: bool
+    bench: Bench,
+    scenario: wlb.Scenario,
+    sizes: list[int],
+    *,
+    device: torch.device,
+    thread_clock: bool,
+    neighbours: int = 0,
 ) -> Probed:
     """Runs every shape's first rank by itself, in turn and again, and fits what is beside the prediction.
 
@@ -67,6 +74,8 @@ def stages(
         sizes: of groups of context-parallel ranks.
         device: where.
         thread_clock: see :func:`studies.proof.slices.measure`.
+        neighbours: processes that run the same meanwhile, as the other ranks of a machine do when it trains: they share
+            its caches and its memory.
     """
     count = scenario.layout.num_stages
     runner, text = Stages(bench, count, device, clock_of(device, thread=thread_clock)), Text()
@@ -90,19 +99,37 @@ def stages(
         predicted[index] = np.stack([alone[:, 0], alone[:, 1:].sum(axis=1)], axis=1)
         for one in range(2):
             terms[index, one] = tokens, (sum(lengths) if size > 1 else 0), float(attention[one].sum())
-    echo.start(max(sizes))
-    try:
-        runner.run(text.batch(parts[-1], device), parts[-1].cp_size)
+
+    def once(seconds: Floats) -> None:
+        for index, part in enumerate(parts):
+            seconds[index] = runner.run(text.batch(part, device), part.cp_size)
+        runner.forget()
+
+    def endlessly() -> None:
+        torch.set_num_threads(1)
+        with echo.ranks(max(sizes)):
+            while True:
+                once(seconds[0])
+
+    with busy(neighbours, endlessly), echo.ranks(max(sizes)):
+        once(seconds[0])  # to warm up
         for repeat in range(REPEATS):
-            for index, part in enumerate(parts):
-                seconds[repeat, index] = runner.run(text.batch(part, device), part.cp_size)
-            runner.forget()
+            once(seconds[repeat])
+    return fit(np.median(seconds, axis=0), predicted, terms, scenario.layout.layers_of_stages(bench.model))
+
+
+@contextmanager
+def busy(count: int, work: Callable[[], None]) -> Iterator[None]:
+    """So many processes that do some work without an end meanwhile."""
+    others = [get_context("fork").Process(target=work, daemon=True) for _ in range(count)]
+    try:
+        for other in others:
+            other.start()
+        yield
     finally:
-        echo.stop()
-    middle = np.median(seconds, axis=0)
-    even = [made.index((scenario.layout.cp, lengths)) for lengths in pace.documents(bench.context)]
-    found = fit(middle, predicted, terms, scenario.layout.layers_of_stages(bench.model))
-    return dataclasses.replace(found, even=tuple(middle[even].sum(axis=(1, 2)).tolist()))
+        for other in others:
+            other.kill()
+            other.join()
 
 
 def fit(measured: Floats, predicted: Floats, terms: Floats, layers: NDArray[np.int64]) -> Probed:
@@ -133,7 +160,7 @@ def fit(measured: Floats, predicted: Floats, terms: Floats, layers: NDArray[np.i
         shares.append(1 + float(found[-1]))
         errors.append(np.abs(rows @ found - beyond))
     overhead = Overhead(forward=tuple(lines[0]), backward=tuple(lines[1]))
-    return Probed(overhead, (shares[0], shares[1]), float(np.median(errors)), ())
+    return Probed(overhead, (shares[0], shares[1]), float(np.median(errors)))
 
 
 def corrected(profile: Path, attention: tuple[float, float], path: Path) -> Path:

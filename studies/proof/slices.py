@@ -121,8 +121,7 @@ def measure(
         for index, part in enumerate(found):
             by_step.setdefault((part.step, name), []).append(index)
     others = np.zeros((len(extra), repeats, 1 + max(step for step, _ in by_step)))
-    echo.start(layout.size("dp_cp"))
-    try:
+    with echo.ranks(layout.size("dp_cp")):
         first = outcomes[next(iter(outcomes))]
         for part in parts[next(iter(outcomes))][:WARM_UPS]:
             stages.run(text.batch(Part.of(first, part), device), part.cp_size)
@@ -138,8 +137,6 @@ def measure(
                     seconds[name][repeat, index] = stages.run(batch, part.cp_size)
                     tick()
                 stages.forget()
-    finally:
-        echo.stop()
     return seconds, others
 
 

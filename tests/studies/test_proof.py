@@ -1,6 +1,8 @@
 """The proof, small: what is trained is the plan, each part once; figures say what was measured and no more."""
 
 import dataclasses
+import multiprocessing
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,8 +59,7 @@ def test_lengths_keep_their_share_of_the_context() -> None:
 
 def test_an_echo_is_what_the_rank_itself_sent() -> None:
     shard = wlb.shard([10, 3, 7], cp_size=4, strategy="per_document")
-    echo.start(4)
-    try:
+    with echo.ranks(4):
         assert echo.group(0, 1) is None
         for rank in range(4):
             group = echo.group(rank, 4)
@@ -71,8 +72,6 @@ def test_an_echo_is_what_the_rank_itself_sent() -> None:
             out.sum().backward()
             torch.testing.assert_close(out, torch.ones_like(out))  # all values are, wherever they came from
             assert v.grad is not None
-    finally:
-        echo.stop()
 
 
 def test_every_part_is_run_in_slices() -> None:
@@ -82,7 +81,7 @@ def test_every_part_is_run_in_slices() -> None:
     measured, even = slices.measure(
         BENCH, found, beside, repeats=2, device=CPU, thread_clock=True, tick=lambda: ticks.append(1)
     )
-    assert even.shape == (2, 2, max(len(outcome.run.digests) for outcome in found.values()))
+    assert even.shape == (len(beside), 2, max(len(outcome.run.digests) for outcome in found.values()))
     assert even.min() > 0
     assert sum(seconds.shape[0] * seconds.shape[1] for seconds in measured.values()) == len(ticks)
     for name, outcome in found.items():
@@ -232,17 +231,41 @@ def test_even_micro_batches_stand_between_the_methods() -> None:
     assert list(command.between({"a": 1}, {"x": 2, "y": 3})) == ["x", "a", "y"]
 
 
-def test_even_micro_batches_are_probed_as_they_are_run() -> None:
-    """What the pace compares is the same work at two times, by itself and trained."""
-    (outcome,) = outcomes("dp2pp2cp2", "original").values()
+def test_even_micro_batches_are_run_on_all_ranks() -> None:
     sorts = pacing.documents(BENCH.context)
-    found = probing.stages(BENCH, outcome.scenario, [1, 2], device=CPU, thread_clock=True)
-    assert len(found.even) == len(sorts)
-    assert all(seconds > 0 for seconds in found.even)
-    (steps, again) = command.Proof._even(SimpleNamespace(_bench=BENCH), proof.Layout("dp2pp2cp2"), 3).values()  # type: ignore[arg-type]
-    assert len(steps) == len(again) == 3
-    assert [len(ranks) for ranks in steps[0]] == [2] * 4  # as many micro-batches as stages, dp 2 x cp 2 ranks
-    assert [part.lengths.tolist() for part in steps[0][0]] == [sorts[0]] * 2
+    found = command.Proof._even(SimpleNamespace(_bench=BENCH), proof.Layout("dp2pp2cp2"), 3)  # type: ignore[arg-type]
+    assert len(found) == len(sorts)
+    for steps, lengths in zip(found.values(), sorts, strict=True):
+        assert len(steps) == 3
+        assert [len(ranks) for ranks in steps[0]] == [2] * 4  # as many micro-batches as stages, dp 2 x cp 2 ranks
+        assert [part.lengths.tolist() for part in steps[0][0]] == [lengths] * 2
+
+
+def test_a_probe_has_neighbours_that_end_with_it() -> None:
+    (outcome,) = outcomes("dp2pp2cp2", "original").values()
+    alone, beside = (
+        probing.stages(BENCH, outcome.scenario, [1, 2], device=CPU, thread_clock=True, neighbours=count)
+        for count in (0, 2)
+    )
+    assert np.isfinite([*alone.attention, *beside.attention]).all()
+    assert not multiprocessing.active_children()
+
+
+def test_neighbours_work_meanwhile() -> None:
+    turns = multiprocessing.get_context("fork").Value("i", 0)
+
+    def work() -> None:
+        while True:
+            with turns.get_lock():
+                turns.value += 1
+
+    with probing.busy(2, work):
+        assert len(multiprocessing.active_children()) == 2
+        until = time.monotonic() + 60
+        while turns.value < 100 and time.monotonic() < until:
+            time.sleep(0.01)
+    assert turns.value >= 100
+    assert not multiprocessing.active_children()
 
 
 def test_even_steps_are_predicted_as_the_simulation_does() -> None:
