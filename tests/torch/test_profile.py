@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import wlb
 from profiles import profile as example
+from wlb.torch.attention.kernels import VarlenKernel
 from wlb.torch.profiling import Grid, Profiler, Shape, held_out_errors
 from wlb.torch.profiling import device as device_module
 from wlb.torch.profiling import profiler as profiler_module
@@ -127,6 +128,18 @@ def test_what_a_call_computes() -> None:
         rows = [x.transpose(0, 1) for x in (q[3 * i : 3 * i + 3], k[5 * i : 5 * i + 5], v[5 * i : 5 * i + 5])]
         expected = torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True)
         assert torch.allclose(out[3 * i : 3 * i + 3].transpose(0, 1), expected, atol=1e-5)
+
+
+def test_queries_are_rounded_up_to_what_the_kernel_computes_together() -> None:
+    """A flash kernel computes 128 queries together, the reference kernel those that there are."""
+    reference = AttentionBench.of(MODEL, tp=1, device=Device.open("cpu"), kernel="auto")
+    flash = replace(reference, kernel=VarlenKernel(1.0))
+    assert (reference.identity()["tile"], flash.identity()["tile"]) == (1, 128)
+    little_more, double = (Shape("attention", tokens, tokens) for tokens in (129, 256))
+    pairs = 129 * 130 / (256 * 257)
+    for bench, share in ((reference, pairs), (flash, 1.0)):
+        segments = [bench.segments(shape) for shape in (little_more, double)]
+        assert bench.flops(little_more) / segments[0] == pytest.approx(share * bench.flops(double) / segments[1])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
