@@ -13,7 +13,7 @@ from wlb._errors import error
 from wlb.integrations.mosaic import is_mosaic
 from wlb.integrations.mosaic import streams_of as mosaic_streams_of
 from wlb.integrations.rows import Collator, row, tokens_and_labels
-from wlb.torch.data.stream import restores_itself
+from wlb.torch.data.one_stream import restores_itself
 
 
 def streams_of(dataset: Any, collator: Collator = tokens_and_labels) -> list[Any]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import copy
-import inspect
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
@@ -18,9 +16,8 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import error
-from wlb._seal import Hashed, check_seal
+from wlb._seal import check_seal
 from wlb.filling import (
-    Offer,
     batch_tokens,
     check_max_early,
     check_ranks,
@@ -30,19 +27,19 @@ from wlb.filling import (
 )
 from wlb.ledger import waiting_pieces
 from wlb.torch.data.costs import CostSwitches, read_changes, with_costs
-from wlb.torch.data.documents import Document, as_arrays, cut
-from wlb.torch.data.given_costs import check_given, cost_row
+from wlb.torch.data.documents import Document
+from wlb.torch.data.given_costs import check_given
+from wlb.torch.data.one_stream import OneStream, ReadDocument, costs_of, restores_itself
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.torch.data.step import Step, check_batch
 from wlb.torch.data.thread import Ahead, Position, PreparedStep, StepsAhead
+from wlb.torch.data.waiting import Early, Outside, ReadBatch, Waiting
 
 FORMAT: Final = "wlb.balanced_stream"
 VERSION: Final = 2
-_END = object()
 
 T = TypeVar("T")
-Floats = NDArray[np.float64]
 
 
 class BalancedStream(Ahead[Step[T]], Generic[T]):
@@ -141,12 +138,12 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         self._longest = packer.max_document_tokens if packer.oversize == "truncate" else None
         self._collate = collate_fn
         columns = packer.cost_columns or 0
-        of_document = None if costs is None else partial(_costs_of, costs, columns)
-        self._streams = [_Stream(stream, self._longest, of_document) for stream in streams]
+        of_document = None if costs is None else partial(costs_of, costs, columns)
+        self._streams = [OneStream(stream, self._longest, of_document) for stream in streams]
         self._packer = packer.empty_copy()
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, Waiting] = {}
         self._stand = [stream.state_dict() for stream in self._streams]  # behind what has had its turn
-        self._ahead: deque[_Batch] = deque()  # what was read beyond that
+        self._ahead: deque[ReadBatch] = deque()  # what was read beyond that
         self._taken: set[tuple[int, int]] = set()  # of that, what has entered: streams, and documents in them
         self._warned = False  # of a document longer than a global batch
         self._link = Link()
@@ -213,7 +210,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         waiting = {}
         for saved in saved_documents:
             id = field(saved, "id", int)
-            waiting[id] = _Waiting.of(saved, len(streams), rest.get(id), self._config.cost_columns or 0)
+            waiting[id] = Waiting.of(saved, len(streams), rest.get(id), self._config.cost_columns or 0)
         taken = _taken(state)
         changes = read_changes(state)
         number, next_id, link = field(state, "step", int), field(state, "next_id", int), Link.of(state)
@@ -293,12 +290,12 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
 
         return self._peers.finished(finish)
 
-    def _own_streams(self) -> list[tuple[int, _Stream]]:
+    def _own_streams(self) -> list[tuple[int, OneStream]]:
         return list(enumerate(self._streams))[self._rank :: self._size]
 
     def _plan(self) -> wlb.Packing | None:
         """The plan of the next step; None after the last."""
-        unentered = _Outside(self._waiting, self._packer, self._read, self._early, self._take)
+        unentered = Outside(self._waiting, self._packer, self._read, self._early, self._take)
         if unentered.tokens < self._tokens_per_batch:
             unentered.read()
         self._packer = with_costs(self._packer, self.cost_switches.begin(self._number))
@@ -307,7 +304,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         self._packer, packing = next_packing(self._packer, unentered, min_step_tokens=self._min_step_tokens)
         return packing
 
-    def _read(self) -> dict[int, _Waiting] | None:
+    def _read(self) -> dict[int, Waiting] | None:
         """The documents of all streams that have their turn now; None if all have ended.
 
         They wait from now on. Those that have entered before their turn have gone.
@@ -328,7 +325,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         self._waiting.update(new)
         return new
 
-    def _early(self, due: list[int]) -> list[_Early]:
+    def _early(self, due: list[int]) -> list[Early]:
         """What could enter before its turn, beside documents of these lengths: as early as the packer says.
 
         Not so much that less than a step is left behind the last of all streams.
@@ -356,9 +353,9 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         rest = outside - sum(document.left for _, document, _ in comes)
         if rest < max(self._min_step_tokens, 1) and all(stream.ended for stream in self._streams):
             return []
-        return [_Early(id, *each) for id, each in enumerate(comes, self._next_id)]
+        return [Early(id, *each) for id, each in enumerate(comes, self._next_id)]
 
-    def _take(self, early: list[_Early]) -> None:
+    def _take(self, early: list[Early]) -> None:
         """These have entered before their turn."""
         for each in early:
             length = each.document.left
@@ -366,7 +363,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             self._taken.add(each.place)
         self._next_id += len(early)
 
-    def _fetch(self) -> _Batch | None:
+    def _fetch(self) -> ReadBatch | None:
         """A global batch of documents of all streams, with the tokens of those read here; None if all have ended.
 
         All ranks know its lengths, and where all streams stand behind it.
@@ -376,7 +373,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             return None
         share = max(1, self._tokens_per_batch // live)
         first = [stream.state_dict()["read"] for stream in self._streams]
-        read: dict[int, list[_Read]] = {}
+        read: dict[int, list[ReadDocument]] = {}
         states: dict[int, dict[str, Any]] = {}
         failure: BaseException | None = None
         try:
@@ -414,9 +411,9 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             for at, (length, labelled, costs) in enumerate(part["documents"][number]):
                 left = length if self._longest is None else min(length, self._longest)
                 document = read[number][at].document if number in read else None
-                waiting = _Waiting(number, length, labelled, left, left, 0, document, None, costs)
+                waiting = Waiting(number, length, labelled, left, left, 0, document, None, costs)
                 documents[number, first[number] + at] = waiting
-        return _Batch(documents, [stream.state_dict() for stream in self._streams])
+        return ReadBatch(documents, [stream.state_dict() for stream in self._streams])
 
     def _exchange(self, packing: wlb.Packing, deal: NDArray[np.int64]) -> list[list[Document]]:
         """The documents of this rank's micro-batches. Those read for this step that still wait go to all ranks."""
@@ -468,187 +465,6 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         return [[before[id].piece(id, start, length, arrived) for id, start, length in pieces] for pieces in expected]
 
 
-@dataclass(frozen=True, eq=False)
-class _Waiting:
-    """A document that was read and not yet trained, or not all of it.
-
-    Attributes:
-        stream: Where it was read.
-        length: All its tokens.
-        labelled: Whether it brings labels.
-        left: Tokens that the plan has not yet given out.
-        rest: Tokens that have not entered the packer, at its end.
-        entered: Tokens that have.
-        document: Of arrays, under any name; None if another rank has read it in this step.
-        hashes: Of its tokens and labels as a state has them, once all ranks have it; None before.
-        costs: Of what of it may be trained, in each column of the packer's.
-    """
-
-    stream: int
-    length: int
-    labelled: bool
-    left: int
-    rest: int
-    entered: int
-    document: Document | None
-    hashes: dict[str, Hashed | None] | None
-    costs: tuple[float, ...] = ()
-
-    def received(self, arrived: list[Iterator[NDArray[np.int64]]]) -> Document:
-        """From the rank that reads the stream."""
-        source = arrived[self.stream % len(arrived)]
-        tokens = next(source)
-        return Document(tokens, 0, labels=next(source) if self.labelled else None)
-
-    def piece(self, id: int, start: int, length: int, arrived: list[Iterator[NDArray[np.int64]]]) -> Document:
-        """A part of it, from the rank that read it if it is not here."""
-        if self.document is not None:
-            return cut(replace(self.document, id=id), start, length)
-        return cut(replace(self.received(arrived), id=id, start=start), 0, length)
-
-    def kept(self, document: Document) -> _Waiting:
-        """The same as all ranks keep it: in little space, and without what it was cut from."""
-        labels = None if document.labels is None else _compact(document.labels)
-        kept = replace(self, document=Document(_compact(document.tokens), 0, labels=labels))
-        hashes = {name: None if text is None else Hashed.of(text) for name, text in kept.texts().items()}
-        return replace(kept, hashes=hashes)
-
-    def texts(self) -> dict[str, str | None]:
-        """Tokens and labels, in a state."""
-        assert self.document is not None
-        labels = self.document.labels
-        return {"tokens": _text(self.document.tokens), "labels": None if labels is None else _text(labels)}
-
-    @classmethod
-    def of(cls, saved: Mapping[str, Any], num_streams: int, outside: tuple[int, int] | None, columns: int) -> _Waiting:
-        """As it stands in a state; `outside`: where what has not entered the packer begins, and its tokens."""
-        tokens, labels = _tokens(field(saved, "tokens", str)), None
-        if field(saved, "labels", object) is not None:
-            labels = _tokens(field(saved, "labels", str))
-        stream, left = field(saved, "stream", int), field(saved, "left", int)
-        start, length = outside or (tokens.size, 0)
-        if (
-            stream >= num_streams
-            or not 0 < left <= tokens.size
-            or not 0 <= start <= start + length <= tokens.size
-            or (labels is not None and labels.size != tokens.size)
-        ):
-            raise error("state", f"has a document of stream {stream} of which {left} tokens of {tokens.size} wait")
-        costs = tuple(cost_row(field(saved, "costs", list), columns, "state", stream).tolist()) if columns else ()
-        waiting = cls(stream, tokens.size, labels is not None, left, length, start, None, None, costs)
-        return waiting.kept(Document(tokens, 0, labels=labels))
-
-
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """What all streams gave in one round.
-
-    Attributes:
-        documents: By stream and number in it, in the order read.
-        stand: Where the streams stand behind it.
-    """
-
-    documents: dict[tuple[int, int], _Waiting]
-    stand: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, eq=False)
-class _Early:
-    """A document that could enter before its turn.
-
-    Attributes:
-        id: Its name, if it does.
-        place: Its stream and number in it.
-        iterations: From now to its turn.
-    """
-
-    id: int
-    place: tuple[int, int]
-    document: _Waiting
-    iterations: int
-
-
-class _Outside:
-    """What was read and has not entered the packer: what it is offered (`next_packing`).
-
-    Attributes:
-        ids: Of documents that have had their turn.
-    """
-
-    def __init__(
-        self,
-        waiting: dict[int, _Waiting],
-        packer: wlb.Packer,
-        read: Callable[[], dict[int, _Waiting] | None],
-        early: Callable[[list[int]], list[_Early]],
-        take: Callable[[list[_Early]], None],
-    ) -> None:
-        self._early_beside, self._take = early, take
-        self._waiting = waiting
-        self._limit = packer.max_document_tokens
-        self._split = packer.oversize == "split"
-        self._columns = packer.cost_columns or 0
-        self._read = read
-        self._ended = False
-        self._extra = 0  # batches read for this step beyond the first
-        self.ids = [id for id in sorted(waiting) if waiting[id].rest]
-
-    @property
-    def tokens(self) -> int:
-        """Of all these documents."""
-        return sum(self._waiting[id].rest for id in self.ids)
-
-    def read(self) -> None:
-        """Further documents, if there are any."""
-        while not self._ended:
-            new = self._read()
-            self._ended = new is None
-            if new:
-                self.ids += new
-                return
-
-    def offer(self, extra: int) -> Offer:
-        """See `Source`."""
-        for _ in range(extra - self._extra if self.ids else 1):
-            self.read()
-        self._extra = extra
-        lengths = np.array([self._waiting[id].rest for id in self.ids], np.int64)
-        ids, starts = np.array(self.ids, np.int64), None
-        if self._split and lengths.size:
-            at, starts, lengths = wlb.split_documents(lengths, max_document_tokens=self._limit)
-            entered = np.array([self._waiting[id].entered for id in self.ids], np.int64)
-            ids, starts = ids[at], starts + entered[at]
-        self._offered = ids.tolist(), lengths.tolist()
-        costs = self._costs(*self._offered) if self._columns else None
-        self._early = self._early_beside(lengths.tolist())
-        offer = Offer(ids, starts, lengths, more=not self._ended, rest_waits=False, costs=costs)
-        if not self._early:
-            return offer
-        iterations = np.array([0] * lengths.size + [each.iterations for each in self._early], np.int64)
-        return replace(
-            offer,
-            ids=np.append(ids, [each.id for each in self._early]),
-            starts=None if starts is None else np.append(starts, [0] * len(self._early)),
-            lengths=np.append(lengths, [each.document.left for each in self._early]),
-            early=iterations,
-        )
-
-    def _costs(self, ids: list[int], lengths: list[int]) -> NDArray[np.float64]:
-        """Of pieces: the share of their tokens, where documents are cut."""
-        whole = [self._waiting[id].length for id in ids] if self._split else lengths
-        rows = np.array([self._waiting[id].costs for id in ids], np.float64).reshape(len(ids), self._columns)
-        return rows * (np.array(lengths, np.float64) / np.array(whole, np.float64))[:, None]
-
-    def advance(self, pieces: int) -> None:
-        """See `Source`."""
-        for id, length in zip(*(row[:pieces] for row in self._offered), strict=True):
-            waiting = self._waiting[id]
-            self._waiting[id] = replace(waiting, entered=waiting.entered + length, rest=waiting.rest - length)
-        self.ids = [id for id in self.ids if self._waiting[id].rest]
-        self._take(self._early[: max(pieces - len(self._offered[0]), 0)])
-        self._extra = 0
-
-
 def _taken(state: Mapping[str, Any]) -> set[tuple[int, int]]:
     """Streams, and numbers of documents in them, of those that entered before their turn.
 
@@ -675,145 +491,3 @@ def _ids_and_lengths(part: wlb.MicroBatch) -> tuple[list[int], list[int]]:
 def _rows(document: Document) -> list[NDArray[Any]]:
     """Its tokens, and its labels if it has some."""
     return [row for row in (document.tokens, document.labels) if row is not None]
-
-
-@dataclass(frozen=True, eq=False)
-class _Read:
-    """A document as its rank has read it, and what it costs in each column."""
-
-    document: Document
-    costs: tuple[float, ...]
-
-
-def _costs_of(costs: Callable[[Any], Any], columns: int, document: Any, argument: str, index: int) -> Floats:
-    return cost_row(costs(document), columns, f"{argument}.costs", index)
-
-
-def restores_itself(stream: Any) -> bool:
-    """Whether a stream gives and takes a state of its own.
-
-    Raises:
-        wlb.WlbError: it does, but asks for arguments that say what was trained, which nobody knows where it is read.
-    """
-    if not all(hasattr(stream, f"{verb}state_dict") for verb in ("", "load_")):
-        return False
-    try:
-        inspect.signature(stream.state_dict).bind()
-    except TypeError:
-        message = (
-            f"is a {type(stream).__name__}, whose state_dict asks for arguments: give what wraps it, such as "
-            "wlb.integrations.mosaic.streams_of(...)"
-        )
-        raise error("streams", message, value=stream) from None
-    except ValueError:  # a function that does not say what it takes
-        pass
-    return True
-
-
-class _Stream:
-    """One stream and how far it was read. Not opened before it is read."""
-
-    def __init__(
-        self, documents: Iterable[Any], longest: int | None, costs: Callable[[Any, str, int], Floats] | None
-    ) -> None:
-        self._documents: Any = documents
-        self._costs = costs
-        self._longest = longest  # what a document counts for at most; None: all that it has
-        self._iterator: Iterator[Any] | None = None
-        self._read = 0  # documents so far
-        self._credit = 0  # tokens that it may still give, below 0 if the last document was longer than its share
-        self._saved: Any = None
-        self.ended = False
-
-    def read(self, tokens: int, number: int) -> list[_Read]:
-        """Documents until its share is used up; a long one is paid for in the steps after."""
-        if self.ended:
-            return []
-        if self._iterator is None:
-            self._iterator = self._open()
-        self._credit += tokens
-        documents: list[_Read] = []
-        while self._credit > 0:
-            document = next(self._iterator, _END)
-            if document is _END:
-                self.ended = True
-                break
-            if isinstance(document, Document):
-                raise error(f"streams[{number}]", "is a Document: give what it is made of", index=self._read)
-            read = as_arrays(document, self._read, f"streams[{number}]")
-            size = read.tokens.size
-            kept = size if self._longest is None else min(size, self._longest)
-            costs: tuple[float, ...] = ()
-            if self._costs is not None:
-                share = kept / size
-                costs = tuple((self._costs(document, f"streams[{number}]", self._read) * share).tolist())
-            documents.append(_Read(self._kept(read), costs))
-            self._read += 1
-            self._credit -= kept
-        if restores_itself(self._documents):
-            self._saved = copy.deepcopy(self._documents.state_dict())
-        return documents
-
-    def _kept(self, document: Document) -> Document:
-        """What of it can be trained, and the token behind: its last one predicts that."""
-        if self._longest is None or document.tokens.size <= self._longest + 1:
-            return document
-        end = self._longest + 1
-        labels = None if document.labels is None else document.labels[:end]
-        return replace(document, tokens=document.tokens[:end], labels=labels)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"read": self._read, "credit": self._credit, "ended": self.ended, "own": self._saved}
-
-    def stands(self, state: Mapping[str, Any]) -> None:
-        """Where it stands, as the rank says that reads it."""
-        self._read, self._credit = field(state, "read", int), field(state, "credit", int)
-        self.ended, self._saved = field(state, "ended", bool), field(state, "own", object)
-
-    def restored(self, state: Mapping[str, Any]) -> _Stream:
-        """The same stream where the state was saved."""
-        result = _Stream(self._documents, self._longest, self._costs)
-        result.stands(state)
-        return result
-
-    def _open(self) -> Iterator[Any]:
-        if self._saved is not None:
-            self._documents.load_state_dict(self._saved)
-        iterator: Iterator[Any] = iter(self._documents)
-        if self._saved is not None:
-            return iterator
-        for already in range(self._read):
-            if next(iterator, _END) is _END:
-                raise ValueError(f"ends after {already} documents, {self._read} were read before")
-        return iterator
-
-
-# --- tokens in a state -----------------------------------------------------------------------------------------------
-
-_DTYPES: Final = ("u1", "u2", "i2", "u4", "i4", "i8")
-
-
-def _compact(numbers: NDArray[Any]) -> NDArray[Any]:
-    """A copy in the smallest type that holds them: what every rank keeps, and a state holds."""
-    least, most = int(numbers.min()), int(numbers.max())
-    limits = ((dtype, np.iinfo(dtype)) for dtype in _DTYPES)
-    smallest = next(dtype for dtype, limit in limits if limit.min <= least and most <= limit.max)
-    return np.array(numbers, f"<{smallest}")
-
-
-def _text(numbers: NDArray[Any]) -> str:
-    """`type:base64`, such as `u2:...` for 16 bits without a sign."""
-    return f"{numbers.dtype.str[1:]}:{base64.b64encode(numbers.tobytes()).decode()}"
-
-
-def _tokens(text: str) -> NDArray[Any]:
-    dtype, _, encoded = text.partition(":")
-    try:
-        if dtype not in _DTYPES:
-            raise ValueError
-        numbers = np.frombuffer(base64.b64decode(encoded, validate=True), f"<{dtype}")
-    except ValueError:
-        numbers = np.empty(0, np.int64)
-    if not numbers.size:
-        raise error("state", f"has tokens {text[:20]!r}..., which are none", value=text[:20])
-    return numbers

@@ -1,0 +1,231 @@
+"""Documents of streams, read and not yet trained: what ranks keep of them, and what the packer is offered."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+import wlb
+from wlb._errors import error
+from wlb._seal import Hashed
+from wlb.filling import Offer
+from wlb.torch.data.documents import Document, cut
+from wlb.torch.data.given_costs import cost_row
+from wlb.torch.data.state import field
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A document that was read and not yet trained, or not all of it.
+
+    Attributes:
+        stream: Where it was read.
+        length: All its tokens.
+        labelled: Whether it brings labels.
+        left: Tokens that the plan has not yet given out.
+        rest: Tokens that have not entered the packer, at its end.
+        entered: Tokens that have.
+        document: Of arrays, under any name; None if another rank has read it in this step.
+        hashes: Of its tokens and labels as a state has them, once all ranks have it; None before.
+        costs: Of what of it may be trained, in each column of the packer's.
+    """
+
+    stream: int
+    length: int
+    labelled: bool
+    left: int
+    rest: int
+    entered: int
+    document: Document | None
+    hashes: dict[str, Hashed | None] | None
+    costs: tuple[float, ...] = ()
+
+    def received(self, arrived: list[Iterator[NDArray[np.int64]]]) -> Document:
+        """From the rank that reads the stream."""
+        source = arrived[self.stream % len(arrived)]
+        tokens = next(source)
+        return Document(tokens, 0, labels=next(source) if self.labelled else None)
+
+    def piece(self, id: int, start: int, length: int, arrived: list[Iterator[NDArray[np.int64]]]) -> Document:
+        """A part of it, from the rank that read it if it is not here."""
+        if self.document is not None:
+            return cut(replace(self.document, id=id), start, length)
+        return cut(replace(self.received(arrived), id=id, start=start), 0, length)
+
+    def kept(self, document: Document) -> Waiting:
+        """The same as all ranks keep it: in little space, and without what it was cut from."""
+        labels = None if document.labels is None else _compact(document.labels)
+        kept = replace(self, document=Document(_compact(document.tokens), 0, labels=labels))
+        hashes = {name: None if text is None else Hashed.of(text) for name, text in kept.texts().items()}
+        return replace(kept, hashes=hashes)
+
+    def texts(self) -> dict[str, str | None]:
+        """Tokens and labels, in a state."""
+        assert self.document is not None
+        labels = self.document.labels
+        return {"tokens": _text(self.document.tokens), "labels": None if labels is None else _text(labels)}
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any], num_streams: int, outside: tuple[int, int] | None, columns: int) -> Waiting:
+        """As it stands in a state; `outside`: where what has not entered the packer begins, and its tokens."""
+        tokens, labels = _tokens(field(saved, "tokens", str)), None
+        if field(saved, "labels", object) is not None:
+            labels = _tokens(field(saved, "labels", str))
+        stream, left = field(saved, "stream", int), field(saved, "left", int)
+        start, length = outside or (tokens.size, 0)
+        if (
+            stream >= num_streams
+            or not 0 < left <= tokens.size
+            or not 0 <= start <= start + length <= tokens.size
+            or (labels is not None and labels.size != tokens.size)
+        ):
+            raise error("state", f"has a document of stream {stream} of which {left} tokens of {tokens.size} wait")
+        costs = tuple(cost_row(field(saved, "costs", list), columns, "state", stream).tolist()) if columns else ()
+        waiting = cls(stream, tokens.size, labels is not None, left, length, start, None, None, costs)
+        return waiting.kept(Document(tokens, 0, labels=labels))
+
+
+@dataclass(frozen=True, eq=False)
+class ReadBatch:
+    """What all streams gave for one global batch.
+
+    Attributes:
+        documents: By stream and number in it, in the order read.
+        stand: Where the streams stand behind it.
+    """
+
+    documents: dict[tuple[int, int], Waiting]
+    stand: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Early:
+    """A document that could enter before its turn.
+
+    Attributes:
+        id: Its name, if it does.
+        place: Its stream and number in it.
+        iterations: From now to its turn.
+    """
+
+    id: int
+    place: tuple[int, int]
+    document: Waiting
+    iterations: int
+
+
+class Outside:
+    """What was read and has not entered the packer: what it is offered (`next_packing`).
+
+    Attributes:
+        ids: Of documents that have had their turn.
+    """
+
+    def __init__(
+        self,
+        waiting: dict[int, Waiting],
+        packer: wlb.Packer,
+        read: Callable[[], dict[int, Waiting] | None],
+        early: Callable[[list[int]], list[Early]],
+        take: Callable[[list[Early]], None],
+    ) -> None:
+        self._early_beside, self._take = early, take
+        self._waiting = waiting
+        self._limit = packer.max_document_tokens
+        self._split = packer.oversize == "split"
+        self._columns = packer.cost_columns or 0
+        self._read = read
+        self._ended = False
+        self._extra = 0  # batches read for this step beyond the first
+        self.ids = [id for id in sorted(waiting) if waiting[id].rest]
+
+    @property
+    def tokens(self) -> int:
+        """Of all these documents."""
+        return sum(self._waiting[id].rest for id in self.ids)
+
+    def read(self) -> None:
+        """Further documents, if there are any."""
+        while not self._ended:
+            new = self._read()
+            self._ended = new is None
+            if new:
+                self.ids += new
+                return
+
+    def offer(self, extra: int) -> Offer:
+        """See `Source`."""
+        for _ in range(extra - self._extra if self.ids else 1):
+            self.read()
+        self._extra = extra
+        lengths = np.array([self._waiting[id].rest for id in self.ids], np.int64)
+        ids, starts = np.array(self.ids, np.int64), None
+        if self._split and lengths.size:
+            at, starts, lengths = wlb.split_documents(lengths, max_document_tokens=self._limit)
+            entered = np.array([self._waiting[id].entered for id in self.ids], np.int64)
+            ids, starts = ids[at], starts + entered[at]
+        self._offered = ids.tolist(), lengths.tolist()
+        costs = self._costs(*self._offered) if self._columns else None
+        self._early = self._early_beside(lengths.tolist())
+        offer = Offer(ids, starts, lengths, more=not self._ended, rest_waits=False, costs=costs)
+        if not self._early:
+            return offer
+        iterations = np.array([0] * lengths.size + [each.iterations for each in self._early], np.int64)
+        return replace(
+            offer,
+            ids=np.append(ids, [each.id for each in self._early]),
+            starts=None if starts is None else np.append(starts, [0] * len(self._early)),
+            lengths=np.append(lengths, [each.document.left for each in self._early]),
+            early=iterations,
+        )
+
+    def _costs(self, ids: list[int], lengths: list[int]) -> NDArray[np.float64]:
+        """Of pieces: the share of their tokens, where documents are cut."""
+        whole = [self._waiting[id].length for id in ids] if self._split else lengths
+        rows = np.array([self._waiting[id].costs for id in ids], np.float64).reshape(len(ids), self._columns)
+        return rows * (np.array(lengths, np.float64) / np.array(whole, np.float64))[:, None]
+
+    def advance(self, pieces: int) -> None:
+        """See `Source`."""
+        for id, length in zip(*(row[:pieces] for row in self._offered), strict=True):
+            waiting = self._waiting[id]
+            self._waiting[id] = replace(waiting, entered=waiting.entered + length, rest=waiting.rest - length)
+        self.ids = [id for id in self.ids if self._waiting[id].rest]
+        self._take(self._early[: max(pieces - len(self._offered[0]), 0)])
+        self._extra = 0
+
+
+# --- tokens in a state -----------------------------------------------------------------------------------------------
+
+_DTYPES: Final = ("u1", "u2", "i2", "u4", "i4", "i8")
+
+
+def _compact(numbers: NDArray[Any]) -> NDArray[Any]:
+    """A copy in the smallest type that holds them: what every rank keeps, and a state holds."""
+    least, most = int(numbers.min()), int(numbers.max())
+    limits = ((dtype, np.iinfo(dtype)) for dtype in _DTYPES)
+    smallest = next(dtype for dtype, limit in limits if limit.min <= least and most <= limit.max)
+    return np.array(numbers, f"<{smallest}")
+
+
+def _text(numbers: NDArray[Any]) -> str:
+    """`type:base64`, such as `u2:...` for 16 bits without a sign."""
+    return f"{numbers.dtype.str[1:]}:{base64.b64encode(numbers.tobytes()).decode()}"
+
+
+def _tokens(text: str) -> NDArray[Any]:
+    dtype, _, encoded = text.partition(":")
+    try:
+        if dtype not in _DTYPES:
+            raise ValueError
+        numbers = np.frombuffer(base64.b64decode(encoded, validate=True), f"<{dtype}")
+    except ValueError:
+        numbers = np.empty(0, np.int64)
+    if not numbers.size:
+        raise error("state", f"has tokens {text[:20]!r}..., which are none", value=text[:20])
+    return numbers
