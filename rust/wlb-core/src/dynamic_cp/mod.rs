@@ -22,7 +22,8 @@
 //! | `simulate` | seconds of the step |
 //! | `memory` | tokens that a rank has under way |
 //! | `bound` | what no plan can beat |
-//! | `sweep` | tries numbers of micro-batches and block sizes, and keeps what the simulation finds fastest |
+//! | `search` | a solution for one number of micro-batches and size of blocks, and the fastest of all so far |
+//! | `sweep` | which of these are tried |
 //! | `by_column` | documents that cost several resources, and how long a step then takes |
 //! | `division` | groups of such documents: made level in all columns at once, and halved |
 //! | `exchange` | made faster by documents that change places |
@@ -52,6 +53,7 @@ mod problem;
 mod ranks;
 mod refine;
 mod relaxed;
+mod search;
 mod shape;
 mod simulate;
 mod solver;

@@ -1,30 +1,23 @@
-//! The plan of a step: numbers of micro-batches and sizes of blocks are tried, and what the simulation finds fastest is
-//! kept.
-
-use std::rc::Rc;
+//! The plan of a step: which numbers of micro-batches and sizes of blocks are tried, in which order, and which are not
+//! worth it.
 
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
-use crate::pipeline::{Buffers, Pipeline, Times};
+use crate::pipeline::Pipeline;
 
 use super::bound;
 use super::check::check;
 use super::cost::{Costs, GroupCost};
 use super::counts::{Counts, candidates, limit, note, price, whole};
 use super::demand::Demand;
-use super::draft::{self, Draft};
-use super::memory;
+use super::draft;
 use super::options::{DynamicCpOptions, GroupSizes};
 use super::plan::DynamicCpPlan;
 use super::problem::Problem;
-use super::refine::Refined;
-use super::relaxed::Relaxed;
-use super::shape;
+use super::search::{Candidate, SAME, SMALL, Search};
 use super::simulate;
-use super::solver::Late;
 
-/// Steps towards the best targets: of every number of micro-batches, and of those that promise to be among the best.
-const FIRST_STEPS: usize = 6;
+/// Steps towards the best targets, of numbers of micro-batches that promise to be among the best.
 const STEPS: usize = 32;
 /// What those steps leave of the time, at best.
 const PROMISE: f64 = 0.998;
@@ -35,8 +28,6 @@ const GAINS: [f64; 3] = [1.4, 1.2, 1.05];
 const FEW: usize = 1024;
 /// Of more, another gain is tried for numbers of micro-batches that were so close to the best with those before.
 const NEAR: f64 = 1.05;
-/// Promises that differ less are of the same problem.
-const SAME: f64 = 1e-9;
 /// A solution is given up where what is placed so far takes so much longer than the best: halving blocks makes up for
 /// less.
 const LATE: f64 = 1.05;
@@ -45,13 +36,6 @@ const LARGE: f64 = 1.2;
 /// Of those, the size of blocks that suits the best number of micro-batches is tried for others that were so close to
 /// it.
 const CLOSE: f64 = 1.1;
-/// So few documents are moved between micro-batches, one by one, in as many of the best plans, and so often at most in
-/// each.
-const SMALL: usize = 64;
-const FINALISTS: usize = 4;
-const TRIES: usize = 512;
-/// Most ops that they simulate: fewer steps for larger pipelines.
-const MAX_OPS: usize = 1 << 16;
 
 /// Divides the documents of one step, whose names are their indices.
 pub(super) fn plan(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> Result<DynamicCpPlan> {
@@ -110,15 +94,15 @@ fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
     search.refine()?;
     if problem.documents.len() <= SMALL {
         for (evenly, rising) in [(false, false), (true, false), (true, true)] {
-            let before = search.best.clone();
+            let (before, sweep) = (search.best.clone(), search.sweep.clone());
             search.plainly(&counts, evenly, rising)?;
             search.refine()?;
-            // Shorter by the estimate may be longer by the clock.
+            // Shorter by the estimate may be longer by the clock: then nothing is left of it, in the sweep neither.
             if rising
                 && let (Some(before), Some(after)) = (before, search.best.clone())
                 && search.simulated_price(&before)? < search.simulated_price(&after)?
             {
-                search.best = Some(before);
+                (search.best, search.sweep) = (Some(before), sweep);
             }
         }
     }
@@ -174,128 +158,13 @@ fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
     })
 }
 
-/// A number of micro-batches, and what each of them should take.
-struct Candidate {
-    num_micro_batches: usize,
-    relaxed: Relaxed,
-}
-
-/// The best so far.
-#[derive(Clone)]
-struct Best {
-    num_micro_batches: usize,
-    draft: Draft,
-    /// Which micro-batch of the draft comes when.
-    order: Vec<usize>,
-    seconds: f64,
-}
-
-impl Best {
-    fn price(&self, options: &DynamicCpOptions) -> f64 {
-        price(options, self.num_micro_batches, self.seconds)
-    }
-}
-
-struct Search<'a> {
-    problem: &'a Problem,
-    options: &'a DynamicCpOptions,
-    best: Option<Best>,
-    sweep: Vec<(usize, f64)>,
-    pipelines: Vec<(usize, Rc<Pipeline>)>,
-    buffers: Buffers,
-    /// Where exchange costs.
-    demand: Option<Demand>,
-    /// What each number of micro-batches promised with the gain before.
-    promises: Vec<(usize, f64)>,
-    /// The problem and the size of blocks that suited the best so far.
-    suited: Option<(&'a Problem, usize)>,
-    /// The least price with the problem at hand, and the size of blocks that gave it.
-    fitting: Option<(f64, usize)>,
-    /// The best of each number of micro-batches, of few documents.
-    others: Vec<Best>,
-    /// A solution is given up if its price is above this.
-    limit: f64,
-}
-
 impl<'a> Search<'a> {
-    fn new(problem: &'a Problem, options: &'a DynamicCpOptions) -> Self {
-        let (sweep, promises, buffers) = (Vec::new(), Vec::new(), Buffers::default());
-        let (suited, fitting, others, pipelines) = (None, None, Vec::new(), Vec::new());
-        Self {
-            problem,
-            options,
-            best: None,
-            sweep,
-            pipelines,
-            buffers,
-            demand: None,
-            promises,
-            suited,
-            fitting,
-            others,
-            limit: f64::INFINITY,
-        }
-    }
-
-    /// The pipeline that runs that many micro-batches: made once, unless it is large.
-    fn pipeline(&mut self, num_micro_batches: usize) -> Result<Rc<Pipeline>> {
-        if let Some((_, pipeline)) = self.pipelines.iter().find(|(count, _)| *count == num_micro_batches) {
-            return Ok(pipeline.clone());
-        }
-        let pipeline = Rc::new(Pipeline::new(&self.options.pipeline(num_micro_batches))?);
-        if pipeline.num_ops() <= MAX_OPS {
-            self.pipelines.push((num_micro_batches, pipeline.clone()));
-        }
-        Ok(pipeline)
-    }
-
-    /// Targets after a few steps, from the shape that is faster. None where even the least that any targets take is
-    /// `hopeless`: its promise is that least.
-    fn candidate(&mut self, num_micro_batches: usize, hopeless: f64) -> Result<Candidate> {
-        let options = self.options.pipeline(num_micro_batches);
-        let pipeline = self.pipeline(num_micro_batches)?;
-        let problem = self.problem;
-        let begin = |shape: Vec<f64>| {
-            let work = match &self.demand {
-                Some(demand) => demand.work(shape.iter().sum()),
-                None => problem.total_work / problem.world_size as f64,
-            };
-            Relaxed::new(problem, &shape, work)
-        };
-        let shape = |ends: f64| shape::shape(&options, ends, problem.heaviest());
-        let work = problem.total_work / problem.world_size as f64;
-        // Where exchange costs, documents take longer than it knows.
-        let around = problem.cost.is_free().then(|| shape::around(&options, problem.longest(), work)).flatten();
-        let other = around.or_else(|| shape::heavier_first(&options).map(shape));
-        let (mut relaxed, other) = (begin(shape(1.0)), other.map(begin));
-        let least = |relaxed: &Relaxed| bound::of_sum(relaxed.start.iter().sum(), self.options, num_micro_batches);
-        let least = other.iter().map(least).fold(least(&relaxed), f64::min);
-        if least * (1.0 - SAME) > hopeless {
-            relaxed.seconds = least;
-            return Ok(Candidate { num_micro_batches, relaxed });
-        }
-        self.descend(&mut relaxed, 1, &pipeline);
-        if let Some(mut other) = other {
-            self.descend(&mut other, 1, &pipeline);
-            if other.seconds < relaxed.seconds {
-                relaxed = other;
-            }
-        }
-        self.descend(&mut relaxed, FIRST_STEPS, &pipeline);
-        Ok(Candidate { num_micro_batches, relaxed })
-    }
-
     /// A number of micro-batches that promises more seconds changes nothing: neither the best, nor what was noted of
     /// it.
     fn hopeless(&self, num_micro_batches: usize) -> f64 {
         let noted = self.sweep.iter().find(|&&(tried, _)| tried == num_micro_batches);
         let (Some(best), Some(&(_, seconds))) = (&self.best, noted) else { return f64::INFINITY };
         seconds.max(best.price(self.options) / (PROMISE * price(self.options, num_micro_batches, 1.0)))
-    }
-
-    fn descend(&mut self, relaxed: &mut Relaxed, steps: usize, pipeline: &Pipeline) {
-        let steps = steps.min(1 + MAX_OPS / pipeline.num_ops());
-        relaxed.descend(steps, pipeline, self.options.p2p_seconds, &mut self.buffers);
     }
 
     /// The candidate whose targets promise most first.
@@ -481,131 +350,6 @@ impl<'a> Search<'a> {
             }
         }
         Ok(())
-    }
-
-    /// The seconds of a solution, or of the part of it that made it too late; infinite if there is none.
-    ///
-    /// They are estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and
-    /// close where micro-batches are balanced.
-    fn solve(&mut self, candidate: &Candidate, base: usize, pipeline: &Pipeline) -> Result<f64> {
-        self.solve_for(candidate, &candidate.relaxed.targets, base, pipeline)
-    }
-
-    /// The same with other targets.
-    fn solve_for(&mut self, candidate: &Candidate, targets: &[f64], base: usize, pipeline: &Pipeline) -> Result<f64> {
-        let full = targets.iter().copied().fold(0.0, f64::max);
-        self.solve_within(candidate, (targets, targets), base, full, pipeline)
-    }
-
-    /// The same where documents get larger blocks only if those of `base` take longer than `full`, and the order of
-    /// micro-batches is that of another shape.
-    fn solve_within(
-        &mut self,
-        candidate: &Candidate,
-        (targets, shape): (&[f64], &[f64]),
-        base: usize,
-        full: f64,
-        pipeline: &Pipeline,
-    ) -> Result<f64> {
-        let num_micro_batches = candidate.num_micro_batches;
-        let (problem, options, limit) = (self.problem, self.options, self.limit);
-        let mut given_up = None;
-        let mut late = |costs: &[f64]| {
-            let seconds = self.timed(costs, shape, pipeline).map_or(f64::INFINITY, |timed| timed.0);
-            given_up = Some(seconds).filter(|&seconds| price(options, num_micro_batches, seconds) > limit);
-            given_up.is_some()
-        };
-        let late: Option<Late<'_>> = if limit.is_finite() { Some(&mut late) } else { None };
-        let draft = problem.solve(targets, base, full, late);
-        if let Some(seconds) = given_up {
-            note(&mut self.sweep, num_micro_batches, seconds);
-        }
-        let Some(draft) = draft else { return Ok(given_up.unwrap_or(f64::INFINITY)) };
-        let (seconds, order) = self.timed(&draft.costs(), shape, pipeline)?;
-        if !self.fits_memory(pipeline, &draft, &order)? {
-            return Ok(f64::INFINITY);
-        }
-        note(&mut self.sweep, num_micro_batches, seconds);
-        let price = price(self.options, num_micro_batches, seconds);
-        let beats = |best: &Best| (price, num_micro_batches) < (best.price(self.options), best.num_micro_batches);
-        if self.fitting.is_none_or(|(least, _)| price < least) {
-            self.fitting = Some((price, base));
-        }
-        let found = Best { num_micro_batches, draft, order, seconds };
-        if self.problem.documents.len() <= SMALL {
-            self.others.retain(|other| other.num_micro_batches != num_micro_batches || other.seconds < seconds);
-            if self.others.iter().all(|other| other.num_micro_batches != num_micro_batches) {
-                self.others.push(found.clone());
-            }
-        }
-        if self.best.as_ref().is_none_or(beats) {
-            self.best = Some(found);
-            self.suited = Some((self.problem, base));
-        }
-        Ok(seconds)
-    }
-
-    /// Seconds of a step whose micro-batches take so much, and their order in it.
-    fn timed(&mut self, costs: &[f64], shape: &[f64], pipeline: &Pipeline) -> Result<(f64, Vec<usize>)> {
-        let order = shape::arrange(costs, shape);
-        let p2p = [self.options.p2p_seconds];
-        let times = Times::per_micro_batch(costs)?.with_p2p(&p2p)?;
-        Ok((pipeline.makespan_in_order(&times, &order, &mut self.buffers), order))
-    }
-
-    /// Makes the best faster; of few documents, the best of every number of micro-batches.
-    fn refine(&mut self) -> Result<()> {
-        let mut found = std::mem::take(&mut self.others);
-        found.sort_by(|a, b| a.price(self.options).total_cmp(&b.price(self.options)));
-        found.truncate(FINALISTS);
-        let few = !found.is_empty();
-        if !few {
-            found.extend(self.best.clone());
-        }
-        let mut standing = None;
-        for Best { num_micro_batches, draft, order, .. } in found {
-            let pipeline = self.pipeline(num_micro_batches)?;
-            let problem = self.problem;
-            let mut refined = Refined::new(problem, &draft, &order);
-            let order: Vec<usize> = (0..num_micro_batches).collect();
-            let p2p = [self.options.p2p_seconds];
-            let buffers = &mut self.buffers;
-            let mut step = |costs: &[f64]| {
-                let times = Times::per_micro_batch(costs).and_then(|times| times.with_p2p(&p2p));
-                times.map_or(f64::INFINITY, |times| pipeline.makespan_in_order(&times, &order, buffers))
-            };
-            let seconds = if few { refined.improve(step, TRIES) } else { step(&refined.costs()) };
-            let draft = refined.into_draft();
-            let candidate = Best { num_micro_batches, draft, order, seconds };
-            let beaten = |best: &Best| candidate.price(self.options) < best.price(self.options);
-            let Some(best) = self.best.clone().filter(beaten) else { continue };
-            // The estimate lets no group wait for another's ranks, so a plan may win by it and lose by the clock.
-            let simulated = self.simulated_price(&candidate)?;
-            let before = standing.map_or_else(|| self.simulated_price(&best), Ok)?;
-            standing = Some(before);
-            if simulated < before && self.fits_memory(&pipeline, &candidate.draft, &candidate.order)? {
-                note(&mut self.sweep, num_micro_batches, seconds);
-                standing = Some(simulated);
-                self.best = Some(candidate);
-            }
-        }
-        Ok(())
-    }
-
-    /// The price of a plan whose ranks wait for one another.
-    fn simulated_price(&mut self, plan: &Best) -> Result<f64> {
-        let pipeline = self.pipeline(plan.num_micro_batches)?;
-        let draft = plan.draft.in_order(&plan.order, &self.problem.documents);
-        let seconds = simulate::simulated(&pipeline, &draft, self.options);
-        Ok(price(self.options, plan.num_micro_batches, seconds))
-    }
-
-    /// Whether there is memory for a draft in that order.
-    fn fits_memory(&self, pipeline: &Pipeline, draft: &Draft, order: &[usize]) -> Result<bool> {
-        memory::fits(self.options, pipeline, order.len(), || {
-            let fullest = draft.fullest(&self.problem.documents, self.options.padding.as_ref());
-            order.iter().map(move |&micro_batch| fullest[micro_batch])
-        })
     }
 
     /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no
