@@ -359,6 +359,10 @@ pub(crate) fn stream(most_events: usize, most_documents: usize) -> impl Strategy
     })
 }
 
+/// The most pieces that documents of the longest length are cut into where a configuration changes: what the oracle
+/// makes of millions takes a quarter of an hour.
+const MOST_PIECES: i32 = 256;
+
 /// Some fields of another configuration.
 fn mixed(config: &PackerConfig, other: PackerConfig, change: [bool; 6]) -> PackerConfig {
     let mut mixed = config.clone();
@@ -367,7 +371,7 @@ fn mixed(config: &PackerConfig, other: PackerConfig, change: [bool; 6]) -> Packe
         (mixed.num_micro_batches, mixed.shape.ranks) = (other.num_micro_batches, other.shape.ranks);
         mixed.shape.max_documents = other.shape.max_documents;
     }
-    if change[1] {
+    if change[1] && other.max_document_tokens >= config.max_document_tokens / MOST_PIECES {
         mixed.shape.padding = other.shape.padding;
         (mixed.max_tokens, mixed.max_document_tokens) = (other.max_tokens, other.max_document_tokens);
         mixed.outlier_thresholds.retain(|&threshold| threshold <= other.max_document_tokens);
