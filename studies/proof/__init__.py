@@ -141,6 +141,10 @@ class Bench:
             )
         return scaled[: offsets[self.batches]]
 
+    def micro_batches_of(self, layout: Layout) -> int:
+        """Of a data-parallel rank in a step."""
+        return self.micro_batches or layout.sizes["pp"]
+
     def scenario(
         self, layout: Layout, hardware: wlb.Hardware, profile: Path, overhead: Overhead | None = None
     ) -> wlb.Scenario:

@@ -153,7 +153,7 @@ class Proof:
         outcomes = self._bench.simulate(self._scaled, scenario, self._methods)
         measure = self._processes if kind == "processes" else self._slices
         made, took = measure(layout, outcomes)
-        found = pace.of(took, self._predicted_even(scenario, kind))
+        found = pace.of(took, self._predicted_even(layout, scenario, kind))
         for name, row in made.items():
             row |= predicted(outcomes[name], found)
         return {
@@ -166,12 +166,12 @@ class Proof:
             "methods": made,
         }
 
-    def _predicted_even(self, scenario: wlb.Scenario, kind: str) -> list[float]:
+    def _predicted_even(self, layout: Layout, scenario: wlb.Scenario, kind: str) -> list[float]:
         """Seconds of a step of even micro-batches of each sort; in slices, of one micro-batch on all stages."""
         sorts = pace.documents(self._bench.context)
         if kind == "slices":
             return [float(probe.pass_seconds(scenario, lengths, alone=True)[0].sum()) for lengths in sorts]
-        count = scenario.micro_batches // scenario.layout.dp
+        count = self._bench.micro_batches_of(layout)
         return [probe.pipeline_seconds(scenario, *probe.pass_seconds(scenario, lengths), count) for lengths in sorts]
 
     def _probed(self, layout: Layout, hardware: wlb.Hardware, link: Row, kind: str) -> tuple[wlb.Scenario, Row]:
@@ -185,7 +185,7 @@ class Proof:
         device, thread = torch.device(self._device), self._clock == "thread"
         # On a CPU ranks share a machine; slices run one after the other.
         beside = layout.world_size - 1 if kind == "processes" and self._device == "cpu" else 0
-        beside = min(beside, len(os.sched_getaffinity(0)) - 1)
+        beside = min(beside, (os.cpu_count() or 1) - 1)
         found = probe.stages(self._bench, without, sizes, device=device, thread_clock=thread, neighbours=beside)
         path = self._options.output_dir / f"profile-{layout.name}-{self._device}.json"
         profile = probe.corrected(self._profile, found.attention, path)
@@ -200,7 +200,7 @@ class Proof:
 
     def _even(self, layout: Layout, turns: int) -> dict[str, processes.Steps]:
         """Steps of even micro-batches, of each sort so many."""
-        count = self._bench.micro_batches or layout.sizes["pp"]
+        count = self._bench.micro_batches_of(layout)
         sorts = pace.parts(self._bench.context, layout.sizes["cp"])
         return {f"{PACE}{sort}": [processes.even(layout, parts, count)] * turns for sort, parts in enumerate(sorts)}
 
