@@ -17,6 +17,9 @@ from wlb._core import pass_weights
 from wlb.torch.profiling import Grid, Profiler
 
 GIB = 2**30
+SHORTEST = 16
+"""Tokens from which on a profile has lengths halfway between powers of two."""
+
 _STAT = Path("/proc/stat")
 
 
@@ -44,10 +47,13 @@ def profile(
     """Measures attention and a layer of the model on one processor, as `wlb profile` does."""
     limit = 1 << int(np.ceil(np.log2(bench.memory * bench.context)))
     context = 1 << int(np.ceil(np.log2(bench.context)))
-    # As short as documents are, and halfway between powers of two: seconds of a pair fall with the length, for short
-    # segments as fast as it grows, and a straight line from one power of two to the next is up to 6 % above that.
-    grid = Grid.default(queries=(16, context), keys=(16, context), tokens=(min(256, limit), limit), held_out=16)
-    lengths = tuple(sorted({*grid.key_lengths, *(3 * length // 2 for length in grid.key_lengths[:-1])}))
+    # From one token on: a third of the documents have less than 16 here, which take as long as 16 do, and a profile
+    # knows nothing of lengths below its own but that pairs are fewer. Halfway between powers of two, too: seconds of a
+    # pair fall with the length, for short segments as fast as it grows, and a straight line from one power of two to
+    # the next is up to 6 % above that; of the shortest, that is nothing beside what a segment takes.
+    grid = Grid.default(queries=(1, context), keys=(1, context), tokens=(min(256, limit), limit), held_out=16)
+    halfway = (3 * length // 2 for length in grid.key_lengths[:-1] if length >= SHORTEST)
+    lengths = tuple(sorted({*grid.key_lengths, *halfway}))
     grid = replace(grid, query_lengths=lengths, key_lengths=lengths)
     measured = Profiler(bench.model, device=device).measure(
         records=path.with_suffix(".records.jsonl"), grid=grid, budget_seconds=budget_seconds, progress=progress
