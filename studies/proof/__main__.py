@@ -108,6 +108,7 @@ class Proof:
     def __init__(self, options: Options, bars: Progress) -> None:
         self._options, self._bars = options, bars
         torch.set_num_threads(1)
+        machine.keep_memory()
         wanted = [("processes", name) for name in options.layouts] + [("slices", name) for name in options.sliced]
         self.layouts = [(kind, name) for kind, name in wanted if Layout(name).sizes]
         self._device = device_of(options)

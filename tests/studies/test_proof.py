@@ -1,7 +1,9 @@
 """The proof, small: what is trained is the plan, each part once; figures say what was measured and no more."""
 
+import ctypes
 import dataclasses
 import multiprocessing
+import resource
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,6 +277,33 @@ def test_even_steps_are_predicted_as_the_simulation_does() -> None:
     (seconds,) = BENCH.simulate(np.array(lengths * 5), scenario, ["original"])["original"].seconds[:1]
     each = probing.pass_seconds(scenario, lengths[:1])
     assert probing.pipeline_seconds(scenario, *each, 4) == pytest.approx(seconds)
+
+
+def test_memory_that_was_freed_is_kept() -> None:
+    if not hasattr(ctypes.CDLL(None), "mallopt"):
+        pytest.skip("the C library is not glibc")
+
+    def pages(index: int, queue: Any) -> None:
+        """A child's pages that the system gave anew, for a block that it had before."""
+        if index:
+            machine.keep_memory()
+        for turn in range(8):
+            if turn == 4:  # it had what it needs, in whatever places
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            block = torch.ones(1 << 24)  # 64 MiB, which glibc maps by themselves
+            del block
+        queue.put((index, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
+
+    fork = multiprocessing.get_context("fork")
+    queue = fork.SimpleQueue()
+    for index in range(2):
+        child = fork.Process(target=pages, args=(index, queue))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+    found = dict(queue.get() for _ in range(2))
+    assert found[0] >= 4 * 32  # without, even where pages have 2 MiB
+    assert found[1] <= 16
 
 
 def test_programs_that_are_busy_are_seen() -> None:
