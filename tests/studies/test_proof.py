@@ -287,11 +287,14 @@ def test_memory_that_was_freed_is_kept() -> None:
         """A child's pages that the system gave anew, for a block that it had before."""
         if index:
             machine.keep_memory()
+        libc, size = ctypes.CDLL(None), 1 << 26  # which glibc maps by themselves
+        libc.malloc.restype = ctypes.c_void_p
         for turn in range(8):
-            if turn == 4:  # it had what it needs, in whatever places
+            if turn == 4:  # it had what it needs, wherever there was room
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            block = torch.ones(1 << 24)  # 64 MiB, which glibc maps by themselves
-            del block
+            block = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(size)))
+            ctypes.memset(block, 1, size)
+            libc.free(block)
         queue.put((index, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
 
     fork = multiprocessing.get_context("fork")
