@@ -277,7 +277,7 @@ fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
         sync: if u.ratio(1, 4)? { Sync::MicroBatch } else { Sync::Step },
         max_tokens_per_rank: u.int_in_range(1..=longest)?,
         padding: dynamic_cp_padding(u, longest)?,
-        even_tokens: None, // plans of which tests/dynamic_cp_even.rs knows what must hold
+        even_tokens: if u.ratio(1, 16)? { Some(f64::from(u.int_in_range(0..=8)?) / 64.0) } else { None },
         max_documents: if u.ratio(1, 3)? { Some(u.int_in_range(1..=8)?) } else { None },
         max_cp_size: if u.arbitrary()? { Some(u.int_in_range(1..=world_size)?) } else { None },
         group_sizes: if u.arbitrary()? { GroupSizes::Any } else { GroupSizes::PowersOfTwo },

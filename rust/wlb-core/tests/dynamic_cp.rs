@@ -94,8 +94,11 @@ proptest! {
     #[test]
     fn nothing_is_lost_or_misaligned_or_too_large(
         (lengths, options) in (1_i32..200_000).prop_flat_map(|longest| (lengths(60, longest), options(longest))),
+        // Few, since each of these is planned nine times.
+        even_tokens in proptest::option::weighted(0.03, prop_oneof![Just(0.0), 0.0..0.1]),
         cost in cost_model(),
     ) {
+        let options = DynamicCpOptions { even_tokens, ..options };
         if let Ok(plan) = plan_dynamic_cp(&checked(&lengths), None, &options, &cost) {
             is_legal(&plan, &lengths, &options);
             prop_assert!(plan.lower_bound <= plan.seconds * (1.0 + 1e-9));
