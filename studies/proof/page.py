@@ -278,8 +278,8 @@ def _reading() -> Iterator[str]:
         " micro-batches.\n"
         "- gpu, dp, pp, cp, micro-batch: which are compared. In processes, what a rank waits for inside a micro-batch"
         " (the keys of another) counts as busy, so that unevenness of cp hides there and shows in slices.\n"
-        "- Processes keep the memory that they free, as a GPU's allocator does: the system's own took up to a quarter of"
-        " the time of a large micro-batch, now and then.\n"
+        "- Processes keep the memory that they free, as a GPU's allocator does: else pages that come anew are up to a"
+        " quarter of the time of a large micro-batch, now and then.\n"
         "- The model is small, and the ranks are processors of one machine: attention's weight is a 7B model's, the"
         " links are not. What holds on GPUs is for the same command on GPUs to say."
     )
