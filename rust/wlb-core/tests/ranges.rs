@@ -42,21 +42,29 @@ fn worst(costs: &[Vec<f64>]) -> f64 {
 }
 
 /// Longest first, each to the least worst load with room, by looking at all of them.
+///
+/// A load is a sum of shares of the mean, added as they come: where two are alike but for rounding, another sum of the
+/// same would send the document elsewhere, and end in a plan that is a little better or worse.
 fn greedy(lengths: &[i32], n: usize, max_tokens: i32, models: &[CostModel]) -> Option<f64> {
     let mut order: Vec<i32> = lengths.to_vec();
     order.sort_by_key(|&length| std::cmp::Reverse(length));
     let mean = |model: &CostModel| {
-        model.micro_batch() + lengths.iter().map(|&length| model.cost(length)).sum::<f64>() / n as f64
+        model.micro_batch() + order.iter().map(|&length| model.cost(length)).sum::<f64>() / n as f64
     };
     let means: Vec<f64> = models.iter().map(mean).collect();
+    let empty = models.iter().zip(&means).map(|(model, mean)| vec![model.micro_batch() / mean; n]);
+    let mut shares: Vec<Vec<f64>> = empty.collect();
     let mut costs: Vec<Vec<f64>> = models.iter().map(|model| vec![model.micro_batch(); n]).collect();
     let mut tokens = vec![0_i64; n];
     for length in order {
-        let load = |j: usize| costs.iter().zip(&means).map(|(costs, mean)| costs[j] / mean).fold(0.0, f64::max);
+        let load = |j: usize| shares.iter().map(|shares| shares[j]).fold(0.0, f64::max);
         let with_room = (0..n).filter(|&j| tokens[j] + i64::from(length) <= i64::from(max_tokens));
         let least = with_room.min_by(|&a, &b| load(a).total_cmp(&load(b)))?;
         tokens[least] += i64::from(length);
-        costs.iter_mut().zip(models).for_each(|(costs, model)| costs[least] += model.cost(length));
+        for (m, model) in models.iter().enumerate() {
+            shares[m][least] += model.cost(length) / means[m];
+            costs[m][least] += model.cost(length);
+        }
     }
     Some(worst(&costs))
 }

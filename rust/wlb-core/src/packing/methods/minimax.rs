@@ -8,6 +8,9 @@ use crate::packing::placement::Placement;
 
 /// Most searches for the other document of an exchange.
 const SEARCHES: usize = 1024;
+/// A load that is lower by no more than this part is lower by rounding alone: such exchanges would go round until no
+/// search is left for those that help.
+const ROUNDING: f64 = 1e-12;
 
 /// The same documents in the same number of micro-batches, the worst imbalance over the models of the range no higher;
 /// as it is under a single cost model.
@@ -192,7 +195,7 @@ impl<'a> Loads<'a> {
     /// Of the lightest partner that has one, the exchange after which the heavier of the two is lightest.
     fn find(&self, heaviest: usize, by_load: &Ladder, searches: &mut usize) -> Option<Exchange> {
         by_load.ascending().filter(|&j| self.worst[j] < self.worst[heaviest]).find_map(|partner| {
-            let mut least = self.worst[heaviest];
+            let mut least = self.worst[heaviest] * (1.0 - ROUNDING);
             let mut best = None;
             for &given in &self.ranks[heaviest] {
                 if *searches >= SEARCHES {
