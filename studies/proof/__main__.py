@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import wlb
-from studies.proof import CONTEXT_OF_7B, METHODS, Bench, Layout, machine, pace, page, probe, processes, slices
+from studies.proof import CONTEXT_OF_7B, METHODS, Bench, Layout, machine, pace, page, probe, processes, slices, system
 from wlb.cli.inputs.documents import read_documents
 from wlb.cli.inputs.options import plain
 from wlb.simulation import Outcome
@@ -108,7 +108,7 @@ class Proof:
     def __init__(self, options: Options, bars: Progress) -> None:
         self._options, self._bars = options, bars
         torch.set_num_threads(1)
-        machine.keep_memory()
+        system.keep_memory()
         wanted = [("processes", name) for name in options.layouts] + [("slices", name) for name in options.sliced]
         self.layouts = [(kind, name) for kind, name in wanted if Layout(name).sizes]
         self._device = device_of(options)
@@ -142,7 +142,7 @@ class Proof:
             if known["settings"] == settings:
                 return known
         # When and on what it ran: a later run that only goes on from here is another one.
-        about = this_machine(["torch"]) | {"busy": machine.busy_processors()}
+        about = this_machine(["torch"]) | {"busy": system.busy_processors()}
         record = {"settings": settings, "machine": about, **self._run(layout, kind)}
         write_record(path, record)
         return record

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import train
 import wlb
-from studies.proof import Bench, Layout, machine, placed
+from studies.proof import Bench, Layout, placed, system
 from studies.proof.batches import Part, Text
 from wlb.simulation import Outcome
 from wlb.torch.data import DynamicCpStep, Step
@@ -105,7 +105,7 @@ def main() -> None:
     given, found = map(Path, sys.argv[1:])
     work: Work = pickle.loads(given.read_bytes())
     torch.set_num_threads(1)
-    machine.keep_memory()
+    system.keep_memory()
     bench, sizes = work.bench, work.layout.sizes
     settings = train.Settings(
         pp=sizes["pp"],
