@@ -1,6 +1,7 @@
 """Signals in the middle of long calls: they end soon, with what the handler raises, and nothing is half done."""
 
 import gc
+import math
 import signal
 import sys
 import time
@@ -126,6 +127,8 @@ def test_numpy_takes_no_more_than_a_part_at_a_time(name: str) -> None:
 
         def count(frame: FrameType, event: str, argument: object) -> Any:
             nonlocal passed
+            if frame.f_code.co_filename != wlb._arrays.__file__:  # what the collector of garbage runs meanwhile
+                return None
             passed += event == "line"
             return count
 
@@ -137,7 +140,8 @@ def test_numpy_takes_no_more_than_a_part_at_a_time(name: str) -> None:
             sys.settrace(before)
         return passed
 
-    assert lines(MANY.size) - lines(10) >= MANY.size // wlb._arrays._PART
+    two = wlb._arrays._PART + 2  # parts
+    assert lines(MANY.size) - lines(two) >= math.ceil(MANY.size / wlb._arrays._PART) - 2
 
 
 def of_many_waiting() -> tuple[wlb.Packer, dict[str, Any]]:
