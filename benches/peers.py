@@ -431,7 +431,8 @@ def measure(peer: Peer, stream: Stream) -> dict[str, Any]:
     """One row of the table."""
     row: dict[str, Any] = {"lengths": stream.name, "package": peer.package, "packer": peer.name, "note": peer.note}
     try:
-        row["version"] = version(peer.package) if peer.package else ""
+        # wlb may be imported from its sources, and be installed nowhere.
+        row["version"] = wlb.__version__ if peer.package == "wlb" else version(peer.package) if peer.package else ""
         result = peer.run(stream)
     except (ImportError, PackageNotFoundError) as error:
         return row | {"missing": f"missing: {error}".rstrip(".")}
