@@ -8,7 +8,7 @@ FUZZ_SECONDS ?= 300
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test test-long test-trainers lint bench bench-peers compare proof headline reproduce loss-curves kills fuzz clean
+.PHONY: demo test test-long test-trainers lint bench bench-peers compare proof gpu headline reproduce loss-curves kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.wlb-examples
@@ -62,6 +62,10 @@ proof: $(VENV)/.wlb-studies
 	    --record benches/records/proof.json $(PROOF_FLAGS)
 	$(BIN)/python benches/results.py
 
+## What only a GPU can show, in pieces of nine minutes: run it until it exits with 0. Writes wlb-gpu/.
+gpu: $(VENV)/.wlb-studies
+	$(BIN)/python -m studies.gpu $(GPU_FLAGS)
+
 ## What wlb is worth over the best layout without it, predicted; writes docs/headline.md. LENGTHS: .npy files.
 headline: $(VENV)/.wlb-studies
 	$(BIN)/python -m studies.headline $(LENGTHS) --page docs/headline.md --record benches/records/headline.json $(HEADLINE_FLAGS)
@@ -85,7 +89,7 @@ fuzz:
 	done
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) target dist wlb-demo wlb-proof wlb-losses
+	rm -rf $(VENV) $(TRAINERS) target dist wlb-demo wlb-proof wlb-losses wlb-gpu
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

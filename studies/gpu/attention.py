@@ -1,0 +1,160 @@
+"""One attention layer of a 7B model under context parallelism, rank by rank: strategies, the choice, and the glue.
+
+For every micro-batch and strategy each rank's work runs alone: forward and backward of its queries over all keys that
+its route names, as `all_gather` does it (index_select of keys, varlen calls, sums of gradients), without the
+communication. The layer takes as long as its slowest rank. The kernels of the same calls are timed by themselves: what
+is left is *glue*. Beside both stands what a profile predicts of the kernels, where one is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import wlb
+from studies.gpu.emulated import Rank
+from studies.gpu.items import Item, Row
+from wlb.torch.attention import kernels
+from wlb.torch.attention.merge import attention
+
+STRATEGIES = ("per_sequence", "per_document", "hybrid", "auto", "adaptive")
+Lengths = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's attention, and how it is measured.
+
+    Args:
+        model: what chooses shards, and predicts.
+        repeats: of every rank, after one that does not count.
+    """
+
+    heads: int
+    head_dim: int
+    device: torch.device
+    model: wlb.KernelModel
+    repeats: int = 5
+
+    @classmethod
+    def of(cls, device: torch.device, model: wlb.KernelModel) -> Layer:
+        """Of a 7B Llama; on a CPU of a toy."""
+        return cls(32, 128, device, model) if device.type == "cuda" else cls(2, 64, device, model, repeats=2)
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019 # a layer lives as long as the program
+    def tensors(self, tokens: int) -> list[Tensor]:
+        """q, k, v and the gradient of the output."""
+        generator = torch.Generator(self.device).manual_seed(tokens)
+        shape = (tokens, self.heads, self.head_dim)
+        return [torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16) for _ in range(4)]
+
+    def shard(self, lengths: Lengths, cp_size: int, strategy: Any) -> wlb.Shard:
+        """One micro-batch under one strategy."""
+        priced = {"kernel_model": self.model} if strategy in ("hybrid", "adaptive") else {}
+        return wlb.shard(lengths, cp_size=cp_size, strategy=strategy, **priced)
+
+    def seconds(self, shard: wlb.Shard, rank: int) -> tuple[float, float]:
+        """Medians of a rank's forward and backward, and of the kernels in them alone."""
+        made = Rank.of(shard, rank, window=None, device=self.device)
+        *inputs, d_out = (x[made.tokens] for x in self.tensors(shard.num_tokens))
+        exchange = made.exchange(*self.tensors(shard.num_tokens)[1:3])
+        kernel = kernels.choose("auto", inputs[0], scale=self.head_dim**-0.5, alibi_slopes=None, alibi_aligned=True)
+
+        def whole() -> None:
+            attention(*(x.detach().requires_grad_() for x in inputs), exchange, kernel).backward(d_out)
+
+        calls = []
+        for call, gathered in made.calls:
+            q, d = (x if call.q_rows is None else x[call.q_rows] for x in (inputs[0], d_out))
+            keys = (exchange.k, exchange.v) if gathered else inputs[1:]
+            k, v = (x if call.k_rows is None else x[call.k_rows] for x in keys)
+            calls.append((d, q, k, v, *kernel.forward(q, k, v, call), call))
+
+        def alone() -> None:
+            for d, q, k, v, out, lse, call in calls:
+                kernel.forward(q, k, v, call)
+                kernel.backward(d, q, k, v, out, lse, call)
+
+        return self._median(whole), self._median(alone)
+
+    def _median(self, work: Any) -> float:
+        took = []
+        for _ in range(self.repeats + 1):
+            began = self._now()
+            work()
+            took.append(self._now() - began)
+        return statistics.median(took[1:])
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def items(layer: Layer, corpora: Mapping[str, Lengths], micro_batches: int) -> Iterator[Item]:
+    """Every strategy of a micro-batch after another, so that all meet the same state of the device."""
+    sizes, cp_sizes = ((65536, 131072), (4, 8)) if layer.device.type == "cuda" else ((512, 1024), (4,))
+    for tokens, (name, lengths) in itertools.product(sizes, corpora.items()):
+        for index, batch in enumerate(packed(lengths, tokens, micro_batches)):
+            for cp_size, strategy in itertools.product(cp_sizes, STRATEGIES):
+                what = f"{name}, {tokens}, micro-batch {index}, CP {cp_size}, {strategy}"
+                yield what, functools.partial(measure, layer, batch, cp_size, strategy)
+
+
+def packed(lengths: Lengths, tokens: int, count: int) -> list[Lengths]:
+    """Micro-batches of full contexts, documents in a random order, cut where one is full."""
+    order = np.random.default_rng(0).permutation(lengths)
+    order = np.maximum(1, order * tokens // 131072) if tokens < 32768 else order
+    ends = np.cumsum(np.tile(order, -(-tokens * count // int(order.sum()))))
+    cuts = np.union1d(np.append(0, ends[ends < tokens * count]), np.arange(count + 1) * tokens)
+    pieces = np.diff(cuts)
+    return [pieces[(cuts[:-1] >= i * tokens) & (cuts[:-1] < (i + 1) * tokens)] for i in range(count)]
+
+
+def measure(layer: Layer, lengths: Lengths, cp_size: int, strategy: str) -> Row:
+    """Seconds of every rank, of its kernels, and as predicted."""
+    shard = layer.shard(lengths, cp_size, strategy)
+    seconds = [layer.seconds(shard, rank) for rank in range(cp_size)]
+    return {
+        "chosen": shard.strategy,
+        "documents": len(lengths),
+        "longest": int(lengths.max()),
+        "pairs": float(shard.pairs_per_rank.max() / shard.pairs_per_rank.mean()),
+        "seconds": [whole for whole, _ in seconds],
+        "kernels": [alone for _, alone in seconds],
+        "predicted": layer.model.rank_seconds(shard).tolist(),
+    }
+
+
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """By size, CP and strategy over all micro-batches: the slowest ranks, regret, glue, and the prediction's error."""
+    groups: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    for row in rows:
+        name, tokens, index, cp, strategy = row["item"].split(", ")
+        groups.setdefault((f"{name}, {int(tokens):,}", cp), {}).setdefault(strategy, []).append(row | {"batch": index})
+    yield "| micro-batches | CP | strategy | slowest rank, ms | over the best measured | glue | kernels' prediction |"
+    yield "| --- | --- | --- | ---: | ---: | ---: | ---: |"
+    for (what, cp), strategies in groups.items():
+        of_batch: dict[str, list[float]] = {}
+        for found in strategies.values():
+            for row in found:
+                of_batch.setdefault(row["batch"], []).append(max(row["seconds"]))
+        best = {batch: min(seconds) for batch, seconds in of_batch.items()}
+        for strategy, found in strategies.items():
+            slowest = sum(max(row["seconds"]) for row in found)
+            over = slowest / sum(best[row["batch"]] for row in found)
+            whole, alone = (sum(sum(row[key]) for row in found) for key in ("seconds", "kernels"))
+            pairs = [pair for row in found for pair in zip(row["predicted"], row["kernels"], strict=True)]
+            error = statistics.median(abs(predicted / measured - 1) for predicted, measured in pairs if measured)
+            ms = 1e3 * slowest / len(found)
+            yield f"| {what} | {cp[3:]} | {strategy} | {ms:.2f} | {over:.3f} | {1 - alone / whole:.1%} | {error:.1%} |"
