@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 TRAINERS := .venv-trainers
 FUZZ_SECONDS ?= 300
+PROOF ?= proof
 # What a wheel is built from.
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
@@ -56,10 +57,11 @@ compare: $(VENV)/.wlb-peers $(VENV)/peers
 	PYTHONPATH=$(VENV)/peers $(BIN)/python benches/compare.py $(if $(LENGTHS),--lengths $(LENGTHS)) $(COMPARE_FLAGS)
 	$(BIN)/python benches/results.py
 
-## A gain on a clock, and the prediction beside it: a small model trained on this machine; writes docs/proof.md. LENGTHS: one .npy.
+## A gain on a clock, and the prediction beside it: a small model trained on this machine; writes docs/proof.md, or the
+## page that PROOF names. LENGTHS: one .npy.
 proof: $(VENV)/.wlb-studies
-	$(BIN)/python -m studies.proof $(if $(LENGTHS),--lengths $(LENGTHS)) --page docs/proof.md --picture docs/proof.png \
-	    --record benches/records/proof.json $(PROOF_FLAGS)
+	$(BIN)/python -m studies.proof $(if $(LENGTHS),--lengths $(LENGTHS)) --page docs/$(PROOF).md \
+	    --picture docs/$(PROOF).png --record benches/records/$(PROOF).json $(PROOF_FLAGS)
 	$(BIN)/python benches/results.py
 
 ## What only a GPU can show, in pieces of nine minutes: run it until it exits with 0. Writes wlb-gpu/.
