@@ -96,14 +96,17 @@ def step_seconds(seconds: Seconds, stages: int) -> float:
 
 
 def measure(count: int, progress: Progress, seed: int = 0) -> list[Row]:
-    """How much longer than the peer's each of so many steps is, and the documents where that is much."""
+    """How much longer than the peer's each of so many steps is, and than with groups of powers of two alone."""
     rng = np.random.default_rng(seed)
     rows: list[Row] = []
     for _ in progress.track(range(count), description="few documents"):
         lengths, machine = drawn(rng)
-        plan = wlb.plan_dynamic_cp(lengths, cost_model=COST, **machine)
-        row = machine | {"documents": len(lengths), "over": plan.seconds / longest_first(lengths, machine) - 1}
-        rows.append(row | ({"lengths": lengths.tolist()} if row["over"] > MUCH else {}))
+        seconds = wlb.plan_dynamic_cp(lengths, cost_model=COST, **machine).seconds
+        row: Row = machine | {"lengths": lengths.tolist(), "over": seconds / longest_first(lengths, machine) - 1}
+        if machine["group_sizes"] == "any":
+            narrowed = wlb.plan_dynamic_cp(lengths, cost_model=COST, **machine | {"group_sizes": "powers_of_two"})
+            row["over_powers_of_two"] = seconds / narrowed.seconds - 1
+        rows.append(row)
     return rows
 
 
@@ -114,22 +117,29 @@ def main() -> None:
     given = parse(parser)
     with bars() as progress:
         rows = measure(given.steps, progress, given.seed)
+    longer = [row for row in rows if row["over"] > MUCH]
     console = tables(130)
     console.print(table(rows))
-    for row in (row for row in rows if row["over"] > MUCH):
+    for row in longer:
         console.print(row)
-    write_record(given.record, {"machine": machine(), "steps": given.steps, "seed": given.seed, "rows": rounded(rows)})
+    record: Row = {"machine": machine(), "steps": given.steps, "seed": given.seed}
+    record |= {"over": [row["over"] for row in rows], "longer": longer}
+    write_record(given.record, rounded(record))
 
 
 def table(rows: list[Row]) -> Table:
-    table = Table("groups", "exchange", "steps", "wlb over longest first, mean", "at worst", f"over {MUCH:.0%}")
-    table.title = "steps of few documents; positive where longest first is shorter"
+    columns = ("longest first, mean", "at worst", f"over {MUCH:.0%}", "powers of two, mean", "at best")
+    table = Table("groups", "exchange", "steps", *columns)
+    table.title = "steps of few documents: how much longer wlb's are than others"
     kinds = {(row["group_sizes"], bool(row["cp_seconds_per_token"])) for row in rows}
     for sizes, priced in sorted(kinds):
-        of = [row["over"] for row in rows if (row["group_sizes"], bool(row["cp_seconds_per_token"])) == (sizes, priced)]
-        told = (sizes, "at a price" if priced else "free", f"{len(of):,}")
-        longer = sum(over > MUCH for over in of)
-        table.add_row(*told, f"{np.mean(of):+.2%}", f"{max(of):+.2%}", str(longer))
+        of = [row for row in rows if (row["group_sizes"], bool(row["cp_seconds_per_token"])) == (sizes, priced)]
+        over = np.array([row["over"] for row in of])
+        told = [f"{over.mean():+.1%}", f"{over.max():+.1%}", str((over > MUCH).sum())]
+        if sizes == "any":
+            over = np.array([row["over_powers_of_two"] for row in of])
+            told += [f"{over.mean():+.1%}", f"{over.min():+.1%}"]
+        table.add_row(sizes, "at a price" if priced else "free", f"{len(of):,}", *told)
     return table
 
 
