@@ -280,8 +280,9 @@ def rank_lines(rows: list[Row]) -> Iterator[Line]:
         for sync, what in (("step", "sum of the heaviest rank"), ("micro_batch", "heaviest of each round")):
             ours, equal = of_planner[f"wlb, {sync}"], of_planner[f"wlb, {sync}, equal samples"]
             without = of_planner["wlb, multiple_of, refined"][sync]
-            most = min(*(row[sync] for row in verl), 1.003 if sync == "step" else without)
+            most = min([*(row[sync] for row in verl), 1.003 if sync == "step" else without])
             theirs = "; ".join(f"{row[sync]:.4f}, {row['rounds']:.2f} rounds, {row['us'] / 1e3:.0f} ms" for row in verl)
+            theirs = theirs or "not installed"
             own = f"{ours[sync]:.4f}, {ours['rounds']:.2f} rounds, {ours['us'] / 1e3:.2f} ms"
             yield Line(
                 "ranks",
