@@ -29,8 +29,9 @@ time compares, its path only shows what such plans would cost in a pipeline. A p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ LONGEST = 131072
 WORLDS = (24, 32, 48, 64, 96, 128, 768)
 EVEN = (0.0, 0.01, 0.03)  # parts of the step's time
 OVERHEADS = (0.0, 1e-3, 5e-3, 20e-3)  # seconds of every micro-batch on every stage
+SEVEN_US = {"cp_seconds_per_token": 7e-6, "cp_seconds_per_exchange": 0.0}  # exchange of a token
 LAYOUT = wlb.ParallelLayout(tp=8, cp=8, dp=WORLD // 8, pp=STAGES)
 COSTS = {
     "13B": wlb.CostModel.from_flops(
@@ -80,6 +82,11 @@ def log_normal(count: int, seed: int) -> Lengths:
 def drawn(lengths: Lengths, count: int, seed: int) -> Lengths:
     """The same, of lengths that were found somewhere."""
     return padded(np.random.default_rng(seed).choice(lengths, count))
+
+
+def of_files(paths: Sequence[Path]) -> dict[str, Source]:
+    """Draws from each, by its name."""
+    return {path.stem: partial(drawn, read_lengths(path)) for path in paths}
 
 
 def padded(lengths: Lengths) -> Lengths:
@@ -237,14 +244,18 @@ def measure_priced(source: str, documents: Source, seeds: int) -> list[dict[str,
     )
     for count in (2048, 256):
         batches = [documents(count, seed) for seed in range(seeds)]
-        told = planner_options(cluster, batches[0])
-        simulated = {name: told[name] for name in ("cp_seconds_per_token", "cp_seconds_per_exchange")}
-        for price in ({"cp_seconds_per_token": 7e-6, "cp_seconds_per_exchange": 0.0}, simulated):
+        of_cluster = planner_options(cluster, batches[0])
+        simulated = {name: of_cluster[name] for name in ("cp_seconds_per_token", "cp_seconds_per_exchange")}
+        for price in (SEVEN_US, simulated):
             for hidden in (1.0, 0.0):
-                exchange = price | {"cp_overlap": hidden}
-                row: dict[str, Any] = {"lengths": source, "documents": count, "cost": "13B"} | exchange
-                rows.append(row | measured(batches, exchange) | {"best": [best(each, exchange) for each in batches]})
+                told = {"lengths": source, "documents": count, "cost": "13B"}
+                rows.append(told | priced(batches, price | {"cp_overlap": hidden}))
     return rows
+
+
+def priced(batches: list[Lengths], exchange: dict[str, Any]) -> dict[str, Any]:
+    """A row of plans for exchange at a price, each beside the best of all numbers of micro-batches."""
+    return exchange | measured(batches, exchange) | {"best": [best(each, exchange) for each in batches]}
 
 
 def measure_overheads(seeds: int) -> list[dict[str, Any]]:
@@ -318,8 +329,7 @@ def main() -> None:
     with bars() as progress:
         rows = [row for count in (2048, 256) for row in measure(count, arguments.seeds, progress)]
         worlds = measure_worlds(arguments.seeds)
-        sources = {"long tail": documents, "log-normal": log_normal}
-        sources |= {path.stem: partial(drawn, read_lengths(path)) for path in arguments.lengths}
+        sources = {"long tail": documents, "log-normal": log_normal} | of_files(arguments.lengths)
         each = progress.track(sources.items(), description="Dynamic-CP, exchange at a price")
         others, priced, even = [], [], []
         for name, source in each:

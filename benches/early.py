@@ -4,13 +4,15 @@
 
 A stream is as in release.py, read by `BalancedBatchSampler`. Displacement is the mean, over tokens, of the iterations
 between the one in which a document comes in order and the one in which it is trained, before or after it
-(`delay_mean + early_mean`). Both rules run at several prices of delay; the table interpolates between them at equal
-mean imbalance. The documents at the end of the stream, drained, count in the displacement and not in the balance.
+(`delay_mean + early_mean`). Both rules run at several prices of delay; the table interpolates between the best of them
+at equal mean imbalance, and says "never" where no price is so even. Streams are long: few prices are near a level, and
+on short ones single steps decide where they are. The documents at the end of the stream, drained, count in the
+displacement and not in the balance.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from operator import itemgetter
 
 import numpy as np
 from common import (
@@ -64,29 +66,40 @@ def run(lengths: Lengths, micro_batches: int, price: float, most: int) -> Row:
     }
 
 
-def at(level: float, points: list[Row], key: str) -> float:
-    """Between the points around that mean imbalance."""
-    ascending = sorted((point["imbalance_mean"], point[key]) for point in points)
-    return float(np.interp(level, *zip(*ascending, strict=True)))
+def measure(lengths: Lengths, micro_batches: int, most: int) -> Row:
+    """All prices with so many iterations ahead, and the displacement at each level of imbalance."""
+    points = [run(lengths, micro_batches, price, most) for price in PRICES]
+    moved = {str(level): at(level, points, "displacement") for level in LEVELS}
+    return {"max_early": most, "displacement_at": moved, "points": points}
+
+
+def at(level: float, points: list[Row], key: str) -> float | None:
+    """Between the points around that mean imbalance, on the front; None where no price is so even, or so uneven."""
+    front: list[Row] = []
+    for point in sorted(points, key=itemgetter("imbalance_mean")):
+        # A price so low that steps are less even again is no one's choice.
+        if not front or point["displacement"] < front[-1]["displacement"]:
+            front.append(point)
+    imbalances = [point["imbalance_mean"] for point in front]
+    reached = imbalances[0] <= level <= imbalances[-1]
+    return float(np.interp(level, imbalances, [point[key] for point in front])) if reached else None
 
 
 def main() -> None:
     parser = options(__doc__, lengths=True, record="early.json")
     parser.add_argument("--micro-batches", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=2400, help="global batches of a stream")
     parser.add_argument("--seed", type=int, default=0)
     given = parse(parser)
     table = Table("lengths", "max_early", *(f"displacement at {level}" for level in LEVELS), "worst step at 1.005")
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for name, documents in sources(given.lengths, documents=200_000).items():
         lengths = stream(documents, given.steps * given.micro_batches * CONTEXT, given.seed)
         for most in MOST:
-            points = [run(lengths, given.micro_batches, price, most) for price in PRICES]
-            moved = [at(level, points, "displacement") for level in LEVELS]
-            worst = at(1.005, points, "imbalance_worst")
-            table.add_row(name, str(most), *(f"{value:.3f}" for value in moved), f"{worst:.3f}")
-            levels = dict(zip(map(str, LEVELS), moved, strict=True))
-            rows.append({"lengths": name, "max_early": most, "displacement_at": levels, "points": points})
+            row: Row = {"lengths": name} | measure(lengths, given.micro_batches, most)
+            cells = (*row["displacement_at"].values(), at(1.005, row["points"], "imbalance_worst"))
+            table.add_row(name, str(most), *("never" if value is None else f"{value:.3f}" for value in cells))
+            rows.append(row)
     tables(120).print(table)
     settings = {"micro_batches": given.micro_batches, "steps": given.steps, "seed": given.seed}
     write_record(given.record, {"machine": machine(), **settings, "rows": rounded(rows)})

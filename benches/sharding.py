@@ -13,8 +13,10 @@ Times of the choice are the least of many bursts, beside `shard(per_document)` i
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from common import COST, Row, machine, options, parse, rounded, samples, sources, synthetic, tables, write_record
@@ -25,6 +27,7 @@ import wlb
 
 CP_SIZES = (2, 4, 8, 16)
 MICRO_BATCHES = 16
+EVEN = 1.01  # pairs of the busiest rank over the mean: what `auto` keeps to
 
 
 def micro_batches(lengths: NDArray[np.int64], tokens: int, limit: int) -> list[NDArray[np.int32]]:
@@ -45,41 +48,56 @@ def micro_batches(lengths: NDArray[np.int64], tokens: int, limit: int) -> list[N
     return found[:limit]
 
 
-def fetches(batches: list[NDArray[np.int32]]) -> tuple[Table, list[Row]]:
-    """What the busiest rank fetches, segments, and the most pairs over the mean: means over micro-batches."""
-    table = Table("CP", "way", "keys of a full gather", "mean rank", "segments", "pairs", "worst pairs")
-    table.title = f"keys that the busiest rank fetches; {len(batches)} micro-batches"
+def measure(batches: list[NDArray[np.int32]], cp_sizes: Sequence[int] = CP_SIZES) -> list[Row]:
+    """What the busiest rank fetches, segments, pairs over the mean, and microseconds: means over micro-batches.
+
+    Of the best hybrid those that all thresholds take together.
+    """
     rows: list[Row] = []
-    for cp_size in CP_SIZES:
-        found: dict[str, list[tuple[float, float, float, float]]] = {}
-        for lengths in batches:
-            ways = {name: wlb.shard(lengths, cp_size=cp_size, strategy=name) for name in ("auto", "per_document")}
-            ways["best hybrid"] = min(
-                (
-                    wlb.shard(lengths, cp_size=cp_size, strategy="hybrid", hybrid_threshold=int(threshold))
-                    for threshold in (*np.unique(lengths), lengths.max() + 1)
-                ),
-                key=lambda shard: (
-                    shard.pairs_per_rank.max() > 1.01 * shard.pairs_per_rank.mean(),
-                    shard.keys_moved.max(),
-                ),
-            )
-            for name, shard in ways.items():
-                full = shard.num_tokens * (1 - 1 / cp_size)
-                segments = sum(shard.rank(rank).num_segments for rank in range(cp_size))
-                moved, pairs = shard.keys_moved, shard.pairs_per_rank
-                row = (moved.max() / full, moved.mean() / full, segments, pairs.max() / pairs.mean())
-                found.setdefault(name, []).append(row)
-        for name, values in found.items():
-            busiest, mean, segments, pairs = np.mean(values, axis=0)
-            worst = max(row[3] for row in values)
-            table.add_row(
-                str(cp_size), name, f"{busiest:.3f}", f"{mean:.3f}", f"{segments:.0f}", f"{pairs:.4f}", f"{worst:.4f}"
-            )
-            rows.append(
-                {"cp": cp_size, "way": name, "busiest": busiest, "mean": mean, "segments": segments, "pairs": pairs}
-            )
-    return table, rows
+    for cp_size, (name, way) in itertools.product(cp_sizes, WAYS.items()):
+        found = [fetched(way(lengths, cp_size)) for lengths in batches]
+        busiest, mean, segments, pairs = np.mean(found, axis=0).tolist()
+        us = [min(samples(functools.partial(way, lengths, cp_size), 0.02)) for lengths in batches]
+        row = {"cp": cp_size, "way": name, "busiest": busiest, "mean": mean, "segments": segments, "pairs": pairs}
+        rows.append(row | {"worst_pairs": max(one[3] for one in found), "us": float(np.mean(us)), "worst_us": max(us)})
+    return rows
+
+
+def best_hybrid(lengths: NDArray[np.int32], cp_size: int) -> wlb.Shard:
+    """The threshold of fewest keys for the busiest rank, all distinct lengths tried, with pairs as even as `auto`'s."""
+    thresholds = (*np.unique(lengths), lengths.max() + 1)
+    shards = (wlb.shard(lengths, cp_size=cp_size, strategy="hybrid", hybrid_threshold=int(at)) for at in thresholds)
+
+    def rank(shard: wlb.Shard) -> tuple[bool, int]:
+        pairs = shard.pairs_per_rank
+        return bool(pairs.max() > EVEN * pairs.mean()), int(shard.keys_moved.max())
+
+    return min(shards, key=rank)
+
+
+WAYS: dict[str, Callable[[NDArray[np.int32], int], wlb.Shard]] = {
+    "auto": lambda lengths, cp_size: wlb.shard(lengths, cp_size=cp_size),
+    "per_document": lambda lengths, cp_size: wlb.shard(lengths, cp_size=cp_size, strategy="per_document"),
+    "best hybrid": best_hybrid,
+}
+
+
+def fetched(shard: wlb.Shard) -> tuple[float, float, int, float]:
+    """Keys of the busiest and of a mean rank, of a full gather; segments; the most pairs over the mean."""
+    full = shard.num_tokens * (1 - 1 / shard.cp_size)
+    segments = sum(shard.rank(rank).num_segments for rank in range(shard.cp_size))
+    moved, pairs = shard.keys_moved, shard.pairs_per_rank
+    return float(moved.max() / full), float(moved.mean() / full), segments, float(pairs.max() / pairs.mean())
+
+
+def fetches(rows: list[Row], micro_batches: int) -> Table:
+    table = Table("CP", "way", "keys of a full gather", "mean rank", "segments", "pairs", "worst pairs", "us")
+    table.title = f"keys that the busiest rank fetches; {micro_batches} micro-batches"
+    for row in rows:
+        keys = (f"{row['busiest']:.3f}", f"{row['mean']:.3f}", f"{row['segments']:.0f}")
+        told = (f"{row['pairs']:.4f}", f"{row['worst_pairs']:.4f}", f"{row['us']:.1f}")
+        table.add_row(str(row["cp"]), row["way"], *keys, *told)
+    return table
 
 
 def gains(batches: list[NDArray[np.int32]], model: wlb.KernelModel) -> Table:
@@ -137,8 +155,8 @@ def main() -> None:
     for name, lengths in sources(arguments.lengths, documents=200_000).items():
         console.print(f"\n[bold]{name}[/bold], {arguments.tokens} tokens a micro-batch")
         batches = micro_batches(lengths, arguments.tokens, arguments.micro_batches)
-        table, record["keys"][name] = fetches(batches)
-        console.print(table)
+        record["keys"][name] = rows = measure(batches)
+        console.print(fetches(rows, len(batches)))
         console.print(gains(batches, model))
     table = Table("documents", "auto", "per_document", "best hybrid", "adaptive", "numpy.sort")
     table.title = "microseconds a call from Python, the shard included; CP 8"

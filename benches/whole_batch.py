@@ -83,6 +83,15 @@ PLANNERS = {
 }
 
 
+def present() -> list[str]:
+    """Of the planners: all, but verl's where it is not installed."""
+    try:
+        verl_balancing()
+    except ImportError:
+        return [name for name in PLANNERS if not name.startswith("verl")]
+    return list(PLANNERS)
+
+
 def judged(plan: Plan, lengths: Lengths, ranks: int, max_tokens: int) -> dict[str, float]:
     costs = np.array([[COST.cost(lengths[part]).sum() for part in parts] for parts in plan])  # [ranks, rounds]
     assert sorted(sample for parts in plan for part in parts for sample in part) == list(range(lengths.size))
@@ -104,13 +113,14 @@ def measure(
     sets = {"lognormal": np.random.default_rng(0).lognormal(7.2, 1.0, 100_000).astype(np.int64).clip(1)}
     sets |= {path.stem: np.random.default_rng(0).permutation(read_lengths(path)) for path in paths}
     rows = []
+    planners = present()
     work = progress.add_task("whole batches", total=len(limits) * len(sets) * batches)
     for max_tokens, (name, lengths) in itertools.product(limits, sets.items()):
         kept = lengths[lengths <= max_tokens]
         for number in range(min(batches, kept.size // batch)):
             these = kept[number * batch : (number + 1) * batch]
-            for planner, plan in PLANNERS.items():
-                call = functools.partial(plan, these, ranks, max_tokens)
+            for planner in planners:
+                call = functools.partial(PLANNERS[planner], these, ranks, max_tokens)
                 row = {"max_tokens": max_tokens, "lengths": name, "planner": planner, "us": min(samples(call, 0.05))}
                 rows.append(row | judged(call(), these, ranks, max_tokens))
             progress.advance(work)
@@ -121,7 +131,7 @@ def means(rows: list[Row]) -> Iterator[tuple[int, str, dict[str, Row]]]:
     """For each limit and set of lengths, the means of every planner."""
     for max_tokens, name in dict.fromkeys((row["max_tokens"], row["lengths"]) for row in rows):
         of_planner = {}
-        for planner in PLANNERS:
+        for planner in dict.fromkeys(row["planner"] for row in rows):
             these = [r for r in rows if (r["max_tokens"], r["lengths"], r["planner"]) == (max_tokens, name, planner)]
             keys = ("rounds", "least_rounds", "step", "micro_batch", "us")
             of_planner[planner] = {key: float(np.mean([row[key] for row in these])) for key in keys}
