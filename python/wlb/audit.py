@@ -111,8 +111,8 @@ class Audit:
         last = self.first_step + self.num_steps - 1
         return [
             *found,
-            f"Steps {self.first_step} to {last} hold, {self.num_steps} in all. A run may go on from the checkpoint after"
-            f" them, whose state is {self.state}, or from one before it.",
+            f"Steps {self.first_step} to {last} hold, {self.num_steps} in all. A run may go on from the checkpoint "
+            f"after them, whose state is {self.state}, or from one before it.",
         ]
 
     def as_dict(self) -> dict[str, Any]:
