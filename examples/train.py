@@ -703,8 +703,8 @@ class Report:
         what = f"none of {sum(lengths):,} tokens has a label: no update" if loss is None else f"loss {loss:.4f}"
         print(
             f"step {done:>5}/{self.settings.steps}  {what}  {row['tokens_per_second']:>8,.0f} tokens/s{mfu}  "
-            f"imbalance {imbalance:.3f}  work {row['step_work']:.2f}  {experts}delay {row['delay_mean']:.2f}, longest {row['delay_max']}  "
-            f"waiting {row['pending_tokens']:,} tokens  "
+            f"imbalance {imbalance:.3f}  work {row['step_work']:.2f}  {experts}"
+            f"delay {row['delay_mean']:.2f}, longest {row['delay_max']}  waiting {row['pending_tokens']:,} tokens  "
             f"stall {row['data_stall_ms']:.1f} ms  plan {row['plan_ms']:.2f} ms",
             flush=True,
         )
