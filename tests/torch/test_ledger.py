@@ -128,13 +128,13 @@ def test_a_document_whose_end_waits_is_not_called_trained(tmp_path: Path) -> Non
         ledger.record(step)
         if step.number == 1:
             break
-    waiting = step.snapshot.progress.tokens
+    assert step.snapshot is not None
+    waiting: Any = step.snapshot.progress.tokens
     assert 0 < waiting < 640
     (epoch,) = audit(tmp_path).epochs
     assert (epoch.trained, epoch.waiting, epoch.tokens) == (1, 0, 640 - waiting), "as far as the ledger knows"
     assert "1 document counted as trained may lack its end" in audit(tmp_path).proof
-    for known in ({"state": step.state}, {"lengths": lengths}):
-        found = audit(tmp_path, **known)
+    for found in (audit(tmp_path, state=step.state), audit(tmp_path, lengths=lengths)):
         assert found.sound
         assert "may lack" not in found.proof
         assert [(epoch.trained, epoch.waiting) for epoch in found.epochs] == [(0, 1)]
