@@ -85,7 +85,8 @@ Method = Literal["wlb", "refined", "original", "whole", "fixed"]
 Release = Literal["fifo", "adaptive"]
 BASELINES = {"original": "original", "whole": "whole", "fixed": "fixed_length"}
 Plan = Literal["static", "dynamic_cp"]
-Strategy = Literal["per_document", "per_sequence", "hybrid"]
+Strategy = Literal["auto", "per_document", "per_sequence", "hybrid"]
+Sync = Literal["step", "micro_batch"]
 Dtype = Literal["float32", "bfloat16"]
 
 AnyStep = Step[PackedBatch] | DynamicCpStep[PackedBatch]
@@ -131,6 +132,8 @@ class Settings:
         threshold: or the threshold of a queue; one option for each.
         max_delay: most iterations a document waits.
         max_step_cost: with adaptive: most work of a step, in mean global batches.
+        max_early: with adaptive: global batches by which long documents may come before their turn.
+        sync: plan for the data-parallel ranks, which wait for each other once a step, or in every micro-batch.
         strategy: how context-parallel ranks share documents.
         hybrid_threshold: shorter documents stay on one rank, with hybrid.
         workers: data-loader workers.
@@ -176,6 +179,8 @@ class Settings:
     threshold: tuple[int, ...] = ()
     max_delay: int | None = None
     max_step_cost: float | None = None
+    max_early: NonNegativeInt = 0
+    sync: Sync | None = None
     strategy: Strategy = "per_document"
     hybrid_threshold: int | None = None
     workers: int = 1
@@ -360,11 +365,13 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
     dynamic = settings.plan == "dynamic_cp"
     if dynamic and (settings.method in BASELINES or settings.strategy != "per_document"):
         raise SystemExit("--plan dynamic_cp goes with --method wlb or refined, and --strategy per_document")
-    of_adaptive = (settings.delay_price, settings.max_mean_delay, settings.max_step_cost)
-    if settings.release == "fifo" and of_adaptive != (None, None, None):
-        raise SystemExit("--delay-price, --max-mean-delay and --max-step-cost go with --release adaptive")
-    if settings.method in BASELINES and (settings.release, settings.finer) != ("fifo", 1):
-        raise SystemExit("--release adaptive and --finer go with --method wlb or refined")
+    of_adaptive = (settings.delay_price, settings.max_mean_delay, settings.max_step_cost, settings.max_early or None)
+    if settings.release == "fifo" and of_adaptive != (None, None, None, None):
+        raise SystemExit("--delay-price, --max-mean-delay, --max-step-cost and --max-early go with --release adaptive")
+    if settings.method in BASELINES and (settings.release, settings.finer, settings.sync) != ("fifo", 1, None):
+        raise SystemExit("--release adaptive, --finer and --sync go with --method wlb or refined")
+    if dynamic and settings.sync is not None:
+        raise SystemExit("--sync goes with --plan static: a dynamic plan has no data-parallel ranks to plan for")
     cost = wlb.CostModel.from_flops(**config.shape(), attention_efficiency=0.55)
     keep = partial(
         collate,
@@ -397,12 +404,15 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         "tokens_per_batch": settings.micro_batches * settings.context,
         "method": "refined" if settings.method == "refined" else "var_length",
     }
+    if settings.sync is not None:
+        limits |= {"dp_size": readers.size(), "sync": settings.sync}
     waiting = what_waits(settings, dataset, limits)
     sampler = BalancedBatchSampler(
         dataset.lengths,
         packer=wlb.Packer(oversize="split", **waiting, **limits),
         seed=settings.seed,
         num_epochs=1_000_000,  # the number of steps ends the run
+        max_early=settings.max_early,
         **ranks,
     )
     documents = DataLoader(
@@ -446,6 +456,7 @@ def what_waits(settings: Settings, dataset: Any, limits: dict[str, Any]) -> dict
             if price is not None:
                 raise SystemExit("--delay-price or --max-mean-delay: give one of them")
             tuned |= {"max_mean_delay": settings.max_mean_delay, "max_step_cost": settings.max_step_cost}
+            tuned |= {"max_early": settings.max_early}
             price = wlb.tune_delay_price(pieces, **tuned).delay_price
         return {"release": "adaptive", "delay_price": price, "max_step_cost": settings.max_step_cost}
     thresholds = settings.threshold
@@ -621,13 +632,15 @@ def resume(
 # --- what a person sees ----------------------------------------------------------------------------------------------
 
 
-def balance_of(plan: AnyPlan) -> tuple[list[int], float]:
-    """Lengths of the documents of a step, and its largest over its mean work: of micro-batches, or of ranks."""
+def balance_of(plan: AnyPlan) -> tuple[list[int], float, float]:
+    """Lengths of a step's documents, its work, and the largest over the mean: of micro-batches, or of ranks."""
     if isinstance(plan, wlb.DynamicCpPlan):
         groups = [group for micro_batch in plan for group in micro_batch]
         seconds = plan.rank_seconds.sum(axis=0)
-        return [int(length) for group in groups for length in group.lengths], float(seconds.max() / seconds.mean())
-    return [int(length) for micro_batch in plan for length in micro_batch.lengths], plan.imbalance
+        lengths = [int(length) for group in groups for length in group.lengths]
+        return lengths, float(seconds.sum()), float(seconds.max() / seconds.mean())
+    imbalance = plan.imbalance if plan.dp_size is None else plan.rank_imbalance
+    return [int(length) for micro_batch in plan for length in micro_batch.lengths], float(plan.costs.sum()), imbalance
 
 
 def waiting_of(step: AnyStep, loader: Any) -> dict[str, Any]:
@@ -644,6 +657,7 @@ class Report:
     def __init__(self, settings: Settings, config: LlamaConfig, *, is_main: bool) -> None:
         self.settings, self.config, self.is_main = settings, config, is_main
         self.peak = peak_flops()
+        self.work, self.steps = 0.0, 0
 
     def step(
         self,
@@ -659,7 +673,8 @@ class Report:
         """One line: what was learnt, how fast, how balanced it was and what waits. Without a label nothing was."""
         if not self.is_main:
             return
-        lengths, imbalance = balance_of(step.plan)
+        lengths, work, imbalance = balance_of(step.plan)
+        self.work, self.steps = self.work + work, self.steps + 1
         loss, norm = learnt or (None, None)
         row: dict[str, Any] = {
             "step": done,
@@ -672,6 +687,7 @@ class Report:
             "micro_batches": len(step.micro_batches),
             "micro_batch_tokens": [int(batch.shard.lengths.sum()) for batch in step.micro_batches],
             "imbalance": imbalance,
+            "step_work": work * self.steps / self.work if self.work else 1.0,  # over the mean since the start
             **waiting_of(step, loader),
             "data_stall_ms": 1e3 * stall,
             "plan_ms": 1e3 * step.planning_seconds,
@@ -687,8 +703,8 @@ class Report:
         what = f"none of {sum(lengths):,} tokens has a label: no update" if loss is None else f"loss {loss:.4f}"
         print(
             f"step {done:>5}/{self.settings.steps}  {what}  {row['tokens_per_second']:>8,.0f} tokens/s{mfu}  "
-            f"imbalance {imbalance:.3f}  {experts}delay {row['delay_mean']:.2f}, longest {row['delay_max']}  "
-            f"waiting {row['pending_tokens']:,} tokens  "
+            f"imbalance {imbalance:.3f}  work {row['step_work']:.2f}  {experts}"
+            f"delay {row['delay_mean']:.2f}, longest {row['delay_max']}  waiting {row['pending_tokens']:,} tokens  "
             f"stall {row['data_stall_ms']:.1f} ms  plan {row['plan_ms']:.2f} ms",
             flush=True,
         )

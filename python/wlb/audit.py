@@ -54,7 +54,8 @@ class EpochAudit:
     Attributes:
         epoch: Its number; 0 for a stream.
         read: Documents that were read of it; None if the ledger does not know.
-        trained: Documents of which every piece that there is was trained, once.
+        trained: Documents of which every piece that there is was trained, once. While pieces wait, the end of some may
+            be missing, unless a state or lengths are given: `Audit.proof` says of how many.
         waiting: Documents that were read and not yet trained, or not all of them.
         tokens: Tokens trained.
     """
@@ -110,8 +111,8 @@ class Audit:
         last = self.first_step + self.num_steps - 1
         return [
             *found,
-            f"Steps {self.first_step} to {last} hold. A run may go on from the state after step {last}, {self.state},"
-            " or from one before it.",
+            f"Steps {self.first_step} to {last} hold, {self.num_steps} in all. A run may go on from the checkpoint "
+            f"after them, whose state is {self.state}, or from one before it.",
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -409,10 +410,14 @@ class _Coverage:
             missing = int(read[-1]) - int(whole.complete.sum())
             if missing > rest[0]:
                 findings.append(Finding(f"{_counted(missing)} incomplete, but only {rest[0]} pieces wait"))
-            proof = (
-                f"no token was trained twice; {_counted(missing)} incomplete, and {rest[0]} pieces of documents wait:"
-                " give a state to prove that they are the same"
-            )
+            # A document whose last piece waits has no gap either. Every incomplete one has a piece that waits.
+            open_ended = 0 if lengths is not None else min(rest[0] - missing, int(whole.complete.sum()))
+            pieces = "1 piece of a document waits" if rest[0] == 1 else f"{rest[0]} pieces of documents wait"
+            proof = f"no token was trained twice; {_counted(missing)} incomplete, and {pieces}"
+            if open_ended > 0:
+                some, their = ("1 document", "its") if open_ended == 1 else (f"up to {open_ended} documents", "their")
+                proof += f", so that {some} counted as trained may lack {their} end"
+            proof += ": give a state to prove that they are the same"
         else:
             findings += whole.without_waiting(int(read[-1]))
             proof = "every document read was trained once; nothing waits"

@@ -23,7 +23,7 @@ LENGTHS = np.exp(np.random.default_rng(0).normal(7.0, 1.2, 1_000_000)).astype(np
 PACKER: dict[str, Any] = {"num_micro_batches": 16, "max_tokens": 200_000, "cost_model": COST}
 FEW = LENGTHS[:200_000]
 
-# Each takes seconds.
+# Each takes four tenths of a second or more where processors are fast.
 CALLS: dict[str, Callable[[], object]] = {
     "fixed_length": lambda: wlb.pack(LENGTHS, **PACKER | {"num_micro_batches": 32768}, method="fixed_length"),
     "var_length": lambda: wlb.pack(
@@ -79,7 +79,7 @@ def seconds_late(call: Callable[[], object], after: float, stop_after: Callable[
 @pytest.mark.parametrize("name", CALLS)
 def test_a_signal_ends_a_long_call(name: str, stop_after: Callable[[float], None]) -> None:
     """Half a second is the promise; the rest is for slow machines."""
-    assert seconds_late(CALLS[name], 0.25, stop_after) < 1.5
+    assert seconds_late(CALLS[name], 0.1, stop_after) < 1.5
 
 
 @pytest.mark.parametrize("options", [{"release": "adaptive"}, {"outlier_thresholds": (8192,)}, {"method": "refined"}])
@@ -89,9 +89,9 @@ def test_an_interrupted_push_or_flush_changes_nothing(
     packer = wlb.Packer(**PACKER | {"num_micro_batches": 65536, "max_tokens": 140_000}, **options)
     packer.push(LENGTHS[:1000])
     state = packer.state_dict()
-    many = np.full(4_000_000, 3000)
+    many = np.full(12_000_000, 3000)  # the fastest of these pushes takes a second
     many[::7] = 100_000
-    assert seconds_late(lambda: packer.push(many), 0.3, stop_after) < 1.5
+    assert seconds_late(lambda: packer.push(many), 0.25, stop_after) < 1.5
     assert packer.state_dict() == state
     # And goes on as if there had been none.
     assert packer.push([500, 700]).num_tokens > 0

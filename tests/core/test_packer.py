@@ -71,6 +71,9 @@ def test_metrics_have_the_names_of_what_they_are() -> None:
         rel=1e-3,
     )
     assert metrics.delay_histogram.tolist() == [798, 8]
+    shown = repr(metrics)
+    for name in ("imbalance_mean", "delay_max", "backlog_max", "step_work_cv", "step_work_heaviest"):
+        assert f"{name}=" in shown, "what waits and how steps differ stand beside the balance"
 
 
 RULES: list[dict[str, Any]] = [

@@ -3,6 +3,7 @@
 That every token is in one place, and plans are the oracle's: `rust/wlb-core/tests/packing.rs`, `ranks.rs`, the goldens.
 """
 
+import os
 import pickle
 import re
 from typing import Any
@@ -95,6 +96,55 @@ def test_a_plan_for_ranks_keeps_what_it_promises(sync: Any) -> None:
     assert sum(len({prompts[id] for id in ids}) for ids in of_ranks) == len(set(prompts))
     assert {sum(len(equal[index]) for index in row) for row in equal.deal(3)} == {4}
     assert max(len(batch) for batch in equal) == 2
+
+
+def any_options(rng: np.random.Generator, documents: int, max_tokens: int) -> dict[str, Any]:
+    """Ranks, what stays together on one, and shapes, in any combination."""
+    options: dict[str, Any] = {"method": str(rng.choice(["var_length", "refined"]))}
+    if rng.random() < 0.7:
+        options |= {"dp_size": int(rng.integers(1, 6)), "sync": str(rng.choice(["step", "micro_batch"]))}
+        if rng.random() < 0.4:
+            options["groups"] = rng.integers(0, max(documents // 2, 1), documents)
+        options["equal_documents"] = rng.random() < 0.3
+    if rng.random() < 0.3:
+        options["max_documents"] = int(rng.integers(1, 8))
+    multiple = int(rng.integers(1, 9)) if rng.random() < 0.5 else 1
+    buckets = {int(size) // multiple * multiple for size in rng.integers(1, max_tokens + 5, rng.integers(4))} - {0}
+    return options | {"multiple_of_tokens": multiple, "token_buckets": sorted(buckets)}
+
+
+def test_batches_with_every_option_keep_what_they_promise() -> None:
+    """Or are refused: nothing lost, no limit, group or size broken, equal counts. WLB_CASES is how many are tried."""
+    rng, cases, planned = np.random.default_rng(0), int(os.environ.get("WLB_CASES", "1000")), 0
+    for _ in range(cases):
+        longest = int(rng.choice([3, 20, 200]))
+        lengths = rng.integers(1, longest + 1, rng.integers(1, 40))
+        max_tokens = int(rng.integers(longest, 4 * longest + 2))
+        options = any_options(rng, lengths.size, max_tokens)
+        try:
+            packing = wlb.pack(lengths, num_micro_batches=None, max_tokens=max_tokens, cost_model=COST, **options)
+        except wlb.WlbError:
+            continue
+        planned += 1
+        held = [batch.document_ids for batch in packing]
+        padded, tokens = packing.padded_tokens, [int(lengths[ids].sum()) for ids in held]
+        assert sorted(np.concatenate(held).tolist()) == list(range(lengths.size)), options
+        assert ((tokens <= padded) & (padded <= max_tokens)).all(), options
+        assert not (padded % options["multiple_of_tokens"]).any(), options
+        assert not options["token_buckets"] or set(padded.tolist()) <= {0, *options["token_buckets"]}, options
+        assert max(map(len, held)) <= options.get("max_documents", lengths.size), options
+        if "dp_size" not in options:
+            continue
+        of_ranks = [[held[index] for index in row] for row in packing.deal(options["dp_size"])]
+        assert len({len(row) for row in of_ranks}) == 1, options
+        assert all(all(map(len, row)) or sum(map(len, row)) < len(row) for row in of_ranks), options
+        if "groups" in options:
+            groups = [{int(options["groups"][id]) for ids in row for id in ids} for row in of_ranks]
+            assert sum(map(len, groups)) == len(set().union(*groups)), options
+        if options["equal_documents"]:
+            counts = [sum(map(len, row)) for row in of_ranks]
+            assert max(counts) - min(counts) <= 1, options
+    assert planned > cases / 2
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,31 @@ def test_states_between_steps_belong_to_the_chain(tmp_path: Path) -> None:
     assert audit(tmp_path).num_steps > step.number
 
 
+def test_a_document_whose_end_waits_is_not_called_trained(tmp_path: Path) -> None:
+    """Its pieces so far reach from its first token on without a gap: only what waits, or its length, shows the rest."""
+    lengths, documents = np.array([640]), [np.zeros(640, np.int64)]
+    with pytest.warns(UserWarning, match="it enters over several steps"):
+        sampler = BalancedBatchSampler(lengths, packer=packer(), dp_rank=0, dp_size=1, tokens_per_batch=256)
+    loader: StepLoader[Any] = StepLoader(
+        DataLoader(Documents(documents), batch_sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+    )
+    ledger = Ledger(tmp_path, dp_rank=0, dp_size=1, source=loader)
+    for step in loader:
+        ledger.record(step)
+        if step.number == 1:
+            break
+    assert step.snapshot is not None
+    waiting: Any = step.snapshot.progress.tokens
+    assert 0 < waiting < 640
+    (epoch,) = audit(tmp_path).epochs
+    assert (epoch.trained, epoch.waiting, epoch.tokens) == (1, 0, 640 - waiting), "as far as the ledger knows"
+    assert "1 document counted as trained may lack its end" in audit(tmp_path).proof
+    for found in (audit(tmp_path, state=step.state), audit(tmp_path, lengths=lengths)):
+        assert found.sound
+        assert "may lack" not in found.proof
+        assert [(epoch.trained, epoch.waiting) for epoch in found.epochs] == [(0, 1)]
+
+
 def stepping(rank: int, folder: Path, kind: str) -> list[str]:
     size = dist.get_world_size()
     if kind == "stream":
@@ -351,6 +376,7 @@ def test_the_command_proves(command: Any, tmp_path: Path) -> None:
     assert code == 0
     assert "Sound: every document read was trained once" in out
     assert states[-1]["digest"] in out
+    assert f"hold, {len(states)} in all" in out, "as the trainer counts checkpoints"
     options = ("--state", tmp_path / "state.json", "--lengths", tmp_path / "lengths.npy", "--json")
     code, out, _ = command("audit", tmp_path, *options)
     assert code == 0

@@ -487,6 +487,29 @@ def test_an_error_is_no_end_and_a_state_holds_at_any_time() -> None:
     assert found["resumed"] == 1
 
 
+def unlabelled(rank: int) -> tuple[list[int], list[str]]:
+    """Of two replicas: numbers of the steps that are given of documents of which the middle ones have no label."""
+    with on_cpu(), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        initialize(Run())
+        config = configuration(Run(), finalize_model_grads_func=print)
+        rows = [{"input_ids": np.arange(20), "labels": np.full(20, -100 if 8 <= at < 20 else 1)} for at in range(32)]
+        options: dict[str, Any] = {"model": config, "cost_model": COST, "shuffle": False, "max_delay": 0}
+        data = megatron.data_iterator(rows, max_tokens_per_rank=40, tokens_per_batch=80, **options)
+        numbers = [step.number for step in data]
+        data.close()
+        return numbers, [str(each.message) for each in warned if "no label" in str(each.message)]
+
+
+def test_steps_without_a_label_are_passed_over() -> None:
+    """On all ranks alike: Megatron-Core would decay weights and move by momentum with gradients of zero."""
+    first, second = run_processes(2, unlabelled)
+    assert first == second
+    numbers, warned = first
+    assert numbers == [0, 1, 5, 6, 7]
+    assert warned == [f"step {number} has no label that counts on any rank: it is passed over" for number in (2, 3, 4)]
+
+
 def scores(rank: int) -> tuple[np.ndarray, np.ndarray]:
     """What the attention of the third layer gives, ours and Megatron-Core's own."""
     with on_cpu():

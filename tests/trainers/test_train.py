@@ -205,6 +205,9 @@ def corpus(folder: Path) -> Path:
         {"release": "adaptive", "max_mean_delay": 0.3, "finer": 2},
         {"release": "adaptive", "delay_price": 0.5, "method": "refined"},
         {"release": "adaptive", "plan": "dynamic_cp", "cp": 2},
+        {"release": "adaptive", "max_mean_delay": 0.3, "max_early": 2, "sync": "micro_batch"},
+        {"release": "adaptive", "sync": "step", "strategy": "auto"},
+        {"cp": 2, "strategy": "auto"},
         {"method": "whole"},
     ],
     ids=str,
@@ -228,6 +231,8 @@ def test_every_way_to_pack_trains(tmp_path: Path, changes: dict[str, Any]) -> No
     log = rows(tmp_path / "log.jsonl")
     assert [row["step"] for row in log] == [1, 2]
     assert all(0 < row["tokens"] <= 4 * 96 * 2 for row in log)
+    assert log[0]["step_work"] == 1.0
+    assert 0 < log[1]["step_work"] < 2, "over the mean of both"
     if changes.get("finer"):
         assert {row["micro_batches"] for row in log} == {4}  # of 8, on two ranks
     if changes.get("method") == "whole":
@@ -243,6 +248,9 @@ def test_every_way_to_pack_trains(tmp_path: Path, changes: dict[str, Any]) -> No
         {"release": "adaptive", "delay_price": 0.5, "max_mean_delay": 0.5},
         {"finer": 2, "method": "original"},
         {"plan": "dynamic_cp", "method": "whole"},
+        {"max_early": 2},
+        {"sync": "step", "method": "fixed"},
+        {"sync": "step", "plan": "dynamic_cp"},
     ],
     ids=str,
 )

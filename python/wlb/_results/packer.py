@@ -127,5 +127,6 @@ class PackerMetrics:
             f"PackerMetrics(steps={self.steps}, imbalance_mean={self.imbalance_mean:.4f}, "
             f"imbalance_p95={self.imbalance_p95:.3f}, imbalance_worst={self.imbalance_worst:.3f}, "
             f"delay_mean={self.delay_mean:.3f}, delay_p99={self.delay_p99}, delay_max={self.delay_max}, "
-            f"memory_skew_mean={self.memory_skew_mean:.3f})"
+            f"backlog_max={self.backlog_max}, step_work_cv={self.step_work_cv:.2f}, "
+            f"step_work_heaviest={self.step_work_heaviest:.2f}, memory_skew_mean={self.memory_skew_mean:.3f})"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,21 +202,35 @@ class DataIterator:
         return self._steps
 
     def _read(self) -> AnyStep | None:
-        """The next step, once all that read have theirs, of the same plan; None after the last epoch."""
+        """The next step that has a label, once all that read have theirs; None after the last epoch.
+
+        Megatron-Core would decay weights and move by momentum in a step of which no label counts.
+        """
+        while True:
+            step, labels = self._agreed()
+            if step is None or labels:
+                return step
+            message = f"step {step.number} has no label that counts on any rank: it is passed over"
+            warnings.warn(message, stacklevel=3)
+
+    def _agreed(self) -> tuple[AnyStep | None, int]:
+        """The next step, of the same plan on all that read, and its labels: more than 0 on all of them, or on none."""
         if self._iterator is None:
             self._iterator = self._run()
         if self._peers is None:  # those of a Dynamic-CP plan agree on every step by themselves
-            return next(self._iterator, None)
-        step: AnyStep | None = None
+            step = next(self._iterator, None)
+            return step, step.num_valid_tokens if isinstance(step, DynamicCpStep) else 0
+        step = None
         failure: BaseException | None = None
         try:
             step = next(self._iterator, None)
         except BaseException as cause:
             failure = cause
         digest = None if step is None else step.plan.digest()
-        parts = self._peers.gather({"failure": failure_text(failure), "agreement": digest})
+        labels = 0 if step is None else sum(batch.num_valid_tokens for batch in step.micro_batches)
+        parts = self._peers.gather({"failure": failure_text(failure), "agreement": digest, "labels": labels})
         self._peers.agree(parts, failure, argument="dataset", what="plan")
-        return step
+        return step, sum(part["labels"] for part in parts)
 
     def _run(self) -> Iterator[AnyStep]:
         """The rest of this epoch, and all further ones."""
