@@ -26,6 +26,8 @@ const CLOSE: f64 = 1e-4;
 const CLOSE_SUMS: f64 = 1e-5;
 /// Exchanges that are looked at to make micro-batches level, and as many for ranks: a tenth of a millisecond.
 const STEPS: usize = 1 << 15;
+/// Partners that a rank tries to exchange groups with.
+const RANKS: usize = 12;
 /// Rounds, or documents, without a limit: more than any batch has, and far from overflow.
 const ANY: i64 = 1 << 31;
 
@@ -328,6 +330,7 @@ impl<'a> Batch<'a> {
         let mut on_ranks = self.shared_out(targets.len())?;
         let all: Vec<usize> = (0..on_ranks.contents.len()).collect();
         let mut search = Search::new(STEPS, self.options.equal_documents);
+        search.partners = RANKS;
         search.level(&mut on_ranks, &all, CLOSE_SUMS * mean * targets.len() as f64);
 
         let held_targets: Vec<f64> = all.iter().flat_map(|_| targets.iter().copied()).collect();
