@@ -29,7 +29,7 @@ const STEPS: usize = 1 << 15;
 /// Where ranks wait for each other once a step, one micro-batch more of each has to make the step shorter by this part.
 const WORTH_A_ROUND: f64 = 0.05;
 /// Rounds of unequal micro-batches are planned rank by rank as well, where they take so much more than is aimed at.
-const UNEVEN: f64 = 0.02;
+const UNEVEN: f64 = 0.03;
 /// Partners that a rank tries to exchange groups with.
 const RANKS: usize = 12;
 /// Rounds, or documents, without a limit: more than any batch has, and far from overflow.
