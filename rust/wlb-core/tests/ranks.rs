@@ -7,7 +7,7 @@ use common::ranks::{optimum, planned, step_cost};
 use common::strategies::{config, cost_model, lengths};
 use proptest::prelude::*;
 use wlb_core::packing::{RankOptions, Ranks, Sync};
-use wlb_core::{CostModel, Error, Mask, Method};
+use wlb_core::{CostModel, Error, Mask, Method, Rates};
 
 fn sync() -> impl Strategy<Value = Sync> {
     prop_oneof![Just(Sync::Step), Just(Sync::MicroBatch)]
@@ -122,6 +122,37 @@ fn tiny_plans_are_near_the_optimum() {
     assert!(compared > 150, "{compared}");
     assert!(excess / f64::from(compared) < 0.02, "{}", excess / f64::from(compared));
     assert!(more_rounds <= 4, "{more_rounds}");
+}
+
+/// Two full micro-batches leave one rank the long documents; where ranks meet once a step, a second round is worth it.
+#[test]
+fn one_round_more_has_to_pay() {
+    let lengths = [&[60, 40][..], &[10; 10]].concat();
+    let rounds = |sync, num_micro_batches, multiple_of, micro_batch| {
+        let rates = Rates { attention: 1.0, micro_batch, ..Rates::default() };
+        let options = RankOptions {
+            num_micro_batches,
+            multiple_of,
+            max_tokens: 100,
+            method: Method::VarLength,
+            ranks: Some(Ranks { dp_size: 2, sync }),
+            groups: vec![],
+            equal_documents: false,
+            max_documents: None,
+        };
+        let packing = planned(&lengths, &options, &CostModel::from_rates(&rates).unwrap()).unwrap();
+        (packing.num_micro_batches() / 2, step_cost(&packing.costs, 2, sync))
+    };
+    // Documents of 60, 40 and 10 tokens have 1,830, 820 and 55 pairs: no rank has less than the longest.
+    assert_eq!(rounds(Sync::Step, Some(2), 1, 0.0), (1, 2650.0));
+    let (taken, step) = rounds(Sync::Step, None, 1, 0.0);
+    assert_eq!(taken, 2);
+    assert!(step <= 2650.0 * 0.95, "{step}");
+    assert_eq!(rounds(Sync::MicroBatch, None, 1, 0.0), (1, 2650.0));
+    // A multiple of two rounds for each of two ranks is one already, and a third would be none.
+    assert_eq!(rounds(Sync::Step, None, 4, 0.0).0, 2);
+    // 765 pairs are saved at most.
+    assert_eq!(rounds(Sync::Step, None, 1, 800.0), (1, 3450.0));
 }
 
 #[test]
