@@ -243,11 +243,15 @@ impl<'a> Batch<'a> {
         } else {
             self.by_rank(&targets, mean)?
         };
-        let (level, most): (fn(&Self, &mut Shares, &mut [Vec<usize>], f64), f64) = match sync {
-            Sync::Step => (Self::level_sums, mean * rounds as f64 * (1.0 + CLOSE)),
-            Sync::MicroBatch => (Self::level_rounds, targets.iter().sum::<f64>() * (1.0 + UNEVEN)),
+        let level = |shares: &mut Shares, ranks: &mut [Vec<usize>]| match sync {
+            Sync::Step => self.level_sums(shares, ranks, mean),
+            Sync::MicroBatch => self.level_rounds(shares, ranks, mean),
         };
-        level(self, &mut shares, &mut ranks, mean);
+        let most = match sync {
+            Sync::Step => mean * rounds as f64 * (1.0 + CLOSE),
+            Sync::MicroBatch => targets.iter().sum::<f64>() * (1.0 + UNEVEN),
+        };
+        level(&mut shares, &mut ranks);
         // Costly documents that are no multiple of the ranks, or full micro-batches, leave sums or rounds that few
         // exchanges do not level: then ranks first.
         let longest = self.longest(&shares, &ranks);
@@ -255,7 +259,7 @@ impl<'a> Batch<'a> {
             && longest > most
             && let Some((mut others, mut held)) = self.by_rank(&targets, mean)
         {
-            level(self, &mut others, &mut held, mean);
+            level(&mut others, &mut held);
             if self.longest(&others, &held) < longest {
                 (shares, ranks) = (others, held);
             }
