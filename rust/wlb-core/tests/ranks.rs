@@ -6,6 +6,7 @@ mod common;
 use common::ranks::{optimum, planned, step_cost};
 use common::strategies::{config, cost_model, lengths};
 use proptest::prelude::*;
+use wlb_core::cost::Rates;
 use wlb_core::packing::{RankOptions, Ranks, Sync};
 use wlb_core::{CostModel, Error, Mask, Method};
 
@@ -122,6 +123,37 @@ fn tiny_plans_are_near_the_optimum() {
     assert!(compared > 150, "{compared}");
     assert!(excess / f64::from(compared) < 0.02, "{}", excess / f64::from(compared));
     assert!(more_rounds <= 4, "{more_rounds}");
+}
+
+/// Full micro-batches leave little choice; where ranks meet once a step, a second round is worth it.
+#[test]
+fn one_round_more_has_to_pay() {
+    let lengths = [60, 40, 30, 30, 20, 20];
+    let rounds = |sync, num_micro_batches, multiple_of, micro_batch| {
+        let rates = Rates { attention: 1.0, micro_batch, ..Rates::default() };
+        let options = RankOptions {
+            num_micro_batches,
+            multiple_of,
+            max_tokens: 100,
+            method: Method::VarLength,
+            ranks: Some(Ranks { dp_size: 2, sync }),
+            groups: vec![],
+            equal_documents: false,
+            max_documents: None,
+        };
+        let packing = planned(&lengths, &options, &CostModel::from_rates(&rates).unwrap()).unwrap();
+        (packing.num_micro_batches() / 2, step_cost(&packing.costs, 2, sync))
+    };
+    // 1,830, 820, 465 and 210 pairs: a full micro-batch of 60, 20 and 20 tokens has 2,250 of all 4,000.
+    assert_eq!(rounds(Sync::Step, Some(2), 1, 0.0), (1, 2250.0));
+    let (taken, step) = rounds(Sync::Step, None, 1, 0.0);
+    assert_eq!(taken, 2);
+    assert!(step <= 2250.0 * 0.95, "{step}");
+    assert_eq!(rounds(Sync::MicroBatch, None, 1, 0.0), (1, 2250.0));
+    // Four micro-batches are a multiple of four, and six are none.
+    assert_eq!(rounds(Sync::Step, None, 4, 0.0).0, 2);
+    // 210 pairs are saved: less than 5 % beside what another micro-batch costs.
+    assert_eq!(rounds(Sync::Step, None, 1, 100.0), (1, 2350.0));
 }
 
 #[test]

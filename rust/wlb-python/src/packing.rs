@@ -24,7 +24,8 @@ functions! {
     ///     lengths: int[n], tokens of each document, in arrival order; document ids are indices into it.
     ///     num_micro_batches: micro-batches of a global batch, ``N``. None: as few as leave nothing over, for a batch
     ///         that is trained whole in one step (fine-tuning, reinforcement learning): one multiple less would leave
-    ///         documents over.
+    ///         documents over. With ``dp_size`` and ``sync="step"``, one more of each rank where that makes the step
+    ///         5 % shorter.
     ///     max_tokens: most tokens of a micro-batch; a memory bound (``S_max``).
     ///     cost_model: what documents cost, by their lengths; of ``[low, high]``, or more, any may be the true one
     ///         (:meth:`CostModel.range`). Or ``costs``.

@@ -25,6 +25,14 @@ impl<'a> From<&'a DocumentCosts> for Pricing<'a> {
 }
 
 impl Pricing<'_> {
+    /// What every micro-batch costs beside its documents.
+    pub(super) fn micro_batch(&self) -> f64 {
+        match self {
+            Self::Model(model) => model.micro_batch(),
+            Self::Given(_) => 0.0,
+        }
+    }
+
     /// Checks that these documents have costs, whose sums are finite.
     pub(super) fn check(&self, lengths: &[i32]) -> Result<()> {
         match self {

@@ -5,8 +5,9 @@ use crate::ladder::Ladder;
 
 use super::shares::Shares;
 
-/// Partners that are tried, from the lightest on.
-const PARTNERS: usize = 12;
+/// Partners that micro-batches try, from the lightest on: where tokens run out most find none, and looking farther
+/// takes the time that other starts are better for.
+pub(super) const PARTNERS: usize = 4;
 /// Places beside the best that are looked at, where that is not allowed: with one item for one, and with two for two.
 const REACH: [usize; 2] = [4, 16];
 /// No item.
@@ -77,6 +78,8 @@ pub(super) struct Search {
     pub(super) steps: usize,
     /// Whether every share keeps its number of documents.
     pub(super) keeps_counts: bool,
+    /// Partners of a share that are tried, from the lightest on.
+    pub(super) partners: usize,
     meter: Meter,
     /// Bundles of the two shares that are looked at.
     bundles: [Vec<Bundle>; 2],
@@ -84,7 +87,7 @@ pub(super) struct Search {
 
 impl Search {
     pub(super) fn new(steps: usize, keeps_counts: bool) -> Self {
-        Self { steps, keeps_counts, meter: Meter::default(), bundles: [Vec::new(), Vec::new()] }
+        Self { steps, keeps_counts, partners: PARTNERS, meter: Meter::default(), bundles: [Vec::new(), Vec::new()] }
     }
 
     fn spend(&mut self, steps: usize) {
@@ -158,7 +161,7 @@ impl Search {
     /// Lowers the load of the heaviest of some shares, then of the next that can be lowered, until all are within
     /// `close` of the lightest, no exchange is left, or the steps are used up.
     ///
-    /// The heaviest gives to the first partner, from the lightest on, with which an exchange leaves both below what it
+    /// The heaviest gives to the first partner, of a few from the lightest on, with which an exchange leaves both below what it
     /// had. One that finds none is set aside.
     pub(super) fn level(&mut self, shares: &mut Shares, among: &[usize], close: f64) {
         let mut by_load = Ladder::new(among.iter().map(|&j| shares.loads[j]));
@@ -169,7 +172,7 @@ impl Search {
                 if gap(light) <= close || self.steps == 0 {
                     return;
                 }
-                let partners = by_load.ascending().take(PARTNERS).filter(|&partner| partner != heavy);
+                let partners = by_load.ascending().take(self.partners).filter(|&partner| partner != heavy);
                 let found = partners.take_while(|&partner| gap(partner) > close).find_map(|partner| {
                     let (pair, aim) = ([among[heavy], among[partner]], gap(partner) / 2.0);
                     // Both end at least a little below the heavier: so this ends, whatever is rounded.

@@ -26,6 +26,12 @@ const CLOSE: f64 = 1e-4;
 const CLOSE_SUMS: f64 = 1e-5;
 /// Exchanges that are looked at to make micro-batches level, and as many for ranks: a tenth of a millisecond.
 const STEPS: usize = 1 << 15;
+/// Where ranks wait for each other once a step, one micro-batch more of each has to make the step shorter by this part.
+const WORTH_A_ROUND: f64 = 0.05;
+/// Rounds of unequal micro-batches are planned rank by rank as well, where they take so much more than is aimed at.
+const UNEVEN: f64 = 0.03;
+/// Partners that a rank tries to exchange groups with.
+const RANKS: usize = 12;
 /// Rounds, or documents, without a limit: more than any batch has, and far from overflow.
 const ANY: i64 = 1 << 31;
 
@@ -37,8 +43,8 @@ const ANY: i64 = 1 << 31;
 ///
 /// # Returns
 /// A packing whose micro-batches are those of the first rank in schedule order, then those of the second, and so on;
-/// [`Packing::deal`] gives them. All ranks have as many; as few as were found to hold the documents, unless the number
-/// is given. None is empty on a rank that has as many documents.
+/// [`Packing::deal`] gives them. All ranks have as many; as few as were found to hold the documents, with
+/// [`Sync::Step`] one more where the step is 5 % shorter with it, unless the number is given. None is empty on a rank that has as many documents.
 ///
 /// # Errors
 /// [`Error::OutOfRange`] for sizes, also where more than [`MAX_MICRO_BATCHES`] would be needed; [`Error::TooLong`] for
@@ -88,7 +94,8 @@ pub fn pack_for_ranks<'a>(lengths: &Lengths, options: &RankOptions, costs: impl 
             return Err(Error::Combination { argument: "costs", requirement });
         }
     };
-    let batch = Batch::new(lengths, &each, options)?;
+    let mut batch = Batch::new(lengths, &each, options)?;
+    batch.micro_batch = costs.micro_batch();
     let dp_size = options.dp_size();
     let (rounds, ranks) = match options.num_micro_batches {
         Some(total) => batch.attempt(total / dp_size).map(|ranks| (total / dp_size, ranks)).ok_or_else(|| {
@@ -124,6 +131,8 @@ pub(super) struct Batch<'a> {
     /// The same as items, costliest first.
     groups: Vec<Item>,
     limits: Limits,
+    /// What every micro-batch costs beside its documents.
+    micro_batch: f64,
     /// Micro-batches that hold the documents already, if there are some: indices of documents, the costliest
     /// micro-batch first.
     pub(super) start: Option<Vec<Vec<u32>>>,
@@ -139,7 +148,7 @@ impl<'a> Batch<'a> {
         let groups = groups(&members, lengths, costs);
         let documents = options.max_documents.map_or(ANY, |most| most as i64);
         let limits = Limits { tokens: i64::from(options.max_tokens), documents };
-        let batch = Self { options, items, places, members, groups, limits, start: None };
+        let batch = Self { options, items, places, members, groups, limits, micro_batch: 0.0, start: None };
         if options.equal_documents && batch.shared_out(ANY as usize).is_none() {
             let requirement = "found no way to give every rank as many documents, in groups of these sizes";
             return Err(Error::Combination { argument: "equal_documents", requirement });
@@ -173,7 +182,30 @@ impl<'a> Batch<'a> {
                 None => too_few = middle,
             }
         }
-        Ok((enough * multiple, best))
+        let rounds = enough * multiple;
+        let shorter = if multiple == 1 { self.one_more(rounds, &best) } else { None };
+        Ok(shorter.map_or((rounds, best), |shorter| (rounds + 1, shorter)))
+    }
+
+    /// The plan of one round more, where that makes a step of ranks that wait for each other once clearly shorter:
+    /// micro-batches may be so full that they leave no choice which rank has what.
+    fn one_more(&self, rounds: usize, plan: &Contents) -> Option<Contents> {
+        let dp_size = self.options.dp_size();
+        let cost =
+            |held: &Vec<u32>| held.iter().map(|&d| self.items[self.places[d as usize] as usize].cost).sum::<f64>();
+        let step = |plan: &Contents| {
+            let longest = plan.iter().map(|rank| rank.iter().map(cost).sum::<f64>()).fold(0.0, f64::max);
+            longest + self.micro_batch * plan[0].len() as f64
+        };
+        let total: f64 = self.items.iter().map(|item| item.cost).sum();
+        let costliest = self.items.iter().chain(&self.groups).map(|item| item.cost).fold(0.0, f64::max);
+        let least = (total / dp_size as f64).max(costliest) + self.micro_batch * (rounds + 1) as f64;
+        let most = step(plan) * (1.0 - WORTH_A_ROUND);
+        if self.options.sync() != Sync::Step || least > most {
+            return None;
+        }
+        check_micro_batches((rounds + 1) * dp_size).ok()?;
+        self.attempt(rounds + 1).filter(|more| step(more) <= most && !more.iter().flatten().any(Vec::is_empty))
     }
 
     /// No plan has fewer rounds.
@@ -211,23 +243,26 @@ impl<'a> Batch<'a> {
         } else {
             self.by_rank(&targets, mean)?
         };
-        match sync {
-            Sync::Step => {
-                self.level_sums(&mut shares, &mut ranks, mean);
-                // Costly documents that are no multiple of the ranks leave sums that few exchanges do not level: then
-                // ranks first.
-                let longest = longest_sum(&shares, &ranks);
-                if self.members.is_empty()
-                    && longest > mean * rounds as f64 * (1.0 + CLOSE)
-                    && let Some((mut others, mut held)) = self.by_rank(&targets, mean)
-                {
-                    self.level_sums(&mut others, &mut held, mean);
-                    if longest_sum(&others, &held) < longest {
-                        (shares, ranks) = (others, held);
-                    }
-                }
+        let level = |shares: &mut Shares, ranks: &mut [Vec<usize>]| match sync {
+            Sync::Step => self.level_sums(shares, ranks, mean),
+            Sync::MicroBatch => self.level_rounds(shares, ranks, mean),
+        };
+        let most = match sync {
+            Sync::Step => mean * rounds as f64 * (1.0 + CLOSE),
+            Sync::MicroBatch => targets.iter().sum::<f64>() * (1.0 + UNEVEN),
+        };
+        level(&mut shares, &mut ranks);
+        // Costly documents that are no multiple of the ranks, or full micro-batches, leave sums or rounds that few
+        // exchanges do not level: then ranks first.
+        let longest = self.longest(&shares, &ranks);
+        if self.members.is_empty()
+            && longest > most
+            && let Some((mut others, mut held)) = self.by_rank(&targets, mean)
+        {
+            level(&mut others, &mut held);
+            if self.longest(&others, &held) < longest {
+                (shares, ranks) = (others, held);
             }
-            Sync::MicroBatch => self.level_rounds(&mut shares, &mut ranks, mean),
         }
         let documents = |&j: &usize| shares.contents[j].iter().map(|&place| self.items[place as usize].index).collect();
         Some(ranks.iter().map(|held| held.iter().map(documents).collect()).collect())
@@ -328,6 +363,7 @@ impl<'a> Batch<'a> {
         let mut on_ranks = self.shared_out(targets.len())?;
         let all: Vec<usize> = (0..on_ranks.contents.len()).collect();
         let mut search = Search::new(STEPS, self.options.equal_documents);
+        search.partners = RANKS;
         search.level(&mut on_ranks, &all, CLOSE_SUMS * mean * targets.len() as f64);
 
         let held_targets: Vec<f64> = all.iter().flat_map(|_| targets.iter().copied()).collect();
@@ -350,9 +386,16 @@ impl<'a> Batch<'a> {
         let ranks = all.iter().map(|rank| (rank * targets.len()..(rank + 1) * targets.len()).collect()).collect();
         Some((shares, ranks))
     }
-}
 
-/// What the heaviest rank costs.
-fn longest_sum(shares: &Shares<'_>, ranks: &[Vec<usize>]) -> f64 {
-    ranks.iter().map(|held| held.iter().map(|&j| shares.cost(j)).sum()).fold(0.0, f64::max)
+    /// What a step takes: the heaviest rank, or the heaviest micro-batch of each round.
+    fn longest(&self, shares: &Shares<'_>, ranks: &[Vec<usize>]) -> f64 {
+        let costs = shares.costs();
+        match self.options.sync() {
+            Sync::Step => ranks.iter().map(|held| held.iter().map(|&j| costs[j]).sum()).fold(0.0, f64::max),
+            Sync::MicroBatch => {
+                let heaviest = |round: usize| ranks.iter().map(|held| costs[held[round]]).fold(0.0, f64::max);
+                (0..ranks[0].len()).map(heaviest).sum()
+            }
+        }
+    }
 }

@@ -49,7 +49,7 @@ impl<'a> Shares<'a> {
         Self {
             items,
             limits,
-            contents: vec![Vec::new(); targets.len()],
+            contents: targets.iter().map(|_| Vec::with_capacity(2 * items.len() / targets.len())).collect(),
             loads: targets.iter().map(|target| -target).collect(),
             tokens: vec![0; targets.len()],
             documents: vec![0; targets.len()],
