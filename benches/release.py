@@ -58,6 +58,7 @@ PRICES = tuple(round(0.5 / 1.45**k, 5) for k in range(17))
 NEARER = 5  # more prices, ever nearer to where the delay passes the goal's
 GOALS = {1.5: (0.50, 1.012, 1.06), 2.0: (0.40, 1.005, None)}  # delay, mean and p95 of the imbalance
 QUEUES_DELAY = {1: 0.6, 2: 0.6, 3: 0.9}  # most mean delay of the tuned queues
+AROUND, BEYOND = (0.8, 0.9, 0.95, 1.05, 1.1, 1.25), 1.1  # of a threshold; of that delay
 FIGURES = (
     "imbalance_mean",
     "imbalance_p95",
@@ -66,6 +67,7 @@ FIGURES = (
     "delay_p99",
     "delay_max",
     "memory_skew_mean",
+    "step_work_heaviest",
 )
 CURVE = ("delay_price", "imbalance_mean", "imbalance_p95", "imbalance_worst", "delay_mean", "delay_max")
 
@@ -102,21 +104,44 @@ def figures(packer: wlb.Packer) -> Row:
 
 
 def queues(batches: list[Lengths], options: dict[str, Any], number: int) -> tuple[Row, list[Row]]:
-    """Algorithm 1 under the best thresholds for this very stream, and the front of all that were tried."""
+    """Algorithm 1 under the best thresholds for this very stream, and the front of all that were tried on it.
+
+    `tune_outlier_thresholds` reads as a trainer does, which asks the packer how much it takes. Here global batches are
+    pushed as they are, which other thresholds may suit better: so all that no others beat there are tried here, and
+    others around the best of them.
+    """
+    limit = QUEUES_DELAY[number]
     tuned = wlb.tune_outlier_thresholds(
         np.concatenate(batches),
         num_queues=number,
-        max_mean_delay=QUEUES_DELAY[number],
+        max_mean_delay=limit,
         max_document_tokens=CONTEXT,
         tokens_per_batch=options["num_micro_batches"] * CONTEXT,
         **options,
     )
-    packer = wlb.Packer(outlier_thresholds=tuned.thresholds, max_document_tokens=CONTEXT, **options)
-    for batch in batches:
-        packer.push(batch)
-    packer.flush()
-    front = [{key: getattr(p, key) for key in ("imbalance_mean", "imbalance_p95", "delay_mean")} for p in tuned.pareto]
-    return {"queues": number, "thresholds": list(tuned.thresholds), **figures(packer)}, front
+    tried: dict[tuple[int, ...], Row] = {}
+
+    def pushed(thresholds: tuple[int, ...]) -> None:
+        if thresholds in tried or list(thresholds) != sorted(set(thresholds)):
+            return
+        packer = wlb.Packer(outlier_thresholds=thresholds, max_document_tokens=CONTEXT, **options)
+        for batch in batches:
+            packer.push(batch)
+        packer.flush()
+        tried[thresholds] = {"queues": number, "thresholds": list(thresholds), **figures(packer)}
+
+    def best(most: float) -> Row:
+        within = [row for row in tried.values() if row["delay_mean"] <= most]
+        return min(within or tried.values(), key=lambda row: float(row["imbalance_mean"]))
+
+    for point in (tuned, *tuned.pareto):
+        pushed(tuple(point.thresholds))
+    for _ in range(NEARER):  # around the best, and around the one a little beyond the limit, each threshold by itself
+        for start in (best(limit)["thresholds"], best(BEYOND * limit)["thresholds"]):
+            for at, factor in itertools.product(range(len(start)), AROUND):
+                pushed((*start[:at], min(CONTEXT, int(start[at] * factor)), *start[at + 1 :]))
+    front = [{key: row[key] for key in ("imbalance_mean", "imbalance_p95", "delay_mean")} for row in tried.values()]
+    return best(limit), front
 
 
 def planning_time(batches: list[Lengths], options: dict[str, Any]) -> Row:
@@ -205,7 +230,7 @@ def report(console: Console, rows: list[Row]) -> None:
     def cells(point: Row) -> list[str]:
         return [f"{point[key]:.3f}" if isinstance(point[key], float) else str(point[key]) for key in FIGURES]
 
-    headings = ("mean", "p95", "worst", "delay", "p99", "max", "memory")
+    headings = ("mean", "p95", "worst", "delay", "p99", "max", "memory", "steps")
     for efficiency, room in itertools.product(COSTS, ROOMS):
         delay, mean, p95 = GOALS[room]
         goal = f"{mean}" + (f" / {p95}" if p95 else "") + f" at {delay:.2f}"
@@ -222,7 +247,7 @@ def report(console: Console, rows: list[Row]) -> None:
                 table.add_row("", "", "", f"{point['queues']} queue{'s' * (point['queues'] > 1)}", *cells(point))
             if row.get("fluid_bound") is not None and row["max_delay"] == MAX_DELAYS[-1]:
                 bound = f"{row['fluid_bound']:.3f}"
-                table.add_row("", "infinite", "", "no rule waits less", "", "", "", bound, "", "", "")
+                table.add_row("", "infinite", "", "no rule waits less", "", "", "", bound, "", "", "", "")
         console.print(table)
     table = Table("lengths", "cost", "N", "room", "documents", "pack us", "push us", "p95", "max", "ratio")
     table.add_column("median")

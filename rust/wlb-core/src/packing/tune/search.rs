@@ -84,6 +84,12 @@ impl Search {
         self.points.iter().filter(|point| of(point)).min_by(|a, b| self.better(a, b))
     }
 
+    /// The least mean imbalance of so many thresholds within a mean delay; the first tried of equals.
+    pub(super) fn best_within(&self, delay: f64, thresholds: usize) -> Option<&TunedPoint> {
+        let within = |point: &&TunedPoint| point.thresholds.len() == thresholds && point.delay_mean <= delay;
+        self.points.iter().filter(within).min_by(|a, b| a.imbalance_mean.total_cmp(&b.imbalance_mean))
+    }
+
     /// The less, the better: the least mean imbalance within the delay limit, else the least delay; then the fewest
     /// thresholds.
     fn better(&self, a: &TunedPoint, b: &TunedPoint) -> Ordering {

@@ -14,11 +14,14 @@ const COARSE_CANDIDATES: usize = 12;
 const COARSE_STEP: f64 = 1.3;
 /// Rounds of refinement; each halves the step between neighbouring candidates.
 const REFINEMENTS: u32 = 3;
+/// Mean delay, over the limit, of a choice whose neighbourhood may hold one that keeps the limit.
+const BEYOND: f64 = 1.1;
 
 /// Runs the packer over the sample under many choices of thresholds.
 ///
 /// First every combination of up to `num_queues` geometrically spaced thresholds, then, for each number of levels, the
-/// neighbourhood of the best at halved steps. Deterministic. Without queues is always among the choices, so that there
+/// neighbourhood of the best at halved steps, and that of the best whose delay is a little beyond the limit: delay falls in
+/// leaps as a threshold passes a common length. Deterministic. Without queues is always among the choices, so that there
 /// is always an answer; it is the one with the least delay if none keeps the limit.
 ///
 /// # Arguments
@@ -61,8 +64,10 @@ pub fn tune_outlier_thresholds<'a>(
         let mut step = COARSE_STEP;
         for _ in 0..REFINEMENTS {
             step = step.sqrt();
-            let Some(around) = search.best(|point| point.thresholds.len() == levels) else { break };
-            for thresholds in neighbours(&around.thresholds.clone(), step, longest) {
+            let within = search.best(|point| point.thresholds.len() == levels);
+            let beyond = search.best_within(BEYOND * options.max_mean_delay, levels);
+            let around: Vec<Vec<i32>> = [within, beyond].into_iter().flatten().map(|p| p.thresholds.clone()).collect();
+            for thresholds in around.iter().flat_map(|around| neighbours(around, step, longest)) {
                 search.evaluate(thresholds, None)?;
             }
         }
