@@ -21,6 +21,8 @@ pub(crate) struct Ladder {
     rungs: Vec<Rung>,
     /// Where the last search ended.
     finger: u32,
+    /// Where the last search ended for one that came back.
+    back: u32,
     meter: Meter,
 }
 
@@ -39,7 +41,7 @@ impl Ladder {
         let rung = |weight| Rung { weight, lighter: end, heavier: end };
         let rungs = order.iter().map(|&(weight, _)| weight).chain([f64::INFINITY]).map(rung).collect();
         order.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
-        let mut ladder = Self { rungs, finger: end, meter: Meter::default() };
+        let mut ladder = Self { rungs, finger: end, back: end, meter: Meter::default() };
         for (_, index) in order {
             ladder.insert_below(index, end);
         }
@@ -102,8 +104,10 @@ impl Ladder {
     pub(crate) fn remove(&mut self, index: usize) {
         let heavier = self.unlink(index);
         let index = index as u32;
-        if self.finger == index {
-            self.finger = heavier;
+        for finger in [&mut self.finger, &mut self.back] {
+            if *finger == index {
+                *finger = heavier;
+            }
         }
         // So that unlinking it once more changes no other.
         let rung = &mut self.rungs[index as usize];
@@ -113,6 +117,15 @@ impl Ladder {
     /// Sets the weight of one that was taken out to what it was.
     pub(crate) fn put_back(&mut self, index: usize) {
         self.set(index, self.rungs[index].weight);
+    }
+
+    /// Sets the weight of one that was taken out, where those come back in an order of their own: near the last that
+    /// did, which may be far from where the others move.
+    #[inline]
+    pub(crate) fn come_back(&mut self, index: usize, weight: f64) {
+        std::mem::swap(&mut self.finger, &mut self.back);
+        self.set(index, weight);
+        std::mem::swap(&mut self.finger, &mut self.back);
     }
 
     /// Sets one weight.
@@ -211,8 +224,9 @@ mod tests {
 
     /// Changes a weight, or takes it away, in both.
     fn set(ladder: &mut Ladder, weights: &mut [Option<f64>], index: usize, weight: Option<f64>) {
-        weights[index] = weight;
+        let was_out = std::mem::replace(&mut weights[index], weight).is_none();
         match weight {
+            Some(weight) if was_out => ladder.come_back(index, weight),
             Some(weight) => ladder.set(index, weight),
             None => ladder.remove(index),
         }

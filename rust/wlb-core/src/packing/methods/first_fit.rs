@@ -74,17 +74,20 @@ impl<'a> FirstFit<'a> {
         let first = |table: &[u32], row: usize| table.get(row).map_or(0, |&rank| rank as usize);
         let end = |table: &[u32], row: usize| if row == 0 { all.len() } else { first(table, row - 1) };
         let row = self.length_row(room);
-        let start = first(&self.by_length, row);
-        let rest = &all[start..end(&self.by_length, row)];
-        let short = start + rest.partition_point(|document| i64::from(document.length) > room);
-        if all.get(short).is_none_or(|document| cost + document.cost <= target) {
+        let mut short = first(&self.by_length, row);
+        if self.length_shift > 0 {
+            let rest = &all[short..end(&self.by_length, row)];
+            short += rest.partition_point(|document| i64::from(document.length) > room);
+        }
+        let dear = |document: &Document| cost + document.cost > target;
+        if !all.get(short).is_some_and(dear) {
             return short.max(from);
         }
         // As much more and less as sums may be rounded: nearly always one row.
         let (slack, rounding) = (target - cost, target * (2.0 * f64::EPSILON));
-        let start = first(&self.by_cost, self.cost_row(slack + rounding));
-        let rest = &all[start..end(&self.by_cost, self.cost_row(slack - rounding))];
-        from.max(short).max(start + rest.partition_point(|document| cost + document.cost > target))
+        let start = first(&self.by_cost, self.cost_row(slack + rounding)).max(short);
+        let rest = &all[start..end(&self.by_cost, self.cost_row(slack - rounding)).max(start)];
+        from.max(start + rest.partition_point(dear))
     }
 }
 
