@@ -1,5 +1,7 @@
 //! The lightest of many micro-batches, while they change.
 
+use std::cmp::Ordering;
+
 use crate::interrupt::Meter;
 
 /// Micro-batches from which on the steps of a search are counted towards the next check. With fewer, a search is short
@@ -36,13 +38,23 @@ struct Rung {
 impl Ladder {
     /// A ladder over `weights`: numbers, infinity included; at most `MAX_MICRO_BATCHES`.
     pub(crate) fn new(weights: impl ExactSizeIterator<Item = f64>) -> Self {
-        let end = weights.len() as u32;
         let mut order: Vec<(f64, u32)> = weights.zip(0..).collect();
-        let rung = |weight| Rung { weight, lighter: end, heavier: end };
-        let rungs = order.iter().map(|&(weight, _)| weight).chain([f64::INFINITY]).map(rung).collect();
-        order.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
-        let mut ladder = Self { rungs, finger: end, back: end, meter: Meter::default() };
-        for (_, index) in order {
+        order.sort_unstable_by(by_weight);
+        Self::sorted(order)
+    }
+
+    /// The same, of weights and their indices, which mostly stand in order.
+    pub(crate) fn of_mostly_sorted(mut order: Vec<(f64, u32)>) -> Self {
+        order.sort_by(by_weight); // one pass, where they do
+        Self::sorted(order)
+    }
+
+    fn sorted(order: Vec<(f64, u32)>) -> Self {
+        let end = order.len() as u32;
+        let rung = Rung { weight: f64::INFINITY, lighter: end, heavier: end };
+        let mut ladder = Self { rungs: vec![rung; order.len() + 1], finger: end, back: end, meter: Meter::default() };
+        for (weight, index) in order {
+            ladder.rungs[index as usize].weight = weight;
             ladder.insert_below(index, end);
         }
         ladder
@@ -214,6 +226,10 @@ impl Ladder {
     }
 }
 
+fn by_weight(a: &(f64, u32), b: &(f64, u32)) -> Ordering {
+    a.0.total_cmp(&b.0).then(a.1.cmp(&b.1))
+}
+
 #[cfg(test)]
 mod tests {
     use std::cmp::Ordering;
@@ -247,7 +263,8 @@ mod tests {
             changes in proptest::collection::vec((any::<prop::sample::Index>(), proptest::option::weighted(0.8, 0_u16..900)), 40),
         ) {
             let mut weights: Vec<Option<f64>> = start.iter().map(|&weight| Some(f64::from(weight))).collect();
-            let mut ladder = Ladder::new(start.into_iter().map(f64::from));
+            let reversed = start.into_iter().map(f64::from).zip(0..).rev();
+            let mut ladder = Ladder::of_mostly_sorted(reversed.collect());
             for (index, change) in changes {
                 let index = index.index(weights.len());
                 set(&mut ladder, &mut weights, index, change.map(f64::from));

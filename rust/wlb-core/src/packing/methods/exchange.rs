@@ -32,15 +32,13 @@ pub(super) fn exchange(documents: &Documents, start: Placement, low_enough: f64)
         return start;
     }
     let mut contents = Contents::new(documents, &start);
-    let mut changed = Vec::new();
     while let heaviest = contents.heaviest()
         && contents.costs[heaviest] > low_enough
         && let Some((partner, exchange)) = contents.find(heaviest)
     {
         contents.apply(heaviest, partner, &exchange);
-        changed.extend([heaviest, partner]);
     }
-    if changed.is_empty() { start } else { contents.into_placement(start, changed) }
+    contents.into_placement(start)
 }
 
 /// What goes from the heaviest micro-batch to its partner, what comes back, by their places there, and what both cost
@@ -100,6 +98,8 @@ struct Span {
     start: usize,
     end: usize,
     room_end: usize,
+    /// It is not as it was.
+    changed: bool,
 }
 
 /// A search for the best exchange between the heaviest micro-batch and a partner.
@@ -335,6 +335,7 @@ impl<'a> Contents<'a> {
         self.put_in(heavy, taken);
         for (j, cost) in [heavy, light].into_iter().zip(exchange.costs) {
             self.costs[j] = cost;
+            self.spans[j].changed = true;
             self.lightest.set(j, ordered(cost));
             self.heaviest.set(j, !ordered(cost));
         }
@@ -380,20 +381,18 @@ impl<'a> Contents<'a> {
     }
 
     /// `start` with what was exchanged, unless rounding lifts the maximum: costs are summed anew.
-    fn into_placement(mut self, mut start: Placement, mut changed: Vec<usize>) -> Placement {
+    fn into_placement(mut self, mut start: Placement) -> Placement {
         let max = start.max_cost();
-        changed.sort_unstable();
-        changed.dedup();
+        let changed: Vec<usize> = (0..self.spans.len()).filter(|&j| self.spans[j].changed).collect();
         self.costs.copy_from_slice(&start.costs);
         for &j in &changed {
-            let items = &self.items(j)[..self.items(j).len() - 1];
-            self.costs[j] = items.iter().fold(start.empty_cost(), |sum, item| sum + item.cost);
+            self.costs[j] = self.items(j).iter().fold(start.empty_cost(), |sum, item| sum + item.cost);
         }
         if self.costs.iter().copied().fold(0.0, f64::max) >= max {
             return start;
         }
         for j in changed {
-            for item in &self.items(j)[..self.items(j).len() - 1] {
+            for item in self.items(j).iter().take_while(|item| item.rank != NONE.rank) {
                 let document = self.documents.longest_first[item.rank as usize];
                 start.assignment[document.index as usize] = j as i32;
             }

@@ -37,20 +37,8 @@ impl<'a> FirstFit<'a> {
         let shift = |most: u64| (0..).find(|&shift| most >> shift <= all.len() as u64).unwrap_or(0);
         first_fit.length_shift = shift(longest as u64);
         first_fit.cost_shift = shift(dearest.to_bits().saturating_sub(cheap));
-        let tables = |row: &dyn Fn(&Document) -> usize| {
-            let mut table = vec![all.len() as u32; all.first().map_or(0, row) + 1];
-            let mut above = table.len();
-            for (rank, document) in all.iter().enumerate() {
-                let row = row(document);
-                if row < above {
-                    table[row..above].fill(rank as u32);
-                    above = row;
-                }
-            }
-            table
-        };
-        first_fit.by_length = tables(&|document| first_fit.length_row(i64::from(document.length)));
-        first_fit.by_cost = tables(&|document| first_fit.cost_row(document.cost));
+        first_fit.by_length = table(all, |document| first_fit.length_row(i64::from(document.length)));
+        first_fit.by_cost = table(all, |document| first_fit.cost_row(document.cost));
         first_fit
     }
 
@@ -89,6 +77,20 @@ impl<'a> FirstFit<'a> {
         let rest = &all[start..end(&self.by_cost, self.cost_row(slack - rounding)).max(start)];
         from.max(start + rest.partition_point(dear))
     }
+}
+
+/// Of each row the first rank that is in it or in one below.
+fn table(all: &[Document], row: impl Fn(&Document) -> usize) -> Vec<u32> {
+    let mut table = vec![all.len() as u32; all.first().map_or(0, &row) + 1];
+    let mut above = table.len();
+    for (rank, document) in all.iter().enumerate() {
+        let row = row(document);
+        while above > row {
+            above -= 1;
+            table[above] = rank as u32;
+        }
+    }
+    table
 }
 
 #[cfg(test)]

@@ -53,7 +53,13 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
             break;
         }
     }
-    let ready = Ladder::new(held.iter().map(slope));
+    // Longest first is mostly also the least lack first; of equals the first comes first.
+    let mut order: Vec<(f64, u32)> = (filled..held.len()).map(|j| (empty, j as u32)).collect();
+    for alike in held[..filled].chunk_by(|a, b| a.cost == b.cost && a.tokens == b.tokens).rev() {
+        let first = held.len() - order.len() - alike.len();
+        order.extend((first..).take(alike.len()).map(|j| (slope(&alike[0]), j as u32)));
+    }
+    let ready = Ladder::of_mostly_sorted(order);
     let mut by_slope = Takers::new(&first_fit, &held, rank, target, slope, ready);
     for (rank, document) in documents.longest_first.iter().enumerate().skip(rank) {
         let index = document.index as usize;
