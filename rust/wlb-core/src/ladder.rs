@@ -23,8 +23,8 @@ pub(crate) struct Ladder {
     rungs: Vec<Rung>,
     /// Where the last search ended.
     finger: u32,
-    /// Where the last search ended for one that came back.
-    back: u32,
+    /// Where the last searches ended for those that came back, of either kind.
+    back: [u32; 2],
     meter: Meter,
 }
 
@@ -52,7 +52,8 @@ impl Ladder {
     fn sorted(order: Vec<(f64, u32)>) -> Self {
         let end = order.len() as u32;
         let rung = Rung { weight: f64::INFINITY, lighter: end, heavier: end };
-        let mut ladder = Self { rungs: vec![rung; order.len() + 1], finger: end, back: end, meter: Meter::default() };
+        let mut ladder =
+            Self { rungs: vec![rung; order.len() + 1], finger: end, back: [end; 2], meter: Meter::default() };
         for (weight, index) in order {
             ladder.rungs[index as usize].weight = weight;
             ladder.insert_below(index, end);
@@ -116,7 +117,7 @@ impl Ladder {
     pub(crate) fn remove(&mut self, index: usize) {
         let heavier = self.unlink(index);
         let index = index as u32;
-        for finger in [&mut self.finger, &mut self.back] {
+        for finger in self.back.iter_mut().chain([&mut self.finger]) {
             if *finger == index {
                 *finger = heavier;
             }
@@ -131,13 +132,24 @@ impl Ladder {
         self.set(index, self.rungs[index].weight);
     }
 
-    /// Sets the weight of one that was taken out, where those come back in an order of their own: near the last that
-    /// did, which may be far from where the others move.
+    /// Sets the weight of one that was taken out, where those of two kinds come back in an order of their own: near the
+    /// last of its kind that did, which may be far from where the others move.
     #[inline]
-    pub(crate) fn come_back(&mut self, index: usize, weight: f64) {
-        std::mem::swap(&mut self.finger, &mut self.back);
+    pub(crate) fn come_back(&mut self, index: usize, weight: f64, kind: bool) {
+        std::mem::swap(&mut self.finger, &mut self.back[usize::from(kind)]);
         self.set(index, weight);
-        std::mem::swap(&mut self.finger, &mut self.back);
+        std::mem::swap(&mut self.finger, &mut self.back[usize::from(kind)]);
+    }
+
+    /// [`Ladder::set`], with one look where the lightest stays it.
+    #[inline]
+    pub(crate) fn set_lightest(&mut self, index: usize, weight: f64) {
+        let next = self.rungs[index].heavier as usize;
+        if index == self.lightest() && weight < self.rungs[next].weight {
+            self.rungs[index].weight = weight;
+        } else {
+            self.set(index, weight);
+        }
     }
 
     /// Sets one weight.
@@ -242,7 +254,8 @@ mod tests {
     fn set(ladder: &mut Ladder, weights: &mut [Option<f64>], index: usize, weight: Option<f64>) {
         let was_out = std::mem::replace(&mut weights[index], weight).is_none();
         match weight {
-            Some(weight) if was_out => ladder.come_back(index, weight),
+            Some(weight) if was_out => ladder.come_back(index, weight, index % 3 == 0),
+            Some(weight) if index % 2 == 0 => ladder.set_lightest(index, weight),
             Some(weight) => ladder.set(index, weight),
             None => ladder.remove(index),
         }

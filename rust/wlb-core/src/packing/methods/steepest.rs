@@ -161,8 +161,8 @@ trait Ready {
     fn first(&self) -> Option<usize>;
     fn set(&mut self, j: usize, weight: f64);
     fn take_out(&mut self, j: usize);
-    /// Of one that was taken out.
-    fn come_back(&mut self, j: usize, weight: f64);
+    /// Of one that was taken out, and takes a document now for which it had too little room, or too much work.
+    fn come_back(&mut self, j: usize, weight: f64, lacked_room: bool);
 }
 
 /// By slope: documents come longest first, and so do slopes change little from one micro-batch to the next, both of
@@ -174,15 +174,15 @@ impl Ready for Ladder {
 
     #[inline]
     fn set(&mut self, j: usize, weight: f64) {
-        self.set(j, weight);
+        self.set_lightest(j, weight);
     }
 
     fn take_out(&mut self, j: usize) {
         self.remove(j);
     }
 
-    fn come_back(&mut self, j: usize, weight: f64) {
-        self.come_back(j, weight);
+    fn come_back(&mut self, j: usize, weight: f64, lacked_room: bool) {
+        self.come_back(j, weight, lacked_room);
     }
 }
 
@@ -200,7 +200,7 @@ impl Ready for Tournament {
         self.set(j, Tournament::NONE);
     }
 
-    fn come_back(&mut self, j: usize, weight: f64) {
+    fn come_back(&mut self, j: usize, weight: f64, _: bool) {
         self.set(j, ordered(weight));
     }
 }
@@ -265,7 +265,12 @@ impl<'a, W: Fn(&Held) -> f64, R: Ready> Takers<'a, W, R> {
                 let waited = j as usize;
                 j = std::mem::replace(&mut self.next[waited], READY);
                 if self.fits(&held[waited], rank) {
-                    self.ready.come_back(waited, (self.weight)(&held[waited]));
+                    let Documents { longest_first, max_tokens } = self.first_fit.documents;
+                    let (document, held) = (&longest_first[rank], &held[waited]);
+                    // Of the document it can take so much more of the tokens, or of the work.
+                    let room = (max_tokens - held.tokens) as f64 * document.cost;
+                    let lacked_room = room <= (self.target - held.cost) * f64::from(document.length);
+                    self.ready.come_back(waited, (self.weight)(held), lacked_room);
                 } else {
                     self.wait(&held[waited], waited, rank);
                 }
