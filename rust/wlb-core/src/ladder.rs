@@ -1,5 +1,7 @@
 //! The lightest of many micro-batches, while they change.
 
+use std::cmp::Ordering;
+
 use crate::interrupt::Meter;
 
 /// Micro-batches from which on the steps of a search are counted towards the next check. With fewer, a search is short
@@ -21,6 +23,8 @@ pub(crate) struct Ladder {
     rungs: Vec<Rung>,
     /// Where the last search ended.
     finger: u32,
+    /// Where the last searches ended for those that came back, of either kind.
+    back: [u32; 2],
     meter: Meter,
 }
 
@@ -34,13 +38,24 @@ struct Rung {
 impl Ladder {
     /// A ladder over `weights`: numbers, infinity included; at most `MAX_MICRO_BATCHES`.
     pub(crate) fn new(weights: impl ExactSizeIterator<Item = f64>) -> Self {
-        let end = weights.len() as u32;
         let mut order: Vec<(f64, u32)> = weights.zip(0..).collect();
-        let rung = |weight| Rung { weight, lighter: end, heavier: end };
-        let rungs = order.iter().map(|&(weight, _)| weight).chain([f64::INFINITY]).map(rung).collect();
-        order.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
-        let mut ladder = Self { rungs, finger: end, meter: Meter::default() };
-        for (_, index) in order {
+        order.sort_unstable_by(by_weight);
+        Self::sorted(order)
+    }
+
+    /// The same, of weights and their indices, which mostly stand in order.
+    pub(crate) fn of_mostly_sorted(mut order: Vec<(f64, u32)>) -> Self {
+        order.sort_by(by_weight); // one pass, where they do
+        Self::sorted(order)
+    }
+
+    fn sorted(order: Vec<(f64, u32)>) -> Self {
+        let end = order.len() as u32;
+        let rung = Rung { weight: f64::INFINITY, lighter: end, heavier: end };
+        let mut ladder =
+            Self { rungs: vec![rung; order.len() + 1], finger: end, back: [end; 2], meter: Meter::default() };
+        for (weight, index) in order {
+            ladder.rungs[index as usize].weight = weight;
             ladder.insert_below(index, end);
         }
         ladder
@@ -102,8 +117,10 @@ impl Ladder {
     pub(crate) fn remove(&mut self, index: usize) {
         let heavier = self.unlink(index);
         let index = index as u32;
-        if self.finger == index {
-            self.finger = heavier;
+        for finger in self.back.iter_mut().chain([&mut self.finger]) {
+            if *finger == index {
+                *finger = heavier;
+            }
         }
         // So that unlinking it once more changes no other.
         let rung = &mut self.rungs[index as usize];
@@ -113,6 +130,26 @@ impl Ladder {
     /// Sets the weight of one that was taken out to what it was.
     pub(crate) fn put_back(&mut self, index: usize) {
         self.set(index, self.rungs[index].weight);
+    }
+
+    /// Sets the weight of one that was taken out, where those of two kinds come back in an order of their own: near the
+    /// last of its kind that did, which may be far from where the others move.
+    #[inline]
+    pub(crate) fn come_back(&mut self, index: usize, weight: f64, kind: bool) {
+        std::mem::swap(&mut self.finger, &mut self.back[usize::from(kind)]);
+        self.set(index, weight);
+        std::mem::swap(&mut self.finger, &mut self.back[usize::from(kind)]);
+    }
+
+    /// [`Ladder::set`], with one look where the lightest stays it.
+    #[inline]
+    pub(crate) fn set_lightest(&mut self, index: usize, weight: f64) {
+        let next = self.rungs[index].heavier as usize;
+        if index == self.lightest() && weight < self.rungs[next].weight {
+            self.rungs[index].weight = weight;
+        } else {
+            self.set(index, weight);
+        }
     }
 
     /// Sets one weight.
@@ -201,6 +238,10 @@ impl Ladder {
     }
 }
 
+fn by_weight(a: &(f64, u32), b: &(f64, u32)) -> Ordering {
+    a.0.total_cmp(&b.0).then(a.1.cmp(&b.1))
+}
+
 #[cfg(test)]
 mod tests {
     use std::cmp::Ordering;
@@ -211,8 +252,10 @@ mod tests {
 
     /// Changes a weight, or takes it away, in both.
     fn set(ladder: &mut Ladder, weights: &mut [Option<f64>], index: usize, weight: Option<f64>) {
-        weights[index] = weight;
+        let was_out = std::mem::replace(&mut weights[index], weight).is_none();
         match weight {
+            Some(weight) if was_out => ladder.come_back(index, weight, index % 3 == 0),
+            Some(weight) if index % 2 == 0 => ladder.set_lightest(index, weight),
             Some(weight) => ladder.set(index, weight),
             None => ladder.remove(index),
         }
@@ -233,7 +276,9 @@ mod tests {
             changes in proptest::collection::vec((any::<prop::sample::Index>(), proptest::option::weighted(0.8, 0_u16..900)), 40),
         ) {
             let mut weights: Vec<Option<f64>> = start.iter().map(|&weight| Some(f64::from(weight))).collect();
-            let mut ladder = Ladder::new(start.into_iter().map(f64::from));
+            let mut order: Vec<(f64, u32)> = start.into_iter().map(f64::from).zip(0..).collect();
+            order.reverse();
+            let mut ladder = Ladder::of_mostly_sorted(order);
             for (index, change) in changes {
                 let index = index.index(weights.len());
                 set(&mut ladder, &mut weights, index, change.map(f64::from));

@@ -38,7 +38,7 @@ functions! {
     ///     method: "var_length" (WLB-LLM's Algorithm 1: longest first, each to the micro-batch with the least cost),
     ///         "var_length_fast" (the same for heavy documents, the light tail poured in arrival order; costs at most
     ///         1.001 of the lower bound where var_length does), "refined" (no worse than var_length, and next to
-    ///         optimal where ``max_tokens`` binds; 1.4 times its time at the median, about four times where a few
+    ///         optimal where ``max_tokens`` binds; 1.3 times its time at the median, about three times where a few
     ///         pieces fill a micro-batch that has next to no room to spare), "fixed_length" (longest first, to the
     ///         least attention work that has room; cuts what fits nowhere), "original" (arrival order, cut every
     ///         ``max_tokens``).

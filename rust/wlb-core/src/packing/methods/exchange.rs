@@ -32,15 +32,13 @@ pub(super) fn exchange(documents: &Documents, start: Placement, low_enough: f64)
         return start;
     }
     let mut contents = Contents::new(documents, &start);
-    let mut changed = Vec::new();
     while let heaviest = contents.heaviest()
         && contents.costs[heaviest] > low_enough
         && let Some((partner, exchange)) = contents.find(heaviest)
     {
         contents.apply(heaviest, partner, &exchange);
-        changed.extend([heaviest, partner]);
     }
-    if changed.is_empty() { start } else { contents.into_placement(start, changed) }
+    contents.into_placement(start)
 }
 
 /// What goes from the heaviest micro-batch to its partner, what comes back, by their places there, and what both cost
@@ -65,6 +63,9 @@ impl Item {
     }
 }
 
+/// So many documents more than at first have room beside the others of a micro-batch.
+const SPARE: usize = 3;
+
 /// No document: 0 tokens that cost nothing.
 const NONE: Item = Item { cost: 0.0, length: 0, rank: u32::MAX };
 
@@ -74,9 +75,10 @@ struct Contents<'a> {
     /// Rank of the longest document that each micro-batch had at the start, and of each document's next there.
     first: Vec<u32>,
     next: Vec<u32>,
-    /// Those of micro-batches that were looked at, as they are by now; the last is [`NONE`]. Most never are: theirs are
-    /// empty.
-    items: Vec<Vec<Item>>,
+    /// Those of micro-batches that were looked at, as they are by now, each's side by side; the last is [`NONE`].
+    items: Vec<Item>,
+    /// Where those of each are. Most are never looked at: theirs are empty.
+    spans: Vec<Span>,
     tokens: Vec<i64>,
     costs: Vec<f64>,
     /// Micro-batches by cost, ties by index, from either end.
@@ -88,6 +90,16 @@ struct Contents<'a> {
     steps: usize,
     /// And after them those that try the lightest partner alone.
     last_steps: usize,
+}
+
+/// So many of [`Contents::items`], with room for some more.
+#[derive(Clone, Default)]
+struct Span {
+    start: usize,
+    end: usize,
+    room_end: usize,
+    /// It is not as it was.
+    changed: bool,
 }
 
 /// A search for the best exchange between the heaviest micro-batch and a partner.
@@ -224,7 +236,8 @@ impl<'a> Contents<'a> {
             documents,
             first,
             next,
-            items: vec![Vec::new(); start.tokens.len()],
+            items: Vec::new(),
+            spans: vec![Span::default(); start.tokens.len()],
             tokens: start.tokens.clone(),
             costs: start.costs.clone(),
             lightest: Tournament::new(start.costs.iter().map(|&cost| ordered(cost))),
@@ -257,13 +270,13 @@ impl<'a> Contents<'a> {
                 }
                 self.look_at(partner);
                 if self.steps == 0 {
-                    let steps = self.items[heaviest].len() + self.items[partner].len();
+                    let steps = self.items(heaviest).len() + self.items(partner).len();
                     self.last_steps = self.last_steps.saturating_sub(steps);
                 }
                 let both = [heaviest, partner];
                 let mut search = Search {
-                    has: &self.items[heaviest],
-                    offers: &self.items[partner],
+                    has: self.items(heaviest),
+                    offers: self.items(partner),
                     costs: both.map(|j| self.costs[j]),
                     room: both.map(|j| self.documents.max_tokens - self.tokens[j]),
                     least: self.costs[heaviest],
@@ -288,18 +301,31 @@ impl<'a> Contents<'a> {
         found
     }
 
+    fn items(&self, j: usize) -> &[Item] {
+        &self.items[self.spans[j].start..self.spans[j].end]
+    }
+
     fn look_at(&mut self, j: usize) {
-        if self.items[j].is_empty() {
-            let items = &mut self.items[j];
-            items.reserve(8); // few have more, when there are many micro-batches
-            let mut rank = self.first[j];
-            while rank != NONE.rank {
-                let document = &self.documents.longest_first[rank as usize];
-                items.push(Item { cost: document.cost, length: document.length, rank });
-                rank = self.next[rank as usize];
-            }
-            items.push(NONE);
+        if self.spans[j].end > 0 {
+            return;
         }
+        let start = self.items.len();
+        let mut rank = self.first[j];
+        while rank != NONE.rank {
+            let document = &self.documents.longest_first[rank as usize];
+            self.items.push(Item { cost: document.cost, length: document.length, rank });
+            rank = self.next[rank as usize];
+        }
+        self.items.push(NONE);
+        self.spans[j].end = self.items.len();
+        self.spans[j].start = start;
+        self.add_room(j);
+    }
+
+    /// Room for some more after the last items.
+    fn add_room(&mut self, j: usize) {
+        self.items.extend([NONE; SPARE]);
+        self.spans[j].room_end = self.items.len();
     }
 
     fn apply(&mut self, heavy: usize, light: usize, exchange: &Exchange) {
@@ -309,6 +335,7 @@ impl<'a> Contents<'a> {
         self.put_in(heavy, taken);
         for (j, cost) in [heavy, light].into_iter().zip(exchange.costs) {
             self.costs[j] = cost;
+            self.spans[j].changed = true;
             self.lightest.set(j, ordered(cost));
             self.heaviest.set(j, !ordered(cost));
         }
@@ -320,33 +347,57 @@ impl<'a> Contents<'a> {
     }
 
     fn take_out(&mut self, j: usize, places: [usize; 2]) -> [Item; 2] {
-        let items = places.map(|place| self.items[j][place]);
-        let gone = items.map(|item| item.rank);
-        self.items[j].retain(|item| item.rank == NONE.rank || !gone.contains(&item.rank));
-        items.iter().for_each(|item| self.tokens[j] -= item.tokens());
+        let start = self.spans[j].start;
+        let items = places.map(|place| self.items[start + place]);
+        // From the later place on, so that the other stays where it is; [`NONE`], the last, is never gone.
+        for place in [places[0].max(places[1]), places[0].min(places[1])] {
+            let (at, end) = (start + place, self.spans[j].end);
+            let item = self.items[at];
+            if item.rank != NONE.rank {
+                self.items.copy_within(at + 1..end, at);
+                self.spans[j].end -= 1;
+                self.tokens[j] -= item.tokens();
+            }
+        }
         items
     }
 
     fn put_in(&mut self, j: usize, items: [Item; 2]) {
         for item in items.into_iter().filter(|item| item.rank != NONE.rank) {
-            let at = self.items[j].partition_point(|other| other.rank < item.rank);
-            self.items[j].insert(at, item);
+            if self.spans[j].end == self.spans[j].room_end {
+                let Span { start, end, .. } = self.spans[j];
+                self.spans[j].start = self.items.len();
+                self.items.extend_from_within(start..end);
+                self.spans[j].end = self.items.len();
+                self.add_room(j);
+            }
+            let Span { start, end, .. } = self.spans[j];
+            let at = start + self.items(j).partition_point(|other| other.rank < item.rank);
+            self.items.copy_within(at..end, at + 1);
+            self.items[at] = item;
+            self.spans[j].end += 1;
             self.tokens[j] += item.tokens();
         }
     }
 
     /// `start` with what was exchanged, unless rounding lifts the maximum: costs are summed anew.
-    fn into_placement(self, start: Placement, changed: Vec<usize>) -> Placement {
-        let mut placement = start.clone();
+    fn into_placement(mut self, mut start: Placement) -> Placement {
+        let max = start.max_cost();
+        let changed: Vec<usize> = (0..self.spans.len()).filter(|&j| self.spans[j].changed).collect();
+        self.costs.copy_from_slice(&start.costs);
+        for &j in &changed {
+            self.costs[j] = self.items(j).iter().fold(start.empty_cost(), |sum, item| sum + item.cost);
+        }
+        if self.costs.iter().copied().fold(0.0, f64::max) >= max {
+            return start;
+        }
         for j in changed {
-            let items = &self.items[j][..self.items[j].len() - 1];
-            placement.tokens[j] = items.iter().map(|item| item.tokens()).sum();
-            placement.costs[j] = items.iter().fold(start.empty_cost(), |sum, item| sum + item.cost);
-            for item in items {
+            for item in self.items(j).iter().take_while(|item| item.rank != NONE.rank) {
                 let document = self.documents.longest_first[item.rank as usize];
-                placement.assignment[document.index as usize] = j as i32;
+                start.assignment[document.index as usize] = j as i32;
             }
         }
-        if placement.max_cost() < start.max_cost() { placement } else { start }
+        (start.tokens, start.costs) = (self.tokens, self.costs);
+        start
     }
 }

@@ -37,20 +37,8 @@ impl<'a> FirstFit<'a> {
         let shift = |most: u64| (0..).find(|&shift| most >> shift <= all.len() as u64).unwrap_or(0);
         first_fit.length_shift = shift(longest as u64);
         first_fit.cost_shift = shift(dearest.to_bits().saturating_sub(cheap));
-        let tables = |row: &dyn Fn(&Document) -> usize| {
-            let mut table = vec![all.len() as u32; all.first().map_or(0, row) + 1];
-            let mut above = table.len();
-            for (rank, document) in all.iter().enumerate() {
-                let row = row(document);
-                if row < above {
-                    table[row..above].fill(rank as u32);
-                    above = row;
-                }
-            }
-            table
-        };
-        first_fit.by_length = tables(&|document| first_fit.length_row(i64::from(document.length)));
-        first_fit.by_cost = tables(&|document| first_fit.cost_row(document.cost));
+        first_fit.by_length = table(all, |document| first_fit.length_row(i64::from(document.length)));
+        first_fit.by_cost = table(all, |document| first_fit.cost_row(document.cost));
         first_fit
     }
 
@@ -74,18 +62,35 @@ impl<'a> FirstFit<'a> {
         let first = |table: &[u32], row: usize| table.get(row).map_or(0, |&rank| rank as usize);
         let end = |table: &[u32], row: usize| if row == 0 { all.len() } else { first(table, row - 1) };
         let row = self.length_row(room);
-        let start = first(&self.by_length, row);
-        let rest = &all[start..end(&self.by_length, row)];
-        let short = start + rest.partition_point(|document| i64::from(document.length) > room);
-        if all.get(short).is_none_or(|document| cost + document.cost <= target) {
+        let mut short = first(&self.by_length, row);
+        if self.length_shift > 0 {
+            let rest = &all[short..end(&self.by_length, row)];
+            short += rest.partition_point(|document| i64::from(document.length) > room);
+        }
+        let dear = |document: &Document| cost + document.cost > target;
+        if !all.get(short).is_some_and(dear) {
             return short.max(from);
         }
         // As much more and less as sums may be rounded: nearly always one row.
         let (slack, rounding) = (target - cost, target * (2.0 * f64::EPSILON));
-        let start = first(&self.by_cost, self.cost_row(slack + rounding));
-        let rest = &all[start..end(&self.by_cost, self.cost_row(slack - rounding))];
-        from.max(short).max(start + rest.partition_point(|document| cost + document.cost > target))
+        let start = first(&self.by_cost, self.cost_row(slack + rounding)).max(short);
+        let rest = &all[start..end(&self.by_cost, self.cost_row(slack - rounding)).max(start)];
+        from.max(start + rest.partition_point(dear))
     }
+}
+
+/// Of each row the first rank that is in it or in one below.
+fn table(all: &[Document], row: impl Fn(&Document) -> usize) -> Vec<u32> {
+    let mut table = vec![all.len() as u32; all.first().map_or(0, &row) + 1];
+    let mut above = table.len();
+    for (rank, document) in all.iter().enumerate() {
+        let row = row(document);
+        while above > row {
+            above -= 1;
+            table[above] = rank as u32;
+        }
+    }
+    table
 }
 
 #[cfg(test)]

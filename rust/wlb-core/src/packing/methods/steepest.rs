@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use crate::interrupt::Meter;
+use crate::ladder::Ladder;
 use crate::packing::placement::Placement;
 
 use super::documents::{Document, Documents};
@@ -27,11 +28,40 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
     let first_fit = FirstFit::new(documents);
     let slope = |held: &Held| (held.cost - target) / (documents.max_tokens - held.tokens) as f64;
     let cost = |held: &Held| held.cost;
-    let mut by_slope = Takers::new(&first_fit, &held, 0, target, slope);
-    let mut by_cost: Option<Takers<_>> = None; // most batches need it for a few documents at the end
+    let mut by_cost: Option<Takers<_, _>> = None; // most batches need it for a few documents at the end
     let mut unplaced = Vec::new();
     let mut meter = Meter::default();
-    for (rank, document) in documents.longest_first.iter().enumerate() {
+    // As long as none of those that have one lacks as much as an empty one, each document goes to the next of these.
+    let empty = held.first().map_or(0.0, slope);
+    let (mut rank, mut filled) = (0, 0);
+    while let Some(document) = documents.longest_first.get(rank)
+        && filled < held.len()
+    {
+        let index = document.index as usize;
+        if start.assignment[index] < 0 {
+            unplaced.push(*document);
+        } else if start.empty_cost() + document.cost > target || i64::from(document.length) > documents.max_tokens {
+            break;
+        } else {
+            meter.spend(1);
+            held[filled].put(document);
+            assignment[index] = filled as i32;
+            filled += 1;
+        }
+        rank += 1;
+        if filled > 0 && slope(&held[filled - 1]) <= empty {
+            break;
+        }
+    }
+    // Longest first is mostly also the least lack first; of equals the first comes first.
+    let mut order: Vec<(f64, u32)> = (filled..held.len()).map(|j| (empty, j as u32)).collect();
+    for alike in held[..filled].chunk_by(|a, b| a.cost == b.cost && a.tokens == b.tokens).rev() {
+        let first = held.len() - order.len() - alike.len();
+        order.extend((first..).take(alike.len()).map(|j| (slope(&alike[0]), j as u32)));
+    }
+    let ready = Ladder::of_mostly_sorted(order);
+    let mut by_slope = Takers::new(&first_fit, &held, rank, target, slope, ready);
+    for (rank, document) in documents.longest_first.iter().enumerate().skip(rank) {
         let index = document.index as usize;
         if start.assignment[index] < 0 {
             unplaced.push(*document);
@@ -50,7 +80,10 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
             if by_cost.is_none() && held.iter().map(room).max() < Some(i64::from(document.length)) {
                 return None;
             }
-            let by_cost = by_cost.get_or_insert_with(|| Takers::new(&first_fit, &held, rank, f64::INFINITY, cost));
+            let by_cost = by_cost.get_or_insert_with(|| {
+                let ready = Tournament::new(held.iter().map(|held| ordered(held.cost)));
+                Takers::new(&first_fit, &held, rank, f64::INFINITY, cost, ready)
+            });
             let j = by_cost.first(&held, rank)?;
             held[j].put(document);
             by_cost.changed(&held, j, rank + 1);
@@ -123,17 +156,66 @@ impl Held {
     }
 }
 
+/// Micro-batches by weight, ties by index; some are out.
+trait Ready {
+    fn first(&self) -> Option<usize>;
+    fn set(&mut self, j: usize, weight: f64);
+    fn take_out(&mut self, j: usize);
+    /// Of one that was taken out, and takes a document now for which it had too little room, or too much work.
+    fn come_back(&mut self, j: usize, weight: f64, lacked_room: bool);
+}
+
+/// By slope: documents come longest first, and so do slopes change little from one micro-batch to the next, both of
+/// those that take one and of those that waited.
+impl Ready for Ladder {
+    fn first(&self) -> Option<usize> {
+        self.first().map(|(_, j)| j)
+    }
+
+    #[inline]
+    fn set(&mut self, j: usize, weight: f64) {
+        self.set_lightest(j, weight);
+    }
+
+    fn take_out(&mut self, j: usize) {
+        self.remove(j);
+    }
+
+    fn come_back(&mut self, j: usize, weight: f64, lacked_room: bool) {
+        self.come_back(j, weight, lacked_room);
+    }
+}
+
+/// By cost: most are out, and those that are not come in any order.
+impl Ready for Tournament {
+    fn first(&self) -> Option<usize> {
+        self.least()
+    }
+
+    fn set(&mut self, j: usize, weight: f64) {
+        self.set(j, ordered(weight));
+    }
+
+    fn take_out(&mut self, j: usize) {
+        self.set(j, Tournament::NONE);
+    }
+
+    fn come_back(&mut self, j: usize, weight: f64, _: bool) {
+        self.set(j, ordered(weight));
+    }
+}
+
 /// The micro-batches that may take a document, the one of least weight first, while documents come longest first.
 ///
 /// What may take a document may take all that are shorter, until it takes one. So a micro-batch that may not take the
 /// next one waits for a certain later one, and is not looked at until then.
-struct Takers<'a, W> {
+struct Takers<'a, W, R> {
     first_fit: &'a FirstFit<'a>,
     /// Most that a micro-batch may cost.
     target: f64,
     weight: W,
     /// By weight.
-    ready: Tournament,
+    ready: R,
     /// Of each document by rank, a micro-batch that waits for it, and of each micro-batch the next that waits for the
     /// same.
     waits_for: Vec<u32>,
@@ -147,19 +229,24 @@ const NOBODY: u32 = u32::MAX;
 /// In [`Takers::next`], of a micro-batch that does not wait.
 const READY: u32 = u32::MAX - 1;
 
-impl<'a, W: Fn(&Held) -> f64> Takers<'a, W> {
-    fn new(first_fit: &'a FirstFit<'a>, held: &[Held], rank: usize, target: f64, weight: W) -> Self {
+impl<'a, W: Fn(&Held) -> f64, R: Ready> Takers<'a, W, R> {
+    /// `ready` has them all.
+    fn new(first_fit: &'a FirstFit<'a>, held: &[Held], rank: usize, target: f64, weight: W, ready: R) -> Self {
         let num_micro_batches = held.len();
         let mut takers = Self {
             first_fit,
             target,
             weight,
-            ready: Tournament::new(std::iter::repeat_n(Tournament::NONE, num_micro_batches)),
+            ready,
             waits_for: vec![NOBODY; first_fit.documents.longest_first.len()],
             next: vec![READY; num_micro_batches],
             rank,
         };
-        (0..num_micro_batches).for_each(|j| takers.changed(held, j, rank));
+        for (j, held) in held.iter().enumerate() {
+            if !takers.fits(held, rank) {
+                takers.wait(held, j, rank);
+            }
+        }
         takers
     }
 
@@ -175,29 +262,39 @@ impl<'a, W: Fn(&Held) -> f64> Takers<'a, W> {
         while self.rank <= rank {
             let mut j = self.waits_for[self.rank];
             while j != NOBODY {
-                let next = std::mem::replace(&mut self.next[j as usize], READY);
-                self.changed(held, j as usize, rank);
-                j = next;
+                let waited = j as usize;
+                j = std::mem::replace(&mut self.next[waited], READY);
+                if self.fits(&held[waited], rank) {
+                    let Documents { longest_first, max_tokens } = self.first_fit.documents;
+                    let (document, held) = (&longest_first[rank], &held[waited]);
+                    // Of the document it can take so much more of the tokens, or of the work.
+                    let room = (max_tokens - held.tokens) as f64 * document.cost;
+                    let lacked_room = room <= (self.target - held.cost) * f64::from(document.length);
+                    self.ready.come_back(waited, (self.weight)(held), lacked_room);
+                } else {
+                    self.wait(&held[waited], waited, rank);
+                }
             }
             self.rank += 1;
         }
-        self.ready.least()
+        self.ready.first()
     }
 
     /// A micro-batch holds other documents than before. The next has this rank.
+    #[inline]
     fn changed(&mut self, held: &[Held], j: usize, rank: usize) {
         if self.next[j] != READY {
             return; // it waits, and what it waited for is the earliest that it may take by now
         }
         if self.fits(&held[j], rank) {
-            self.ready.set(j, ordered((self.weight)(&held[j])));
+            self.ready.set(j, (self.weight)(&held[j]));
         } else {
-            self.ready.set(j, Tournament::NONE);
             self.wait(&held[j], j, rank);
         }
     }
 
     fn wait(&mut self, held: &Held, j: usize, rank: usize) {
+        self.ready.take_out(j);
         let fit = self.first_fit.of(rank + 1, held.tokens, held.cost, self.target);
         if fit < self.waits_for.len() {
             self.next[j] = std::mem::replace(&mut self.waits_for[fit], j as u32);

@@ -7,15 +7,21 @@ const WIDTH: usize = 8;
 #[repr(align(64))]
 struct Node([u64; WIDTH]);
 
+/// The nodes of a level, and of each the child of the least key, the first of several.
+struct Level {
+    nodes: Vec<Node>,
+    least: Vec<u8>,
+}
+
 /// One key for each of some indices, in a tree that is wide and so flat: a node has the least key of each of its
-/// children.
+/// children, and knows which is the least of these: the way down to it is one look a level.
 ///
 /// Keys stand where their index says: nothing moves, ties go to the lowest index by themselves, and most changes end at
 /// the first node, whose least key is as before. A binary heap goes through twice as many cache lines and more, and
 /// what it has of indices that changed must be told from what holds.
 pub(super) struct Tournament {
     /// From the keys up to a single node.
-    levels: Vec<Vec<Node>>,
+    levels: Vec<Level>,
 }
 
 impl Tournament {
@@ -23,11 +29,12 @@ impl Tournament {
     pub(super) const NONE: u64 = u64::MAX;
 
     pub(super) fn new(keys: impl Iterator<Item = u64>) -> Self {
-        let mut levels = vec![nodes(keys)];
+        let mut levels = vec![Level::new(keys)];
         while let Some(below) = levels.last()
-            && below.len() > 1
+            && below.nodes.len() > 1
         {
-            levels.push(nodes(below.iter().map(least)));
+            let least = below.nodes.iter().zip(&below.least).map(|(node, &child)| node.0[child as usize % WIDTH]);
+            levels.push(Level::new(least));
         }
         Self { levels }
     }
@@ -35,45 +42,49 @@ impl Tournament {
     /// The index of the least key, the lowest of several.
     #[inline]
     pub(super) fn least(&self) -> Option<usize> {
-        let least = least(self.levels.last()?.first()?);
-        let mut at = 0;
-        for level in self.levels.iter().rev() {
-            let keys = &level[at].0;
-            at = at * WIDTH + (0..WIDTH).rev().fold(0, |child, i| if keys[i] == least { i } else { child });
-        }
-        (least < Self::NONE).then_some(at)
+        let at = self.levels.iter().rev().fold(0, |at, level| at * WIDTH + usize::from(level.least[at]));
+        let node = self.levels.first()?.nodes.get(at / WIDTH)?;
+        (node.0[at % WIDTH] < Self::NONE).then_some(at)
     }
 
     #[inline]
     pub(super) fn set(&mut self, index: usize, key: u64) {
         let (mut at, mut key) = (index, key);
         for level in &mut self.levels {
-            let node = &mut level[at / WIDTH];
+            let node = &mut level.nodes[at / WIDTH];
             if std::mem::replace(&mut node.0[at % WIDTH], key) == key {
                 return;
             }
-            (at, key) = (at / WIDTH, least(node));
+            let (least, child) = least(node);
+            level.least[at / WIDTH] = child;
+            (at, key) = (at / WIDTH, least);
         }
     }
 }
 
-fn nodes(mut keys: impl Iterator<Item = u64>) -> Vec<Node> {
-    let mut nodes = Vec::with_capacity(keys.size_hint().0.div_ceil(WIDTH));
-    while let Some(first) = keys.next() {
-        let mut node = Node([Tournament::NONE; WIDTH]);
-        node.0[0] = first;
-        node.0[1..].iter_mut().zip(&mut keys).for_each(|(place, key)| *place = key);
-        nodes.push(node);
+impl Level {
+    fn new(mut keys: impl Iterator<Item = u64>) -> Self {
+        let mut nodes = Vec::with_capacity(keys.size_hint().0.div_ceil(WIDTH));
+        while let Some(first) = keys.next() {
+            let mut node = Node([Tournament::NONE; WIDTH]);
+            node.0[0] = first;
+            node.0[1..].iter_mut().zip(&mut keys).for_each(|(place, key)| *place = key);
+            nodes.push(node);
+        }
+        let least = nodes.iter().map(|node| least(node).1).collect();
+        Self { nodes, least }
     }
-    nodes
 }
 
-/// The least key of a node. Without a branch, since which it is cannot be predicted, and with few steps one after
-/// another.
+/// The least key of a node, and its child, the first of several. Without a branch, since which it is cannot be
+/// predicted, and with few steps one after another.
 #[inline]
-fn least(node: &Node) -> u64 {
+fn least(node: &Node) -> (u64, u8) {
+    let less = |a: (u64, u8), b: (u64, u8)| if b.0 < a.0 { b } else { a };
     let [a, b, c, d, e, f, g, h] = node.0;
-    a.min(b).min(c.min(d)).min(e.min(f).min(g.min(h)))
+    let (ab, cd) = (less((a, 0), (b, 1)), less((c, 2), (d, 3)));
+    let (ef, gh) = (less((e, 4), (f, 5)), less((g, 6), (h, 7)));
+    less(less(ab, cd), less(ef, gh))
 }
 
 #[cfg(test)]
