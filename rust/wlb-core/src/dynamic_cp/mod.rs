@@ -23,6 +23,7 @@
 //! | `memory` | tokens that a rank has under way |
 //! | `bound` | what no plan can beat |
 //! | `search` | a solution for one number of micro-batches and size of blocks, and the fastest of all so far |
+//! | `one_size` | of few documents, plans in groups of one size, longest first, timed by the clock |
 //! | `sweep` | which of these are tried |
 //! | `by_column` | documents that cost several resources, and how long a step then takes |
 //! | `division` | groups of such documents: made level in all columns at once, and halved |
@@ -47,6 +48,7 @@ mod even;
 mod exchange;
 mod halving;
 mod memory;
+mod one_size;
 mod options;
 mod plan;
 mod problem;

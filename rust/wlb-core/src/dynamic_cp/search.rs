@@ -69,7 +69,7 @@ pub(super) struct Search<'a> {
     /// The least price with the problem at hand, and the size of blocks that gave it.
     pub(super) fitting: Option<(f64, usize)>,
     /// The best of each number of micro-batches, of few documents.
-    others: Vec<Best>,
+    pub(super) others: Vec<Best>,
     /// A solution is given up if its price is above this.
     pub(super) limit: f64,
 }
@@ -271,7 +271,7 @@ impl<'a> Search<'a> {
     }
 
     /// Whether there is memory for a draft in that order.
-    fn fits_memory(&self, pipeline: &Pipeline, draft: &Draft, order: &[usize]) -> Result<bool> {
+    pub(super) fn fits_memory(&self, pipeline: &Pipeline, draft: &Draft, order: &[usize]) -> Result<bool> {
         memory::fits(self.options, pipeline, order.len(), || {
             let fullest = draft.fullest(&self.problem.documents, self.options.padding.as_ref());
             order.iter().map(move |&micro_batch| fullest[micro_batch])

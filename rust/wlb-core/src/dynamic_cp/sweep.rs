@@ -105,6 +105,9 @@ fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
                 (search.best, search.sweep) = (Some(before), sweep);
             }
         }
+        if search.in_one_size(least, start, most)? {
+            search.refine()?;
+        }
     }
     let Some(best) = search.best.take() else {
         let argument = match options {

@@ -1,0 +1,195 @@
+//! What anybody would do first with few documents: groups of one size, the longest document first, each where it is
+//! done first.
+//!
+//! Solutions by targets are told apart by an estimate, in which all ranks wait for the slowest group, and halving their
+//! blocks lets light micro-batches take as long as they should. Of few documents both may cost more than is gained. So
+//! these plans are left as they are, and timed by the clock: no plan is behind the fastest of them.
+
+use std::iter::Peekable;
+
+use crate::error::Result;
+use crate::interrupt::Meter;
+use crate::pipeline::Pipeline;
+
+use super::cost::Load;
+use super::counts::{note, price, whole};
+use super::draft::{Draft, Group};
+use super::options::{DynamicCpOptions, GroupSizes};
+use super::plan;
+use super::problem::Problem;
+use super::search::{Best, SMALL, Search};
+use super::simulate;
+
+/// Numbers of micro-batches that are tried: up to so many times what memory or the pipeline needs.
+const COUNTS: usize = 2;
+
+impl Search<'_> {
+    /// Plans few documents in groups of one size, for each size and number of micro-batches, in the order that comes of
+    /// it and with the longest last. Whether the fastest is faster than the best so far, by the clock; it is the best
+    /// then.
+    ///
+    /// # Arguments
+    /// * `least` - micro-batches to begin with.
+    /// * `start` - what memory or the pipeline needs.
+    /// * `most` - micro-batches at most.
+    pub(super) fn in_one_size(&mut self, least: usize, start: usize, most: usize) -> Result<bool> {
+        let (problem, options) = (self.problem, self.options);
+        let mut first = match self.best.clone() {
+            Some(best) => self.simulated_price(&best)?,
+            None => f64::INFINITY,
+        };
+        let mut won = false;
+        let sizes = problem.single_sizes();
+        for count in least..=most.min(COUNTS * start) {
+            if options.num_micro_batches.is_none() && whole(options, count, most) != Some(count) {
+                continue;
+            }
+            let pipeline = self.pipeline(count)?;
+            for &size in &sizes {
+                if price(options, count, bound(problem, options, count, size)) >= first {
+                    continue;
+                }
+                let Some(placed) = Placed::new(problem, count, size) else { continue };
+                for order in [(0..count).collect(), placed.longest_last()] {
+                    let seconds = placed.seconds(&order, &pipeline, options);
+                    if price(options, count, seconds) >= first {
+                        continue;
+                    }
+                    let draft = placed.draft();
+                    if self.fits_memory(&pipeline, &draft, &order)? {
+                        (first, won) = (price(options, count, seconds), true);
+                        self.best = Some(Best { num_micro_batches: count, draft, order, seconds });
+                    }
+                }
+            }
+        }
+        if let Some(best) = self.best.clone().filter(|_| won) {
+            note(&mut self.sweep, best.num_micro_batches, best.seconds);
+            self.others = vec![best];
+        }
+        Ok(won)
+    }
+}
+
+/// Seconds that no step in groups of one size is below: its ranks do all work, and the costliest document is done on
+/// all stages in turn. Where gradients of weights are made apart, nobody waits for these: a third.
+fn bound(problem: &Problem, options: &DynamicCpOptions, count: usize, size: usize) -> f64 {
+    let groups = (problem.world_size / size).min(problem.documents.len().max(1));
+    let constant = problem.cost.micro_batch_seconds;
+    let work: f64 = problem.documents.iter().map(|document| document.load.on(size as f64)).sum();
+    let level = (work / groups as f64 + count as f64 * constant) / options.num_stages as f64;
+    let costliest = problem.documents.first().map_or(0.0, |document| problem.cost.computing(&document.load, size));
+    let waited_for = if options.schedule().is_v_shaped() { 2.0 / 3.0 } else { 1.0 };
+    // A little less, for rounding.
+    level.max(waited_for * costliest) * (1.0 - 1e-12)
+}
+
+/// Documents in groups of one size.
+struct Placed<'a> {
+    problem: &'a Problem,
+    count: usize,
+    size: usize,
+    /// Of a micro-batch.
+    groups: usize,
+    /// Of each document, micro-batch by micro-batch.
+    group_of: Vec<usize>,
+    seconds: Vec<f64>,
+}
+
+impl<'a> Placed<'a> {
+    /// `None` where a document finds no room.
+    fn new(problem: &'a Problem, count: usize, size: usize) -> Option<Self> {
+        let groups = problem.world_size / size;
+        let first_rank = |group: usize| group % groups * size;
+        let node = problem.cost.ranks_of_node();
+        let is_inside = |group: usize| first_rank(group) % node + size <= node;
+        // Empty groups are alike in a node, and across nodes: the first of both is enough to look at.
+        let empty = |inside: bool| (0..count * groups).filter(move |&group| is_inside(group) == inside).peekable();
+        let mut empty: [Peekable<_>; 2] = [empty(true), empty(false)];
+        let mut opened: Vec<(usize, Load)> = Vec::new();
+        let mut seconds = vec![problem.cost.micro_batch_seconds; count * groups];
+        let mut group_of = Vec::with_capacity(problem.documents.len());
+        let mut meter = Meter::default();
+        for document in &problem.documents {
+            meter.spend(opened.len() + empty.len());
+            let fresh = empty.iter_mut().filter_map(|groups| groups.peek().map(|&group| (group, Load::default())));
+            let all = opened.iter().copied().chain(fresh).enumerate();
+            let with = all.filter_map(|(at, (group, load))| {
+                let load = load + document.load;
+                let done = || problem.cost.at(first_rank(group) as u32, &load, size);
+                problem.fits(&load, size).then(|| (done(), group, load, at))
+            });
+            let (done, group, load, at) = with.min_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)))?;
+            match opened.get_mut(at) {
+                Some(opened) => opened.1 = load,
+                None => {
+                    opened.push((group, load));
+                    empty.iter_mut().for_each(|groups| _ = groups.next_if_eq(&group));
+                }
+            }
+            seconds[group] = done;
+            group_of.push(group);
+        }
+        Some(Self { problem, count, size, groups, group_of, seconds })
+    }
+
+    /// The order in which no micro-batch is before a shorter one.
+    fn longest_last(&self) -> Vec<usize> {
+        let of = |j: usize| &self.seconds[j * self.groups..(j + 1) * self.groups];
+        let slowest: Vec<f64> = (0..self.count).map(|j| of(j).iter().copied().fold(0.0, f64::max)).collect();
+        let mut order: Vec<usize> = (0..self.count).collect();
+        order.sort_by(|&a, &b| slowest[a].total_cmp(&slowest[b]));
+        order
+    }
+
+    /// Seconds of the step. The ranks of a group do the same in every micro-batch: one stands for them; and of groups
+    /// that are always empty none is the last.
+    fn seconds(&self, order: &[usize], pipeline: &Pipeline, options: &DynamicCpOptions) -> f64 {
+        let used = 1 + self.group_of.iter().map(|group| group % self.groups).max().unwrap_or(0);
+        let group = |j: usize, rank: usize| {
+            let seconds = self.seconds[j * self.groups + rank];
+            plan::Group { first_rank: rank as u32, cp_size: 1, seconds }
+        };
+        let groups: Vec<plan::Group> = order.iter().flat_map(|&j| (0..used).map(move |rank| group(j, rank))).collect();
+        let offsets: Vec<usize> = (0..=self.count).map(|j| j * used).collect();
+        simulate::of_groups(pipeline, &groups, &offsets, &DynamicCpOptions { world_size: used, ..options.clone() })
+    }
+
+    /// What is left of the world is idle.
+    fn draft(&self) -> Draft {
+        let Self { problem, size, .. } = self;
+        let constant = problem.cost.micro_batch_seconds;
+        let mut draft = Draft { offsets: vec![0], ..Draft::default() };
+        for j in 0..self.count {
+            for place in 0..self.groups {
+                let group = j * self.groups + place;
+                let inside = self.group_of.iter().enumerate().filter(|&(_, &other)| other == group);
+                draft.documents.extend(inside.map(|(document, _)| document as u32));
+                let (first_rank, cp_size, seconds) = ((place * size) as u32, *size as u32, self.seconds[group]);
+                draft.groups.push(Group { first_rank, cp_size, seconds, end: draft.documents.len() as u32 });
+            }
+            let mut first = self.groups * size;
+            while first < problem.world_size {
+                let left = problem.world_size - first;
+                let ranks = if problem.group_sizes == GroupSizes::Any { left } else { 1 << left.ilog2() };
+                let (first_rank, cp_size, end) = (first as u32, ranks as u32, draft.documents.len() as u32);
+                draft.groups.push(Group { first_rank, cp_size, seconds: constant, end });
+                first += ranks;
+            }
+            draft.offsets.push(draft.groups.len());
+        }
+        draft
+    }
+}
+
+impl Problem {
+    /// Sizes that all groups of a plan may have: all that there are; of any size in a large world, those of which a
+    /// micro-batch has one, two, three and so on, up to one for each document.
+    fn single_sizes(&self) -> Vec<usize> {
+        match self.group_sizes {
+            GroupSizes::PowersOfTwo => self.base_sizes(),
+            GroupSizes::Any if self.world_size <= SMALL => (1..=self.largest_group).collect(),
+            GroupSizes::Any => self.plain_sizes(),
+        }
+    }
+}
