@@ -8,7 +8,8 @@ the GEMMs' rate; exchange between the ranks of a group is free, which is the bes
 may have another number of them. Both may hold `max_tokens` for each micro-batch, a sixteenth of it on each rank. Time
 is that of all steps over even ones: 16 equal micro-batches of the same total work, filling and draining included (light
 ones at both ends are faster than that). Delay is of all tokens, those flushed at the end included; flushed steps are
-not timed. `original` cuts documents where a micro-batch ends, and does less work for the same tokens.
+not timed. `original` cuts documents where a micro-batch ends, and does less work for the same tokens. Beside each time,
+in brackets, are those of the same plans were attention half, or half as much again, as fast as they were told.
 
 Queues have the thresholds of the front that `tune_outlier_thresholds` finds on this very stream; the adaptive rule, and
 Dynamic-CP on what it lets go, run at a range of prices.
@@ -35,6 +36,7 @@ from common import (
     entitle,
     front,
     global_batches,
+    llama_7b,
     machine,
     options,
     parse,
@@ -59,7 +61,8 @@ MAX_DELAY = 16
 DEAR = (16.0, 8.0, 4.0, 2.0, 1.0)  # above those of release.py
 NEVER = "#8c959f"
 BOTH = "#2f7d4f"
-Timer = Callable[[list[wlb.Packing]], float]
+OFF = tuple(llama_7b(0.55 * rate) for rate in (0.5, 1.5))  # what plans are graded by that were made for COST
+Timer = Callable[[list[wlb.Packing]], list[float]]  # over even: by COST, then by each of OFF
 
 
 def even(cost: float) -> float:
@@ -67,26 +70,42 @@ def even(cost: float) -> float:
     return cost / GPUS / STAGES * (MICRO_BATCHES + STAGES - 1) / MICRO_BATCHES
 
 
-def static(plans: list[wlb.Packing]) -> float:
+def static(plans: list[wlb.Packing]) -> list[float]:
     """Time over even of packings as they are."""
-    costs = np.stack([plan.costs[plan.deal(1)] for plan in plans])
-    steps = wlb.simulate_steps(costs / GPUS, schedule="1f1b", num_stages=STAGES)
-    return float(steps.seconds.sum()) / even(float(costs.sum()))
+    found = []
+    for cost in (COST, *OFF):
+        costs = np.stack(
+            [np.array([cost.cost(batch.lengths).sum() for batch in plan.micro_batches])[plan.deal(1)] for plan in plans]
+        )
+        steps = wlb.simulate_steps(costs / GPUS, schedule="1f1b", num_stages=STAGES)
+        found.append(float(steps.seconds.sum()) / even(float(costs.sum())))
+    return found
 
 
 def dynamic(room: float) -> Timer:
     """Time over even of the same documents in the same steps, spread by Dynamic-CP."""
 
-    def timer(plans: list[wlb.Packing]) -> float:
-        seconds, work = 0.0, 0.0
-        for plan in plans:
-            lengths = np.concatenate([batch.lengths for batch in plan.micro_batches])
-            if len(lengths) > 0:
-                seconds += dynamic_plan(lengths, room).seconds
-                work += float(plan.costs.sum())
-        return seconds / even(work)
+    def timer(plans: list[wlb.Packing]) -> list[float]:
+        steps = [np.concatenate([batch.lengths for batch in plan.micro_batches]) for plan in plans]
+        return regrouped([lengths for lengths in steps if len(lengths) > 0], room)
 
     return timer
+
+
+def regrouped(steps: list[Lengths], room: float) -> list[float]:
+    """Time over even of these steps by Dynamic-CP."""
+    found = [dynamic_plan(lengths, room) for lengths in steps]
+    times = [sum(plan.seconds for plan in found) / even(sum(float(COST.cost(lengths).sum()) for lengths in steps))]
+    for cost in OFF:
+        seconds = work = 0.0
+        for plan, lengths in zip(found, steps, strict=True):
+            costs = cost.cost(lengths)
+            seconds += plan.step_seconds(
+                [costs[group.document_ids].sum() / len(group.ranks) for batch in plan for group in batch]
+            )
+            work += float(costs.sum())
+        times.append(seconds / even(work))
+    return times
 
 
 def dynamic_plan(lengths: Lengths, room: float) -> wlb.DynamicCpPlan:
@@ -106,7 +125,11 @@ def streamed(batches: list[Lengths], sizes: Row, timers: dict[str, Timer], **opt
     packer.flush()
     metrics = packer.metrics()
     delay = {"delay_mean": metrics.delay_mean, "delay_max": metrics.delay_max}
-    return [{"plan": name, **delay, "time": timer(plans)} for name, timer in timers.items()]
+    return [{"plan": name, **delay, **timed(timer(plans))} for name, timer in timers.items()]
+
+
+def timed(times: list[float]) -> Row:
+    return {"time": times[0], "off": times[1:]}
 
 
 def limited(batches: list[Lengths]) -> list[Row]:
@@ -128,10 +151,8 @@ def measure(batches: list[Lengths], room: float, progress: Progress) -> list[Row
         # Cut every context: it needs no more memory than that.
         these = sizes | ({"max_tokens": CONTEXT} if method == "original" else {})
         plans = [wlb.pack(batch, method=method, **these) for batch in batches]
-        rows.append({"plan": method, **at_once, "time": static(plans)})
-    work = sum(float(COST.cost(batch).sum()) for batch in batches)
-    seconds = sum(dynamic_plan(batch, room).seconds for batch in progress.track(batches, description="Dynamic-CP"))
-    rows.append({"plan": "dynamic_cp", **at_once, "time": seconds / even(work)})
+        rows.append({"plan": method, **at_once, **timed(static(plans))})
+    rows.append({"plan": "dynamic_cp", **at_once, **timed(regrouped(batches, room))})
     tuned = wlb.tune_outlier_thresholds(
         np.concatenate(batches),
         num_queues=3,
@@ -158,9 +179,10 @@ def report(console: Console, rows: list[Row], limits_tried: list[Row]) -> None:
         for plan in dict.fromkeys(row["plan"] for row in rows):
             these = [row for row in rows if row["room"] == room and row["plan"] == plan]
             least = [
-                min((row["time"] for row in these if row["delay_mean"] <= limit), default=None) for limit in limits
+                min((row for row in these if row["delay_mean"] <= limit), key=itemgetter("time"), default=None)
+                for limit in limits
             ]
-            table.add_row(f"{room:g}", plan, *("" if time is None else f"{time:.3f}" for time in least))
+            table.add_row(f"{room:g}", plan, *("" if row is None else said(row) for row in least))
     console.print(table)
     of_price = [row for row in rows if row["room"] == LIMITED and "delay_price" in row]
     for knob, these in (("delay_price", of_price), ("max_delay", limits_tried)):
@@ -170,6 +192,10 @@ def report(console: Console, rows: list[Row], limits_tried: list[Row]) -> None:
             times = f"{alone['time']:.3f}", f"{both['time']:.3f}"
             table.add_row(str(value), f"{alone['delay_mean']:.3f}", str(alone["delay_max"]), *times)
         console.print(table)
+
+
+def said(row: Row) -> str:
+    return f"{row['time']:.3f} ({min(row['off']):.3f} to {max(row['off']):.3f})"
 
 
 def draw(path: Path, name: str, rows: list[Row]) -> None:
@@ -221,7 +247,7 @@ def main() -> None:
     record: Row = {"machine": machine(), "lengths": name, "steps": len(batches)}
     record |= {"rows": rounded(rows), "max_delay": rounded(limits_tried)}
     write_record(arguments.record, record)
-    report(tables(130), rows, limits_tried)
+    report(tables(220), rows, limits_tried)
     draw(arguments.picture, name, rows)
 
 
