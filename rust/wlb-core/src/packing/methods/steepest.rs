@@ -11,6 +11,9 @@ use super::documents::{Document, Documents};
 use super::first_fit::FirstFit;
 use super::tournament::Tournament;
 
+/// Documents in the mean micro-batch from which on slopes stand in a tree.
+const MANY: usize = 64;
+
 /// Longest first, each to the micro-batch that lacks the most cost per token of its room, among those with room for it
 /// whose cost stays within `target`; else to the least cost that has room.
 ///
@@ -53,13 +56,17 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
             break;
         }
     }
-    // Longest first is mostly also the least lack first; of equals the first comes first.
-    let mut order: Vec<(f64, u32)> = (filled..held.len()).map(|j| (empty, j as u32)).collect();
-    for alike in held[..filled].chunk_by(|a, b| a.cost == b.cost && a.tokens == b.tokens).rev() {
-        let first = held.len() - order.len() - alike.len();
-        order.extend((first..).take(alike.len()).map(|j| (slope(&alike[0]), j as u32)));
-    }
-    let ready = Ladder::of_mostly_sorted(order);
+    let ready = if documents.longest_first.len() < MANY * held.len() {
+        // Longest first is mostly also the least lack first; of equals the first comes first.
+        let mut order: Vec<(f64, u32)> = (filled..held.len()).map(|j| (empty, j as u32)).collect();
+        for alike in held[..filled].chunk_by(|a, b| a.cost == b.cost && a.tokens == b.tokens).rev() {
+            let first = held.len() - order.len() - alike.len();
+            order.extend((first..).take(alike.len()).map(|j| (slope(&alike[0]), j as u32)));
+        }
+        BySlope::List(Ladder::of_mostly_sorted(order))
+    } else {
+        BySlope::Tree(Tournament::new(held.iter().map(|held| ordered(slope(held)))))
+    };
     let mut by_slope = Takers::new(&first_fit, &held, rank, target, slope, ready);
     for (rank, document) in documents.longest_first.iter().enumerate().skip(rank) {
         let index = document.index as usize;
@@ -166,23 +173,41 @@ trait Ready {
 }
 
 /// By slope: documents come longest first, and so do slopes change little from one micro-batch to the next, both of
-/// those that take one and of those that waited.
-impl Ready for Ladder {
+/// those that take one and of those that waited: in a list, from where the last one went. Where many documents share a
+/// micro-batch, each moves one slope far among few others, and a tree takes less.
+enum BySlope {
+    List(Ladder),
+    Tree(Tournament),
+}
+
+impl Ready for BySlope {
     fn first(&self) -> Option<usize> {
-        self.first().map(|(_, j)| j)
+        match self {
+            Self::List(list) => list.first().map(|(_, j)| j),
+            Self::Tree(tree) => tree.first(),
+        }
     }
 
     #[inline]
     fn set(&mut self, j: usize, weight: f64) {
-        self.set_lightest(j, weight);
+        match self {
+            Self::List(list) => list.set_lightest(j, weight),
+            Self::Tree(tree) => Ready::set(tree, j, weight),
+        }
     }
 
     fn take_out(&mut self, j: usize) {
-        self.remove(j);
+        match self {
+            Self::List(list) => list.remove(j),
+            Self::Tree(tree) => tree.take_out(j),
+        }
     }
 
     fn come_back(&mut self, j: usize, weight: f64, lacked_room: bool) {
-        self.come_back(j, weight, lacked_room);
+        match self {
+            Self::List(list) => list.come_back(j, weight, lacked_room),
+            Self::Tree(tree) => tree.come_back(j, weight, lacked_room),
+        }
     }
 }
 
