@@ -250,8 +250,8 @@ def test_every_way_to_pack_trains(tmp_path: Path, changes: dict[str, Any]) -> No
 )
 def test_micro_batches_of_fixed_shapes_learn_the_same(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Two ranks learn what one process does that runs the same documents unpadded."""
-    small = {"model": replace(CONFIG, num_layers=1), "corpus": corpus(tmp_path / "corpus"), "pattern": "*.txt"}
-    settings = replace(replace(SETTINGS, **small, steps=3), **changes)
+    model, texts = replace(CONFIG, num_layers=1), corpus(tmp_path / "corpus")
+    settings = replace(SETTINGS, model=model, corpus=texts, pattern="*.txt", steps=3, **changes)
     processes.run(2, run, replace(settings, metrics_file=tmp_path / "shaped.jsonl"))
     most = (settings.token_bucket or (144,))[-1]
     unpadded = replace(settings, memory_factor=most / 96, multiple_of_tokens=1, token_bucket=(), cp=1)

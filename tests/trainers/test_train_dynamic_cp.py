@@ -127,20 +127,6 @@ def test_eight_ranks_learn_what_one_learns(layout: str, reference: Any) -> None:
         check_learnt(of_step, expected)
 
 
-def micro_batches_of_one_document(rank: int, settings: example.Settings) -> int:
-    loader = example.build_loader(
-        settings, SimpleNamespace(lengths=[9]), CONFIG, mesh_of(settings), torch.device("cpu")
-    )
-    plan: wlb.DynamicCpPlan = loader._plan([9])
-    loader.close()
-    return len(plan.cp_sizes)
-
-
-def test_a_plan_has_as_many_micro_batches_as_its_schedule_needs() -> None:
-    settings = replace(DYNAMIC, pp=2, virtual_stages=2, schedule="dualpipev")
-    assert processes.run(2, micro_batches_of_one_document, settings) == [4, 4]
-
-
 def planned(rank: int, settings: example.Settings, lengths: list[int]) -> wlb.DynamicCpPlan:
     loader = example.build_loader(
         settings, SimpleNamespace(lengths=lengths), CONFIG, mesh_of(settings), torch.device("cpu")
@@ -148,6 +134,11 @@ def planned(rank: int, settings: example.Settings, lengths: list[int]) -> wlb.Dy
     plan: wlb.DynamicCpPlan = loader._plan(lengths)
     loader.close()
     return plan
+
+
+def test_a_plan_has_as_many_micro_batches_as_its_schedule_needs() -> None:
+    settings = replace(DYNAMIC, pp=2, virtual_stages=2, schedule="dualpipev")
+    assert [len(plan.cp_sizes) for plan in processes.run(2, planned, settings, [9])] == [4, 4]
 
 
 def test_groups_are_as_the_settings_say() -> None:
@@ -172,8 +163,8 @@ def test_groups_are_as_the_settings_say() -> None:
 
 def test_groups_of_any_size_and_fixed_shapes_learn_what_one_process_learns(tmp_path: Path) -> None:
     """Three ranks in groups of three, padded, beside one process and a static plan of the same documents."""
-    small = {"model": replace(CONFIG, num_layers=1), "corpus": corpus(tmp_path / "corpus"), "pattern": "*.txt"}
-    settings = replace(SETTINGS, **small, steps=3, micro_batches=6)
+    model, texts = replace(CONFIG, num_layers=1), corpus(tmp_path / "corpus")
+    settings = replace(SETTINGS, model=model, corpus=texts, pattern="*.txt", steps=3, micro_batches=6)
     shape: dict[str, Any] = {"token_bucket": (16, 32, 48), "max_documents": 9}
     groups: dict[str, Any] = {"group_sizes": "any", "even_tokens": 0.05, "ranks_per_node": 3}
     dynamic = replace(settings, plan="dynamic_cp", cp=3, **shape, **groups)
