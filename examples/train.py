@@ -85,6 +85,7 @@ Method = Literal["wlb", "refined", "original", "whole", "fixed"]
 Release = Literal["fifo", "adaptive"]
 BASELINES = {"original": "original", "whole": "whole", "fixed": "fixed_length"}
 Plan = Literal["static", "dynamic_cp"]
+GroupSizes = Literal["powers_of_two", "any"]
 Strategy = Literal["auto", "per_document", "per_sequence", "hybrid"]
 Sync = Literal["step", "micro_batch"]
 Dtype = Literal["float32", "bfloat16"]
@@ -120,10 +121,16 @@ class Settings:
         method: how to pack; refined is wlb with exchanges where memory is scarce; the others are for comparison.
         plan: dynamic_cp: each document on as many of the dp x cp ranks as it needs.
         cp_exchange: with it: what one more rank in a group costs, in tokens.
+        group_sizes: with it: groups of any number of ranks, or of powers of two.
+        even_tokens: with it: part of a step's time that may be given up for fewer tokens on the fullest rank.
+        ranks_per_node: with it: ranks of a stage on each node, inside which an exchange costs nothing.
         window: global batches that --method fixed packs together.
         context: context window, tokens; longer documents are split.
         micro_batches: micro-batches of a global batch, over all ranks.
         memory_factor: most tokens of a micro-batch, over the context.
+        max_documents: most documents of a micro-batch; with dynamic_cp, of a group.
+        multiple_of_tokens: micro-batches run padded to a multiple of it; with dynamic_cp, a rank's part of them.
+        token_bucket: or to one of these sizes only, ascending; one option for each.
         finer: so many times as many micro-batches of the same global batch, where documents stay whole.
         release: which documents wait: in queues by thresholds (fifo), or for as long as it pays (adaptive).
         delay_price: with adaptive: what an iteration of delay has to save of a step.
@@ -167,10 +174,16 @@ class Settings:
     method: Method = "wlb"
     plan: Plan = "static"
     cp_exchange: float = 16.0
+    group_sizes: GroupSizes = "powers_of_two"
+    even_tokens: float | None = None
+    ranks_per_node: int | None = None
     window: int = 1
     context: int = 2048
     micro_batches: int = 8
     memory_factor: float = 1.5
+    max_documents: int | None = None
+    multiple_of_tokens: int = 1
+    token_bucket: tuple[int, ...] = ()
     finer: PositiveInt = 1
     release: Release = "fifo"
     delay_price: float | None = None
@@ -372,6 +385,17 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         raise SystemExit("--release adaptive, --finer and --sync go with --method wlb or refined")
     if dynamic and settings.sync is not None:
         raise SystemExit("--sync goes with --plan static: a dynamic plan has no data-parallel ranks to plan for")
+    of_groups = (settings.group_sizes, settings.even_tokens, settings.ranks_per_node)
+    if not dynamic and of_groups != ("powers_of_two", None, None):
+        raise SystemExit("--group-sizes, --even-tokens and --ranks-per-node go with --plan dynamic_cp")
+    # The same for all who plan micro-batches and who fill them up.
+    sizes: dict[str, Any] = {
+        "max_documents": settings.max_documents,
+        "multiple_of_tokens": settings.multiple_of_tokens,
+        "token_buckets": settings.token_bucket,
+    }
+    if settings.method in BASELINES and tuple(sizes.values()) != (None, 1, ()):
+        raise SystemExit("--max-documents, --multiple-of-tokens and --token-bucket go with --method wlb or refined")
     cost = wlb.CostModel.from_flops(**config.shape(), attention_efficiency=0.55)
     keep = partial(
         collate,
@@ -379,6 +403,7 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         cp_size=mesh["cp"].size(),
         strategy=settings.strategy,
         hybrid_threshold=settings.hybrid_threshold,
+        **sizes,
     )
     # With a dynamic plan this is only who reads a document.
     readers = data_and_context(mesh) if dynamic else mesh["dp"]
@@ -406,6 +431,8 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
     }
     if settings.sync is not None:
         limits |= {"dp_size": readers.size(), "sync": settings.sync}
+    if not dynamic:
+        limits |= sizes
     waiting = what_waits(settings, dataset, limits)
     sampler = BalancedBatchSampler(
         dataset.lengths,
@@ -440,6 +467,10 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         max_cp_size=readers.size() if widest is None else min(widest, readers.size()),
         cost_model=cost,
         cp_seconds_per_exchange=settings.cp_exchange * float(cost.cost([1])[0]),
+        group_sizes=settings.group_sizes,
+        even_tokens=settings.even_tokens,
+        ranks_per_node=settings.ranks_per_node,
+        **sizes,
     )
     return DynamicCpLoader(
         StepLoader(documents), plan=plan, group=readers.get_group(), prepare=partial(prepare, settings, device)
@@ -449,7 +480,8 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
 def what_waits(settings: Settings, dataset: Any, limits: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the packer that say which documents it holds: as they were given, or tuned on the corpus."""
     pieces = wlb.split_documents(dataset.lengths, max_document_tokens=settings.context)[2]
-    tuned = {**limits}
+    tuned = {**limits, "max_tokens": wlb.Packer(**limits).max_tokens}  # the largest size within it
+    tuned = {name: value for name, value in tuned.items() if name not in ("multiple_of_tokens", "token_buckets")}
     if settings.release == "adaptive":
         price = settings.delay_price
         if settings.max_mean_delay is not None:
@@ -521,6 +553,8 @@ def divide_experts(settings: Settings, config: LlamaConfig, mesh: DeviceMesh) ->
         raise SystemExit(f"--experts-per-token {config.experts_per_token}: there are {config.num_experts} experts")
     if config.shared_ffn_hidden_size and config.num_experts == 1:
         raise SystemExit("--shared-ffn goes with --experts above 1")
+    if config.num_experts > 1 and (settings.multiple_of_tokens, settings.token_bucket) != (1, ()):
+        raise SystemExit("--multiple-of-tokens and --token-bucket do not go with --experts: padding would visit them")
     if config.num_experts > 1 and settings.tp > 1:
         raise SystemExit(f"--tp {settings.tp} does not go with --experts: use --ep, which divides whole experts")
     if settings.ep == 1:

@@ -294,3 +294,31 @@ def test_errors_name_the_culprit(change: dict[str, Any], argument: str, index: i
     with pytest.raises(wlb.WlbError) as error:
         wlb.plan_dynamic_cp(arguments.pop("lengths"), **arguments)
     assert (error.value.argument, error.value.index, error.value.value) == (argument, index, value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit"),
+    [
+        ({}, "max_tokens_per_rank on the largest group = 600"),
+        ({"multiple_of_tokens": 100}, "max_tokens_per_rank on the largest group = 600"),
+        (
+            {"token_buckets": [256, 512]},
+            "512 tokens on the largest group: 2 ranks of 256 tokens, the largest of token_buckets within "
+            "max_tokens_per_rank = 300",
+        ),
+        (
+            {"multiple_of_tokens": 128},
+            "512 tokens on the largest group: 2 ranks of 256 tokens, the largest multiple of multiple_of_tokens = 128 "
+            "within max_tokens_per_rank = 300",
+        ),
+    ],
+    ids=str,
+)
+def test_a_document_is_too_long_for_what_was_given(sizes: dict[str, Any], limit: str) -> None:
+    arguments: dict[str, Any] = {"world_size": 2, "num_stages": 1, "max_tokens_per_rank": 300, "cost_model": COST}
+    with pytest.raises(wlb.WlbError) as caught:
+        wlb.plan_dynamic_cp([10, 601, 700], **arguments, **sizes)
+    assert str(caught.value).startswith(
+        f"lengths[1] = 601 exceeds {limit}; split it first (split_documents), or raise "
+    )
+    assert (caught.value.argument, caught.value.index, caught.value.value) == ("lengths", 1, 601)

@@ -127,3 +127,32 @@ def test_what_makes_no_sense_is_named(options: dict[str, Any], argument: str) ->
     with pytest.raises(wlb.WlbError) as caught:
         packer(**options)
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({}, "max_document_tokens = 3072"),
+        ({"token_buckets": (2048,), "max_document_tokens": 1024}, "max_document_tokens = 1024"),
+        ({"token_buckets": (2048, 3100)}, "2048 tokens, the largest of token_buckets within max_tokens"),
+        (
+            {"multiple_of_tokens": 1000},
+            "3000 tokens, the largest multiple of multiple_of_tokens = 1000 within max_tokens",
+        ),
+    ],
+    ids=str,
+)
+def test_a_document_is_too_long_for_what_was_given(options: dict[str, Any], limit: str) -> None:
+    """`max_document_tokens` that nobody gave is `max_tokens`, which sizes lower."""
+    with pytest.raises(wlb.WlbError) as caught:
+        packer(**{"max_document_tokens": None, **options}).push([10, 4000])
+    assert str(caught.value) == f'lengths[1] = 4000 exceeds {limit}; oversize="split" or "truncate" accepts it'
+    assert (caught.value.argument, caught.value.index, caught.value.value) == ("lengths", 1, 4000)
+
+
+@pytest.mark.parametrize("sizes", [{"token_buckets": (1024, 4096)}, {"multiple_of_tokens": 2000}], ids=str)
+def test_a_context_that_no_size_holds_is_named(sizes: dict[str, Any]) -> None:
+    message = r"max_document_tokens = 2048: is more than the largest size of a micro-batch \(token_buckets, "
+    with pytest.raises(wlb.WlbError, match=message) as caught:
+        packer(**sizes)
+    assert (caught.value.argument, caught.value.value) == ("max_document_tokens", 2048)

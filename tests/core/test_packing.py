@@ -190,12 +190,68 @@ def test_padding_counts_against_max_tokens() -> None:
         ({"token_buckets": [64, 32]}, r"token_buckets\[1\] = 32: must be above 0, and above the size before it"),
         ({"token_buckets": [48], "multiple_of_tokens": 32}, r"token_buckets\[0\] = 48: must be a multiple of"),
         ({"token_buckets": [128]}, "max_tokens = 100: must be from 128"),
-        ({"multiple_of_tokens": 64}, r"lengths\[1\] = 90 exceeds max_tokens = 64"),
     ],
 )
 def test_padding_names_what_is_wrong(options: Any, message: str) -> None:
     with pytest.raises(wlb.WlbError, match=message):
         wlb.pack([10, 90], num_micro_batches=2, max_tokens=100, cost_model=COST, **options)
+
+
+@pytest.mark.parametrize("way", [{}, {"num_micro_batches": None}, {"dp_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "limit", "hint"),
+    [
+        ({}, "max_tokens = 100", "raise max_tokens"),
+        ({"multiple_of_tokens": 50}, "max_tokens = 100", "raise max_tokens"),
+        ({"token_buckets": [80, 100, 200]}, "max_tokens = 100", "raise max_tokens"),
+        (
+            {"multiple_of_tokens": 64},
+            "64 tokens, the largest multiple of multiple_of_tokens = 64 within max_tokens = 100",
+            "raise max_tokens",
+        ),
+        (
+            {"multiple_of_tokens": 2, "token_buckets": [60, 92, 300]},
+            "92 tokens, the largest of token_buckets within max_tokens = 100",
+            "raise max_tokens",
+        ),
+        (
+            {"token_buckets": [60, 92]},
+            "92 tokens, the largest of token_buckets within max_tokens = 100",
+            "give a larger size in token_buckets",
+        ),
+    ],
+    ids=str,
+)
+def test_a_document_is_too_long_for_what_was_given(sizes: Any, limit: str, hint: str, way: Any) -> None:
+    options: dict[str, Any] = {"num_micro_batches": 2, "max_tokens": 100, "cost_model": COST, **sizes, **way}
+    message = f"lengths[2] = 101 exceeds {limit}; split it first (split_documents), or {hint}"
+    with pytest.raises(wlb.WlbError) as caught:
+        wlb.pack([10, 60, 101], **options)
+    assert str(caught.value) == message
+    assert (caught.value.argument, caught.value.index, caught.value.value) == ("lengths", 2, 101)
+
+
+def test_what_would_hold_all_documents_is_a_size() -> None:
+    options: dict[str, Any] = {"num_micro_batches": 1, "cost_model": COST}
+
+    def advice(**sizes: Any) -> str:
+        with pytest.raises(wlb.WlbError, match="1 of 3 documents") as caught:
+            wlb.pack([60, 60, 60], max_tokens=130, **options, **sizes)
+        return str(caught.value)
+
+    message = advice(multiple_of_tokens=64)
+    largest = "the largest multiple of multiple_of_tokens = 64 within max_tokens = 130"
+    assert f"1 micro-batches of 128 tokens, {largest}" in message
+    assert "; max_tokens=192 or num_micro_batches=None holds them all" in message
+    assert wlb.pack([60, 60, 60], max_tokens=192, **options, multiple_of_tokens=64).leftover.size == 0
+    message = advice(token_buckets=[125, 300])
+    assert "1 micro-batches of 125 tokens, the largest of token_buckets within max_tokens = 130" in message
+    assert "; max_tokens=300 or num_micro_batches=None holds them all" in message
+    message = advice(token_buckets=[125])
+    assert "max_tokens=" not in message
+    assert "; num_micro_batches=None takes as many as hold them all; leftover=" in message
+    with pytest.raises(wlb.WlbError, match=r"lengths\[\d\] = 90; leftover="):
+        wlb.pack([90] * 3, max_tokens=130, **options, token_buckets=[125], method="fixed_length", window=2)
 
 
 @pytest.mark.parametrize("padding", ['"multiple_of":0', '"multiple_of":-2', '"multiple_of":2,"buckets":[4,2]'])

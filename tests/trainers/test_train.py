@@ -242,6 +242,31 @@ def test_every_way_to_pack_trains(tmp_path: Path, changes: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "changes",
     [
+        {"max_documents": 3, "multiple_of_tokens": 16},
+        {"max_documents": 3, "token_bucket": (48, 96, 144), "cp": 2},
+        {"token_bucket": (150,), "memory_factor": 1.9, "release": "adaptive", "max_mean_delay": 0.3},
+    ],
+    ids=str,
+)
+def test_micro_batches_of_fixed_shapes_learn_the_same(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Two ranks learn what one process does that runs the same documents unpadded."""
+    model, texts = replace(CONFIG, num_layers=1), corpus(tmp_path / "corpus")
+    settings = replace(SETTINGS, model=model, corpus=texts, pattern="*.txt", steps=3, **changes)
+    processes.run(2, run, replace(settings, metrics_file=tmp_path / "shaped.jsonl"))
+    most = (settings.token_bucket or (144,))[-1]
+    unpadded = replace(settings, memory_factor=most / 96, multiple_of_tokens=1, token_bucket=(), cp=1)
+    processes.run(1, run, replace(unpadded, metrics_file=tmp_path / "log.jsonl"))
+    shaped, log = rows(tmp_path / "shaped.jsonl"), rows(tmp_path / "log.jsonl")
+    sizes = {size for row in shaped for size in row["micro_batch_tokens"]}
+    assert sizes <= set(settings.token_bucket or range(0, most + 1, settings.multiple_of_tokens))
+    assert all(row["documents"] <= 4 * (settings.max_documents or 99) for row in shaped)
+    assert [row["tokens"] for row in shaped] == [row["tokens"] for row in log]
+    assert [row["loss"] for row in shaped] == pytest.approx([row["loss"] for row in log], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
         {"delay_price": 0.5},
         {"max_mean_delay": 0.5},
         {"release": "adaptive", "method": "whole"},
@@ -251,12 +276,18 @@ def test_every_way_to_pack_trains(tmp_path: Path, changes: dict[str, Any]) -> No
         {"max_early": 2},
         {"sync": "step", "method": "fixed"},
         {"sync": "step", "plan": "dynamic_cp"},
+        {"group_sizes": "any"},
+        {"even_tokens": 0.0},
+        {"ranks_per_node": 2},
+        {"max_documents": 4, "method": "whole"},
+        {"token_bucket": (144,), "method": "original"},
+        {"multiple_of_tokens": 8, "model": replace(CONFIG, num_experts=2)},
     ],
     ids=str,
 )
 def test_ways_to_pack_that_exclude_each_other(tmp_path: Path, changes: dict[str, Any]) -> None:
     (tmp_path / "one.txt").write_text("to be or not to be")
-    with pytest.raises(processes.RankFailed, match=r"go(es)? with|give one of them"):
+    with pytest.raises(processes.RankFailed, match=r"go(es)?( not go)? with|give one of them"):
         processes.run(1, run, replace(SETTINGS, corpus=tmp_path, pattern="*.txt", **changes))
 
 

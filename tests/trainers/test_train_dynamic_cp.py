@@ -16,6 +16,7 @@ from test_train import (
     SETTINGS,
     check_going_on,
     check_learnt,
+    corpus,
     documents,
     example,
     mesh_of,
@@ -126,18 +127,52 @@ def test_eight_ranks_learn_what_one_learns(layout: str, reference: Any) -> None:
         check_learnt(of_step, expected)
 
 
-def micro_batches_of_one_document(rank: int, settings: example.Settings) -> int:
+def planned(rank: int, settings: example.Settings, lengths: list[int]) -> wlb.DynamicCpPlan:
     loader = example.build_loader(
-        settings, SimpleNamespace(lengths=[9]), CONFIG, mesh_of(settings), torch.device("cpu")
+        settings, SimpleNamespace(lengths=lengths), CONFIG, mesh_of(settings), torch.device("cpu")
     )
-    plan: wlb.DynamicCpPlan = loader._plan([9])
+    plan: wlb.DynamicCpPlan = loader._plan(lengths)
     loader.close()
-    return len(plan.cp_sizes)
+    return plan
 
 
 def test_a_plan_has_as_many_micro_batches_as_its_schedule_needs() -> None:
     settings = replace(DYNAMIC, pp=2, virtual_stages=2, schedule="dualpipev")
-    assert processes.run(2, micro_batches_of_one_document, settings) == [4, 4]
+    assert [len(plan.cp_sizes) for plan in processes.run(2, planned, settings, [9])] == [4, 4]
+
+
+def test_groups_are_as_the_settings_say() -> None:
+    one, many = [90], [60, 50, 40, 30, 20, 10, 5, 5]
+    settings = replace(DYNAMIC, cp=3, micro_batches=6, cp_exchange=1.0)
+
+    def plan(lengths: list[int], **changes: Any) -> wlb.DynamicCpPlan:
+        plans = processes.run(3, planned, replace(settings, **changes), lengths)
+        assert len({plan.digest() for plan in plans}) == 1
+        return plans[0]
+
+    assert plan(one).cp_sizes.max() == 2
+    assert plan(one, group_sizes="any").cp_sizes.max() == 3
+    apart = plan(one, cp_exchange=1e6)
+    assert plan(one, cp_exchange=1e6, ranks_per_node=2).seconds < apart.seconds, "no exchange inside a node"
+    usual, even = plan(many), plan(many, even_tokens=0.5)
+    assert even.tokens_per_rank.max() < usual.tokens_per_rank.max()
+    shaped = plan(many, token_bucket=(16, 48), max_documents=3)
+    assert set(shaped.padded_tokens_per_rank.ravel().tolist()) <= {16, 48}
+    assert max(len(group.lengths) for micro_batch in shaped for group in micro_batch) <= 3
+
+
+def test_groups_of_any_size_and_fixed_shapes_learn_what_one_process_learns(tmp_path: Path) -> None:
+    """Three ranks in groups of three, padded, beside one process and a static plan of the same documents."""
+    model, texts = replace(CONFIG, num_layers=1), corpus(tmp_path / "corpus")
+    settings = replace(SETTINGS, model=model, corpus=texts, pattern="*.txt", steps=3, micro_batches=6)
+    shape: dict[str, Any] = {"token_bucket": (16, 32, 48), "max_documents": 9}
+    groups: dict[str, Any] = {"group_sizes": "any", "even_tokens": 0.05, "ranks_per_node": 3}
+    dynamic = replace(settings, plan="dynamic_cp", cp=3, **shape, **groups)
+    processes.run(3, run, replace(dynamic, metrics_file=tmp_path / "dynamic.jsonl"))
+    processes.run(1, run, replace(settings, metrics_file=tmp_path / "log.jsonl"))
+    found, expected = rows(tmp_path / "dynamic.jsonl"), rows(tmp_path / "log.jsonl")
+    assert [row["tokens"] for row in found] == [row["tokens"] for row in expected]
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=1e-5)
 
 
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:

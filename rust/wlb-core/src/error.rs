@@ -14,16 +14,11 @@ pub enum Error {
     Length { argument: &'static str, index: usize, value: i64 },
 
     /// A document is longer than a limit that the caller set.
-    #[error("{argument}[{index}] = {value} exceeds {limit_name} = {limit}{hint}")]
+    ///
+    /// `given` is the limit in words of the caller, who may have set it by another one.
+    #[error("{argument}[{index}] = {value} exceeds {given}{hint}")]
     #[allow(missing_docs)]
-    TooLong {
-        argument: &'static str,
-        index: usize,
-        value: i64,
-        limit_name: &'static str,
-        limit: i64,
-        hint: &'static str,
-    },
+    TooLong { argument: &'static str, index: usize, value: i64, given: String, limit: i64, hint: &'static str },
 
     /// The documents of one packed sequence are more tokens than int32 `cu_seqlens` can count.
     #[error("{argument} holds {total} tokens in all: a packed sequence has at most 2147483647 (cu_seqlens are int32)")]
@@ -92,10 +87,14 @@ pub enum Error {
     Indivisible { argument: &'static str, value: i64, total: usize },
 
     /// Documents that were to be packed do not all fit.
+    ///
+    /// `given` is `max_tokens` in words of the caller, `enough` one that holds them all, and `whole` what
+    /// `num_micro_batches=None` does.
     #[error(
         "lengths: {documents} of {all} documents ({tokens} tokens) do not fit into {micro_batches} micro-batches of \
-         max_tokens={max_tokens}, the first of them lengths[{index}] = {value}; {remedy}; leftover=\"return\" packs \
-         the others, and lists what is left over"
+         {given}, the first of them lengths[{index}] = {value}; {}leftover=\"return\" packs the others, and lists what \
+         is left over",
+        remedy(*enough, *whole)
     )]
     #[allow(missing_docs)]
     LeftOver {
@@ -103,10 +102,11 @@ pub enum Error {
         all: usize,
         tokens: i64,
         micro_batches: usize,
-        max_tokens: i64,
+        given: String,
         index: usize,
         value: i64,
-        remedy: String,
+        enough: Option<i64>,
+        whole: Option<&'static str>,
     },
 
     /// A schedule does not take this number of stages or micro-batches.
@@ -199,6 +199,16 @@ impl Error {
             Self::Order { rank, .. } => Some(*rank),
             _ => None,
         }
+    }
+}
+
+/// What would hold all documents, as a part of the sentence.
+fn remedy(enough: Option<i64>, whole: Option<&str>) -> String {
+    match (enough, whole) {
+        (Some(enough), Some(_)) => format!("max_tokens={enough} or num_micro_batches=None holds them all; "),
+        (Some(enough), None) => format!("max_tokens={enough} holds them all; "),
+        (None, Some(whole)) => format!("{whole}; "),
+        (None, None) => String::new(),
     }
 }
 

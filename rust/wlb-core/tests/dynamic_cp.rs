@@ -532,6 +532,15 @@ fn errors_name_the_culprit() {
     // 12 ranks have groups of 8.
     let error = plan(&[50, 801, 900], &DynamicCpOptions::new(12, 4, 100)).unwrap_err();
     assert!(matches!(error, Error::TooLong { index: 1, value: 801, limit: 800, .. }), "{error}");
+    let told = error.to_string();
+    assert!(told.starts_with("lengths[1] = 801 exceeds max_tokens_per_rank on the largest group = 800;"), "{told}");
+    let padding = Some(Padding::new(1, &[60, 90, 120]).unwrap());
+    let error = plan(&[50, 801], &DynamicCpOptions { padding, ..DynamicCpOptions::new(12, 4, 100) }).unwrap_err();
+    assert!(matches!(error, Error::TooLong { index: 1, value: 801, limit: 720, .. }), "{error}");
+    let told = error.to_string();
+    let given = "720 tokens on the largest group: 8 ranks of 90 tokens, the largest of token_buckets within \
+                 max_tokens_per_rank = 100;";
+    assert!(told.starts_with(&format!("lengths[1] = 801 exceeds {given}")), "{told}");
     let error =
         plan(&[800, 800], &DynamicCpOptions { num_micro_batches: Some(1), ..DynamicCpOptions::new(12, 4, 100) })
             .unwrap_err();

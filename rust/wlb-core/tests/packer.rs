@@ -7,6 +7,7 @@ use common::naive;
 use common::strategies::{checked, config, cost_model, lengths, method, pack_options, plain_config, stream};
 use common::stream::{Event, run};
 use proptest::prelude::*;
+use wlb_core::packing::Padding;
 use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
 use wlb_core::packing::tune::{ORDERS, TuneOptions, reordered, tune_delay_price, tune_outlier_thresholds};
 use wlb_core::{CostModel, Error, Mask, Method, pack};
@@ -26,6 +27,22 @@ fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Opt
         limits: None,
         shape: StepShape::default(),
     }
+}
+
+/// Nobody gave the size that `max_tokens` was lowered to, and with it `max_document_tokens`.
+#[test]
+fn too_long_documents_are_told_of_sizes() {
+    let config = |max_document_tokens, buckets: &[i32]| {
+        let padding = Some(Padding::new(1, buckets).unwrap());
+        let shape = StepShape { padding, ..StepShape::default() };
+        PackerConfig { max_document_tokens, shape, ..simple(1, vec![], None) }
+    };
+    let told = |config| Packer::new(config).unwrap().push(&checked(&[5, 101]), None).unwrap_err().to_string();
+    let sizes = told(config(100, &[100, 200]));
+    assert!(sizes.starts_with("lengths[1] = 101 exceeds 100 tokens, the largest of token_buckets within max_tokens;"));
+    assert!(told(config(99, &[100])).starts_with("lengths[1] = 101 exceeds max_document_tokens = 99;"));
+    let error = Packer::new(config(101, &[100])).unwrap_err();
+    assert!(matches!(error, Error::Number { argument: "max_document_tokens", value: 101.0, .. }), "{error}");
 }
 
 /// A packer that knows its global batch, a share of what a step holds; and this.

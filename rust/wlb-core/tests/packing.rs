@@ -13,8 +13,8 @@ use proptest::prelude::*;
 use proptest::sample::{Index, select};
 use wlb_core::cost::DocumentCosts;
 use wlb_core::limits::MAX_MICRO_BATCHES;
-use wlb_core::packing::{Piece, batch_offsets, split_documents};
-use wlb_core::{CostModel, Error, Mask, Method, PackOptions, Packing, pack, pack_whole};
+use wlb_core::packing::{Padding, Piece, batch_offsets, split_documents};
+use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, Packing, pack, pack_whole};
 
 const METHODS: [Method; 5] =
     [Method::Original, Method::FixedLength, Method::VarLength, Method::VarLengthFast, Method::Refined];
@@ -273,6 +273,37 @@ fn sizes_out_of_range_are_named() {
     assert_eq!(argument(PackOptions { global_batches: 0, ..good.clone() }), "window");
     assert_eq!(argument(PackOptions { global_batches: usize::MAX, ..good.clone() }), "window");
     assert_eq!(argument(PackOptions { method: Method::VarLength, global_batches: 2, ..good }), "window");
+}
+
+/// Nobody gave the size that `max_tokens` was lowered to.
+#[test]
+fn what_does_not_fit_is_told_by_what_was_given() {
+    let cost = CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap();
+    let tells = |lengths: &[i32], multiple, buckets: &[i32], max_tokens, start: &str| {
+        let padding = Padding::new(multiple, buckets).unwrap();
+        let (leftover, most) = (Leftover::Error, padding.most(max_tokens).unwrap());
+        let options = PackOptions { leftover, ..pack_options(1, most, Method::VarLength) };
+        let error = pack(&checked(lengths), &options, &cost).unwrap_err();
+        let explained = padding.explained(error.clone(), max_tokens);
+        assert_eq!((explained.argument(), explained.index()), (error.argument(), error.index()));
+        assert!(explained.to_string().starts_with(start), "{explained}");
+    };
+    let bucket = "lengths[1] = 7 exceeds 5 tokens, the largest of token_buckets within max_tokens = 6;";
+    tells(&[1, 7], 1, &[5, 9], 6, &format!("{bucket} split it first (split_documents), or raise max_tokens"));
+    tells(&[1, 7], 1, &[5], 6, &format!("{bucket} split it first (split_documents), or give a larger size"));
+    let multiple = "4 tokens, the largest multiple of multiple_of_tokens = 4 within max_tokens = 6";
+    tells(&[1, 7], 4, &[], 6, &format!("lengths[1] = 7 exceeds {multiple};"));
+    tells(&[1, 7], 3, &[6], 6, "lengths[1] = 7 exceeds max_tokens = 6;");
+
+    let rest = |given: &str, remedy: &str| {
+        let documents = "lengths: 1 of 2 documents (3 tokens) do not fit into 1 micro-batches of";
+        format!("{documents} {given}, the first of them lengths[1] = 3; {remedy}")
+    };
+    tells(&[3, 3], 4, &[], 6, &rest(multiple, "max_tokens=8 or"));
+    let bucket = "5 tokens, the largest of token_buckets within max_tokens = 6";
+    tells(&[3, 3], 1, &[5, 9], 6, &rest(bucket, "max_tokens=9 or"));
+    tells(&[3, 3], 1, &[5], 5, &rest("max_tokens = 5", "num_micro_batches=None takes as many"));
+    tells(&[3, 3], 1, &[], 5, &rest("max_tokens = 5", "max_tokens=6 or"));
 }
 
 proptest! {

@@ -91,13 +91,14 @@ functions! {
             return Err(combination("multiple_of", "a multiple other than 1 needs num_micro_batches=None"));
         }
         let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
-        let max_tokens = padding.most(max_tokens).map_err(raise)?;
+        let most = padding.most(max_tokens).map_err(raise)?;
+        let explained = |error| raise(padding.explained(error, max_tokens));
         let padded = |packing: core::Packing| {
             Packing::from(core::Packing { padding: (!padding.is_none()).then(|| padding.clone()), ..packing })
         };
         let options = core::PackOptions {
             num_micro_batches: num_micro_batches.unwrap_or(1),
-            max_tokens,
+            max_tokens: most,
             method: choice(method)?,
             global_batches: window,
             leftover: choice(leftover)?,
@@ -119,7 +120,7 @@ functions! {
             let options = core::RankOptions {
                 num_micro_batches,
                 multiple_of,
-                max_tokens,
+                max_tokens: most,
                 method: options.method,
                 ranks,
                 groups: groups.unwrap_or_default(),
@@ -130,14 +131,14 @@ functions! {
                 core::pack_for_ranks(&lengths, &options, pricing)
             })?
             .map(padded)
-            .map_err(raise);
+            .map_err(explained);
         }
         run(py, lengths.len().saturating_add(micro_batches), || match num_micro_batches {
             None => core::pack_whole(&lengths, multiple_of, &options, pricing),
             Some(_) => core::pack(&lengths, &options, pricing),
         })?
         .map(padded)
-        .map_err(raise)
+        .map_err(explained)
     }
 }
 

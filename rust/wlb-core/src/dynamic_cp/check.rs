@@ -78,7 +78,13 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
             argument: "lengths",
             index,
             value: i64::from(lengths[index]),
-            limit_name: "max_tokens_per_rank on the largest group",
+            given: match &options.padding {
+                Some(padding) if options.most_tokens()? < max_tokens_per_rank => {
+                    let of_a_rank = padding.named("max_tokens_per_rank", max_tokens_per_rank);
+                    format!("{limit} tokens on the largest group: {largest_group} ranks of {of_a_rank}")
+                }
+                _ => format!("max_tokens_per_rank on the largest group = {limit}"),
+            },
             limit,
             hint: "; split it first (split_documents), or raise max_tokens_per_rank or max_cp_size",
         }),

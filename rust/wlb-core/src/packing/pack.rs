@@ -124,23 +124,25 @@ fn first_left_over(packing: &Packing) -> Option<usize> {
 
 fn left_over(index: usize, packing: &Packing, lengths: &Lengths, options: &PackOptions, limited: bool) -> Error {
     let micro_batches = packing.num_micro_batches();
-    let most = enough_tokens(lengths, micro_batches as u64, options.method);
-    let remedy = match most {
-        _ if limited => "num_micro_batches=None takes as many as hold them all, also within limits".to_owned(),
+    let enough = enough_tokens(lengths, micro_batches as u64, options.method);
+    let all = "num_micro_batches=None takes as many as hold them all";
+    let (enough, whole) = match enough {
+        _ if limited => (None, Some("num_micro_batches=None takes as many as hold them all, also within limits")),
         // Several global batches need a number of micro-batches.
-        _ if options.global_batches != 1 => format!("max_tokens={most} holds them all"),
-        ..=MAX_TOKENS => format!("max_tokens={most} or num_micro_batches=None holds them all"),
-        _ => "num_micro_batches=None takes as many as hold them all".to_owned(),
+        _ if options.global_batches != 1 => (Some(enough), None),
+        ..=MAX_TOKENS => (Some(enough), Some(all)),
+        _ => (None, Some(all)),
     };
     Error::LeftOver {
         documents: packing.leftover.len(),
         all: lengths.len(),
         tokens: packing.leftover.iter().map(|piece| i64::from(piece.length)).sum(),
         micro_batches,
-        max_tokens: i64::from(options.max_tokens),
+        given: format!("max_tokens = {}", options.max_tokens),
         index,
         value: i64::from(lengths[index]),
-        remedy,
+        enough,
+        whole,
     }
 }
 
@@ -169,7 +171,7 @@ pub(super) fn check_fit(lengths: &[i32], max_tokens: i32) -> Result<()> {
         argument: "lengths",
         index,
         value: i64::from(lengths[index]),
-        limit_name: "max_tokens",
+        given: format!("max_tokens = {max_tokens}"),
         limit: i64::from(max_tokens),
         hint: "; split it first (split_documents), or raise max_tokens",
     })

@@ -80,6 +80,58 @@ impl Padding {
         Ok(within.copied().unwrap_or(max_tokens / self.multiple_of * self.multiple_of))
     }
 
+    /// What [`Padding::most`] is, in words of the caller who gave `argument`.
+    pub(crate) fn named(&self, argument: &str, given: i32) -> String {
+        match self.most(given) {
+            Ok(most) if most < given => format!("{most} tokens, {} within {argument} = {given}", self.largest()),
+            _ => format!("{argument} = {given}"),
+        }
+    }
+
+    /// What lowers `max_tokens`.
+    pub(crate) fn largest(&self) -> String {
+        if self.buckets.is_empty() {
+            format!("the largest multiple of multiple_of_tokens = {}", self.multiple_of)
+        } else {
+            "the largest of token_buckets".to_owned()
+        }
+    }
+
+    /// What is wrong with documents for micro-batches of at most [`Padding::most`] of `max_tokens`, in words of the
+    /// caller, who gave `max_tokens`.
+    ///
+    /// # Example
+    /// ```
+    /// use wlb_core::packing::Padding;
+    /// use wlb_core::{CostModel, Leftover, Lengths, Mask, Method, PackOptions, pack};
+    ///
+    /// let padding = Padding::new(1, &[5, 9])?;
+    /// let (method, leftover, max_tokens) = (Method::VarLength, Leftover::Error, padding.most(6)?);
+    /// let options = PackOptions { num_micro_batches: 1, max_tokens, method, global_batches: 1, leftover };
+    /// let lengths = Lengths::new("lengths", &[2, 7])?;
+    /// let error = pack(&lengths, &options, &CostModel::analytic(1.0, 1.0, Mask::Causal)?).unwrap_err();
+    /// assert!(error.to_string().starts_with("lengths[1] = 7 exceeds max_tokens = 5;"));
+    /// let told = "lengths[1] = 7 exceeds 5 tokens, the largest of token_buckets within max_tokens = 6;";
+    /// assert!(padding.explained(error, 6).to_string().starts_with(told));
+    /// # Ok::<(), wlb_core::Error>(())
+    /// ```
+    pub fn explained(&self, error: Error, max_tokens: i32) -> Error {
+        let given = self.named("max_tokens", max_tokens);
+        match error {
+            Error::TooLong { argument, index, value, limit, hint, .. } => {
+                let larger = "; split it first (split_documents), or give a larger size in token_buckets";
+                let hint = if self.checked(value).is_ok() { hint } else { larger };
+                Error::TooLong { argument, index, value, given, limit, hint }
+            }
+            Error::LeftOver { documents, all, tokens, micro_batches, index, value, enough, whole, .. } => {
+                // A size that holds them, if there is one.
+                let enough = enough.and_then(|enough| self.checked(enough).ok()).filter(|&enough| enough <= MAX_TOKENS);
+                Error::LeftOver { documents, all, tokens, micro_batches, given, index, value, enough, whole }
+            }
+            error => error,
+        }
+    }
+
     /// As [`Padding::padded`], of a micro-batch that nobody planned for these sizes.
     ///
     /// # Errors

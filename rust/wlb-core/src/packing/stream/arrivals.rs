@@ -51,11 +51,15 @@ impl Packer {
         if config.oversize == Oversize::Error
             && let Some(index) = lengths.iter().position(|&length| length > limit)
         {
+            let of_sizes = config.shape.padding.as_ref().filter(|_| limit == config.max_tokens);
             return Err(Error::TooLong {
                 argument: "lengths",
                 index,
                 value: i64::from(lengths[index]),
-                limit_name: "max_document_tokens",
+                given: match of_sizes {
+                    Some(padding) => format!("{limit} tokens, {} within max_tokens", padding.largest()),
+                    None => format!("max_document_tokens = {limit}"),
+                },
                 limit: i64::from(limit),
                 hint: "; oversize=\"split\" or \"truncate\" accepts it",
             });

@@ -123,6 +123,12 @@ impl PackerConfig {
     pub fn check(&self) -> Result<()> {
         check_micro_batches(self.num_micro_batches)?;
         check_range("max_tokens", i64::from(self.max_tokens), 1, MAX_TOKENS)?;
+        if self.shape.padding.is_some() && self.max_document_tokens > self.max_tokens {
+            let requirement = "is more than the largest size of a micro-batch (token_buckets, multiple_of_tokens) \
+                               within max_tokens";
+            let value = f64::from(self.max_document_tokens);
+            return Err(Error::Number { argument: "max_document_tokens", value, requirement });
+        }
         check_range("max_document_tokens", i64::from(self.max_document_tokens), 1, i64::from(self.max_tokens))?;
         let mut previous = 0;
         for (index, &threshold) in self.outlier_thresholds.iter().enumerate() {
