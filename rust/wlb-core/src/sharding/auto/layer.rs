@@ -65,9 +65,13 @@ impl<'a, W: Word> Layer<'a, W> {
         let Self { ranks, format, .. } = self;
         let from = ranks.iter().position(|&rank| format.room(rank) >= length as u64)?;
         let word = ranks[from].plus(format.growth(self.mask.pairs(length), length));
-        let passed = ranks[from + 1..].partition_point(|&rank| rank < word);
-        ranks.copy_within(from + 1..from + 1 + passed, from);
-        ranks[from + passed] = word;
+        // Those that come before it now move up. One by one: with so few a binary search takes longer.
+        let (mut at, mut next) = (from, from + 1);
+        while next < ranks.len() && ranks[next] < word {
+            ranks[at] = ranks[next];
+            (at, next) = (next, next + 1);
+        }
+        ranks[at] = word;
         self.runs.push(format.rank(word), length);
         Some(format.pairs(word))
     }
