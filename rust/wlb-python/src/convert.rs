@@ -20,12 +20,22 @@ const PART: usize = 1 << 16;
 /// Lengths of documents: copied, and the copy checked, because other threads may write to the array; numpy does so
 /// without the GIL.
 pub(crate) fn read_lengths(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Lengths> {
-    let array = int64_array(argument, object)?;
+    match object.cast_exact::<PyArrayDyn<i32>>() {
+        // What a micro-batch has for its lengths.
+        Ok(array) if array.ndim() == 1 && is_plain(array) => lengths_of(argument, array),
+        _ => lengths_of(argument, &int64_array(argument, object)?),
+    }
+}
+
+fn lengths_of<T: Element + Copy + Into<i64>>(
+    argument: &'static str,
+    array: &Bound<'_, PyArrayDyn<T>>,
+) -> PyResult<Lengths> {
     let mut lengths = Lengths::with_capacity(array.len());
     let mut copy = Vec::with_capacity(array.len().min(PART));
-    in_parts(&array, |part| {
+    in_parts(array, |part| {
         copy.clear();
-        copy.extend_from_slice(part);
+        copy.extend(part.iter().map(|&length| length.into()));
         lengths.extend(argument, &copy).map_err(raise)
     })?;
     Ok(lengths)

@@ -13,6 +13,9 @@ pub(super) trait Ranks {
 
     /// Gives a run of a document to a rank, after all that the rank already has of earlier tokens. It may be empty.
     fn push(&mut self, rank: usize, document: usize, start: i32, length: i32);
+
+    /// Where it is known beforehand, how many runs each rank will be given at most.
+    fn expect(&mut self, _runs: &[usize]) {}
 }
 
 /// Fills a shard segment by segment.
@@ -39,11 +42,24 @@ impl Ranks for Builder {
             _ => segments.push(segment),
         }
     }
+
+    fn expect(&mut self, runs: &[usize]) {
+        self.ranks.iter_mut().zip(runs).for_each(|(segments, &runs)| segments.reserve_exact(runs));
+    }
 }
 
 impl Builder {
     /// The lengths sum to at most int32.
     pub(super) fn new(lengths: &[i32], cp_size: usize) -> Self {
+        let mut builder = Self::empty(lengths, cp_size);
+        let share = builder.document_starts[lengths.len()] as usize / cp_size + 1;
+        let per_rank = (2 * lengths.len()).min(share).min(1024);
+        builder.ranks.iter_mut().for_each(|segments| segments.reserve_exact(per_rank));
+        builder
+    }
+
+    /// The same, for who will say how much to expect.
+    pub(super) fn empty(lengths: &[i32], cp_size: usize) -> Self {
         let mut document_starts = Vec::with_capacity(lengths.len() + 1);
         let mut total = 0;
         document_starts.push(total);
@@ -53,13 +69,7 @@ impl Builder {
                 total
             }));
         }
-        let share = document_starts[lengths.len()] as usize / cp_size + 1;
-        let per_rank = (2 * lengths.len()).min(share).min(1024);
-        Self {
-            lengths: lengths.to_vec(),
-            document_starts,
-            ranks: (0..cp_size).map(|_| Vec::with_capacity(per_rank)).collect(),
-        }
+        Self { lengths: lengths.to_vec(), document_starts, ranks: vec![Vec::new(); cp_size] }
     }
 
     pub(super) fn tokens_per_rank(&self) -> Vec<i64> {

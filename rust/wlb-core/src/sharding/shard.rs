@@ -58,12 +58,12 @@ pub fn shard(lengths: &Lengths, options: &ShardOptions) -> Result<Shard> {
         let requirement = "must be a finite number, 1 or above";
         return Err(Error::Number { argument: "max_imbalance", value: max_imbalance, requirement });
     }
-    let mut builder = Builder::new(lengths, cp_size);
+    let mut builder = match strategy {
+        Strategy::Auto => Builder::empty(lengths, cp_size),
+        _ => Builder::new(lengths, cp_size),
+    };
     match (strategy, remainder) {
-        (Strategy::Auto, _) => {
-            auto::cut(&mut builder, lengths, mask, max_imbalance);
-            builder.sort();
-        }
+        (Strategy::Auto, _) => auto::cut(&mut builder, lengths, mask, max_imbalance),
         (Strategy::PerSequence, _) => per_sequence::cut(&mut builder, lengths),
         (Strategy::Contiguous, _) => per_sequence::cut_contiguous(&mut builder, lengths),
         (Strategy::PerDocument, Remainder::Chunk) => per_document::cut(&mut builder, lengths),

@@ -1,0 +1,62 @@
+//! One share after the other, until ranks are even.
+
+use super::layer::Layer;
+use super::parts::{ATTEMPTS, Parts, shares};
+use super::runs::Runs;
+use super::word::Word;
+
+/// Lays documents under one share after the other.
+pub(super) struct Attempts<'a, W> {
+    layer: Layer<'a, W>,
+    parts: Parts<'a>,
+    /// Of the last attempt, how many documents it laid, and the pairs of the heaviest rank.
+    last: Option<(usize, u64)>,
+}
+
+impl<'a, W: Word> Attempts<'a, W> {
+    pub(super) fn new(layer: Layer<'a, W>, parts: Parts<'a>) -> Self {
+        Self { layer, parts, last: None }
+    }
+
+    /// What the largest share lays under which no rank has more than `enough` pairs; else the evenest that any lays,
+    /// or none where `on_all`, the most pairs with every document on all ranks, are as few.
+    pub(super) fn first_even(mut self, max_imbalance: f64, enough: u64, on_all: impl FnOnce() -> u64) -> Option<Runs> {
+        let mut tried = Vec::with_capacity(ATTEMPTS);
+        for share in shares(max_imbalance) {
+            let heaviest = self.attempt(share, enough);
+            if heaviest <= enough {
+                return Some(self.layer.runs);
+            }
+            tried.push((share, heaviest));
+        }
+        // Rare, so that it is no loss to have given up above before it was known how uneven an attempt is.
+        self.last = None;
+        let (mut evenest, mut least) = (None, on_all());
+        for (share, at_least) in tried {
+            if at_least >= least {
+                continue;
+            }
+            let heaviest = self.attempt(share, least);
+            if heaviest < least {
+                least = heaviest;
+                let spare = evenest.take().unwrap_or_else(|| Runs::with_capacity(self.layer.documents.len()));
+                evenest = Some(std::mem::replace(&mut self.layer.runs, spare));
+            }
+        }
+        evenest
+    }
+
+    /// The pairs of the heaviest rank, or of one that has more than `bound`, which is none that was larger before.
+    fn attempt(&mut self, share: f64, bound: u64) -> u64 {
+        let alike = self.parts.set(share);
+        match self.last {
+            // It would end as the last one did.
+            Some((laid, heaviest)) if alike.is_none_or(|alike| alike >= laid) => heaviest,
+            _ => {
+                let (laid, heaviest) = self.layer.lay(&self.parts.now, bound);
+                self.last = Some((laid, heaviest));
+                heaviest
+            }
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! A rank in one word: its pairs, then the tokens that it has, then its number.
+//!
+//! Words in ascending order are ranks in the order in which documents choose them: fewest pairs, then most room, then
+//! lowest number. One comparison tells, and one addition gives a rank more of both.
+
+/// An integer of so many bits as pairs, tokens and number need.
+pub(super) trait Word: Copy + Ord {
+    /// `low` has at most `shift` bits.
+    fn new(pairs: u64, low: u64, shift: u32) -> Self;
+    fn pairs(self, shift: u32) -> u64;
+    fn low(self, shift: u32) -> u64;
+    fn plus(self, other: Self) -> Self;
+}
+
+macro_rules! words {
+    ($($integer:ty),+) => {
+        $(impl Word for $integer {
+            #[inline]
+            fn new(pairs: u64, low: u64, shift: u32) -> Self {
+                Self::from(pairs) << shift | Self::from(low)
+            }
+
+            #[inline]
+            fn pairs(self, shift: u32) -> u64 {
+                (self >> shift) as u64
+            }
+
+            #[inline]
+            fn low(self, shift: u32) -> u64 {
+                self as u64 & ((1 << shift) - 1)
+            }
+
+            #[inline]
+            fn plus(self, other: Self) -> Self {
+                self + other
+            }
+        })+
+    };
+}
+
+// Up to two million tokens are always of the first kind; the other holds whatever a micro-batch may have.
+words!(u64, u128);
+
+/// Where the parts of a word lie.
+#[derive(Clone, Copy)]
+pub(super) struct Format {
+    /// Tokens of the rank that gets the most: what a word counts up to.
+    pub(super) most_tokens: u64,
+    rank_bits: u32,
+    /// Pairs lie above so many bits.
+    shift: u32,
+}
+
+impl Format {
+    pub(super) fn new(tokens: u64, cp_size: usize) -> Self {
+        let most_tokens = tokens.div_ceil(cp_size as u64);
+        let bits = |most: u64| u64::BITS - most.leading_zeros();
+        let rank_bits = bits(cp_size as u64 - 1);
+        Self { most_tokens, rank_bits, shift: rank_bits + bits(most_tokens) }
+    }
+
+    /// Whether `u64` is enough.
+    pub(super) fn is_small(&self, all_pairs: u64) -> bool {
+        self.shift <= all_pairs.leading_zeros()
+    }
+
+    /// A rank that can still take `room` tokens, at most `most_tokens`.
+    pub(super) fn word<W: Word>(&self, room: u64, rank: usize) -> W {
+        W::new(0, (self.most_tokens - room) << self.rank_bits | rank as u64, self.shift)
+    }
+
+    /// What a rank's word grows by.
+    #[inline]
+    pub(super) fn growth<W: Word>(&self, pairs: u64, tokens: i32) -> W {
+        W::new(pairs, (tokens as u64) << self.rank_bits, self.shift)
+    }
+
+    #[inline]
+    pub(super) fn pairs(&self, word: impl Word) -> u64 {
+        word.pairs(self.shift)
+    }
+
+    #[inline]
+    pub(super) fn room(&self, word: impl Word) -> u64 {
+        self.most_tokens - (word.low(self.shift) >> self.rank_bits)
+    }
+
+    #[inline]
+    pub(super) fn rank(&self, word: impl Word) -> u32 {
+        (word.low(self.shift) & ((1 << self.rank_bits) - 1)) as u32
+    }
+
+    /// Ascending: most room first, of equals the lowest rank.
+    #[inline]
+    pub(super) fn by_room(&self, word: impl Word) -> u64 {
+        word.low(self.shift)
+    }
+}
