@@ -26,7 +26,7 @@ use super::{auto, hybrid, per_document, per_sequence};
 /// not go with the strategy.
 ///
 /// # Complexity
-/// O(n (log n + cp_size)) for `n` documents; [`Strategy::Auto`] O(n cp_size log cp_size) for each of at most 33
+/// O(n (log n + cp_size)) for `n` documents; [`Strategy::Auto`] O(n cp_size log cp_size) for each of at most 65
 /// attempts.
 ///
 /// # Example
