@@ -44,7 +44,8 @@ const ANY: i64 = 1 << 31;
 /// # Returns
 /// A packing whose micro-batches are those of the first rank in schedule order, then those of the second, and so on;
 /// [`Packing::deal`] gives them. All ranks have as many; as few as were found to hold the documents, with
-/// [`Sync::Step`] one more where the step is 5 % shorter with it, unless the number is given. None is empty on a rank that has as many documents.
+/// [`Sync::Step`] one more where the step is 5 % shorter with it, unless the number is given. None is empty on a rank
+/// that has as many documents.
 ///
 /// # Errors
 /// [`Error::OutOfRange`] for sizes, also where more than [`MAX_MICRO_BATCHES`] would be needed; [`Error::TooLong`] for
