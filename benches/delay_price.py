@@ -4,8 +4,8 @@
     python benches/delay_price.py --lengths x.npy ...  # real ones instead
 
 A stream is the documents in random order, split at the context, as in release.py. A price is tuned on one stream and
-measured on four others, again for four streams. *One order*: the price with the least mean imbalance on the stream
-itself, within the limit, as before prices were judged on other orders; it is among the points that tuning returns. Lost
+measured on four others, again for twelve streams. *One order*: the price with the least mean imbalance on the stream
+itself, within the limit, as before prices were judged; it is among the points that tuning returns. Lost
 time is the sum of the steps' heaviest micro-batches over the sum of their means, the worst step that of any measured
 stream. *Bound* is of that step: its heaviest document over the mean micro-batch of the most work that documents which
 were there, trained in it or waiting on, have within its tokens. Whoever trains that document then does no better.
@@ -39,7 +39,7 @@ from wlb._core import DELAY_PRICE
 from wlb.simulation.reading import Reading
 
 STEPS = 32  # global batches of a stream
-TUNED_ON, MEASURED_ON = range(4), range(100, 104)  # seeds
+TUNED_ON, MEASURED_ON = range(12), range(100, 104)  # seeds: a price that is lucky once in ten streams has to be seen
 ROOMS = (1.0, 1.5)  # max_tokens in contexts
 LIMITS = (0.3, 0.6, 2.0)  # most mean delay
 MICRO_BATCHES = 16

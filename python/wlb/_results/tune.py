@@ -10,7 +10,7 @@ from wlb._core import result
 @result
 @dataclass(frozen=True, repr=False)
 class TunedPoint:
-    """One choice of thresholds, or of a price, and what it gives on the sample.
+    """One choice of thresholds, or of a price, and what it gives on the whole sample.
 
     Attributes:
         thresholds: Tokens, ascending; () with a price.
@@ -55,9 +55,10 @@ class TuneResult:
     """What waits, chosen on a sample, and what else could be had.
 
     Attributes:
-        best: The best choice, and what it gives on the sample.
+        best: The best choice, and what it gives on the whole sample.
         pareto: Choices that no other beats in both mean imbalance and mean delay, by ascending delay.
-        judged: Of a price: those judged on other orders of the sample, the default first; () for thresholds.
+        judged: Of a price: those judged on each half of the sample and on other orders of it, the default first; () for
+            thresholds.
         evaluated: Number of choices tried.
     """
 

@@ -254,8 +254,8 @@ mod tests {
     fn set(ladder: &mut Ladder, weights: &mut [Option<f64>], index: usize, weight: Option<f64>) {
         let was_out = std::mem::replace(&mut weights[index], weight).is_none();
         match weight {
-            Some(weight) if was_out => ladder.come_back(index, weight, index % 3 == 0),
-            Some(weight) if index % 2 == 0 => ladder.set_lightest(index, weight),
+            Some(weight) if was_out => ladder.come_back(index, weight, index.is_multiple_of(3)),
+            Some(weight) if index.is_multiple_of(2) => ladder.set_lightest(index, weight),
             Some(weight) => ladder.set(index, weight),
             None => ladder.remove(index),
         }

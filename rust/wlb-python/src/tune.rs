@@ -60,9 +60,11 @@ functions! {
     /// Finds the price of delay for a :class:`Packer` with ``release="adaptive"`` on a sample of lengths.
     ///
     /// Runs the packer over the sample at geometrically spaced prices and at the default, then at some where the mean
-    /// delay passes the limit. Those that lose the least time there are judged on three other orders of the same
-    /// documents, since the best of many on one order is the luckiest. Deterministic. Documents over
-    /// ``max_document_tokens`` are split.
+    /// delay passes the limit. The best of many on the same steps is the luckiest, so each half of the documents judges
+    /// what the other finds: those that lose the least time on both are judged on both, and on three other orders of
+    /// all documents. Where a half has less than twelve global batches, those that lose the least on all documents are
+    /// judged on the other orders alone: a price may then suit these documents and no others. Deterministic. Documents
+    /// over ``max_document_tokens`` are split.
     ///
     /// Args:
     ///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
@@ -77,16 +79,16 @@ functions! {
     ///
     /// Returns:
     ///     TuneResult: the price that loses the least time on the other orders, within the delay limit there and on the
-    ///     sample: the default (0.03) unless another is better by 0.01 of lost time in every order, with a worst step
-    ///     that is no worse. Where the default waits too long, that bound holds if any price keeps it. The price with
-    ///     the least delay if none keeps the limit. ``judged`` has them all, and the default beside them; and the
-    ///     Pareto front of balance and delay on the sample.
+    ///     sample: the default (0.03) unless another is better by 0.01 of lost time in every order, no worse on a half,
+    ///     with a worst step that is no worse there and on the sample. Where the default waits too long, that bound
+    ///     holds if any price keeps it. The price with the least delay if none keeps the limit. ``judged`` has them all,
+    ///     and the default beside them; and the Pareto front of balance and delay on the sample.
     ///
     /// Raises:
     ///     WlbError: wrong lengths, costs or options, or no documents; several columns of costs.
     ///
-    /// One run of the packer for each of about 32 prices, and three for each that is judged: nine, or more. Releases
-    /// the GIL.
+    /// One run of the packer for each of about 32 prices, another for those within the limit, and four for each that is
+    /// judged: nine, or more. Releases the GIL.
     fn tune_delay_price<'py>[py: Python<'py>](
         lengths, *, num_micro_batches, max_tokens, cost_model by read_costs_if_any: Option<CostModel> = None, costs?,
         max_mean_delay = 0.6, max_delay?, max_document_tokens?, tokens_per_batch?, method: &str = "var_length",

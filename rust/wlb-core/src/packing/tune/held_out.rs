@@ -1,7 +1,8 @@
-//! Prices judged on orders of the sample that they were not found on.
+//! Prices judged on documents and orders that they were not found on.
 //!
 //! On a few tens of steps the lost time of a price varies from order to order by more than neighbouring prices differ,
-//! and the best of thirty prices on one order is the luckiest. So the sample finds candidates, and other orders choose.
+//! and the best of thirty prices on the same steps is the luckiest. So each half of the sample judges what the other
+//! finds, and other orders of all documents choose: a half has too few steps to show a mean delay or a rare worst step.
 
 use crate::error::Result;
 use crate::packing::stream::Release;
@@ -11,19 +12,38 @@ use super::sample::Sample;
 use super::search::Search;
 use super::tuned::{HeldOut, TunedPoint};
 
-/// Orders that judge.
+/// Other orders of all documents that judge.
 pub const ORDERS: u64 = 3;
-/// Prices judged, those with the least lost time on the sample; and the default.
+/// Global batches that each half has at least: fewer steps say nothing of a price.
+pub const FEWEST_BATCHES: i64 = 12;
+/// Prices judged, the best where prices are found; and the default.
 const JUDGED: usize = 8;
 /// Lost time that another price has to save over the default's in every order: 1 % of a run. Less is not worth a worst
 /// step that three orders are too few to show.
 const MARGIN: f64 = 0.01;
 
-/// A judged price, by order.
+/// A judged price.
 struct Judged {
     point: TunedPoint,
+    /// In each of the other orders, and on each half.
     lost_times: Vec<f64>,
+    /// Worst steps of the same, and of the sample.
+    worst: Vec<f64>,
     held_out: HeldOut,
+}
+
+/// What finds prices, and what judges them.
+struct Parts {
+    /// Each half finds, and judges what the other finds; none of few documents, where the whole sample finds.
+    halves: Vec<Reading>,
+    /// All documents.
+    orders: Vec<Reading>,
+}
+
+/// Two halves of the documents, by their indices, each in their order: those whose hash (splitmix64 of where they stand)
+/// is even, and odd.
+pub fn halves(documents: usize) -> (Vec<usize>, Vec<usize>) {
+    (0..documents).partition(|&index| hashed(index as u64).is_multiple_of(2))
 }
 
 /// Documents in another order, by their indices: by a hash of where they stand (splitmix64 of `order * 2^32 + index`,
@@ -46,31 +66,62 @@ fn hashed(value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
+impl Parts {
+    /// Of the whole sample.
+    fn of(search: &Search, sample: Sample<'_>) -> Result<Self> {
+        let documents = sample.lengths.len();
+        let read =
+            |indices: &[usize]| sample.reordered(indices, |part| Reading::new(part, &search.config, search.max_early));
+        let orders = (1..=ORDERS).map(|order| read(&reordered(documents, order))).collect::<Result<_>>()?;
+        let (first, second) = halves(documents);
+        let enough = FEWEST_BATCHES.saturating_mul(search.config.tokens_per_batch());
+        let is_enough =
+            |half: &[usize]| half.iter().map(|&index| i64::from(sample.lengths[index])).sum::<i64>() >= enough;
+        let halves =
+            if is_enough(&first) && is_enough(&second) { vec![read(&first)?, read(&second)?] } else { Vec::new() };
+        Ok(Self { halves, orders })
+    }
+
+    /// Prices by the worse of their ranks where prices are found, by lost time.
+    fn ranked<'a>(&self, search: &Search, points: Vec<&'a TunedPoint>) -> Result<Vec<&'a TunedPoint>> {
+        let mut lost_times: Vec<Vec<f64>> = Vec::new();
+        for half in &self.halves {
+            let lost_time =
+                |point: &&TunedPoint| Ok(half.through(search.packer(Vec::new(), point.delay_price)?)?.lost_time);
+            lost_times.push(points.iter().map(lost_time).collect::<Result<_>>()?);
+        }
+        if lost_times.is_empty() {
+            lost_times.push(points.iter().map(|point| point.lost_time).collect());
+        }
+        let rank = |place: usize| {
+            let of = |lost: &Vec<f64>| lost.iter().filter(|&&other| other < lost[place]).count();
+            lost_times.iter().map(of).max()
+        };
+        let mut places: Vec<usize> = (0..points.len()).collect();
+        places.sort_by_cached_key(|&place| rank(place));
+        Ok(places.into_iter().map(|place| points[place]).collect())
+    }
+}
+
 /// The judged prices, the default's first, and the chosen one.
 ///
-/// Judged are the default and, of the prices that keep the delay limit on the sample, those with the least lost time
-/// there, as many as it takes until one keeps the limit on the other orders, too. The choice is
+/// Judged are the default and, of the prices that keep the delay limit on the sample, those that are among the best on
+/// each half, as many as it takes until one keeps the limit on the other orders, too. The choice is
 ///
-/// 1. the default, where it keeps the limit and no other that does is better in *every* order by at least [`MARGIN`],
-///    with a worst step that is no worse;
-/// 2. else the least mean lost time within the limit, of those with such a worst step if there are any;
+/// 1. the default, where it keeps the limit and no other that does is better in *every* order by at least [`MARGIN`]
+///    and no worse on either half, with a worst step that is no worse, there and on the sample;
+/// 2. else the least mean lost time of the orders within the limit, of those with such a worst step if there are any;
 /// 3. where none keeps the limit on the other orders, the least delay there; where none does on the sample, the least
 ///    delay on the sample.
 pub(super) fn choose(search: &Search, sample: Sample<'_>) -> Result<(Vec<TunedPoint>, TunedPoint)> {
-    let orders = (1..=ORDERS)
-        .map(|order| {
-            let order = reordered(sample.lengths.len(), order);
-            sample.reordered(&order, |other| Reading::new(other, &search.config, search.max_early))
-        })
-        .collect::<Result<Vec<Reading>>>()?;
+    let parts = Parts::of(search, sample)?;
     let limit = search.max_mean_delay;
     let default_price = Release::Adaptive.default_price();
-    let mut candidates: Vec<&TunedPoint> =
-        search.points.iter().filter(|point| point.delay_mean <= limit && point.delay_price != default_price).collect();
-    candidates.sort_by(|a, b| a.lost_time.total_cmp(&b.lost_time));
+    let within = |point: &&TunedPoint| point.delay_mean <= limit && point.delay_price != default_price;
+    let candidates = parts.ranked(search, search.points.iter().filter(within).collect())?;
     let mut judged = Vec::new();
     for point in search.points.iter().filter(|point| point.delay_price == default_price) {
-        judged.push(judge(search, &orders, point)?);
+        judged.push(judge(search, &parts, point)?);
     }
     let defaults = judged.len();
     let keeps = |judged: &Judged| judged.point.delay_mean <= limit && judged.held_out.delay_mean <= limit;
@@ -78,11 +129,11 @@ pub(super) fn choose(search: &Search, sample: Sample<'_>) -> Result<(Vec<TunedPo
         if judged.len() - defaults >= JUDGED && judged.iter().any(keeps) {
             break;
         }
-        judged.push(judge(search, &orders, point)?);
+        judged.push(judge(search, &parts, point)?);
     }
     let default = judged.iter().find(|judged| judged.point.delay_price == default_price);
     let steady = |judged: &Judged| {
-        default.is_none_or(|default| judged.held_out.imbalance_worst <= default.held_out.imbalance_worst)
+        default.is_none_or(|default| judged.worst.iter().zip(&default.worst).all(|(worst, default)| worst <= default))
     };
     let least = |of: &dyn Fn(&Judged) -> bool, figure: &dyn Fn(&Judged) -> f64| {
         judged.iter().filter(|judged| of(judged)).min_by(|a, b| figure(a).total_cmp(&figure(b)))
@@ -91,8 +142,10 @@ pub(super) fn choose(search: &Search, sample: Sample<'_>) -> Result<(Vec<TunedPo
     let best = match default.filter(|default| keeps(default)) {
         Some(default) => {
             let better = |judged: &Judged| {
-                let every =
-                    judged.lost_times.iter().zip(&default.lost_times).all(|(&lost, &default)| lost <= default - MARGIN);
+                let mut pairs = judged.lost_times.iter().zip(&default.lost_times).enumerate();
+                let every = pairs.all(|(place, (&lost, &default))| {
+                    lost <= default - if place < ORDERS as usize { MARGIN } else { 0.0 }
+                });
                 keeps(judged) && steady(judged) && every
             };
             least(&better, &lost_time).or(Some(default))
@@ -108,16 +161,22 @@ pub(super) fn choose(search: &Search, sample: Sample<'_>) -> Result<(Vec<TunedPo
     Ok((judged.into_iter().map(|judged| judged.point).collect(), best))
 }
 
-fn judge(search: &Search, orders: &[Reading], point: &TunedPoint) -> Result<Judged> {
+fn judge(search: &Search, parts: &Parts, point: &TunedPoint) -> Result<Judged> {
     let mut held_out = HeldOut { lost_time: 0.0, imbalance_worst: 1.0, delay_mean: 0.0 };
-    let mut lost_times = Vec::with_capacity(orders.len());
-    for order in orders {
+    let (mut lost_times, mut worst) = (Vec::new(), vec![point.imbalance_worst]);
+    for order in &parts.orders {
         let run = order.through(search.packer(Vec::new(), point.delay_price)?)?;
         let metrics = run.packer.metrics();
         lost_times.push(run.lost_time);
         held_out.imbalance_worst = held_out.imbalance_worst.max(metrics.imbalance_worst());
-        held_out.delay_mean += (metrics.delay_mean() + metrics.early_mean()) / orders.len() as f64;
+        held_out.delay_mean += (metrics.delay_mean() + metrics.early_mean()) / parts.orders.len() as f64;
     }
-    held_out.lost_time = lost_times.iter().sum::<f64>() / orders.len() as f64;
-    Ok(Judged { point: TunedPoint { held_out: Some(held_out), ..point.clone() }, lost_times, held_out })
+    held_out.lost_time = lost_times.iter().sum::<f64>() / parts.orders.len() as f64;
+    worst.push(held_out.imbalance_worst);
+    for half in &parts.halves {
+        let run = half.through(search.packer(Vec::new(), point.delay_price)?)?;
+        lost_times.push(run.lost_time);
+        worst.push(run.packer.metrics().imbalance_worst());
+    }
+    Ok(Judged { point: TunedPoint { held_out: Some(held_out), ..point.clone() }, lost_times, worst, held_out })
 }

@@ -9,7 +9,7 @@ mod search;
 mod thresholds;
 mod tuned;
 
-pub use held_out::{ORDERS, reordered};
+pub use held_out::{FEWEST_BATCHES, ORDERS, halves, reordered};
 pub use options::{MAX_MEAN_DELAY, TuneOptions};
 pub use price::tune_delay_price;
 pub use sample::Sample;

@@ -22,8 +22,11 @@ const BISECTIONS: u32 = 6;
 ///
 /// First geometrically spaced ones and the default, then some where the delay passes the limit. Deterministic. A price
 /// at which nothing waits that finds room is always among them, so that there is always an answer. The best of so many
-/// on one order is the luckiest, so those that lose the least time there are judged on other orders of the same
-/// documents ([`reordered`](super::reordered)), with the default beside them.
+/// on the same steps is the luckiest, so each half of the documents ([`halves`](super::halves)) judges what the other
+/// finds: those that lose the least time on both, by the worse of their two ranks, are judged on both, and on other
+/// orders of all documents ([`reordered`](super::reordered)), with the default beside them. Where a half has less than
+/// twelve global batches ([`FEWEST_BATCHES`](super::FEWEST_BATCHES)), those that lose the least time on all documents
+/// are judged on the other orders alone.
 ///
 /// # Arguments
 /// * `sample` - documents in the order in which they would come, with their costs where the packer has no cost model.
@@ -31,15 +34,16 @@ const BISECTIONS: u32 = 6;
 ///
 /// # Returns
 /// The price that loses the least time on the other orders, within the delay limit there and on the sample: the default
-/// unless another is better by 0.01 in every order, with a worst step that is no worse. Where
-/// the default waits too long, the bound on the worst step holds if any price keeps it. The least delay, if no price
-/// keeps the limit. And the choices that no other beats on the sample.
+/// unless another is better by 0.01 in every order and no worse on either half, with a worst step that is no worse there
+/// and on the sample. Where the default waits too long, the bound on the worst step holds if any price keeps it. The
+/// least delay, if no price keeps the limit. And the choices that no other beats on the sample.
 ///
 /// # Errors
 /// As [`tune_outlier_thresholds`](super::tune_outlier_thresholds); [`Error::Combination`] for several columns of costs.
 ///
 /// # Complexity
-/// One run of the packer per price, about 32, and three for each that is judged: nine, or more.
+/// One run of the packer over the sample per price, about 32, another for those within the limit, and four for each that
+/// is judged: nine, or more.
 ///
 /// # Example
 /// ```

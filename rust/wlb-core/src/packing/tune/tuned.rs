@@ -1,6 +1,6 @@
 //! What tuning found.
 
-/// What one choice gives on the sample.
+/// What one choice gives on the whole sample.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TunedPoint {
     /// The thresholds of the queues; none under [`Release::Adaptive`](crate::packing::stream::Release::Adaptive).
@@ -45,7 +45,7 @@ pub struct Tuned {
     pub best: TunedPoint,
     /// Choices that no other beats in both mean imbalance and mean delay, by ascending delay.
     pub pareto: Vec<TunedPoint>,
-    /// The prices judged on other orders of the sample, the default's first; none where thresholds were tuned.
+    /// The prices judged, the default's first; none where thresholds were tuned.
     pub judged: Vec<TunedPoint>,
     /// Number of choices tried.
     pub evaluated: usize,
