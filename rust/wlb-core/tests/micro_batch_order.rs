@@ -70,7 +70,8 @@ proptest! {
         let costs: Vec<f64> = seed[..m * dp_size].iter().map(|&cost| f64::from(cost)).collect();
         let order = order_micro_batches(&layout, &Times::per_micro_batch(&costs).unwrap(), dp_size).unwrap();
         let before = seconds(&layout, &costs, &order);
-        let row = (0..dp_size).max_by(|&a, &b| before[a].total_cmp(&before[b])).unwrap();
+        // Of ranks that take equally long the first: another one made faster alone makes no step faster.
+        let row = (0..dp_size).rev().max_by(|&a, &b| before[a].total_cmp(&before[b])).unwrap();
         for i in row * m..(row + 1) * m {
             for j in (0..order.len()).filter(|&j| j != i) {
                 let mut swapped = order.clone();
