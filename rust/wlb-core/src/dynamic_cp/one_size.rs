@@ -22,6 +22,8 @@ use super::simulate;
 
 /// Numbers of micro-batches that are tried: up to so many times what memory or the pipeline needs.
 const COUNTS: usize = 2;
+/// A plan whose time is not below this part of the best is not faster: less than that is rounding.
+const FASTER: f64 = 1.0 - 1e-12;
 
 impl Search<'_> {
     /// Plans few documents in groups of one size, for each size and number of micro-batches, in the order that comes of
@@ -52,7 +54,7 @@ impl Search<'_> {
                 let Some(placed) = Placed::new(problem, count, size) else { continue };
                 for order in [(0..count).collect(), placed.longest_last()] {
                     let seconds = placed.seconds(&order, &pipeline, options);
-                    if price(options, count, seconds) >= first {
+                    if price(options, count, seconds) >= first * FASTER {
                         continue;
                     }
                     let draft = placed.draft();

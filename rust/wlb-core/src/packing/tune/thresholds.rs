@@ -20,9 +20,9 @@ const BEYOND: f64 = 1.1;
 /// Runs the packer over the sample under many choices of thresholds.
 ///
 /// First every combination of up to `num_queues` geometrically spaced thresholds, then, for each number of levels, the
-/// neighbourhood of the best at halved steps, and that of the best whose delay is a little beyond the limit: delay falls in
-/// leaps as a threshold passes a common length. Deterministic. Without queues is always among the choices, so that there
-/// is always an answer; it is the one with the least delay if none keeps the limit.
+/// neighbourhood of the best at halved steps, and that of the best whose delay is a little beyond the limit: delay
+/// falls in leaps as a threshold passes a common length. Deterministic. Without queues is always among the choices, so
+/// that there is always an answer; it is the one with the least delay if none keeps the limit.
 ///
 /// # Arguments
 /// * `sample` - documents in the order in which they would come, with their costs where the packer has no cost model.
