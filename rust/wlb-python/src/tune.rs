@@ -81,8 +81,8 @@ functions! {
     ///     TuneResult: the price that loses the least time on the other orders, within the delay limit there and on the
     ///     sample: the default (0.03) unless another is better by 0.01 of lost time in every order, no worse on a half,
     ///     with a worst step that is no worse there and on the sample. Where the default waits too long, that bound
-    ///     holds if any price keeps it. The price with the least delay if none keeps the limit. ``judged`` has them all,
-    ///     and the default beside them; and the Pareto front of balance and delay on the sample.
+    ///     holds if any price keeps it. The price with the least delay if none keeps the limit. ``judged`` has them
+    ///     all, and the default beside them; and the Pareto front of balance and delay on the sample.
     ///
     /// Raises:
     ///     WlbError: wrong lengths, costs or options, or no documents; several columns of costs.

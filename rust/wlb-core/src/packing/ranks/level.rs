@@ -161,8 +161,8 @@ impl Search {
     /// Lowers the load of the heaviest of some shares, then of the next that can be lowered, until all are within
     /// `close` of the lightest, no exchange is left, or the steps are used up.
     ///
-    /// The heaviest gives to the first partner, of a few from the lightest on, with which an exchange leaves both below what it
-    /// had. One that finds none is set aside.
+    /// The heaviest gives to the first partner, of a few from the lightest on, with which an exchange leaves both below
+    /// what it had. One that finds none is set aside.
     pub(super) fn level(&mut self, shares: &mut Shares, among: &[usize], close: f64) {
         let mut by_load = Ladder::new(among.iter().map(|&j| shares.loads[j]));
         for _ in 1..among.len() {

@@ -40,8 +40,8 @@ struct Parts {
     orders: Vec<Reading>,
 }
 
-/// Two halves of the documents, by their indices, each in their order: those whose hash (splitmix64 of where they stand)
-/// is even, and odd.
+/// Two halves of the documents, by their indices, each in their order: those whose hash (splitmix64 of where they
+/// stand) is even, and odd.
 pub fn halves(documents: usize) -> (Vec<usize>, Vec<usize>) {
     (0..documents).partition(|&index| hashed(index as u64).is_multiple_of(2))
 }

@@ -34,16 +34,16 @@ const BISECTIONS: u32 = 6;
 ///
 /// # Returns
 /// The price that loses the least time on the other orders, within the delay limit there and on the sample: the default
-/// unless another is better by 0.01 in every order and no worse on either half, with a worst step that is no worse there
-/// and on the sample. Where the default waits too long, the bound on the worst step holds if any price keeps it. The
-/// least delay, if no price keeps the limit. And the choices that no other beats on the sample.
+/// unless another is better by 0.01 in every order and no worse on either half, with a worst step that is no worse
+/// there and on the sample. Where the default waits too long, the bound on the worst step holds if any price keeps it.
+/// The least delay, if no price keeps the limit. And the choices that no other beats on the sample.
 ///
 /// # Errors
 /// As [`tune_outlier_thresholds`](super::tune_outlier_thresholds); [`Error::Combination`] for several columns of costs.
 ///
 /// # Complexity
-/// One run of the packer over the sample per price, about 32, another for those within the limit, and four for each that
-/// is judged: nine, or more.
+/// One run of the packer over the sample per price, about 32, another for those within the limit, and four for each
+/// that is judged: nine, or more.
 ///
 /// # Example
 /// ```
