@@ -7,7 +7,7 @@ The pieces, in the order of what matters first:
 - *parity*: every kernel against float64, in bfloat16, rank by rank;
 - *transports*: several processes on one GPU, every transport, against the same;
 - *sanitizer*: a tiny part of the parity under `compute-sanitizer`;
-- *profile-...*: `wlb profile` of a model with as many key heads as heads, and of one with fewer;
+- *profile-...*: `wlb profile` of a model with as many key heads as heads, of one with fewer, and of that of *step*;
 - *attention*: one layer of a 7B model under every strategy, and what is left of a step around its kernels;
 - *step*: a whole 1B model, micro-batch after micro-batch, beside the cost model.
 

@@ -78,7 +78,7 @@ class Suite:
             return False
         path.write_text(json.dumps(found))
         self.pages += ["", f"## profile-{name}", "", f"`{found}`"]
-        if name != next(iter(profiles.MODELS)):
+        if name != profiles.MODELS[0]:
             return True
         layer, tokens = self._layer(), 131072 if self.device.type == "cuda" else 1024
         with Done(self.folder / "mixed.jsonl", self._identity("mixed")) as done:
@@ -100,12 +100,16 @@ class Suite:
         )
         return {"ok": ran.returncode == 0, "exit": ran.returncode, "said": (ran.stdout + ran.stderr)[-2000:]}
 
+    def _measured(self, name: str) -> Path | None:
+        """The profile of a model, where it is done."""
+        path = self.folder / f"profile-{name}.json"
+        return self.folder / json.loads(path.read_text())["profile"] if path.exists() else None
+
     def _model(self) -> wlb.KernelModel:
         """Measured here, where it is; of a GPU otherwise the analytic one, of a CPU that of an H100."""
-        first = next(iter(profiles.MODELS))
-        path = self.folder / f"profile-{first}.json"
-        if path.exists():
-            return wlb.KernelModel.from_profile(self.folder / json.loads(path.read_text())["profile"])
+        measured = self._measured(profiles.MODELS[0])
+        if measured is not None:
+            return wlb.KernelModel.from_profile(measured)
         heads, head_dim = (32, 128) if self.device.type == "cuda" else (2, 64)
         return wlb.KernelModel.analytic("h100", num_heads=heads, head_dim=head_dim)
 
@@ -133,7 +137,7 @@ class Suite:
         if name == "attention":
             lines += attention.summary(measured)
         if name == "step":
-            lines += step.summary(measured, None)
+            lines += step.summary(measured, self._measured("step"))
         if name == "mixed" and measured:
             errors = np.abs(np.concatenate([row["errors"] for row in measured]))
             lines += [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,6 +9,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
+
+import wlb
+from wlb.torch.profiling.records import Lines
 
 Row = dict[str, Any]
 Item = tuple[str, Callable[[], Row]]  # its name, which is another for everything that is measured otherwise; the work
@@ -43,32 +45,22 @@ class Done:
     """
 
     def __init__(self, path: Path, identity: Row) -> None:
-        self.rows: dict[str, Row] = {}
-        lines = path.read_text().splitlines() if path.exists() else []
-        # The last line may have been cut off with the run; what it was of is done again.
-        whole = [json.loads(line) for line in lines if line.endswith("}")]
-        if whole and whole[0] != identity:
-            raise SystemExit(f"{path} is of {whole[0]}, this is {identity}: name another folder with --out")
-        self.rows = {row["item"]: row for row in whole[1:]}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w")
-        for line in (whole[0] if whole else identity, *self.rows.values()):
-            self._write(line)
+        try:
+            self._lines, found = Lines.open(path, {"format": "wlb.gpu", "version": 1} | identity)
+        except wlb.WlbError as other:
+            raise SystemExit(f"{other}, or name another folder with --out") from None
+        self.rows: dict[str, Row] = {row["item"]: row for row in found}
 
     def __enter__(self) -> Done:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None):
-        self._file.close()
+        self._lines.close()
 
     def add(self, name: str, row: Row) -> None:
         """Writes an item down."""
         self.rows[name] = {"item": name, **row}
-        self._write(self.rows[name])
-
-    def _write(self, row: Row) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._lines.add(self.rows[name])
 
     def all(self, items: Iterable[Item], budget: Budget, tick: Callable[[str], None]) -> bool:
         """Does what is not done; whether all of it is.

@@ -13,9 +13,12 @@ import torch
 import wlb
 from studies.gpu.attention import Layer, Lengths, packed
 from studies.gpu.items import Budget, Item, Row
+from studies.gpu.step import Trained
 from wlb.torch.profiling import Grid, Profiler, held_out_errors
 
-MODELS = {"llama2-7b": "MHA", "llama3-8b": "GQA"}
+MODELS = ("llama2-7b", "llama3-8b", "step")
+"""The first has as many key heads as heads, the second fewer; the last is the model that the piece *step* trains."""
+
 SECONDS = 300.0
 """That measuring one may take."""
 
@@ -25,14 +28,11 @@ def measured(name: str, folder: Path, device: torch.device, budget: Budget, tick
 
     Samples are in a file beside it, from which a later run goes on.
     """
-    # Of a CPU a toy: what runs is the same, and takes seconds.
-    small = {"queries": (16, 64), "keys": (64, 256), "tokens": (64, 256), "held_out": 4}
-    model = wlb.ModelConfig.preset(name)
-    grid = Grid.default()
-    if device.type == "cpu":
-        kv_heads = 2 if MODELS[name] == "MHA" else 1
-        model, grid = toy(kv_heads), Grid.default(**small)  # type: ignore[arg-type]
-    profiler = Profiler(model, device=device)
+    if device.type == "cpu":  # a toy: what runs is the same, and takes seconds
+        grid = Grid.default(queries=(16, 64), keys=(64, 256), tokens=(64, 256), held_out=4)
+    else:
+        grid = Grid.default()
+    profiler = Profiler(model_of(name, device), device=device)
     path = folder / f"{name}-{profiler.name}.json"
     try:
         profile = profiler.measure(
@@ -52,10 +52,16 @@ def measured(name: str, folder: Path, device: torch.device, budget: Budget, tick
     return {**found, "ok": errors.median <= 0.05 and errors.p95 <= 0.15}
 
 
-def toy(kv_heads: int) -> wlb.ModelConfig:
-    """A model that a CPU measures in seconds."""
+def model_of(name: str, device: torch.device) -> wlb.ModelConfig:
+    """The model of that name; of a preset, on a CPU, one with as many kinds of heads that it measures in seconds."""
+    if name == "step":
+        return wlb.ModelConfig(**Trained(device).config.shape(), name=name)
+    model = wlb.ModelConfig.preset(name)
+    if device.type == "cuda":
+        return model
+    kv_heads = 2 if model.attention.num_kv_heads == model.attention.num_heads else 1
     shape = {"hidden_size": 128, "ffn_hidden_size": 256, "num_layers": 1, "num_heads": 2, "vocab_size": 256}
-    return wlb.ModelConfig(**shape, num_kv_heads=kv_heads, name="toy")  # type: ignore[arg-type]
+    return wlb.ModelConfig(**shape, num_kv_heads=kv_heads, name=name)  # type: ignore[arg-type]
 
 
 def mixed(layer: Layer, lengths: Lengths, tokens: int, count: int) -> Iterator[Item]:

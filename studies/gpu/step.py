@@ -128,17 +128,20 @@ def summary(rows: Sequence[Row], profile: Path | None) -> Iterator[str]:
     if len(seen) < 8:
         return
     fitted = wlb.CostModel.fit([row["lengths"] for row in seen], [row["seconds"] for row in seen]).cost_model
+    once = fitted.terms.get("micro_batches", 0.0)
     yield ""
-    yield f"Fitted to every second micro-batch, error on the others: {_error(fitted, unseen, scaled=False)}."
+    yield f"Fitted to every second micro-batch, error on the others: {_error(fitted, unseen, once=once)}."
     if profile is not None:
         measured = wlb.CostModel.from_profile(profile)
-        yield f"By the profile, up to one factor for all: {_error(measured, unseen, scaled=True)}."
+        # The profile is of one layer's passes, and the backward here computes each layer again.
+        factor = float(np.median([row["seconds"] / measured.cost(row["lengths"]).sum() for row in seen]))
+        yield f"By the profile, times {factor:.3g}: {_error(measured, unseen, factor=factor)}."
 
 
-def _error(cost: wlb.CostModel, rows: Sequence[Mapping[str, list[int]]], *, scaled: bool) -> str:
-    once = float(cost.terms.get("micro_batch", 0.0))
-    predicted = np.array([once + cost.cost(row["lengths"]).sum() for row in rows])
+def _error(
+    cost: wlb.CostModel, rows: Sequence[Mapping[str, list[int]]], *, once: float = 0.0, factor: float = 1.0
+) -> str:
+    predicted = np.array([once + factor * cost.cost(row["lengths"]).sum() for row in rows])
     took = np.array([row["seconds"] for row in rows], dtype=float)
-    factor = float(np.median(took / predicted)) if scaled else 1.0
-    errors = np.abs(factor * predicted / took - 1)
+    errors = np.abs(predicted / took - 1)
     return f"{np.median(errors):.1%} in the median, {errors.max():.1%} at most"

@@ -8,21 +8,73 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from wlb._core import WlbError
 from wlb._errors import error
 from wlb.torch.profiling.grid import Shape
 
 _FORMAT = {"format": "wlb.profile_records", "version": 1}
 
 
-class Records:
-    """What was measured, by shape and round. The first line says on what: another run on something else is refused."""
+class Lines:
+    """JSON objects, a line each, added one by one. The first says what the others are of: another run is refused."""
 
-    def __init__(self, file: TextIO, found: dict[Shape, list[dict[str, Any]]]) -> None:
-        self._file, self._found = file, found
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    @classmethod
+    def open(cls, path: Path, header: dict[str, Any]) -> tuple[Lines, list[Any]]:
+        """Reads the file, or begins it. A last line that was cut off in the middle is dropped.
+
+        Args:
+            path: the file.
+            header: its first line; has "format" and "version".
+
+        Returns:
+            What to add to, and the lines after the first that there are.
+
+        Raises:
+            WlbError: it is no file of that format, cannot be written, or is of something else: says of what.
+        """
+        try:
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
+        except (OSError, ValueError) as problem:
+            raise error("records", f"{str(path)!r} cannot be read: {problem}", value=str(path)) from problem
+        complete = text[: text.rfind("\n") + 1]  # a line is complete once its end is written
+        found = [_parse(path, number, line) for number, line in enumerate(complete.splitlines(), 1)]
+        if found:
+            # As JSON gives it back: tuples are lists there.
+            _check_same(path, found[0], json.loads(json.dumps(header)))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("r+" if path.exists() else "w", encoding="utf-8")
+            file.seek(len(complete.encode()))
+            file.truncate()
+            lines = cls(file)
+            if not found:
+                lines.add(header)
+        except OSError as problem:
+            raise error("records", f"{str(path)!r} cannot be written: {problem}", value=str(path)) from problem
+        return lines, found[1:]
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Writes a line, so that it outlives this process."""
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Ends the writing."""
+        self._file.close()
+
+
+class Records:
+    """What was measured, by shape and round; the first line says on what."""
+
+    def __init__(self, lines: Lines, found: dict[Shape, list[dict[str, Any]]]) -> None:
+        self._lines, self._found = lines, found
 
     @classmethod
     def open(cls, path: Path, identity: dict[str, Any]) -> Records:
-        """Reads the file, or begins it. A last line that was cut off in the middle is dropped.
+        """Reads the file, or begins it: see :meth:`Lines.open`.
 
         Args:
             path: the file.
@@ -31,31 +83,16 @@ class Records:
         Raises:
             WlbError: it is no file of records, cannot be written, or is of something else: says of what.
         """
-        header = _FORMAT | identity
-        try:
-            text = path.read_text(encoding="utf-8") if path.exists() else ""
-        except (OSError, ValueError) as problem:
-            raise error("records", f"{str(path)!r} cannot be read: {problem}", value=str(path)) from problem
-        complete = text[: text.rfind("\n") + 1]  # a line is complete once its end is written
-        lines = complete.splitlines()
-        if lines:
-            # As JSON gives it back: tuples are lists there.
-            _check_same(path, _parse(path, 1, lines[0]), json.loads(json.dumps(header)))
+        lines, values = Lines.open(path, _FORMAT | identity)
         found: dict[Shape, list[dict[str, Any]]] = {}
-        for number, line in enumerate(lines[1:], 2):
-            shape, measured = _record(path, number, line)
-            found.setdefault(shape, []).append(measured)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("r+" if path.exists() else "w", encoding="utf-8")
-            file.seek(len(complete.encode()))
-            file.truncate()
-            records = cls(file, found)
-            if not lines:
-                records._write(header)
-        except OSError as problem:
-            raise error("records", f"{str(path)!r} cannot be written: {problem}", value=str(path)) from problem
-        return records
+            for number, value in enumerate(values, 2):
+                shape, measured = _record(path, number, value)
+                found.setdefault(shape, []).append(measured)
+        except WlbError:
+            lines.close()
+            raise
+        return cls(lines, found)
 
     def rounds(self, shape: Shape) -> int:
         """How often it was measured."""
@@ -74,11 +111,7 @@ class Records:
     def add(self, shape: Shape, measured: dict[str, Any]) -> None:
         """Writes one measurement, so that it outlives this process."""
         self._found.setdefault(shape, []).append(measured)
-        self._write({"shape": asdict(shape), "measured": measured})
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._lines.add({"shape": asdict(shape), "measured": measured})
 
     def __enter__(self) -> Records:
         return self
@@ -86,7 +119,7 @@ class Records:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 def _parse(path: Path, number: int, line: str) -> Any:
@@ -96,8 +129,7 @@ def _parse(path: Path, number: int, line: str) -> Any:
         raise error("records", f"{str(path)!r}, line {number}: is not JSON", value=str(path)) from problem
 
 
-def _record(path: Path, number: int, line: str) -> tuple[Shape, dict[str, Any]]:
-    value = _parse(path, number, line)
+def _record(path: Path, number: int, value: Any) -> tuple[Shape, dict[str, Any]]:
     try:
         return Shape(**value["shape"]), dict(value["measured"])
     except (KeyError, TypeError, ValueError) as problem:
@@ -106,7 +138,7 @@ def _record(path: Path, number: int, line: str) -> tuple[Shape, dict[str, Any]]:
 
 def _check_same(path: Path, found: Any, wanted: dict[str, Any]) -> None:
     """Refuses records that say another thing, naming the first that differs."""
-    if not isinstance(found, dict) or {name: found.get(name) for name in _FORMAT} != _FORMAT:
+    if not isinstance(found, dict) or any(found.get(name) != wanted[name] for name in _FORMAT):
         raise error("records", f"{str(path)!r} is not a file of records of this version", value=str(path))
     for name, value in wanted.items():
         if found.get(name) == value:
