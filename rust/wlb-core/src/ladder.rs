@@ -276,9 +276,11 @@ mod tests {
             changes in proptest::collection::vec((any::<prop::sample::Index>(), proptest::option::weighted(0.8, 0_u16..900)), 40),
         ) {
             let mut weights: Vec<Option<f64>> = start.iter().map(|&weight| Some(f64::from(weight))).collect();
-            let mut order: Vec<(f64, u32)> = start.into_iter().map(f64::from).zip(0..).collect();
+            let mut order: Vec<(f64, u32)> = start.iter().copied().map(f64::from).zip(0..).collect();
             order.reverse();
             let mut ladder = Ladder::of_mostly_sorted(order);
+            let alike = Ladder::new(start.into_iter().map(f64::from));
+            prop_assert!(ladder.ascending().eq(alike.ascending()));
             for (index, change) in changes {
                 let index = index.index(weights.len());
                 set(&mut ladder, &mut weights, index, change.map(f64::from));

@@ -87,8 +87,8 @@ functions! {
     /// Raises:
     ///     WlbError: wrong lengths, costs or options, or no documents; several columns of costs.
     ///
-    /// One run of the packer for each of about 32 prices, another for those within the limit, and four for each that is
-    /// judged: nine, or more. Releases the GIL.
+    /// One run of the packer for each of about 32 prices, another for those within the limit, and three for each that
+    /// is judged: nine, or more. Releases the GIL.
     fn tune_delay_price<'py>[py: Python<'py>](
         lengths, *, num_micro_batches, max_tokens, cost_model by read_costs_if_any: Option<CostModel> = None, costs?,
         max_mean_delay = 0.6, max_delay?, max_document_tokens?, tokens_per_batch?, method: &str = "var_length",

@@ -32,6 +32,24 @@ struct Judged {
     held_out: HeldOut,
 }
 
+/// A price where prices are found.
+struct Found<'a> {
+    point: &'a TunedPoint,
+    /// Lost time and worst step on each half.
+    halves: Vec<(f64, f64)>,
+}
+
+impl Found<'_> {
+    /// On each half; on all documents where there are no halves.
+    fn lost_times(&self) -> Vec<f64> {
+        if self.halves.is_empty() {
+            vec![self.point.lost_time]
+        } else {
+            self.halves.iter().map(|half| half.0).collect()
+        }
+    }
+}
+
 /// What finds prices, and what judges them.
 struct Parts {
     /// Each half finds, and judges what the other finds; none of few documents, where the whole sample finds.
@@ -82,24 +100,26 @@ impl Parts {
         Ok(Self { halves, orders })
     }
 
-    /// Prices by the worse of their ranks where prices are found, by lost time.
-    fn ranked<'a>(&self, search: &Search, points: Vec<&'a TunedPoint>) -> Result<Vec<&'a TunedPoint>> {
-        let mut lost_times: Vec<Vec<f64>> = Vec::new();
-        for half in &self.halves {
-            let lost_time =
-                |point: &&TunedPoint| Ok(half.through(search.packer(Vec::new(), point.delay_price)?)?.lost_time);
-            lost_times.push(points.iter().map(lost_time).collect::<Result<_>>()?);
-        }
-        if lost_times.is_empty() {
-            lost_times.push(points.iter().map(|point| point.lost_time).collect());
-        }
-        let rank = |place: usize| {
-            let of = |lost: &Vec<f64>| lost.iter().filter(|&&other| other < lost[place]).count();
-            lost_times.iter().map(of).max()
+    /// A price on each half.
+    fn found<'a>(&self, search: &Search, point: &'a TunedPoint) -> Result<Found<'a>> {
+        let on = |half: &Reading| {
+            let run = half.through(search.packer(Vec::new(), point.delay_price)?)?;
+            Ok((run.lost_time, run.packer.metrics().imbalance_worst()))
         };
-        let mut places: Vec<usize> = (0..points.len()).collect();
-        places.sort_by_cached_key(|&place| rank(place));
-        Ok(places.into_iter().map(|place| points[place]).collect())
+        Ok(Found { point, halves: self.halves.iter().map(on).collect::<Result<_>>()? })
+    }
+
+    /// Prices by the worse of their ranks where prices are found, by lost time.
+    fn ranked<'a>(&self, search: &Search, points: Vec<&'a TunedPoint>) -> Result<Vec<Found<'a>>> {
+        let found = points.into_iter().map(|point| self.found(search, point)).collect::<Result<Vec<_>>>()?;
+        let lost_times: Vec<Vec<f64>> = found.iter().map(Found::lost_times).collect();
+        let rank = |lost: &Vec<f64>| {
+            let before = |place: usize| lost_times.iter().filter(|other| other[place] < lost[place]).count();
+            (0..lost.len()).map(before).max()
+        };
+        let mut ranked: Vec<_> = lost_times.iter().map(rank).zip(found).collect();
+        ranked.sort_by_key(|&(rank, _)| rank);
+        Ok(ranked.into_iter().map(|(_, found)| found).collect())
     }
 }
 
@@ -121,15 +141,15 @@ pub(super) fn choose(search: &Search, sample: Sample<'_>) -> Result<(Vec<TunedPo
     let candidates = parts.ranked(search, search.points.iter().filter(within).collect())?;
     let mut judged = Vec::new();
     for point in search.points.iter().filter(|point| point.delay_price == default_price) {
-        judged.push(judge(search, &parts, point)?);
+        judged.push(judge(search, &parts, &parts.found(search, point)?)?);
     }
     let defaults = judged.len();
     let keeps = |judged: &Judged| judged.point.delay_mean <= limit && judged.held_out.delay_mean <= limit;
-    for point in candidates {
+    for found in &candidates {
         if judged.len() - defaults >= JUDGED && judged.iter().any(keeps) {
             break;
         }
-        judged.push(judge(search, &parts, point)?);
+        judged.push(judge(search, &parts, found)?);
     }
     let default = judged.iter().find(|judged| judged.point.delay_price == default_price);
     let steady = |judged: &Judged| {
@@ -161,7 +181,8 @@ pub(super) fn choose(search: &Search, sample: Sample<'_>) -> Result<(Vec<TunedPo
     Ok((judged.into_iter().map(|judged| judged.point).collect(), best))
 }
 
-fn judge(search: &Search, parts: &Parts, point: &TunedPoint) -> Result<Judged> {
+fn judge(search: &Search, parts: &Parts, found: &Found<'_>) -> Result<Judged> {
+    let point = found.point;
     let mut held_out = HeldOut { lost_time: 0.0, imbalance_worst: 1.0, delay_mean: 0.0 };
     let (mut lost_times, mut worst) = (Vec::new(), vec![point.imbalance_worst]);
     for order in &parts.orders {
@@ -173,10 +194,9 @@ fn judge(search: &Search, parts: &Parts, point: &TunedPoint) -> Result<Judged> {
     }
     held_out.lost_time = lost_times.iter().sum::<f64>() / parts.orders.len() as f64;
     worst.push(held_out.imbalance_worst);
-    for half in &parts.halves {
-        let run = half.through(search.packer(Vec::new(), point.delay_price)?)?;
-        lost_times.push(run.lost_time);
-        worst.push(run.packer.metrics().imbalance_worst());
+    for &(lost_time, worst_step) in &found.halves {
+        lost_times.push(lost_time);
+        worst.push(worst_step);
     }
     Ok(Judged { point: TunedPoint { held_out: Some(held_out), ..point.clone() }, lost_times, worst, held_out })
 }

@@ -42,7 +42,7 @@ const BISECTIONS: u32 = 6;
 /// As [`tune_outlier_thresholds`](super::tune_outlier_thresholds); [`Error::Combination`] for several columns of costs.
 ///
 /// # Complexity
-/// One run of the packer over the sample per price, about 32, another for those within the limit, and four for each
+/// One run of the packer over the sample per price, about 32, another for those within the limit, and three for each
 /// that is judged: nine, or more.
 ///
 /// # Example
