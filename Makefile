@@ -9,7 +9,7 @@ PROOF ?= proof
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test test-long test-trainers lint bench bench-peers compare proof gpu headline reproduce loss-curves kills fuzz clean
+.PHONY: demo test test-long test-trainers lint bench bench-peers compare proof proof-larger gpu headline reproduce loss-curves kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.wlb-examples
@@ -63,6 +63,11 @@ proof: $(VENV)/.wlb-studies
 	$(BIN)/python -m studies.proof $(if $(LENGTHS),--lengths $(LENGTHS)) --page docs/$(PROOF).md \
 	    --picture docs/$(PROOF).png --record benches/records/$(PROOF).json $(PROOF_FLAGS)
 	$(BIN)/python benches/results.py
+
+## The same of a model that is twice as large, in an hour; writes docs/proof_larger.md. LENGTHS and PROOF_FLAGS as above.
+proof-larger:
+	$(MAKE) proof PROOF=proof_larger PROOF_FLAGS="--hidden 192 --context 6144 --layouts pp2 --layouts dp2 \
+	    --empty-sliced --batches 16 --repeats 4 $(PROOF_FLAGS)"
 
 ## What only a GPU can show, in pieces of nine minutes: run it until it exits with 0. Writes wlb-gpu/.
 gpu: $(VENV)/.wlb-studies

@@ -366,9 +366,14 @@ def gpu_name(device: str) -> str | None:
 
 
 def command() -> str:
-    """This one, as it was given; of files and folders the names."""
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    return " ".join(["python -m studies.proof", *words])
+    """This one, as it was given, but where its results go; of files and folders the names."""
+    kept, words = ["python -m studies.proof"], iter(sys.argv[1:])
+    for word in words:
+        if word in ("--page", "--picture", "--record", "--output-dir"):
+            next(words, None)
+        else:
+            kept.append(Path(word).name)
+    return " ".join(kept)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ class Run:
     Args:
         seconds: [steps] median over repetitions.
         steadied: [steps] the same, each repetition over how slow the machine was around it: what predictions are of.
-        work: [steps] seconds of all ranks together, waiting between them aside.
         predicted: [steps] seconds of the simulation.
-        predicted_work: [steps] the same of the simulation.
+        work: [steps] seconds of all ranks together in the simulation, waiting aside: what a step weighs. A clock cannot
+            tell, since ranks also wait for each other inside of micro-batches.
         streamed: steps before those that empty the queues, or that a rest of the stream fills.
         tokens: of the stream.
         flops: of the stream's documents as they are trained.
@@ -31,9 +31,8 @@ class Run:
 
     seconds: Floats
     steadied: Floats
-    work: Floats
     predicted: Floats
-    predicted_work: Floats
+    work: Floats
     streamed: int
     tokens: int
     flops: float
@@ -41,7 +40,7 @@ class Run:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Run:
         """Of a record."""
-        arrays = (np.array(row[name], float) for name in ("seconds", "steadied", "work", "predicted", "predicted_work"))
+        arrays = (np.array(row[name], float) for name in ("seconds", "steadied", "predicted", "predicted_work"))
         return cls(*arrays, row["streamed"], row["tokens"], row["flops"])
 
     @property
@@ -52,7 +51,7 @@ class Run:
     @property
     def steady_predicted(self) -> float:
         """The same as it was predicted."""
-        return steady(self.predicted, self.predicted_work, np.arange(self.streamed))
+        return steady(self.predicted, self.work, np.arange(self.streamed))
 
     @property
     def steady_steadied(self) -> float:

@@ -137,7 +137,7 @@ def test_tokens_are_those_of_the_plan() -> None:
 def run_of(seconds: list[float], work: list[float], *, predicted: float = 1.0, streamed: int | None = None) -> Any:
     both = np.array(seconds), np.array(work)
     many = len(seconds) if streamed is None else streamed
-    return figures.Run(both[0], both[0], both[1], both[0] * predicted, both[1], many, tokens=100, flops=1000.0)
+    return figures.Run(both[0], both[0], both[0] * predicted, both[1], many, tokens=100, flops=1000.0)
 
 
 def test_a_gain_is_found_and_one_that_is_not_there_is_not() -> None:
@@ -226,6 +226,27 @@ def test_predictions_are_graded_by_what_is_steadied_and_gains_by_the_clock() -> 
     assert found.ratio == pytest.approx(1)
     assert found.error == pytest.approx(1 / 1.25 - 1)
     assert run.step_errors == pytest.approx([0.25] * 4)
+
+
+def test_the_page_has_the_command_without_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [
+        "--lengths",
+        "../some/lengths.npy",
+        "--page",
+        "docs/proof.md",
+        "--repeats",
+        "3",
+        "--record",
+        "/r/proof.json",
+    ]
+    monkeypatch.setattr(sys, "argv", ["proof", *words])
+    assert command.command() == "python -m studies.proof --lengths lengths.npy --repeats 3"
+
+
+def test_a_step_weighs_what_it_was_predicted_to_whatever_ranks_waited_inside() -> None:
+    row = {"seconds": [1.0, 5.0], "steadied": [1.0, 5.0], "predicted": [1.0, 4.0], "predicted_work": [1.0, 1.0]}
+    found = figures.Run.of(row | {"work": [1.0, 9.0], "streamed": 1, "tokens": 10, "flops": 1.0})
+    assert (found.steady, found.steady_predicted) == (2, 2)
 
 
 def test_even_micro_batches_stand_between_the_methods() -> None:
