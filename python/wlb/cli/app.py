@@ -11,7 +11,9 @@ from cyclopts import App, CycloptsError, Parameter
 import wlb
 from wlb.cli.commands.audit import audit
 from wlb.cli.commands.demo import demo
+from wlb.cli.commands.doctor import doctor
 from wlb.cli.commands.fit import fit
+from wlb.cli.commands.lengths import lengths
 from wlb.cli.commands.pack import pack
 from wlb.cli.commands.profile import profile
 from wlb.cli.commands.simulate import simulate
@@ -31,7 +33,17 @@ app = App(
     help_format="plaintext",  # markdown takes a quarter of the start
     default_parameter=Parameter(name_transform=option, allow_repeating=True),
 )
-_COMMANDS: tuple[Callable[..., None], ...] = (demo, pack, profile, fit, tune, simulate, audit)
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    demo,
+    lengths,
+    pack,
+    profile,
+    fit,
+    tune,
+    simulate,
+    audit,
+    doctor,
+)
 for place, command in enumerate(_COMMANDS):
     app.command(command, sort_key=place, help_format="markdown")
 

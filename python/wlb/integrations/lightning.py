@@ -37,7 +37,6 @@ from wlb.torch.metrics import StepMetrics
 
 __all__ = ["BalancedDataModule"]
 
-_OLDEST = "2.5"
 Row = Callable[[PackedBatch, float], Any]
 
 
@@ -236,7 +235,7 @@ class _Validation:
 
 def _check_lightning() -> None:
     """Refuses a Lightning that is too old, and one that no longer asks loaders for states where this does."""
-    check_version("lightning", _OLDEST)
+    check_version("lightning")
     for name in ("_state_dicts", "_load_state_dicts"):  # else a run that is resumed would begin anew, and not say so
         if not hasattr(CombinedLoader, name):
             message = (

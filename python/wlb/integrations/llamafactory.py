@@ -11,8 +11,6 @@ from wlb.integrations.huggingface.balance import check_named
 from wlb.integrations.huggingface.balancing import balancing
 from wlb.integrations.versions import check_version
 
-_OLDEST = "0.9.5.dev0"  # the first on transformers 5
-
 
 def balanced(run_exp: Callable[..., None], **options: Any) -> Callable[..., None]:
     """The same function, of which the trainers are balanced as they begin to train.
@@ -28,7 +26,7 @@ def balanced(run_exp: Callable[..., None], **options: Any) -> Callable[..., None
             is on (in stage `pt` it is unless told otherwise), Ray would train in other processes, another stage, or
             what `balance` and `balancing` raise.
     """
-    check_version("llamafactory", _OLDEST)
+    check_version("llamafactory")
     check_named(options)
 
     @wraps(run_exp)

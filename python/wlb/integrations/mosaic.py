@@ -13,7 +13,6 @@ from wlb.integrations.rows import Collator, row, tokens_and_labels
 from wlb.integrations.versions import check_version
 from wlb.torch.data.state import field
 
-_OLDEST: Final = "0.8"
 _ORDER: Final = (
     "batching_method",
     "partition_algo",
@@ -59,7 +58,7 @@ def streams_of(
     Complexity:
         Each rank makes the order of the epoch, int64 [samples of the data set], and keeps its own part.
     """
-    check_version("mosaicml-streaming", _OLDEST)
+    check_version("mosaicml-streaming")
     if not is_mosaic(dataset):
         kind = type(dataset).__name__
         raise error("dataset", f"is a {kind}, not a StreamingDataset: give that, without a loader", value=kind)

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Final
 
 from packaging.version import Version
 
 from wlb._errors import error
 
+OLDEST: Final = {
+    "accelerate": "1.1",
+    "axolotl": "0.19",
+    "lightning": "2.5",
+    "llamafactory": "0.9.5.dev0",  # the first on transformers 5
+    "megatron-core": "0.16",  # the first whose rows name their ranks
+    "mosaicml-streaming": "0.8",
+    "torchtitan": "0.3.0",
+    "transformers": "5.0",
+    "trl": "1.0",
+    "verl": "0.9",
+}
+"""The first version of each that has what is needed, by its name in the package index."""
 
-def check_version(package: str, oldest: str) -> None:
+
+def check_version(package: str) -> None:
     """Refuses a package that has not what is needed.
 
     Args:
-        package: its name in the package index.
-        oldest: the first version that has it.
+        package: one of :data:`OLDEST`.
 
     Raises:
         wlb.WlbError: it is missing, or older.
     """
+    oldest = OLDEST[package]
     try:
         found = version(package)
     except PackageNotFoundError:

@@ -7,6 +7,7 @@
 | `*.jsonl` | a line: an object with a text field | the line, from 0 |
 | `*.txt` | a line | the line, from 0 |
 | `*.npy` | an integer: a length in tokens | its index |
+| `*.idx` | what Megatron's indexed data set calls one; its `.bin` stays closed | its index |
 
 Empty documents (a blank line, an empty file) are left out, and the others keep their id. Without a tokenizer
 a length is in bytes of UTF-8, and the files of a directory are not even opened.
@@ -15,6 +16,7 @@ a length is in bytes of UTF-8, and the files of a directory are not even opened.
 import itertools
 import json
 import os
+import struct
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -52,6 +54,29 @@ class Documents:
         """The sum of the lengths."""
         return int(self.lengths.sum())
 
+    def described(self) -> dict[str, Any]:
+        """Numbers, as plain JSON values; lengths in `unit`."""
+        return {
+            "source": self.source,
+            "unit": self.unit,
+            "distinct": self.lengths.size,
+            "empty": self.empty,
+            "tokens": self.tokens,
+            "mean": float(self.lengths.mean()),
+            "median": float(np.median(self.lengths)),
+            "p99": float(np.quantile(self.lengths, 0.99)),
+            "longest": int(self.lengths.max()),
+        }
+
+    def in_words(self) -> str:
+        """The same in a sentence or two."""
+        d = self.described()
+        return (
+            f"{d['source']}: {d['distinct']:,} documents, {d['tokens']:,} {d['unit']}"
+            f" (median {d['median']:,.0f}, p99 {d['p99']:,.0f}, longest {d['longest']:,})."
+            f"{' A byte counts as a token.' if d['unit'] == 'bytes' else ''}"
+        )
+
 
 def read_documents(
     source: Path | None, *, field: str, pattern: str, tokenizer: Path | None, progress: Progress
@@ -62,10 +87,10 @@ def read_documents(
     """
     if source is not None and not source.exists():
         raise CliError(f"{source}: no such file or directory")
-    if source is not None and source.suffix == ".npy":
+    if source is not None and source.suffix in _LENGTHS:
         if tokenizer is not None:
             raise CliError(f"{source}: holds lengths, so --tokenizer has nothing to read")
-        return _read_lengths(source)
+        return _LENGTHS[source.suffix](source)
 
     measure = _bytes if tokenizer is None else _load_tokenizer(tokenizer)
     names: tuple[str, ...] | None = None
@@ -84,7 +109,9 @@ def read_documents(
         texts = _json_texts(source, field) if source.suffix == ".jsonl" else _line_texts(source)
         lengths = _measure(f"Reading {source.name}", texts, source.stat().st_size, measure, progress)
     else:
-        raise CliError(f"{source}: give a directory, a .jsonl or .txt of documents, or a .npy of lengths")
+        raise CliError(
+            f"{source}: give a directory, a .jsonl or .txt of documents, a .npy of lengths or an .idx of Megatron's"
+        )
 
     measured = np.array(lengths, dtype=np.int64)
     ids = np.flatnonzero(measured)
@@ -120,6 +147,38 @@ def _read_lengths(path: Path) -> Documents:
     if not lengths.size:
         raise CliError(f"{path}: no lengths in it")
     return Documents(readable(path.name), "tokens", np.arange(lengths.size), lengths.astype(np.int64))
+
+
+def _read_index(path: Path) -> Documents:
+    """Documents of Megatron's indexed data set: a sequence each, or several that follow one another.
+
+    After the header (magic, version, code of the dtype, number of sequences, of bounds between documents) come
+    int32[sequences] lengths, int64[sequences] places in the `.bin`, and int64[documents + 1] bounds in sequences.
+    """
+    header = struct.Struct("<9sQBQQ")
+    with path.open("rb") as file:
+        start = file.read(header.size)
+        if not start.startswith(_INDEX) or len(start) < header.size:
+            raise CliError(f"{path}: is no index of a data set of Megatron's")
+        _, _, _, sequences, bounds = header.unpack(start)
+        whole, there = header.size + 12 * sequences + 8 * bounds, path.stat().st_size
+        if there < whole:
+            raise CliError(f"{path}: is cut off: {there:,} bytes of {whole:,}")
+        sizes = np.fromfile(file, np.dtype("<i4"), sequences)
+        file.seek(8 * sequences, os.SEEK_CUR)
+        ends = np.fromfile(file, np.dtype("<i8"), bounds)
+    if (sizes < 0).any() or (np.diff(ends, prepend=0) < 0).any() or (ends > sequences).any():
+        raise CliError(f"{path}: is damaged: lengths below 0, or documents that end before they begin")
+    lengths = np.diff(np.concatenate([[0], sizes.cumsum(dtype=np.int64)])[ends])
+    ids = np.flatnonzero(lengths)
+    if not ids.size:
+        raise CliError(f"{path}: no documents, or only empty ones")
+    return Documents(readable(path.name), "tokens", ids, lengths[ids], empty=lengths.size - ids.size)
+
+
+_INDEX = b"MMIDIDX\x00\x00"
+_LENGTHS: dict[str, Callable[[Path], Documents]] = {".npy": _read_lengths, ".idx": _read_index}
+"""What reads lengths from a file that has them, by its ending."""
 
 
 def _python_roots() -> list[Path]:

@@ -28,7 +28,10 @@ _MOST_PIECES = 10**8  # of several epochs, at 75 bytes each
 
 Source = Annotated[
     Path,
-    Parameter(help="A directory (a document a file), a .jsonl or .txt (a document a line), or a .npy of lengths."),
+    Parameter(
+        help="A directory (a document a file), a .jsonl or .txt (a document a line), a .npy of lengths, or the .idx of"
+        " a data set of Megatron's."
+    ),
 ]
 
 
@@ -49,19 +52,10 @@ class Stream(GlobalBatches):
 
     def described(self) -> dict[str, Any]:
         """The documents of the source and what the stream took of them, as plain JSON values; lengths in `unit`."""
-        documents, lengths = self.documents, self.documents.lengths
         return {
-            "source": documents.source,
-            "unit": documents.unit,
-            "distinct": lengths.size,
+            **self.documents.described(),
             "distinct_used": np.unique(self.ids).size,
-            "empty": documents.empty,
-            "tokens": documents.tokens,
-            "mean": float(lengths.mean()),
-            "median": float(np.median(lengths)),
-            "p99": float(np.quantile(lengths, 0.99)),
-            "longest": int(lengths.max()),
-            "longer_than_context": int((lengths > self.context).sum()),
+            "longer_than_context": int((self.documents.lengths > self.context).sum()),
             "epochs": self.epochs,
             "global_batches": self.batches,
             "streamed_tokens": int(self.lengths.sum()),
@@ -72,9 +66,7 @@ class Stream(GlobalBatches):
         """The same in sentences."""
         d = self.described()
         sentences = [
-            f"{d['source']}: {d['distinct']:,} documents, {d['tokens']:,} {d['unit']}"
-            f" (median {d['median']:,.0f}, p99 {d['p99']:,.0f}, longest {d['longest']:,})."
-            f"{' A byte counts as a token.' if d['unit'] == 'bytes' else ''}",
+            self.documents.in_words(),
             f"{d['global_batches']:,} global batches of up to {self.tokens_per_batch:,} tokens"
             f" ({self.tokens_per_batch // self.context} micro-batches x {self.context:,}), from"
             f" {d['distinct_used']:,} distinct documents in {counted(d['epochs'], 'epoch')}.",
@@ -86,28 +78,37 @@ class Stream(GlobalBatches):
 
 
 @options("Documents")
-class Reading(Options):
-    """How documents are read, and how they become a stream.
+class Texts(Options):
+    """How documents are read.
 
     Args:
         field: text field of a .jsonl.
         pattern: names of the files to take from a directory.
         tokenizer: a Hugging Face tokenizer.json to count tokens with; by default a byte counts as a token.
-        seed: shuffles the documents, every epoch anew; by default they come in the source's order.
-        oversize: what to do with documents longer than the context.
     """
 
     field: str = "text"
     pattern: str = "*"
     tokenizer: Path | None = None
-    seed: NonNegativeInt | None = None
-    oversize: Oversize = "split"
 
     def documents(self, source: Path | None, progress: Progress) -> Documents:
         """Finds the documents of `source` and measures them; without one, this interpreter's Python files."""
         return read_documents(
             source, field=self.field, pattern=self.pattern, tokenizer=self.tokenizer, progress=progress
         )
+
+
+@options("Documents")
+class Reading(Texts):
+    """How documents are read, and how they become a stream.
+
+    Args:
+        seed: shuffles the documents, every epoch anew; by default they come in the source's order.
+        oversize: what to do with documents longer than the context.
+    """
+
+    seed: NonNegativeInt | None = None
+    oversize: Oversize = "split"
 
     def stream(
         self,

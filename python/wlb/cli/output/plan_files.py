@@ -59,7 +59,7 @@ def write_npz(path: Path, plan: PackedRun, stream: Stream, dealt: bool) -> None:
         arrays["column_costs"] = plan.column_costs
     if dealt:
         arrays["deal"] = plan.order
-    with _at_once(path) as file:
+    with at_once(path) as file:
         np.savez_compressed(file, **arrays)
 
 
@@ -72,7 +72,7 @@ def write_jsonl(path: Path, plan: PackedRun, stream: Stream, dealt: bool) -> Non
     micro_batches = np.split(pieces, _offsets(plan)[1:-1])
     steps, n = plan.costs.shape
     imbalance = plan.all_balance.imbalance.tolist()
-    with _at_once(path) as file:
+    with at_once(path) as file:
         for step in range(steps):
             line = {
                 "step": step,
@@ -95,12 +95,12 @@ def write_names(path: Path, names: Sequence[str]) -> None:
     Bytes that are not UTF-8 are the escapes that `os.fsencode` turns back into them.
     """
     lines = (name if name.isprintable() and not name.startswith('"') else json.dumps(name) for name in names)
-    with _at_once(path) as file:
+    with at_once(path) as file:
         file.writelines(f"{line}\n".encode() for line in lines)
 
 
 @contextmanager
-def _at_once(path: Path) -> Iterator[BinaryIO]:
+def at_once(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes its name when all of it is there: half a plan would read as one that is complete."""
     part = path.with_name(f"{path.name}.part")
     try:

@@ -11,8 +11,8 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from transformers import Trainer
 
 from wlb._errors import error
+from wlb.integrations.versions import OLDEST
 
-_OLDEST = "5.0"
 _NEEDED: tuple[str, ...] = (
     "get_batch_samples",
     "_get_num_items_in_batch",
@@ -29,8 +29,8 @@ def check_trainer(trainer: Any) -> None:
     Raises:
         wlb.WlbError: The first reason, and what to do about it.
     """
-    if Version(transformers.__version__) < Version(_OLDEST):
-        message = f"is of transformers {transformers.__version__}: {_OLDEST} or newer is needed"
+    if Version(transformers.__version__) < Version(OLDEST["transformers"]):
+        message = f"is of transformers {transformers.__version__}: {OLDEST['transformers']} or newer is needed"
         raise error("trainer", message, value=transformers.__version__)
     if not isinstance(trainer, Trainer):
         raise error("trainer", f"is a {type(trainer).__name__}, not a transformers.Trainer", value=trainer)

@@ -10,12 +10,14 @@ from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
+from packaging.version import Version
 
 from wlb._errors import error
 from wlb.integrations.megatron.attention import PackedSelfAttention
 from wlb.integrations.megatron.multiples import quantized_multiple
+from wlb.integrations.versions import OLDEST
 
-OLDEST, NEWEST = (0, 16), (0, 20)  # the first whose rows name their ranks; the last that was looked at
+NEWEST = (0, 20)  # the last that was looked at
 
 
 def check_version() -> None:
@@ -31,8 +33,8 @@ def check_version() -> None:
     numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     fields = {field.name for field in dataclasses.fields(PackedSeqParams)}
     missing = {"local_cp_size", "cp_group"} - fields
-    if missing or (numbers and numbers < OLDEST):
-        needed = ".".join(map(str, OLDEST))
+    needed = OLDEST["megatron-core"]
+    if missing or (numbers and numbers < Version(needed).release):
         message = f"= {found or 'unknown'}: megatron-core >= {needed} is needed, whose packed rows name their ranks"
         raise error("megatron-core", message, value=found)
     if numbers > NEWEST:

@@ -12,7 +12,7 @@ ranks take the micro-batches as they are: of unequal length, cut document by doc
 
 from wlb.integrations.versions import check_version
 
-check_version("torchtitan", "0.3.0")  # before what an older one has not
+check_version("torchtitan")  # before what an older one has not
 
 from wlb.integrations.torchtitan.balance import balance  # noqa: E402
 from wlb.integrations.torchtitan.context_parallel import DocumentAttention  # noqa: E402
