@@ -150,7 +150,7 @@ def attention() -> Iterator[Attention]:
         tried = set()
         for name in ("auto", "flash_attn", "varlen", "reference"):
             try:
-                kernel = kernels.choose(name, q, scale=1.0, alibi_slopes=None, alibi_aligned=True)  # type: ignore[arg-type]
+                kernel = kernels.choose(name, q, scale=1.0, alibi_slopes=None, alibi_aligned=True)
             except wlb.WlbError:  # it is not for this device, or not installed
                 continue
             if type(kernel) not in tried:
@@ -170,10 +170,12 @@ def _attention(name: Any, title: str, dtype: torch.dtype, device: torch.device) 
     *given, d_out = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
 
     mine = [x[order].requires_grad_() for x in given]
-    out = context_parallel_attention(mine[0], mine[1], mine[2], shard, kernel=name)
+    out: Any = context_parallel_attention(mine[0], mine[1], mine[2], shard, kernel=name)
     out.backward(d_out[order])
-    exact = [x.double().cpu().requires_grad_() for x in given]
-    expected = torch.cat([_causal(*documents) for documents in zip(*(x.split(_DOCUMENTS) for x in exact), strict=True)])
+    exact: list[Any] = [x.double().cpu().requires_grad_() for x in given]
+    expected: Any = torch.cat(
+        [_causal(*documents) for documents in zip(*(x.split(_DOCUMENTS) for x in exact), strict=True)]
+    )
     expected.backward(d_out.double().cpu())
 
     def off(ours: Any, theirs: Any) -> float:
