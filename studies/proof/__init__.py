@@ -51,11 +51,14 @@ METHODS: dict[str, Variant] = {
     "adaptive": VARIANTS["adaptive_release"],
     "finer": VARIANTS["finer"],
     "finer, 4 times": replace(VARIANTS["finer"], split=4),
+    "finer, 4 times, steps of 2": replace(
+        VARIANTS["finer"], split=4, packer={**VARIANTS["finer"].packer, "max_step_cost": 2.0}
+    ),
     "Dynamic-CP": VARIANTS["dynamic_cp"],
     "adaptive + Dynamic-CP": VARIANTS["wlb_dynamic_cp"],
 }
 """What is compared, the baseline first; *finer* makes 2 micro-batches of one. The packers that wait are told the costs
-that the profile shows."""
+that the profile shows. The last of *finer* bounds the work of a step: twice the mean global batch's."""
 
 
 @dataclass(frozen=True)

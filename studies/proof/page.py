@@ -159,7 +159,7 @@ def _layout(layout: Row) -> Iterator[str]:
     yield ""
     head = ["method", "tokens/s", "GFLOP/s", "x tokens/s", "predicted", "x FLOP/s", "over uncut", "step error", "idle"]
     head += ["even"] if sliced else []
-    yield from _head([*head, "delay"])
+    yield from _head([*head, "delay", "heaviest step"])
     for name, run in found.items():
         row = layout["methods"][name]
         ranks = np.prod(list(layout["sizes"].values()))
@@ -177,7 +177,8 @@ def _layout(layout: Row) -> Iterator[str]:
             f"{idle:.0%}",
         ]
         cells += [f"{run.seconds.sum() / sum(row['even']):.3f}"] if sliced else []
-        yield _row([*cells, f"{row['delay']:.2f}"])
+        work = run.work[: run.streamed]
+        yield _row([*cells, f"{row['delay']:.2f}", f"{work.max() / work.mean():.2f}"])
     error = errors(layout)
     yield ""
     yield (
@@ -276,7 +277,8 @@ def _reading() -> Iterator[str]:
         " a step than is usual in the run, so much less counts what was measured in it; gains (x) are those of the"
         " clock as it ran, without that. *idle*: time in which the mean rank does not compute. *even*: time over that"
         " of the same work spread evenly over ranks and"
-        " micro-batches.\n"
+        " micro-batches. *heaviest step*: its work over the mean step's; what waits for company makes steps uneven,"
+        " unless their work is bounded (*steps of 2*: by twice a mean global batch's).\n"
         "- gpu, dp, pp, cp, micro-batch: which are compared. In processes, what a rank waits for inside a micro-batch"
         " (the keys of another) counts as busy, so that unevenness of cp hides there and shows in slices.\n"
         "- Processes keep the memory that they free, as a GPU's allocator does: else pages that come anew are up to a"
@@ -298,13 +300,14 @@ def _row(cells: list[str]) -> str:
 def draw(record: Row, path: Path) -> None:
     """Gains by model FLOPs a second with their intervals, and the predicted ones, layout by layout."""
     layouts = record["layouts"]
+    names = [name for name in METHODS if any(name in layout["methods"] for layout in layouts)]
     with mpl.rc_context(STYLE):
         figure, panels = plt.subplots(
             1, len(layouts), figsize=(3.6 * len(layouts) + 1.4, 4.4), sharey=True, squeeze=False, layout="constrained"
         )
         for axes, layout in zip(panels[0], layouts, strict=True):
             found = gains(layout, flops=True, base=BASES[0])
-            places = [-list(METHODS).index(name) for name in found]
+            places = [-names.index(name) for name in found]
             ratios = np.array([one.ratio for one in found.values()])
             reach = np.array([[one.ratio - one.low, one.high - one.ratio] for one in found.values()]).T
             axes.errorbar(ratios, places, xerr=reach, fmt="o", color=WLB, capsize=3, label="measured, 95 %")
@@ -312,7 +315,7 @@ def draw(record: Row, path: Path) -> None:
             axes.axvline(1, color="#57606a", linewidth=1)
             axes.set_title(f"{layout['title']} ({layout['kind']})", fontsize=10.5)
             axes.set_xlabel("model FLOP/s over original")
-        panels[0][0].set_yticks([-index for index in range(len(METHODS))], list(METHODS))
+        panels[0][0].set_yticks([-index for index in range(len(names))], names)
         panels[0][0].legend(fontsize=9)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)

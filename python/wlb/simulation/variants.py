@@ -19,7 +19,7 @@ from wlb.simulation.stream import GlobalBatches
 Packing = Literal["original", "whole", "fixed_length", "var_length", "dynamic_cp"]
 Strategy = Literal["per_sequence", "per_document", "adaptive"]
 
-_OF_PACKER = ("release", "delay_price", "method")
+_OF_PACKER = ("release", "delay_price", "method", "max_step_cost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,8 @@ class Variant:
         window: global batches that "fixed_length" packs at a time.
         dealt: the micro-batches of a step go to data-parallel ranks by their costs (:meth:`wlb.Packing.deal`), for
             "original": otherwise as they come.
-        packer: further arguments of :class:`wlb.Packer` (`release`, `delay_price`, `method`), for "var_length". With a
+        packer: further arguments of :class:`wlb.Packer` (`release`, `delay_price`, `method`, `max_step_cost`,
+            unless the scenario has one), for "var_length". With a
             release rule of its own no thresholds are given. For "dynamic_cp": of a packer whose releases are planned;
             with none, nothing waits.
         max_early: iterations that long documents may come before their turn, for `packer` with release="adaptive", as
