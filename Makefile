@@ -9,7 +9,7 @@ PROOF ?= proof
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test test-long test-trainers lint bench bench-peers compare proof proof-larger gpu headline reproduce loss-curves kills fuzz clean
+.PHONY: demo test test-long test-trainers lint bench bench-peers compare proof proof-larger proof-bounded gpu headline reproduce loss-curves kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.wlb-examples
@@ -68,6 +68,11 @@ proof: $(VENV)/.wlb-studies
 proof-larger:
 	$(MAKE) proof PROOF=proof_larger PROOF_FLAGS="--hidden 192 --context 6144 --layouts pp2 --layouts dp2 \
 	    --empty-sliced --batches 16 --repeats 4 $(PROOF_FLAGS)"
+
+## Of it a part, with steps whose work is bounded, in a quarter of an hour; writes docs/proof_bounded.md.
+proof-bounded:
+	$(MAKE) proof PROOF=proof_bounded PROOF_FLAGS="--hidden 192 --context 6144 --layouts pp2 --empty-sliced \
+	    --methods uncut --methods finer,\ 4 --batches 24 --repeats 3 $(PROOF_FLAGS)"
 
 ## What only a GPU can show, in pieces of nine minutes: run it until it exits with 0. Writes wlb-gpu/.
 gpu: $(VENV)/.wlb-studies

@@ -25,7 +25,7 @@ def page(records: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_page_is_that_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = page(RECORDS, tmp_path / "results.md", monkeypatch)
     assert made == (ROOT / "docs" / "results.md").read_text(), "run python benches/results.py"
-    for name in ("comparison", "engine", "refined", "proof", "proof_larger"):
+    for name in ("comparison", "engine", "refined", "proof", "proof_larger", "proof_bounded"):
         about: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text())["machine"]
         (row,) = (line for line in made.splitlines() if about["time"][:16].replace("T", " ") in line)
         assert about["commit"] in row
@@ -43,4 +43,4 @@ def test_a_figure_comes_from_its_record(tmp_path: Path, monkeypatch: pytest.Monk
     assert "| 2031-02-03 04:05 | abc1234 | " in made
     assert "Linux 9.8" in made
     assert "| 12.0 | 2.0 | 0.025 | " in made
-    assert made.count("| never |") == 4
+    assert made.count("| never |") == 5

@@ -515,6 +515,21 @@ def test_the_work_of_steps_is_bounded(name: str, bound: float) -> None:
     assert [one.outcomes["wlb"].run.digests for one in (free, bounded)] == [free.outcomes["wlb"].run.digests] * 2
 
 
+def test_a_method_may_bound_the_work_of_its_steps_by_itself() -> None:
+    bound, finer = 1.3, VARIANTS["finer"]
+    variants = {"free": finer, "bounded": dataclasses.replace(finer, packer={**finer.packer, "max_step_cost": bound})}
+    found = simulate(documents(3000), scenario(), variants=variants).outcomes
+    by_scenario = simulate(documents(3000), scenario(max_step_cost=bound), variants=variants).outcomes
+    assert found["free"].run.digests != found["bounded"].run.digests
+    assert found["bounded"].run.digests == by_scenario["bounded"].run.digests == by_scenario["free"].run.digests
+    loose = {
+        "loose": dataclasses.replace(finer, packer={**finer.packer, "max_step_cost": 9.0})
+    }  # the scenario's is what counts
+    assert simulate(documents(3000), scenario(max_step_cost=bound), variants=loose).outcomes["loose"].run.digests == (
+        found["bounded"].run.digests
+    )
+
+
 @pytest.mark.parametrize("name", ["plain", "wlb", "wlb_dynamic_cp"])
 def test_plans_are_graded_by_attention_that_they_were_not_made_for(name: str) -> None:
     """The sweep prices the same plan with a kernel that is so much faster, whatever else follows from it."""
