@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import wlb
+from wlb.integrations.versions import OLDEST
 
 for package in ("cyclopts", "jinja2", "rich", "matplotlib"):
     pytest.importorskip(package)
@@ -43,6 +46,15 @@ def test_nothing_is_wrong_here(run: Any) -> None:
     }
     assert packages["cyclopts"]["use"] == "wlb[cli]"
     assert {"torch", "megatron-core", "transformers"} <= set(packages)
+
+
+def test_the_oldest_trainers_are_those_that_are_installed_for_tests() -> None:
+    """`OLDEST` refuses, pyproject.toml installs: two lists that must say the same."""
+    needed = [Requirement(text) for text in requires("wlb") or ()]
+    said = {(one.name, str(one.specifier)) for one in needed if one.name in OLDEST}
+    assert {name for name, _ in said} >= {"transformers", "megatron-core", "lightning"}
+    for name, specifier in said:
+        assert Version(specifier.removeprefix(">=")) == Version(OLDEST[name]), name
 
 
 def test_the_report_names_what_was_tried(run: Any) -> None:
@@ -105,6 +117,7 @@ def test_attention_that_fails_is_told(run: Any, monkeypatch: pytest.MonkeyPatch)
 def test_a_kernel_that_cannot_be_imported_is_wrong(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("torch")
     (tmp_path / "flash_attn_interface.py").write_text(broken)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
@@ -113,6 +126,7 @@ def test_a_kernel_that_cannot_be_imported_is_wrong(
 
 
 def test_flash_attn_4_is_no_broken_flash_attn_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)

@@ -26,9 +26,6 @@ PLANS: Final = "0618a8ce523c7281241f6690ecb4f3055491ec35fb3240008db233b61966cb32
 _EXTRAS: Final = ("", "cli", "tokenizers", "torch", "testing")
 """Of wlb's own, what a user has a use for; the first stands for wlb itself."""
 
-_FLASH: Final = ("flash_attn.flash_attn_interface", "flash_attn_interface")
-"""Modules that attention looks for: flash-attn 2 and 3."""
-
 _DOCUMENTS: Final = (1, 700, 33, 1, 260, 5)
 """Lengths of the documents that attention is tried on."""
 
@@ -124,8 +121,13 @@ def _package(name: str, needed: SpecifierSet, use: str) -> Package:
 
 
 def broken_kernels() -> Iterator[str]:
-    """flash-attn that is installed and cannot be imported: attention would run without it, and not say so."""
-    for module in _FLASH:
+    """flash-attn that is installed and cannot be imported: attention would run without it, and not say so.
+
+    Needs torch.
+    """
+    from wlb.torch.attention.kernels import FLASH_ATTN_2, FLASH_ATTN_3
+
+    for module in (FLASH_ATTN_2, FLASH_ATTN_3):
         if find_spec(module.partition(".")[0]) is None:
             continue
         try:

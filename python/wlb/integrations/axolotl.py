@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 import wlb
 from wlb._errors import error
+from wlb.integrations.versions import OLDEST
 from wlb.torch.training import takes_keywords
 
 
@@ -44,7 +45,11 @@ class BalancePlugin(BasePlugin):
         """
         if not hasattr(BasePlugin, "post_trainer_create"):
             found = version("axolotl")
-            raise error("axolotl", f"is {found}, whose plugins have no post_trainer_create: take 0.19", value=found)
+            raise error(
+                "axolotl",
+                f"is {found}, whose plugins have no post_trainer_create: take {OLDEST['axolotl']}",
+                value=found,
+            )
         return f"{__name__}.{Options.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:

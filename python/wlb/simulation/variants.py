@@ -40,9 +40,8 @@ class Variant:
         dealt: the micro-batches of a step go to data-parallel ranks by their costs (:meth:`wlb.Packing.deal`), for
             "original": otherwise as they come.
         packer: further arguments of :class:`wlb.Packer` (`release`, `delay_price`, `method`, `max_step_cost`,
-            unless the scenario has one), for "var_length". With a
-            release rule of its own no thresholds are given. For "dynamic_cp": of a packer whose releases are planned;
-            with none, nothing waits.
+            unless the scenario has one), for "var_length". With a release rule of its own no thresholds are given. For
+            "dynamic_cp": of a packer whose releases are planned; with none, nothing waits.
         max_early: iterations that long documents may come before their turn, for `packer` with release="adaptive", as
             :class:`wlb.torch.BalancedBatchSampler` reads them.
         fitted: the packer is told the cluster's ratio of attention to the rest, communication included, instead of

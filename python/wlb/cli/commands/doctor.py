@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import wlb
-from wlb.cli import checkup
 from wlb.cli.output.console import Printing
 from wlb.cli.output.render import machine
 from wlb.cli.output.report import Block, Paragraphs, Report, Table
+
+if TYPE_CHECKING:
+    from wlb.cli import checkup
 
 
 def doctor(*, printing: Printing = Printing()) -> None:
@@ -22,6 +23,8 @@ def doctor(*, printing: Printing = Printing()) -> None:
     kernel that is there. Run it on each machine of a run: the digest of the plans must be the same on all. Exits with 1
     if something is wrong; what is not installed is not.
     """
+    from wlb.cli import checkup  # a tenth of the start of every command
+
     wrong, sentences = [], []
     about = machine()
     sentences.append(
@@ -40,7 +43,7 @@ def doctor(*, printing: Printing = Printing()) -> None:
                 " on other machines would disagree. Take the same wheel on all; if they still differ, please report it."
             )
         bars.update(task, description="packages")
-        packages = list(_packages(wrong))
+        packages = _packages(wrong)
         bars.update(task, description="attention")
         torch, attention = _training(wrong)
     sentences.append(torch)
@@ -68,6 +71,10 @@ def doctor(*, printing: Printing = Printing()) -> None:
 
 
 def _packages(wrong: list[str]) -> list[checkup.Package]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from wlb.cli import checkup
+
     try:
         installed = version("wlb")
     except PackageNotFoundError:
@@ -93,6 +100,8 @@ def _training(wrong: list[str]) -> tuple[str, list[checkup.Attention]]:
         return 'No torch: plans alone. For wlb.torch: pip install "wlb[torch]"', []
     import torch
     import torch.distributed as dist
+
+    from wlb.cli import checkup
 
     cuda = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

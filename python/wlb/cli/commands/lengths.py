@@ -63,7 +63,7 @@ def lengths(
     report = Report(
         command="lengths",
         blocks=[Paragraphs(sentences), table],
-        numbers={**documents.described(), "classes": classes, "files": [str(file) for file in files]},
+        numbers={**documents.described, "classes": classes, "files": [str(file) for file in files]},
     )
     printing.give(report, files)
 

@@ -13,6 +13,7 @@ Empty documents (a blank line, an empty file) are left out, and the others keep 
 a length is in bytes of UTF-8, and the files of a directory are not even opened.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -54,6 +55,7 @@ class Documents:
         """The sum of the lengths."""
         return int(self.lengths.sum())
 
+    @functools.cached_property
     def described(self) -> dict[str, Any]:
         """Numbers, as plain JSON values; lengths in `unit`."""
         return {
@@ -70,7 +72,7 @@ class Documents:
 
     def in_words(self) -> str:
         """The same in a sentence or two."""
-        d = self.described()
+        d = self.described
         return (
             f"{d['source']}: {d['distinct']:,} documents, {d['tokens']:,} {d['unit']}"
             f" (median {d['median']:,.0f}, p99 {d['p99']:,.0f}, longest {d['longest']:,})."

@@ -53,7 +53,7 @@ class Stream(GlobalBatches):
     def described(self) -> dict[str, Any]:
         """The documents of the source and what the stream took of them, as plain JSON values; lengths in `unit`."""
         return {
-            **self.documents.described(),
+            **self.documents.described,
             "distinct_used": np.unique(self.ids).size,
             "longer_than_context": int((self.documents.lengths > self.context).sum()),
             "epochs": self.epochs,

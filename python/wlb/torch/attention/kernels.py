@@ -29,6 +29,10 @@ _SCORES_OF_CPU = 1 << 19
 
 _FLASH_TILE = 128
 
+FLASH_ATTN_2 = "flash_attn.flash_attn_interface"
+FLASH_ATTN_3 = "flash_attn_interface"
+"""Where the kernels of flash-attn 2 and 3 are imported from."""
+
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """What partial results and gradients are summed in."""
@@ -263,13 +267,13 @@ class FlashAttention3:
 @functools.cache
 def _flash_attn_2() -> Any:
     """Its module, or None. The package `flash_attn` alone proves nothing: flash-attn 4 installs one without it."""
-    return _installed("flash_attn.flash_attn_interface")
+    return _installed(FLASH_ATTN_2)
 
 
 @functools.cache
 def _flash_attn_3() -> Any:
     """Its module, or None."""
-    return _installed("flash_attn_interface")
+    return _installed(FLASH_ATTN_3)
 
 
 def _installed(module: str) -> Any:
