@@ -46,6 +46,7 @@ impl Packer {
         let Batch { pieces, carried, released } = batch;
         let lengths: Vec<i32> = pieces.iter().map(|waiting| waiting.piece.length).collect();
         let costs = self.costs_of(&pieces, &lengths);
+        check();
         if self.config.shape.max_cost.is_some() {
             let priced = pieces.iter().zip(costs.values());
             let new = priced.filter(|(waiting, _)| waiting.arrived == self.iteration);
@@ -126,6 +127,7 @@ impl Packer {
             }
         }
 
+        check();
         self.carried = placed.placement.leftover.iter().map(|&index| pieces[index]).collect();
         let assignment = &placed.placement.assignment;
         let piece = |index: usize| pieces[index].piece;
@@ -135,10 +137,12 @@ impl Packer {
             let held = pieces.iter().zip(waits).filter(|&(_, waits)| waits);
             held.for_each(|(&waiting, _)| self.queue.push(0, waiting));
         }
+        check();
         let mut packing = priced.packing(placed, Some(method), piece);
         if let Some(range) = range {
             packing = packing.scored(range);
         }
+        check();
         (packing.ranks, packing.padding) = (ranks, padding.clone());
         let now = self.iteration as i64;
         self.iteration += 1;

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use crate::interrupt::{STEPS, check};
 use crate::packing::piece::Piece;
 
 use super::config::{PackerConfig, Release};
@@ -73,7 +74,10 @@ impl OutlierQueue {
     /// Takes out everything, at the end of a stream.
     pub(super) fn release_all(&mut self, released: &mut Vec<Waiting>) {
         for level in &mut self.levels {
-            released.extend(level.drain(..));
+            while !level.is_empty() {
+                released.extend(level.drain(..level.len().min(STEPS)));
+                check();
+            }
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use crate::error::Result;
-use crate::interrupt::Meter;
+use crate::interrupt::{Meter, check};
 use crate::lengths::Lengths;
 use crate::packing::piece::Piece;
 use crate::packing::plan::Packing;
@@ -63,7 +63,7 @@ impl Packer {
         let mut queued_documents = vec![VecDeque::new(); self.queue.levels().len()];
         let mut meter = Meter::default();
         for (index, &length) in lengths.iter().enumerate() {
-            meter.spend(4);
+            meter.spend(8); // memory that is written for the first time
             let id = ids.map_or_else(|| first_id + index as i64, |ids| ids[index]);
             let start = starts.map_or(0, |starts| starts[index]);
             let limit = self.config.max_document_tokens;
@@ -87,6 +87,7 @@ impl Packer {
             }
         }
         self.next_id = next_id;
+        check();
         match self.config.release {
             Release::Fifo => {
                 self.queue.release(self.config.company(), arrived, self.config.max_delay, &mut batch.pieces);
@@ -111,9 +112,11 @@ impl Packer {
                 *document = queued;
             }
         }
+        check();
         listed.append(&mut new_documents);
         new.splice(0..0, batch.pieces.drain(..));
         batch.pieces = new;
+        check();
 
         let mut packing = self.pack(batch, Occasion::Push { min_step_tokens });
         let by_listing = std::mem::replace(&mut packing.assignment, vec![-1; lengths.len()]);
