@@ -29,7 +29,7 @@ from wlb.cli.inputs.documents import read_documents
 from wlb.cli.inputs.options import plain
 from wlb.simulation import Outcome
 
-SHORT_STEPS = 12
+SHORT_STEPS = 40
 """Steps of few tokens, of which the median shows what a step takes beside its micro-batches."""
 
 BYTES_PER_TOKEN = 4  # of the documents of this machine, which are measured in bytes
@@ -233,15 +233,16 @@ class Proof:
     def _slices(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Row], np.ndarray]:
         parts = sum(1 for outcome in outcomes.values() for _ in outcome.parts()) * self._options.sliced_repeats
         task = self._bars.add_task(f"{layout}, slices", total=parts)
-        measured, took = slices.measure(
-            self._bench,
-            outcomes,
-            [ranks[0] for ranks in pace.parts(self._bench.context, layout.sizes["cp"])],
-            repeats=self._options.sliced_repeats,
-            device=torch.device(self._device),
-            thread_clock=self._clock == "thread",
-            tick=lambda: self._bars.advance(task),
-        )
+        with system.on_a_processor():
+            measured, took = slices.measure(
+                self._bench,
+                outcomes,
+                [ranks[0] for ranks in pace.parts(self._bench.context, layout.sizes["cp"])],
+                repeats=self._options.sliced_repeats,
+                device=torch.device(self._device),
+                thread_clock=self._clock == "thread",
+                tick=lambda: self._bars.advance(task),
+            )
         self._bars.remove_task(task)
         local = pace.local(took)
         found = {}
@@ -294,8 +295,8 @@ class Proof:
 
         shape = f"h{self._bench.hidden}-c{self._bench.context}-{self._device}"
         path = self._options.output_dir / f"profile-{shape}.json"
-        if not path.exists():
-            seconds = self._options.profile_seconds
+        seconds = self._options.profile_seconds
+        with system.on_a_processor():
             machine.profile(self._bench, path, device=self._device, budget_seconds=seconds, progress=show)
         self._bars.remove_task(task)
         return path

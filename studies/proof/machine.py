@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import wlb
-from studies.proof import HEAD_DIM, Bench
+from studies.proof import HEAD_DIM, Bench, unaligned
 from wlb._core import pass_weights
 from wlb.torch.profiling import Grid, Profiler
 
@@ -22,21 +22,29 @@ SHORTEST = 16
 def profile(
     bench: Bench, path: Path, *, device: str, budget_seconds: float, progress: Callable[[int, int, str], None]
 ) -> None:
-    """Measures attention and a layer of the model on one processor, as `wlb profile` does."""
+    """Measures attention and a layer of the model on one processor, as `wlb profile` does; once for each grid."""
+    wanted = grid(bench)
+    if path.exists() and tuple(json.loads(path.read_text())["query_lengths"]) == wanted.query_lengths:
+        return
+    measured = Profiler(bench.model, device=device).measure(
+        records=path.with_suffix(".records.jsonl"), grid=wanted, budget_seconds=budget_seconds, progress=progress
+    )
+    path.write_text(json.dumps(measured) + "\n")
+
+
+def grid(bench: Bench) -> Grid:
+    """Lengths that a profile of the model has."""
     limit = 1 << int(np.ceil(np.log2(bench.memory * bench.context)))
     context = 1 << int(np.ceil(np.log2(bench.context)))
     # From one token on: a third of the documents have less than 16 here, which take as long as 16 do, and a profile
     # knows nothing of lengths below its own but that pairs are fewer. Halfway between powers of two, too: seconds of a
     # pair fall with the length, for short segments as fast as it grows, and a straight line from one power of two to
     # the next is up to 6 % above that; of the shortest, that is nothing beside what a segment takes.
-    grid = Grid.default(queries=(1, context), keys=(1, context), tokens=(min(256, limit), limit), held_out=16)
-    halfway = (3 * length // 2 for length in grid.key_lengths[:-1] if length >= SHORTEST)
-    lengths = tuple(sorted({*grid.key_lengths, *halfway}))
-    grid = replace(grid, query_lengths=lengths, key_lengths=lengths)
-    measured = Profiler(bench.model, device=device).measure(
-        records=path.with_suffix(".records.jsonl"), grid=grid, budget_seconds=budget_seconds, progress=progress
-    )
-    path.write_text(json.dumps(measured) + "\n")
+    round_ones = Grid.default(queries=(1, context), keys=(1, context), tokens=(min(256, limit), limit), held_out=16)
+    halfway = (3 * length // 2 for length in round_ones.key_lengths[:-1] if length >= SHORTEST)
+    lengths = tuple(sorted(set(map(unaligned, (*round_ones.key_lengths, *halfway)))))
+    tokens = tuple(map(unaligned, round_ones.tokens))
+    return replace(round_ones, query_lengths=lengths, key_lengths=lengths, tokens=tokens)
 
 
 def hardware(bench: Bench, path: Path, link: wlb.Link, ranks: int) -> wlb.Hardware:

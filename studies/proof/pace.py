@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import wlb
+from studies.proof import unaligned
 from studies.proof.batches import Part
 
 Floats = NDArray[np.float64]
 
 KINDS = (1, 4, 16)
-"""Documents of a micro-batch that together fill a context."""
+"""Documents of a micro-batch that together nearly fill a context."""
 
 NEIGHBOURS = 1
 """Turns before and after one that tell, with it, how fast the machine was in it."""
@@ -57,7 +58,7 @@ def parts(context: int, cp_size: int) -> list[list[Part]]:
 
 def documents(context: int) -> list[list[int]]:
     """Lengths of the documents of a micro-batch of each sort."""
-    return [[context // many] * many for many in KINDS]
+    return [[unaligned(context // many)] * many for many in KINDS]
 
 
 def parts_of(lengths: list[int], cp_size: int) -> list[Part]:

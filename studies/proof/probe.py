@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 import wlb
-from studies.proof import Bench, echo
+from studies.proof import Bench, echo, system, unaligned
 from studies.proof.batches import Part, Text
 from studies.proof.slices import Stages, clock_of
 from wlb.cluster import Overhead
@@ -49,8 +49,8 @@ def shapes(bench: Bench, sizes: list[int]) -> list[tuple[int, list[int]]]:
     """Groups of ranks, and the documents of a micro-batch of theirs: from few tokens to two contexts, few or many."""
     tokens = [bench.context >> power for power in (6, 4, 2, 1, 0)] + [2 * bench.context]
     cases = itertools.product(sizes, tokens, (1, 4, 16))
-    found = [(size, [count // many] * many) for size, count, many in cases if count // many >= 2 * size]
-    return [(size, lengths) for size, lengths in found if max(lengths) <= bench.context]
+    found = [(size, [unaligned(count // many)] * many) for size, count, many in cases]
+    return [(size, lengths) for size, lengths in found if 2 * size <= lengths[0] <= bench.context]
 
 
 def stages(
@@ -95,7 +95,7 @@ def stages(
         each = scenario.stage_seconds(
             [tokens], attention_forward=attention[0][None], attention_backward=attention[1][None]
         )
-        alone = (each.seconds - each.exposed_cp - each.exposed_tp - each.exposed_ep)[0]
+        alone = (each.seconds - each.exposed)[0]
         predicted[index] = np.stack([alone[:, 0], alone[:, 1:].sum(axis=1)], axis=1)
         for one in range(2):
             terms[index, one] = tokens, (sum(lengths) if size > 1 else 0), float(attention[one].sum())
@@ -105,13 +105,14 @@ def stages(
             seconds[index] = runner.run(text.batch(part, device), part.cp_size)
         runner.forget()
 
-    def endlessly() -> None:
+    def endlessly(index: int) -> None:
+        system.take_processor(1 + index, of=1 + neighbours)
         torch.set_num_threads(1)
         with echo.ranks(max(sizes)):
             while True:
                 once(seconds[0])
 
-    with busy(neighbours, endlessly), echo.ranks(max(sizes)):
+    with system.on_a_processor(), busy(neighbours, endlessly), echo.ranks(max(sizes)):
         once(seconds[0])  # to warm up
         for repeat in range(REPEATS):
             once(seconds[repeat])
@@ -119,9 +120,10 @@ def stages(
 
 
 @contextmanager
-def busy(count: int, work: Callable[[], None]) -> Iterator[None]:
-    """So many processes that do some work without an end meanwhile."""
-    others = [get_context("fork").Process(target=work, daemon=True) for _ in range(count)]
+def busy(count: int, work: Callable[[int], None]) -> Iterator[None]:
+    """So many processes that do some work without an end meanwhile; each is told which it is."""
+    fork = get_context("fork")
+    others = [fork.Process(target=work, args=(index,), daemon=True) for index in range(count)]
     try:
         for other in others:
             other.start()
@@ -183,7 +185,7 @@ def _times(table: Any, share: float) -> Any:
 
 def few_tokens(context: int) -> int:
     """Of a rank, in a micro-batch of the steps that :func:`of_steps` looks at: one document's."""
-    return max(1, context // SHORT)
+    return unaligned(context // SHORT)
 
 
 def of_steps(probed: Overhead, scenario: wlb.Scenario, tokens: int, seconds: dict[int, float]) -> Overhead:

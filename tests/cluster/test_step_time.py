@@ -148,6 +148,21 @@ def test_what_a_layout_changes() -> None:
     assert (without.p2p > plain.p2p).all()
 
 
+def test_the_receiving_stage_waits_for_what_nothing_hides_of_a_transfer() -> None:
+    layout = wlb.ParallelLayout(pp=4, cp=2)
+    hidden, partly = (times(layout, (1000, 20_000), [0.01, 0.2], p2p_overlap=share) for share in (1.0, 0.25))
+    assert not hidden.exposed_pp.any()
+    waits = np.zeros((2, 4, 3))
+    waits[:, 1:, 0] = 0.75 * hidden.p2p[:, None]  # all but the first receive an activation,
+    waits[:, :3, 1] = 0.75 * hidden.p2p[:, None]  # all but the last a gradient
+    assert partly.exposed_pp == pytest.approx(waits)
+    assert partly.p2p == pytest.approx(hidden.p2p / 4)
+    assert partly.seconds == pytest.approx(hidden.seconds + waits)
+    assert partly.computing == pytest.approx(hidden.computing)
+    with pytest.raises(wlb.WlbError, match="p2p_overlap"):
+        times(layout, p2p_overlap=1.5)
+
+
 def test_data_parallel_seconds() -> None:
     layout = wlb.ParallelLayout(dp=4, cp=2, tp=8)
     group = Communicator.along("dp_cp", layout, H100)

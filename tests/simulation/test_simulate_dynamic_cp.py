@@ -128,6 +128,8 @@ def test_the_planner_knows_the_transfer_of_a_micro_batch_in_the_middle() -> None
     share = case.tokens_per_batch // (2 * 2 * 4)
     sent = case.stage_seconds([share], attention_forward=[0.0], attention_backward=[0.0]).p2p
     assert planner_options(case, documents())["p2p_seconds"] == sent[0]
+    waits = dataclasses.replace(case, p2p_overlap=0.0)
+    assert planner_options(waits, documents())["p2p_seconds"] == sent[0]
     assert sent[0] > 0
 
 

@@ -96,7 +96,7 @@ def recomputed(outcome: Any, step: int) -> float:
             attention_backward=sharded.backward[index].max(axis=1),
         )
         seconds[replica, j], p2p[replica, j] = made.seconds[0], made.p2p[0]
-        computing[replica, j] = (made.seconds - made.exposed_cp - made.exposed_tp - made.exposed_ep)[0]
+        computing[replica, j] = (made.seconds - made.exposed)[0]
     p2p[:] = p2p.max(axis=0)
     for j, stage in np.ndindex(row.shape[1], layout.num_stages):
         for first, last in ((0, 1), (1, 3)):

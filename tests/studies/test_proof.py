@@ -3,8 +3,10 @@
 import ctypes
 import dataclasses
 import multiprocessing
+import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,6 +261,7 @@ def test_even_micro_batches_are_run_on_all_ranks() -> None:
     sorts = pacing.documents(BENCH.context)
     found = command.Proof._even(SimpleNamespace(_bench=BENCH), proof.Layout("dp2pp2cp2"), 3)  # type: ignore[arg-type]
     assert len(found) == len(sorts)
+    assert max(map(max, sorts)) == BENCH.context - 1  # a round length takes less than others
     for steps, lengths in zip(found.values(), sorts, strict=True):
         assert len(steps) == 3
         assert [len(ranks) for ranks in steps[0]] == [2] * 4  # as many micro-batches as stages, dp 2 x cp 2 ranks
@@ -279,7 +282,7 @@ def test_neighbours_work_meanwhile() -> None:
     # No lock: whoever is killed while it holds one keeps it for ever.
     turns = multiprocessing.get_context("fork").RawValue("i", 0)
 
-    def work() -> None:
+    def work(index: int) -> None:
         while True:
             turns.value += 1
 
@@ -331,6 +334,37 @@ def test_memory_that_was_freed_is_kept() -> None:
 
     assert pages("given back") >= 4 * 32  # even where pages have 2 MiB
     assert pages("kept") <= 16
+
+
+def test_a_rank_keeps_to_a_processor_of_its_own() -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("this system does not tell processes which processors they may use")
+    mine = sorted(os.sched_getaffinity(0))
+    if len(mine) < 2:
+        pytest.skip("this process has one processor")
+
+    def taken(index: int, of: int) -> set[int]:
+        """By a process of its own, and the threads that it starts."""
+        found: multiprocessing.Queue[set[int]] = multiprocessing.get_context("fork").SimpleQueue()  # type: ignore[assignment]
+
+        def one() -> None:
+            system.take_processor(index, of=of)
+            thread = threading.Thread(target=lambda: found.put(os.sched_getaffinity(0)))
+            thread.start()
+            thread.join()
+
+        other = multiprocessing.get_context("fork").Process(target=one)
+        other.start()
+        seen = found.get()
+        other.join()
+        return seen
+
+    assert (taken(0, 2), taken(1, 2)) == ({mine[0]}, {mine[1]})
+    assert taken(1, len(mine) + 1) == set(mine)  # too few for all of them
+    with system.on_a_processor():
+        assert os.sched_getaffinity(0) == {mine[0]}
+        assert taken(1, 2) == {mine[1]}
+    assert os.sched_getaffinity(0) == set(mine)
 
 
 def test_programs_that_are_busy_are_seen() -> None:

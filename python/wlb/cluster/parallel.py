@@ -22,6 +22,9 @@ Fsdp = Literal["none", "zero1", "zero2", "zero3"]
 Recompute = Literal["none", "selective", "full"]
 Axis = Literal["tp", "cp", "dp", "pp", "dp_cp", "ep", "edp"]
 
+V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
+"""Schedules with two stages a rank, down the ranks and back up: the hop at the bottom stays on its rank."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:

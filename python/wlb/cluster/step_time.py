@@ -22,14 +22,16 @@ Assumptions, all of them inputs of :func:`stage_seconds` or of the layout and ha
   reduce-scatter the answers: `experts_per_token` times the rows that a dense block would have. Every expert has as many
   visits as the mean, or the busiest rank `expert_imbalance` times that, for which the others wait. What visits take is
   the experts' share of the linear part, by FLOPs.
-- A stage sends its output, split over tensor-parallel ranks by sequence parallelism, to the next; `p2p` stands apart,
-  because a schedule decides what hides it.
+- A stage sends its output, split over tensor-parallel ranks by sequence parallelism, to the next, and a gradient back.
+  `p2p_overlap` of that travels beside what both compute, and stands apart (`p2p`), because a schedule decides what
+  hides it. For the rest the receiving stage waits once it is free: 1F1B posts a receive when it has nothing else to do.
 - Data parallelism stands apart too (:mod:`wlb.cluster.data_parallel`): once a step, or for all ranks that meet in a
   micro-batch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,12 +58,18 @@ class StageSeconds:
     exposed_cp: Floats  # [micro-batches, stages, 3]: the part of it that waits for context parallelism
     exposed_tp: Floats  # [micro-batches, stages, 3]: the part of it that waits for tensor parallelism
     exposed_ep: Floats  # [micro-batches, stages, 3]: the part of it that waits for expert parallelism
-    p2p: Floats  # [micro-batches]: sending a stage's output, or its gradient, to a neighbour
+    exposed_pp: Floats  # [micro-batches, stages, 3]: the part of it that receives from a neighbour
+    p2p: Floats  # [micro-batches]: what a stage's output, or its gradient, is on its way to a neighbour beside that
+
+    @property
+    def exposed(self) -> Floats:
+        """float64[micro-batches, stages, 3]: the part of `seconds` that waits."""
+        return self.exposed_cp + self.exposed_tp + self.exposed_ep + self.exposed_pp
 
     @property
     def computing(self) -> Floats:
         """float64[micro-batches, stages, 3]: the part of `seconds` that waits for nothing, and at least 0."""
-        return np.maximum(self.seconds - self.exposed_cp - self.exposed_tp - self.exposed_ep, 0.0)
+        return np.maximum(self.seconds - self.exposed, 0.0)
 
 
 def stage_seconds(
@@ -80,6 +88,7 @@ def stage_seconds(
     cp_overlap: float = 0.0,
     tp_overlap: float = 0.0,
     ep_overlap: float = 0.0,
+    p2p_overlap: float = 1.0,
 ) -> StageSeconds:
     """Times of micro-batches on every stage; the module's documentation lists what is assumed.
 
@@ -105,6 +114,7 @@ def stage_seconds(
         cp_overlap: share of the context-parallel communication that computation hides.
         tp_overlap: share of the tensor-parallel communication that computation hides.
         ep_overlap: share of the expert-parallel communication that computation hides.
+        p2p_overlap: share of a transfer between stages that may be hidden, because it travels as soon as it is sent.
 
     Raises:
         WlbError: naming an argument of another length, a negative entry, a share outside 0..1, or as
@@ -118,7 +128,8 @@ def stage_seconds(
     kinds = tuple(model.kinds)
     forward_attention = _by_kind("attention_forward", attention_forward, count.size, len(kinds))
     backward_attention = _by_kind("attention_backward", attention_backward, count.size, len(kinds))
-    for name, share in (("cp_overlap", cp_overlap), ("tp_overlap", tp_overlap), ("ep_overlap", ep_overlap)):
+    overlaps = {"cp_overlap": cp_overlap, "tp_overlap": tp_overlap, "ep_overlap": ep_overlap}
+    for name, share in (overlaps | {"p2p_overlap": p2p_overlap}).items():
         check_share(name, share)
     check_imbalance(expert_imbalance)
     visiting, fullest = (
@@ -185,7 +196,10 @@ def stage_seconds(
     seconds[:, -1] += (_head_flops(model) / (flops @ shares)) * np.einsum("mkp,k->mp", linear, shares)
     sent = hidden * (model.residual_width / hidden_size) / (layout.tp if layout.sequence_parallel else 1)
     p2p = Communicator.along("pp", layout, hardware).neighbour(sent)
-    return StageSeconds(seconds + exposed_cp + exposed_tp + exposed_ep, exposed_cp, exposed_tp, exposed_ep, p2p)
+    exposed_pp = np.zeros_like(seconds)
+    exposed_pp[:, 1:, 0] = exposed_pp[:, :-1, 1] = (1 - p2p_overlap) * p2p[:, None]
+    made = StageSeconds(seconds, exposed_cp, exposed_tp, exposed_ep, exposed_pp, p2p_overlap * p2p)
+    return dataclasses.replace(made, seconds=seconds + made.exposed)
 
 
 def check_imbalance(value: float) -> None:

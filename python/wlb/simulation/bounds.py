@@ -53,7 +53,7 @@ class Bounds:
         )
         apart, per_rank = scenario.step_end, count // layout.dp
         if settings.dynamic:
-            busy = (made.seconds - made.exposed_cp)[0].sum()  # over stages and passes
+            busy = (made.seconds - made.exposed_cp - made.exposed_pp)[0].sum()  # over stages and passes
             return steps * (float(busy) * per_rank / layout.pp + apart)
         seconds = made.seconds + scenario.exposed_dp(made.computing)
         simulated = simulate_steps(

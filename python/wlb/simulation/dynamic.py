@@ -210,7 +210,7 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
     """
     sizes = run.cp_size
     shape = (sizes.size, scenario.layout.num_stages, 3)
-    seconds, waits, exposed_cp, exposed_tp, exposed_ep = np.zeros((5, *shape))
+    seconds, waits, *exposed = np.zeros((6, *shape))
     p2p = np.zeros(sizes.size)
     together = run.together(scenario.layout)
     everyone = run.together(scenario.layout, sync=scenario.waiting)
@@ -232,19 +232,22 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
 
         made = stages(attention.slowest)
         seconds[rows], p2p[rows] = made.seconds, made.p2p
-        exposed_cp[rows], exposed_tp[rows], exposed_ep[rows] = made.exposed_cp, made.exposed_tp, made.exposed_ep
+        for part, found in zip(
+            exposed, (made.exposed_cp, made.exposed_tp, made.exposed_ep, made.exposed_pp), strict=True
+        ):
+            part[rows] = found
         waits[rows] = np.maximum(made.seconds - stages(attention.mean).seconds, 0.0)
     if measured is not None:
         firsts = np.cumsum(sizes) - sizes
         slowest = np.maximum.reduceat(measured, firsts, axis=0)
         waits = slowest - np.add.reduceat(measured, firsts, axis=0) / sizes[:, None, None]
-        seconds = slowest + exposed_cp + exposed_tp + exposed_ep
+        seconds = slowest + sum(exposed)
     noise = noise_factors(scenario, shape)
-    parts = {"cp_wait": waits, "cp_communication": exposed_cp, "tp_communication": exposed_tp}
-    parts["ep_communication"] = exposed_ep
+    names = ("cp_wait", "cp_communication", "tp_communication", "ep_communication", "bubble")
+    parts = dict(zip(names, (waits, *exposed), strict=True))
     parts = {name: part * noise for name, part in parts.items()}
     alone = seconds * noise
-    computing = np.maximum(alone - (exposed_cp + exposed_tp + exposed_ep) * noise, 0.0)
+    computing = np.maximum(alone - sum(exposed) * noise, 0.0)
     split = scenario.splits_backward
     with_experts = in_lockstep(together.most, alone, split=split)
     parts["ep_wait"] = with_experts - alone
@@ -362,7 +365,7 @@ def score_priced(title: str, run: DynamicCpRun, scenario: Scenario, priced: Pric
 
     attribution = {name: of_mean_gpu(part) for name, part in priced.parts.items()}
     attribution["compute"] = busy / gpus - sum(attribution.values())
-    attribution["bubble"] = bubble / gpus
+    attribution["bubble"] += bubble / gpus
     attribution["dp_wait"] += dp_wait / gpus
     attribution["dp_communication"] += scenario.dp_end
     attribution["compute"] += scenario.overhead.step

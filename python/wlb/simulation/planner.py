@@ -12,11 +12,10 @@ from wlb._choices import Schedule
 from wlb._core import MAX_WORLD_SIZE, CostModel, WlbError, pairs
 from wlb._errors import error
 from wlb.cluster.capacity import max_tokens
-from wlb.cluster.parallel import ParallelLayout
+from wlb.cluster.parallel import V_SHAPED, ParallelLayout
 from wlb.simulation.scenario import Scenario
 
-_V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
-_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved_1f1b", *_V_SHAPED)
+_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved_1f1b", *V_SHAPED)
 
 
 def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
@@ -48,12 +47,12 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
     per_token, latency = _line(scenario, of_size(layout, size), tokens, "exchange")
     # In the middle of the numbers of micro-batches that are tried, from `pp` to four times that.
     share = -(-scenario.tokens_per_batch // (2 * layout.pp * world_size))
-    sent = scenario.stage_seconds([share], attention_forward=[0.0], attention_backward=[0.0]).p2p
+    sent = scenario.stage_seconds([share], attention_forward=[0.0], attention_backward=[0.0])
     return {
         "world_size": world_size,
         "num_stages": layout.pp,
         "num_virtual_stages": layout.virtual_stages,
-        **({"schedule": schedule} if schedule in _V_SHAPED else {}),
+        **({"schedule": schedule} if schedule in V_SHAPED else {}),
         **({"sync": scenario.waiting} if scenario.waiting != "step" else {}),
         "min_micro_batches": layout.pp,  # schedules of torch take no fewer
         "max_tokens_per_rank": per_rank,
@@ -61,7 +60,7 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
         "cp_seconds_per_token": per_token / (size - 1),
         "cp_seconds_per_exchange": latency / (size - 1),
         "cp_overlap": 0.0,  # what is hidden is left out of the seconds above
-        "p2p_seconds": float(sent[0]),
+        "p2p_seconds": float(sent.p2p[0] + sent.exposed_pp.max()),  # who waits for it is beyond the planner
         "micro_batch_seconds": per_micro_batch,
     }
 

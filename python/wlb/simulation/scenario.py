@@ -23,7 +23,7 @@ from wlb.cluster.hardware import GENERATIONS, Hardware
 from wlb.cluster.memory import RESERVED_BYTES, RankMemory, in_flight, kv_width, memory_per_rank
 from wlb.cluster.models import Mask, ModelConfig
 from wlb.cluster.overhead import NO_OVERHEAD, Overhead
-from wlb.cluster.parallel import ParallelLayout, default_schedule
+from wlb.cluster.parallel import V_SHAPED, ParallelLayout, default_schedule
 from wlb.cluster.step_time import StageSeconds, check_imbalance, stage_seconds
 from wlb.profile import read as read_profile
 from wlb.simulation.methods import Setup, meeting_ranks
@@ -81,6 +81,10 @@ class Scenario:
         tp_overlap: share of tensor-parallel communication that computation hides.
         ep_overlap: share of expert-parallel communication that computation hides.
         expert_imbalance: visits to the experts of the busiest of `ep` ranks over those to the mean one's, at least 1.
+        p2p_overlap: share of a transfer between pipeline stages that travels as soon as it is sent, beside what the
+            receiving stage computes; for the rest that stage waits. All of it in schedules that receive ahead. Of 1F1B
+            as torch and Megatron-Core run it, none: it sends and receives at once, and waits for both. Of schedules in
+            which a hop stays on its rank ("zbv", "dualpipev") always 1.
         dp_overlap: share of the gradient reduction and parameter gathering that computation hides; in a micro-batch no
             more than the pass computes.
         overhead: what stages and steps take beside what is predicted, where it was measured; default: nothing.
@@ -114,6 +118,7 @@ class Scenario:
     tp_overlap: float = 0.0
     ep_overlap: float = 0.0
     expert_imbalance: float = 1.0
+    p2p_overlap: float = 1.0
     dp_overlap: float = 0.0
     overhead: Overhead = NO_OVERHEAD
     reserved_bytes: int = RESERVED_BYTES
@@ -124,8 +129,11 @@ class Scenario:
         self.layout.check(model=self.model)
         check_sync(self.sync, self.layout)
         self.overhead.check(num_stages=self.layout.num_stages)
-        for name in ("cp_overlap", "tp_overlap", "ep_overlap", "dp_overlap", "noise"):
+        for name in ("cp_overlap", "tp_overlap", "ep_overlap", "p2p_overlap", "dp_overlap", "noise"):
             check_share(name, getattr(self, name))
+        if self.p2p_overlap < 1 and self.pipeline_schedule in V_SHAPED:
+            message = f"= {self.p2p_overlap}: of {self.pipeline_schedule!r} is 1, its transfers are received ahead"
+            raise error("p2p_overlap", message, value=self.p2p_overlap)
         check_imbalance(self.expert_imbalance)
         if self.max_step_cost is not None:
             check_positive("max_step_cost", self.max_step_cost)
@@ -328,6 +336,7 @@ class Scenario:
             cp_overlap=self.cp_overlap,
             tp_overlap=self.tp_overlap,
             ep_overlap=self.ep_overlap,
+            p2p_overlap=self.p2p_overlap,
         )
         if not self.overhead.forward:
             return made

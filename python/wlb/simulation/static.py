@@ -206,7 +206,7 @@ def score(
     slowest = stages(sharded.forward.max(axis=1), sharded.backward.max(axis=1))
     mean = stages(sharded.forward.mean(axis=1), sharded.backward.mean(axis=1))
     seconds, mean_seconds = slowest.seconds, mean.seconds
-    exposed_inside = slowest.exposed_cp + slowest.exposed_tp + slowest.exposed_ep
+    exposed_inside = slowest.exposed
     if measured is not None:
         of_ranks = measured.reshape(run.tokens.size, layout.cp, *seconds.shape[1:])
         seconds, mean_seconds = of_ranks.max(axis=1) + exposed_inside, of_ranks.mean(axis=1) + exposed_inside
@@ -216,6 +216,7 @@ def score(
         "cp_communication": slowest.exposed_cp * noise,
         "tp_communication": slowest.exposed_tp * noise,
         "ep_communication": slowest.exposed_ep * noise,
+        "bubble": slowest.exposed_pp * noise,
         **{name: np.zeros_like(seconds) for name in ("ep_wait", "dp_wait", "dp_communication")},
     }
     computing, seconds = (seconds - exposed_inside) * noise, seconds * noise
@@ -243,7 +244,7 @@ def score(
     attribution = {name: part.reshape(steps, -1).sum(axis=1) / pipelines for name, part in parts.items()}
     busy = (simulated.compute + simulated.exposed) / pipelines
     attribution["compute"] = busy - sum(attribution.values())
-    attribution["bubble"] = simulated.bubble / pipelines
+    attribution["bubble"] += simulated.bubble / pipelines
     attribution["dp_wait"] += simulated.dp_wait / pipelines
     attribution["dp_communication"] += scenario.dp_end
     attribution["compute"] += scenario.overhead.step

@@ -171,7 +171,7 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
         "links": f"{hardware.intra_node.bandwidth / 1e9:.0f} GB/s between {hardware.gpus_per_node} GPUs of a node,"
         f" {hardware.inter_node.bandwidth / 1e9:.0f} GB/s between nodes",
         "hidden communication": f"CP {scenario.cp_overlap:.0%}, TP {scenario.tp_overlap:.0%},"
-        f" DP {scenario.dp_overlap:.0%}{_experts(scenario)}",
+        f" DP {scenario.dp_overlap:.0%}, transfers between stages {scenario.p2p_overlap:.0%}{_experts(scenario)}",
         "pipeline": f"{scenario.pipeline_schedule}, {layout.pp} ranks x {layout.virtual_stages} stages,"
         f" {scenario.micro_batches} micro-batches a step",
         "data parallelism": f"ranks wait for each other {_MEETINGS[scenario.waiting]}",
