@@ -67,7 +67,7 @@ proof: $(VENV)/.wlb-studies
 ## The same of a model that is twice as large, in an hour; writes docs/proof_larger.md. LENGTHS and PROOF_FLAGS as above.
 proof-larger:
 	$(MAKE) proof PROOF=proof_larger PROOF_FLAGS="--hidden 192 --context 6144 --layouts pp2 --layouts dp2 \
-	    --empty-sliced --batches 16 --repeats 4 $(PROOF_FLAGS)"
+	    --empty-sliced --batches 16 --repeats 3 $(PROOF_FLAGS)"
 
 ## Of it a part, with steps whose work is bounded, in a quarter of an hour; writes docs/proof_bounded.md.
 proof-bounded:

@@ -142,7 +142,8 @@ class Proof:
             if known["settings"] == settings:
                 return known
         # When and on what it ran: a later run that only goes on from here is another one.
-        about = this_machine(["torch"]) | {"busy": system.busy_processors()}
+        own = kind == "processes" and system.has_processors(layout.world_size)
+        about = this_machine(["torch"]) | {"busy": system.busy_processors(), "own_processors": own}
         record = {"settings": settings, "machine": about, **self._run(layout, kind)}
         write_record(path, record)
         return record

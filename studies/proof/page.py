@@ -201,8 +201,9 @@ def _measured(about: Row, *, sliced: bool) -> str:
     others = (
         "" if busy is None else f", {busy:.1f} of {about['cores']} processors busy with other programs at the start"
     )
+    own = ", each rank kept to a processor" if about.get("own_processors") else ""
     said = (
-        f"Measured {about['time'][:16].replace('T', ' ')} UTC{others}, torch {about['packages']['torch']}, wlb"
+        f"Measured {about['time'][:16].replace('T', ' ')} UTC{others}{own}, torch {about['packages']['torch']}, wlb"
         f" {about['wlb']} at {about['commit'] or 'no known commit'}."
     )
     if busy is None or busy < QUIET:

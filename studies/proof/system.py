@@ -32,6 +32,11 @@ def keep_memory() -> None:
         mallopt(_TRIM_THRESHOLD, -1)
 
 
+def has_processors(count: int) -> bool:
+    """Whether so many processes can have one each."""
+    return len(_PROCESSORS) >= max(count, 2)
+
+
 def take_processor(index: int, *, of: int) -> None:
     """Keeps this thread, and what it starts from now on, on one processor, as a rank keeps to its GPU.
 
@@ -42,7 +47,7 @@ def take_processor(index: int, *, of: int) -> None:
         index: which of `of` processes this is.
         of: how many there are. With fewer processors than that nothing is done.
     """
-    if len(_PROCESSORS) >= max(of, 2):
+    if has_processors(of):
         os.sched_setaffinity(0, {_PROCESSORS[index]})
 
 
