@@ -283,7 +283,8 @@ def _reading() -> Iterator[str]:
         "- gpu, dp, pp, cp, micro-batch: which are compared. In processes, what a rank waits for inside a micro-batch"
         " (the keys of another) counts as busy, so that unevenness of cp hides there and shows in slices.\n"
         "- Processes keep the memory that they free, as a GPU's allocator does: else pages that come anew are up to a"
-        " quarter of the time of a large micro-batch, now and then.\n"
+        " quarter of the time of a large micro-batch, now and then. Where each rank keeps to a processor (the page says"
+        " so), what another one sent does not wait for a processor, either: up to 3 ms for what takes 1.\n"
         "- The model is small, and the ranks are processors of one machine: attention's weight is a 7B model's, the"
         " links are not. What holds on GPUs is for the same command on GPUs to say."
     )
@@ -302,10 +303,9 @@ def draw(record: Row, path: Path) -> None:
     """Gains by model FLOPs a second with their intervals, and the predicted ones, layout by layout."""
     layouts = record["layouts"]
     names = [name for name in METHODS if any(name in layout["methods"] for layout in layouts)]
+    size = 3.6 * len(layouts) + 1.4, 1.4 + 0.25 * len(names)
     with mpl.rc_context(STYLE):
-        figure, panels = plt.subplots(
-            1, len(layouts), figsize=(3.6 * len(layouts) + 1.4, 4.4), sharey=True, squeeze=False, layout="constrained"
-        )
+        figure, panels = plt.subplots(1, len(layouts), figsize=size, sharey=True, squeeze=False, layout="constrained")
         for axes, layout in zip(panels[0], layouts, strict=True):
             found = gains(layout, flops=True, base=BASES[0])
             places = [-names.index(name) for name in found]

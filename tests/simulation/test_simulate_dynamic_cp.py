@@ -128,9 +128,15 @@ def test_the_planner_knows_the_transfer_of_a_micro_batch_in_the_middle() -> None
     share = case.tokens_per_batch // (2 * 2 * 4)
     sent = case.stage_seconds([share], attention_forward=[0.0], attention_backward=[0.0]).p2p
     assert planner_options(case, documents())["p2p_seconds"] == sent[0]
-    waits = dataclasses.replace(case, p2p_overlap=0.0)
-    assert planner_options(waits, documents())["p2p_seconds"] == sent[0]
     assert sent[0] > 0
+    # What stages wait for is a part of their micro-batches: a forward and a backward cross the one cut.
+    waits = planner_options(dataclasses.replace(case, p2p_overlap=0.0), documents())
+    assert waits["p2p_seconds"] == 0
+    link, width = case.hardware.intra_node, MODEL.hidden_size * 2
+    more = {name: waits[name] - planner_options(case, documents())[name] for name in ("micro_batch_seconds",)}
+    assert more["micro_batch_seconds"] == pytest.approx(2 * (link.latency + case.hardware.launch_latency))
+    linear = waits["cost_model"].linear_cost([1]) - planner_options(case, documents())["cost_model"].linear_cost([1])
+    assert linear == pytest.approx(2 * width / link.bandwidth)
 
 
 VIRTUAL = wlb.ParallelLayout(dp=2, pp=2, cp=2, virtual_stages=2, recompute="full")

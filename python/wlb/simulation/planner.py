@@ -47,7 +47,7 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
     per_token, latency = _line(scenario, of_size(layout, size), tokens, "exchange")
     # In the middle of the numbers of micro-batches that are tried, from `pp` to four times that.
     share = -(-scenario.tokens_per_batch // (2 * layout.pp * world_size))
-    sent = scenario.stage_seconds([share], attention_forward=[0.0], attention_backward=[0.0])
+    sent = scenario.stage_seconds([share], attention_forward=[0.0], attention_backward=[0.0]).p2p
     return {
         "world_size": world_size,
         "num_stages": layout.pp,
@@ -60,7 +60,7 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
         "cp_seconds_per_token": per_token / (size - 1),
         "cp_seconds_per_exchange": latency / (size - 1),
         "cp_overlap": 0.0,  # what is hidden is left out of the seconds above
-        "p2p_seconds": float(sent.p2p[0] + sent.exposed_pp.max()),  # who waits for it is beyond the planner
+        "p2p_seconds": float(sent[0]),  # what stages wait for is a part of their micro-batches
         "micro_batch_seconds": per_micro_batch,
     }
 
