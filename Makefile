@@ -64,7 +64,7 @@ proof: $(VENV)/.wlb-studies
 	    --picture docs/$(PROOF).png --record benches/records/$(PROOF).json $(PROOF_FLAGS)
 	$(BIN)/python benches/results.py
 
-## The same of a model that is twice as large, in an hour; writes docs/proof_larger.md. LENGTHS and PROOF_FLAGS as above.
+## The same of a model that is twice as large, in 45 minutes; writes docs/proof_larger.md. LENGTHS and PROOF_FLAGS as above.
 proof-larger:
 	$(MAKE) proof PROOF=proof_larger PROOF_FLAGS="--hidden 192 --context 6144 --layouts pp2 --layouts dp2 \
 	    --empty-sliced --batches 16 --repeats 3 $(PROOF_FLAGS)"
