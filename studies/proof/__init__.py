@@ -43,7 +43,7 @@ HEAD_DIM = 64
 def unaligned(length: int) -> int:
     """A length beside a round one, as nearly all documents have: of it a CPU's attention takes as long as of them.
 
-    Where rows of scores are a multiple of 16 long it takes less: a quarter of 64 tokens, a tenth of 512, 2 % of 2,048.
+    Where rows of scores are a multiple of 16 long, some hundred tokens or fewer, it takes some per cents less.
     """
     return max(1, length - 1)
 

@@ -142,7 +142,7 @@ class Proof:
             if known["settings"] == settings:
                 return known
         # When and on what it ran: a later run that only goes on from here is another one.
-        own = kind == "processes" and system.has_processors(layout.world_size)
+        own = kind == "processes" and self._device == "cpu" and system.has_processors(layout.world_size)
         about = this_machine(["torch"]) | {"busy": system.busy_processors(), "own_processors": own}
         record = {"settings": settings, "machine": about, **self._run(layout, kind)}
         write_record(path, record)
@@ -234,7 +234,7 @@ class Proof:
     def _slices(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Row], np.ndarray]:
         parts = sum(1 for outcome in outcomes.values() for _ in outcome.parts()) * self._options.sliced_repeats
         task = self._bars.add_task(f"{layout}, slices", total=parts)
-        with system.on_a_processor():
+        with system.on_a_processor(self._device):
             measured, took = slices.measure(
                 self._bench,
                 outcomes,
@@ -297,7 +297,7 @@ class Proof:
         shape = f"h{self._bench.hidden}-c{self._bench.context}-{self._device}"
         path = self._options.output_dir / f"profile-{shape}.json"
         seconds = self._options.profile_seconds
-        with system.on_a_processor():
+        with system.on_a_processor(self._device):
             machine.profile(self._bench, path, device=self._device, budget_seconds=seconds, progress=show)
         self._bars.remove_task(task)
         return path

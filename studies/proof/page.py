@@ -284,7 +284,7 @@ def _reading() -> Iterator[str]:
         " (the keys of another) counts as busy, so that unevenness of cp hides there and shows in slices.\n"
         "- Processes keep the memory that they free, as a GPU's allocator does: else pages that come anew are up to a"
         " quarter of the time of a large micro-batch, now and then. Where each rank keeps to a processor (the page says"
-        " so), what another one sent does not wait for a processor, either: up to 3 ms for what takes 1.\n"
+        " so), what another one sent does not wait for a processor, either.\n"
         "- The model is small, and the ranks are processors of one machine: attention's weight is a 7B model's, the"
         " links are not. What holds on GPUs is for the same command on GPUs to say."
     )

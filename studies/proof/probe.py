@@ -112,7 +112,7 @@ def stages(
             while True:
                 once(seconds[0])
 
-    with system.on_a_processor(), busy(neighbours, endlessly), echo.ranks(max(sizes)):
+    with system.on_a_processor(device.type), busy(neighbours, endlessly), echo.ranks(max(sizes)):
         once(seconds[0])  # to warm up
         for repeat in range(REPEATS):
             once(seconds[repeat])

@@ -105,7 +105,8 @@ def main() -> None:
     given, found = map(Path, sys.argv[1:])
     work: Work = pickle.loads(given.read_bytes())
     torch.set_num_threads(1)
-    system.take_processor(int(os.environ["LOCAL_RANK"]), of=work.layout.world_size)  # before the group has threads
+    if work.device == "cpu":  # before the group has threads
+        system.take_processor(int(os.environ["LOCAL_RANK"]), of=work.layout.world_size)
     system.keep_memory()
     bench, sizes = work.bench, work.layout.sizes
     settings = train.Settings(

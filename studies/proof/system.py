@@ -41,7 +41,7 @@ def take_processor(index: int, *, of: int) -> None:
     """Keeps this thread, and what it starts from now on, on one processor, as a rank keeps to its GPU.
 
     Else a thread that brings what another rank sent may wait, beside an idle processor, until the slice of the thread
-    that computes on its old one is over: 3 ms on Linux, for what takes 1.
+    that computes on its old one is over.
 
     Args:
         index: which of `of` processes this is.
@@ -52,13 +52,15 @@ def take_processor(index: int, *, of: int) -> None:
 
 
 @contextmanager
-def on_a_processor() -> Iterator[None]:
-    """The same for a while, on the first."""
-    take_processor(0, of=1)
+def on_a_processor(device: str) -> Iterator[None]:
+    """The same for a while, on the first; where a GPU computes, its host's threads are left to the system."""
+    taken = device == "cpu" and has_processors(1)
+    if taken:
+        take_processor(0, of=1)
     try:
         yield
     finally:
-        if _PROCESSORS:
+        if taken:
             os.sched_setaffinity(0, _PROCESSORS)
 
 

@@ -361,10 +361,12 @@ def test_a_rank_keeps_to_a_processor_of_its_own() -> None:
 
     assert (taken(0, 2), taken(1, 2)) == ({mine[0]}, {mine[1]})
     assert taken(1, len(mine) + 1) == set(mine)  # too few for all of them
-    with system.on_a_processor():
+    with system.on_a_processor("cpu"):
         assert os.sched_getaffinity(0) == {mine[0]}
         assert taken(1, 2) == {mine[1]}
     assert os.sched_getaffinity(0) == set(mine)
+    with system.on_a_processor("cuda"):  # whose host has threads of its own to run
+        assert os.sched_getaffinity(0) == set(mine)
 
 
 def test_programs_that_are_busy_are_seen() -> None:

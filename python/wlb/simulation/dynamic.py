@@ -27,7 +27,7 @@ from wlb.cluster.parallel import ParallelLayout
 from wlb.simulation.balance import Balance, Floats
 from wlb.simulation.lockstep import Groups, in_lockstep
 from wlb.simulation.methods import document_ids
-from wlb.simulation.outcome import ATTRIBUTION, Outcome, RankPart, noise_factors
+from wlb.simulation.outcome import ATTRIBUTION, Outcome, RankPart, exposed_parts, noise_factors
 from wlb.simulation.planner import of_size
 from wlb.simulation.reading import Reading
 from wlb.simulation.scenario import Scenario
@@ -210,7 +210,8 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
     """
     sizes = run.cp_size
     shape = (sizes.size, scenario.layout.num_stages, 3)
-    seconds, waits, *exposed = np.zeros((6, *shape))
+    seconds, waits = np.zeros((2, *shape))
+    exposed: dict[str, Floats] = {}
     p2p = np.zeros(sizes.size)
     together = run.together(scenario.layout)
     everyone = run.together(scenario.layout, sync=scenario.waiting)
@@ -232,22 +233,18 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
 
         made = stages(attention.slowest)
         seconds[rows], p2p[rows] = made.seconds, made.p2p
-        for part, found in zip(
-            exposed, (made.exposed_cp, made.exposed_tp, made.exposed_ep, made.exposed_pp), strict=True
-        ):
-            part[rows] = found
+        for name, part in exposed_parts(made).items():
+            exposed.setdefault(name, np.zeros(shape))[rows] = part
         waits[rows] = np.maximum(made.seconds - stages(attention.mean).seconds, 0.0)
     if measured is not None:
         firsts = np.cumsum(sizes) - sizes
         slowest = np.maximum.reduceat(measured, firsts, axis=0)
         waits = slowest - np.add.reduceat(measured, firsts, axis=0) / sizes[:, None, None]
-        seconds = slowest + sum(exposed)
+        seconds = slowest + sum(exposed.values())
     noise = noise_factors(scenario, shape)
-    names = ("cp_wait", "cp_communication", "tp_communication", "ep_communication", "bubble")
-    parts = dict(zip(names, (waits, *exposed), strict=True))
-    parts = {name: part * noise for name, part in parts.items()}
+    parts = {name: part * noise for name, part in {"cp_wait": waits, **exposed}.items()}
     alone = seconds * noise
-    computing = np.maximum(alone - sum(exposed) * noise, 0.0)
+    computing = np.maximum(alone - sum(exposed.values()) * noise, 0.0)
     split = scenario.splits_backward
     with_experts = in_lockstep(together.most, alone, split=split)
     parts["ep_wait"] = with_experts - alone

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from wlb._core import Shard
 from wlb._results import PipelineTimeline
 from wlb.cluster.memory import RankMemory
+from wlb.cluster.step_time import StageSeconds
 from wlb.simulation.balance import ATTENTION_RATES, Balance, Floats, Swept, band
 from wlb.simulation.percentiles import imbalance_percentile, percentile
 from wlb.simulation.scenario import Scenario
@@ -37,6 +38,16 @@ slowest data-parallel replica; the gradient reduction that nothing hides."""
 
 IDLE = ("ep_wait", "bubble", "dp_wait")
 """Of these, waiting for other stages or replicas."""
+
+
+def exposed_parts(made: StageSeconds) -> dict[str, Floats]:
+    """By :data:`ATTRIBUTION`, what stages wait for inside their passes; in all `made.exposed`."""
+    return {
+        "cp_communication": made.exposed_cp,
+        "tp_communication": made.exposed_tp,
+        "ep_communication": made.exposed_ep,
+        "bubble": made.exposed_pp,
+    }
 
 
 @dataclass(frozen=True)

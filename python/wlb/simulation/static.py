@@ -15,7 +15,7 @@ from wlb._results import PipelineTimeline
 from wlb.cluster.step_time import StageSeconds
 from wlb.simulation.balance import Balance, Floats
 from wlb.simulation.lockstep import Replicas, in_lockstep
-from wlb.simulation.outcome import ATTRIBUTION, Outcome, RankPart, noise_factors
+from wlb.simulation.outcome import ATTRIBUTION, Outcome, RankPart, exposed_parts, noise_factors
 from wlb.simulation.scenario import Scenario
 from wlb.simulation.trained import PackedRun
 from wlb.simulation.variants import Strategy
@@ -213,10 +213,7 @@ def score(
     noise = noise_factors(scenario, seconds.shape)
     parts = {
         "cp_wait": np.maximum(seconds - mean_seconds, 0.0) * noise,
-        "cp_communication": slowest.exposed_cp * noise,
-        "tp_communication": slowest.exposed_tp * noise,
-        "ep_communication": slowest.exposed_ep * noise,
-        "bubble": slowest.exposed_pp * noise,
+        **{name: part * noise for name, part in exposed_parts(slowest).items()},
         **{name: np.zeros_like(seconds) for name in ("ep_wait", "dp_wait", "dp_communication")},
     }
     computing, seconds = (seconds - exposed_inside) * noise, seconds * noise
