@@ -287,8 +287,9 @@ def parallelize(
         parallelize_module(stage, mesh["tp"], tensor_parallel_plan(stage))
     # Inputs as they come: activations are of that type already, and rotary angles have to stay float32.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # In a pipeline every micro-batch would gather the weights anew.
-    options: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": mesh["pp"].size() == 1}
+    # Weights stay whole for a step: torch's pipeline stages sum gradients at its end and keep what a backward gathered.
+    # Else every micro-batch would gather weights again, and ranks would wait for each other there, for no memory.
+    options: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": False}
     ranks = data_and_context(mesh)
     for block in stage.layers.values():
         if experts is not None:

@@ -164,10 +164,10 @@ class Bench:
         sizes, width = layout.sizes, self.bytes_per_number
         return wlb.Scenario(
             model=self.model,
-            # As the trainer shards: with one stage, parameters are gathered for every pass of a micro-batch.
+            # As the trainer shards: parameters are gathered, and gradients summed, once a step.
             layout=wlb.ParallelLayout(
                 **sizes,
-                fsdp="zero3" if sizes["pp"] == 1 else "zero2",
+                fsdp="zero2",
                 parameter_bytes=width,
                 gradient_bytes=4,
                 activation_bytes=width,
@@ -177,6 +177,7 @@ class Bench:
             profile=profile,
             overhead=overhead or Overhead(),
             max_tokens=int(self.memory * self.context),
+            cp_keys="needed",  # as the trainer's attention does
             p2p_overlap=0.0,  # the trainer's 1F1B sends and receives at once, and waits for both
             num_micro_batches=None if self.micro_batches is None else self.micro_batches * sizes["dp"],
         )

@@ -24,7 +24,20 @@ from rich.console import Console
 from rich.progress import Progress
 
 import wlb
-from studies.proof import CONTEXT_OF_7B, METHODS, Bench, Layout, machine, pace, page, probe, processes, slices, system
+from studies.proof import (
+    CONTEXT_OF_7B,
+    METHODS,
+    Bench,
+    Layout,
+    machine,
+    pace,
+    page,
+    probe,
+    processes,
+    shared,
+    slices,
+    system,
+)
 from wlb.cli.inputs.documents import read_documents
 from wlb.cli.inputs.options import plain
 from wlb.simulation import Outcome
@@ -155,9 +168,10 @@ class Proof:
         outcomes = self._bench.simulate(self._scaled, scenario, self._methods)
         measure = self._processes if kind == "processes" else self._slices
         made, took = measure(layout, outcomes)
-        found = pace.of(took, self._predicted_even(layout, scenario, kind))
+        alone = overhead["alone"]
+        found = pace.of(took, self._predicted_even(layout, scenario, kind, alone))
         for name, row in made.items():
-            row |= predicted(outcomes[name], found)
+            row |= predicted(outcomes[name], found, alone)
         return {
             "sizes": layout.sizes,
             "title": str(layout),
@@ -168,13 +182,14 @@ class Proof:
             "methods": made,
         }
 
-    def _predicted_even(self, layout: Layout, scenario: wlb.Scenario, kind: str) -> list[float]:
+    def _predicted_even(self, layout: Layout, scenario: wlb.Scenario, kind: str, alone: float) -> list[float]:
         """Seconds of a step of even micro-batches of each sort; in slices, of one micro-batch on all stages."""
         sorts = pace.documents(self._bench.context)
         if kind == "slices":
             return [float(probe.pass_seconds(scenario, lengths, alone=True)[0].sum()) for lengths in sorts]
         count = self._bench.micro_batches_of(layout)
-        return [probe.pipeline_seconds(scenario, *probe.pass_seconds(scenario, lengths), count) for lengths in sorts]
+        each = (probe.pass_seconds(scenario, lengths) for lengths in sorts)
+        return [probe.pipeline_seconds(scenario, *passes, count, alone) for passes in each]
 
     def _probed(self, layout: Layout, hardware: wlb.Hardware, link: Row, kind: str) -> tuple[wlb.Scenario, Row]:
         """This model on these ranks, with what the trainer takes beside layers and links; and that in numbers."""
@@ -197,7 +212,8 @@ class Proof:
             tokens = probe.few_tokens(self._bench.context)
             overhead = probe.of_steps(overhead, without, tokens, {int(count): took for count, took in steps.items()})
         self._bars.remove_task(task)
-        about = {"attention": found.attention, "error": found.error, "neighbours": beside, **asdict(overhead)}
+        about = {name: getattr(found, name) for name in ("attention", "error", "alone")}
+        about |= {"neighbours": beside, **asdict(overhead)}
         return self._bench.scenario(layout, hardware, profile, overhead), about
 
     def _even(self, layout: Layout, turns: int) -> dict[str, processes.Steps]:
@@ -319,10 +335,16 @@ def between(steps: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, An
     return made
 
 
-def predicted(outcome: Outcome, found: float) -> Row:
-    """What the simulation says of a plan at the pace of the run, and what is known of the plan itself."""
+def predicted(outcome: Outcome, found: float, alone: float) -> Row:
+    """What the simulation says of a plan at the pace of the run, and what is known of the plan itself.
+
+    Args:
+        outcome: the plan.
+        found: the pace.
+        alone: see :mod:`studies.proof.shared`.
+    """
     return {
-        "predicted": (outcome.seconds * found).tolist(),
+        "predicted": (shared.of_steps(outcome, alone) * found).tolist(),
         "predicted_work": (outcome.work * found).tolist(),
         "profiled": outcome.seconds.tolist(),
         "streamed": outcome.run.streamed,

@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 import wlb
-from studies.proof import Bench, echo, system, unaligned
+from studies.proof import Bench, echo, shared, system, unaligned
 from studies.proof.batches import Part, Text
 from studies.proof.slices import Stages, clock_of
 from wlb.cluster import Overhead
@@ -43,6 +45,7 @@ class Probed:
     overhead: Overhead
     attention: tuple[float, float]  # forward and backward in the trainer, over what the profile has
     error: float  # of the probe's own micro-batches, predicted with these: median, without sign
+    alone: float = 1.0  # a micro-batch's seconds while the other ranks wait, over those beside busy ones
 
 
 def shapes(bench: Bench, sizes: list[int]) -> list[tuple[int, list[int]]]:
@@ -75,12 +78,12 @@ def stages(
         device: where.
         thread_clock: see :func:`studies.proof.slices.measure`.
         neighbours: processes that run the same meanwhile, as the other ranks of a machine do when it trains: they share
-            its caches and its memory.
+            its caches and its memory. What it takes while they are halted is measured, too.
     """
     count = scenario.layout.num_stages
     runner, text = Stages(bench, count, device, clock_of(device, thread=thread_clock)), Text()
     made = shapes(bench, sizes)
-    seconds = np.zeros((REPEATS, len(made), count, 2))
+    seconds, quiet = np.zeros((2, REPEATS, len(made), count, 2))
     terms = np.zeros(
         (len(made), 2, 3)
     )  # tokens of the rank, of which keys are gathered, seconds of a layer's attention
@@ -92,13 +95,17 @@ def stages(
         parts.append(Part(np.arange(len(lengths)), rows[1], rows[0], shard, 0, size, None))
         tokens = int(shard.tokens_per_rank[0])
         attention = [scenario.rank_seconds(shard, passes=one)[0] for one in _PASSES]  # type: ignore[arg-type]
+        keys = min(tokens, scenario.keys_gathered(shard))  # the fullest rank may have a token more
         each = scenario.stage_seconds(
-            [tokens], attention_forward=attention[0][None], attention_backward=attention[1][None]
+            [tokens],
+            attention_forward=attention[0][None],
+            attention_backward=attention[1][None],
+            keys_gathered=[keys],
         )
         alone = (each.seconds - each.exposed)[0]
         predicted[index] = np.stack([alone[:, 0], alone[:, 1:].sum(axis=1)], axis=1)
         for one in range(2):
-            terms[index, one] = tokens, (sum(lengths) if size > 1 else 0), float(attention[one].sum())
+            terms[index, one] = tokens, (keys * size if size > 1 else 0), float(attention[one].sum())
 
     def once(seconds: Floats) -> None:
         for index, part in enumerate(parts):
@@ -112,22 +119,45 @@ def stages(
             while True:
                 once(seconds[0])
 
-    with system.on_a_processor(device.type), busy(neighbours, endlessly), echo.ranks(max(sizes)):
+    with system.on_a_processor(device.type), busy(neighbours, endlessly) as halted, echo.ranks(max(sizes)):
         once(seconds[0])  # to warm up
         for repeat in range(REPEATS):
             once(seconds[repeat])
-    return fit(np.median(seconds, axis=0), predicted, terms, scenario.layout.layers_of_stages(bench.model))
+            if neighbours:
+                with halted():
+                    once(quiet[repeat])
+    took = np.median(seconds, axis=0)
+    found = fit(took, predicted, terms, scenario.layout.layers_of_stages(bench.model))
+    if not neighbours:
+        return found
+    # Few tokens fit into the caches that are each rank's own.
+    full = [part.lengths.sum() > bench.context // 2 for part in parts]
+    shares = (np.median(quiet, axis=0).sum(axis=(1, 2)) / took.sum(axis=(1, 2)))[full]
+    return dataclasses.replace(found, alone=min(1.0, float(np.exp(np.log(shares).mean()))))
 
 
 @contextmanager
-def busy(count: int, work: Callable[[int], None]) -> Iterator[None]:
-    """So many processes that do some work without an end meanwhile; each is told which it is."""
+def busy(count: int, work: Callable[[int], None]) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """So many processes that do some work without an end meanwhile, each told which it is; gives what halts them."""
     fork = get_context("fork")
     others = [fork.Process(target=work, args=(index,), daemon=True) for index in range(count)]
+
+    @contextmanager
+    def halted() -> Iterator[None]:
+        for other in others:
+            assert other.pid is not None
+            os.kill(other.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for other in others:
+                assert other.pid is not None
+                os.kill(other.pid, signal.SIGCONT)
+
     try:
         for other in others:
             other.start()
-        yield
+        yield halted
     finally:
         for other in others:
             other.kill()
@@ -218,12 +248,17 @@ def of_steps(probed: Overhead, scenario: wlb.Scenario, tokens: int, seconds: dic
     return Overhead(forward=lines[0], backward=lines[1], step=step)
 
 
-def pipeline_seconds(scenario: wlb.Scenario, costs: Floats, p2p: Floats, count: int) -> float:
-    """Predicted seconds of a step of `count` micro-batches that are all alike, by :func:`pass_seconds` of one."""
+def pipeline_seconds(scenario: wlb.Scenario, costs: Floats, p2p: Floats, count: int, alone: float = 1.0) -> float:
+    """Predicted seconds of a step of `count` micro-batches that are all alike, by :func:`pass_seconds` of one.
+
+    With what ranks save that share a machine, of which others wait (:mod:`studies.proof.shared`).
+    """
     timeline = wlb.simulate_pipeline(
         np.repeat(costs, count, axis=0), num_stages=scenario.layout.pp, p2p_seconds=np.repeat(p2p, count)
     )
-    return float(timeline.seconds) + scenario.step_end
+    layout = scenario.layout
+    waits = float(timeline.seconds) - count * float(costs.sum()) / layout.pp
+    return shared.less(float(timeline.seconds), waits, alone, ranks=layout.world_size) + scenario.step_end
 
 
 def pass_seconds(scenario: wlb.Scenario, lengths: Sequence[int], *, alone: bool = False) -> tuple[Floats, Floats]:
@@ -237,7 +272,8 @@ def pass_seconds(scenario: wlb.Scenario, lengths: Sequence[int], *, alone: bool 
     shard = wlb.shard(lengths, cp_size=scenario.layout.cp, strategy="per_document")
     forward, backward = (scenario.rank_seconds(shard, passes=one).max(axis=0)[None] for one in ("forward", "backward"))
     tokens = [int(shard.tokens_per_rank.max())]
-    each = scenario.stage_seconds(tokens, attention_forward=forward, attention_backward=backward)
+    keys = [scenario.keys_gathered(shard)]
+    each = scenario.stage_seconds(tokens, attention_forward=forward, attention_backward=backward, keys_gathered=keys)
     if alone:
         return each.computing, each.p2p
     return each.seconds + scenario.exposed_dp(each.seconds), each.p2p

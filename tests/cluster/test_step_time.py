@@ -148,6 +148,22 @@ def test_what_a_layout_changes() -> None:
     assert (without.p2p > plain.p2p).all()
 
 
+def test_keys_that_are_not_gathered_take_nothing() -> None:
+    layout = wlb.ParallelLayout(pp=2, cp=4, recompute="full")
+    everything, half, none = (
+        times(layout, (1000, 20_000), [0.01, 0.2], keys_gathered=of) for of in (None, [500, 10_000], [0, 0])
+    )
+    assert not none.exposed_cp.any()
+    assert everything.seconds - everything.exposed_cp == pytest.approx(none.seconds)
+    assert half.computing == pytest.approx(everything.computing)
+    whole = times(layout, (500, 10_000), [0.01, 0.2])  # of which all are
+    assert half.exposed_cp == pytest.approx(whole.exposed_cp)
+    with pytest.raises(wlb.WlbError, match="keys_gathered"):
+        times(layout, keys_gathered=[1, 2])
+    with pytest.raises(wlb.WlbError, match="keys_gathered = 1001: a rank has 1000 tokens"):
+        times(layout, keys_gathered=[1001])
+
+
 def test_the_receiving_stage_waits_for_what_nothing_hides_of_a_transfer() -> None:
     layout = wlb.ParallelLayout(pp=4, cp=2)
     hidden, partly = (times(layout, (1000, 20_000), [0.01, 0.2], p2p_overlap=share) for share in (1.0, 0.25))

@@ -103,6 +103,7 @@ def test_shard(case: dict[str, Any]) -> None:
     assert shard.tokens_per_rank.tolist() == [rank["num_tokens"] for rank in ranks]
     assert shard.pairs_per_rank.tolist() == [rank["pairs"] for rank in ranks]
     assert shard.keys_moved.tolist() == [fetched(rank) for rank in ranks]
+    assert (shard.keys_gathered <= shard.tokens_per_rank).all()
     arrays = [value for rank in found for value in (getattr(rank, name) for name in ranks[0])]
     assert {value.dtype for value in arrays if isinstance(value, np.ndarray)} == {np.dtype(np.int32)}
     copy = pickle.loads(pickle.dumps(shard))

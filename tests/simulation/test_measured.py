@@ -109,7 +109,7 @@ def test_what_a_trainer_takes_beside_by_hand() -> None:
     planned = simulate(lengths, cases[1], variants=("dynamic_cp",)).baseline
     np.testing.assert_allclose(sum(planned.attribution.values()), planned.seconds, rtol=1e-12)
     assert (planned.seconds > 7.0 + 2.5).all()
-    alone = overhead.passes([100], cp_size=1)
+    alone = overhead.passes([100], gathered=[0])
     assert alone.tolist() == [[[25.5, 102.0, 0.0]]]
     with pytest.raises(wlb.WlbError, match="is of 1 stages: the layout has pp x virtual_stages = 2"):
         scenario(wlb.ParallelLayout(pp=2), overhead=overhead)

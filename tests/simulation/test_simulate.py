@@ -122,10 +122,11 @@ def test_any_schedule_and_number_of_micro_batches(schedule: Any, virtual: int, p
         assert outcome.seconds[step] == pytest.approx(slowest + gradients, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["plain", "wlb", "placement"])
-def test_steps_recomputed_one_by_one(name: str) -> None:
+@pytest.mark.parametrize(("name", "keys"), [("plain", "all"), ("wlb", "all"), ("placement", "all"), ("wlb", "needed")])
+def test_steps_recomputed_one_by_one(name: str, keys: Any) -> None:
     """The naive way: every micro-batch by itself, on its slowest rank, through its own pipeline."""
-    case = scenario(wlb.ParallelLayout(dp=2, pp=2, cp=4, recompute="full"), num_micro_batches=8, tp_overlap=0.5)
+    layout = wlb.ParallelLayout(dp=2, pp=2, cp=4, recompute="full")
+    case = scenario(layout, num_micro_batches=8, tp_overlap=0.5, cp_keys=keys)
     outcome = simulate(documents(), case, variants=(name,)).baseline
     plan, kernel = outcome.run, case.attention
     for step in range(len(plan.digests)):
@@ -150,6 +151,7 @@ def test_steps_recomputed_one_by_one(name: str) -> None:
                     model=MODEL,
                     layout=case.layout,
                     hardware=case.hardware,
+                    keys_gathered=None if keys == "all" else [made.keys_gathered.max()],
                     tp_overlap=0.5,
                 )
                 costs.append(stages.seconds[0])
@@ -424,6 +426,7 @@ def test_fitted_efficiency_is_what_the_cluster_does() -> None:
         ({"max_tokens": 6144.5}, "max_tokens"),
         ({"num_micro_batches": True}, "num_micro_batches"),
         ({"num_queues": -1}, "num_queues"),
+        ({"cp_keys": "some"}, "cp_keys"),
         ({"max_delay": 1.5}, "max_delay"),
         ({"max_step_cost": 0}, "max_step_cost"),
         ({"max_step_cost": "1"}, "max_step_cost"),

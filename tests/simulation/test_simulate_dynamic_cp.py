@@ -81,10 +81,13 @@ def test_ranks_wait_for_their_groups_as_the_planner_says(
     assert steps.seconds[0] == pytest.approx(planned.seconds, rel=1e-9)
 
 
-def test_steps_recomputed_group_by_group() -> None:
+@pytest.mark.parametrize("keys", ["all", "needed"])
+def test_steps_recomputed_group_by_group(keys: Any) -> None:
     """The naive way, on six ranks and without a pipeline: groups of four and two, each on its slowest rank."""
-    case = scenario(ODD, num_micro_batches=6, cp_overlap=0.5)
-    lengths = documents()
+    case = scenario(ODD, num_micro_batches=6, cp_overlap=0.5, cp_keys=keys)
+    # Documents of one token are on one rank, and no other one needs them.
+    lengths = np.concatenate([documents(), np.ones(500, dtype=np.int64)])
+    np.random.default_rng(1).shuffle(lengths)
     outcome = simulate(lengths, case, variants=("dynamic_cp",)).baseline
     offsets = wlb.batch_offsets(lengths, tokens_per_batch=case.tokens_per_batch)
     options = planner_options(case, lengths)
@@ -112,6 +115,7 @@ def test_steps_recomputed_group_by_group() -> None:
                         model=MODEL,
                         layout=layout,
                         hardware=case.hardware,
+                        keys_gathered=None if keys == "all" else [cut.keys_gathered.max()],
                         cp_overlap=0.5,
                     ).seconds.sum()
                 # Its forward and backward both wait for all of its ranks.

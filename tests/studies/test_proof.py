@@ -25,9 +25,12 @@ from wlb.torch.profiling import LinkTimes, probe_link
 for needed in ("cyclopts", "matplotlib", "rich"):
     pytest.importorskip(needed)
 proof = pytest.importorskip("studies.proof")
-batches, command, echo, figures, page, pacing, probing, processes, slices, system = (
+batches, command, echo, figures, page, pacing, probing, processes, shared, slices, system = (
     pytest.importorskip(f"studies.proof.{name}")
-    for name in ("batches", "__main__", "echo", "figures", "page", "pace", "probe", "processes", "slices", "system")
+    for name in (
+        *("batches", "__main__", "echo", "figures", "page", "pace", "probe", "processes", "shared", "slices"),
+        "system",
+    )
 )
 
 BENCH = proof.Bench(hidden=64, context=64, batches=4)
@@ -206,7 +209,7 @@ def test_a_pace_is_found_by_even_micro_batches() -> None:
     assert pacing.of(took, [2.0, 0.5]) == pytest.approx(1)
     assert pacing.of(took, [1.0, 0.5]) == pytest.approx(2**0.5)
     (outcome,) = outcomes("dp2", "original").values()
-    assert command.predicted(outcome, 1.3)["predicted"] == pytest.approx(1.3 * outcome.seconds)
+    assert command.predicted(outcome, 1.3, 1.0)["predicted"] == pytest.approx(1.3 * outcome.seconds)
 
 
 def test_a_machine_that_is_slow_for_some_turns_is_seen_and_one_that_is_slow_once_is_not() -> None:
@@ -276,6 +279,89 @@ def test_a_probe_has_neighbours_that_end_with_it() -> None:
     )
     assert np.isfinite([*alone.attention, *beside.attention]).all()
     assert not multiprocessing.active_children()
+
+
+def on_a_shared_machine(costs: np.ndarray, count: int, alone: float) -> float:
+    """Seconds of 1F1B on two stages, whose ops take `alone` times as long while the other stage has nothing to do.
+
+    Args:
+        costs: float64[stages, 2] of a forward and a backward.
+        count: micro-batches.
+        alone: see above.
+    """
+    order: list[list[tuple[str, int]]] = [[], []]
+    for stage, warm_up in ((0, 2), (1, 1)):
+        ahead = [("f", j) for j in range(min(warm_up, count))]
+        rest = [op for j in range(count) for op in (("b", j), ("f", j + warm_up)) if op[1] < count]
+        order[stage] = ahead + rest
+    done: set[tuple[str, int, int]] = set()
+    left = [0.0, 0.0]
+    now = 0.0
+    at = [0, 0]
+    while min(at[stage] - len(order[stage]) for stage in (0, 1)) < 0:
+        running = []
+        for stage in (0, 1):
+            if at[stage] == len(order[stage]):
+                continue
+            kind, j = order[stage][at[stage]]
+            needs = {("f", 0): None, ("f", 1): ("f", j, 0), ("b", 0): ("b", j, 1), ("b", 1): ("f", j, 1)}[kind, stage]
+            if needs is None or needs in done:
+                left[stage] = left[stage] or float(costs[stage, int(kind == "b")])
+                running.append(stage)
+        rate = 1.0 if len(running) == 2 else 1 / alone
+        passed = min(left[stage] for stage in running) / rate
+        now += passed
+        for stage in running:
+            left[stage] -= passed * rate
+            if left[stage] < 1e-12:
+                left[stage] = 0.0
+                done.add((*order[stage][at[stage]], stage))
+                at[stage] += 1
+    return now
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("backward", [1.0, 2.5])
+def test_ranks_that_share_a_machine_are_faster_while_others_wait(count: int, backward: float) -> None:
+    costs = np.array([[1.0, backward], [1.1, 1.1 * backward]])
+    passes = np.concatenate([costs, np.zeros((2, 1))], axis=1)[None]
+    scenario = next(iter(outcomes("pp2", "original").values())).scenario
+    for alone in (1.0, 0.9):
+        found = probing.pipeline_seconds(scenario, passes, np.zeros(1), count, alone) - scenario.step_end
+        assert found == pytest.approx(on_a_shared_machine(costs, count, alone))
+
+
+def test_replicas_that_share_a_machine_are_faster_while_others_wait() -> None:
+    (outcome,) = outcomes("dp2", "original").values()
+    busy = outcome.costs.sum(axis=(2, 3, 4))  # [steps, ranks]
+    least, most = busy.min(axis=1), busy.max(axis=1)
+    assert (most > 1.01 * least).any()
+    end = outcome.scenario.step_end
+    assert outcome.seconds == pytest.approx(most + end)
+    assert shared.of_steps(outcome, 0.9) == pytest.approx(least + 0.9 * (most - least) + end)
+    assert command.predicted(outcome, 2.0, 0.9)["predicted"] == pytest.approx(2 * shared.of_steps(outcome, 0.9))
+
+
+def test_neighbours_are_halted() -> None:
+    turns = multiprocessing.get_context("fork").RawValue("i", 0)
+
+    def work(index: int) -> None:
+        while True:
+            turns.value += 1
+
+    def turns_in_a_while() -> int:
+        time.sleep(0.05)  # what is told to halt does so soon
+        before = turns.value
+        time.sleep(0.2)
+        return int(turns.value - before)
+
+    with probing.busy(1, work) as halted:
+        until = time.monotonic() + 60
+        while not turns.value and time.monotonic() < until:
+            time.sleep(0.01)
+        with halted():
+            assert turns_in_a_while() == 0
+        assert turns_in_a_while() > 0
 
 
 def test_neighbours_work_meanwhile() -> None:
@@ -454,7 +540,7 @@ def test_a_probe_finds_what_ops_and_steps_take(layout: str) -> None:
     def tiny(count: int, overhead: Any) -> wlb.Scenario:
         return wlb.Scenario(
             model=BENCH.model,
-            layout=wlb.ParallelLayout(**sizes, fsdp="zero3" if sizes["pp"] == 1 else "zero2"),
+            layout=wlb.ParallelLayout(**sizes, fsdp="zero2"),
             hardware=wlb.Hardware.preset("h100"),
             context=tokens,
             num_micro_batches=count * sizes["dp"],

@@ -279,6 +279,17 @@ def test_only_keys_that_some_rank_lacks_are_gathered() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [*LENGTHS, (40,) * 7])
+def test_ranks_gather_the_keys_that_their_shard_says(strategy: str, causal: bool, lengths: tuple[int, ...]) -> None:
+    shard = wlb.shard(lengths, cp_size=4, causal=causal, **STRATEGIES[strategy])
+    for rank, keys in enumerate(shard.keys_gathered.tolist()):
+        route = routes.gather_route(shard, rank, window=None, biased=False, device=torch.device("cpu"))
+        assert route.rows == shard.keys_gathered.max()
+        assert (shard.tokens_per_rank[rank] if route.sent is None else route.sent.numel()) == keys
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("causal", [True, False])
 def test_a_rank_fetches_what_its_shard_says(strategy: str, causal: bool) -> None:
     shard = wlb.shard(MIXED, cp_size=4, causal=causal, **STRATEGIES[strategy])
     options: dict[str, Any] = {"window": None, "biased": False, "device": torch.device("cpu")}

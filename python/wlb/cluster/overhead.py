@@ -19,7 +19,8 @@ class Overhead:
 
     Args:
         forward: of each stage in the order of the model, seconds of a micro-batch's forward whatever its tokens, those
-            for each token of a rank, and those for each token of a group of several ranks, whose keys all of them copy.
+            for each token of a rank, and those for each key that a group of several ranks gathers, which all of them
+            copy.
             They may be below 0 where a profile takes layers for slower than they are.
         backward: the same of the backward.
         step: of every step: the optimizer, clipping, counting tokens, waiting for all ranks to begin.
@@ -54,13 +55,12 @@ class Overhead:
             message = f"is of {len(self.forward)} stages: the layout has pp x virtual_stages = {num_stages}"
             raise error("overhead", message, value=self)
 
-    def passes(self, tokens: ArrayLike, *, cp_size: int) -> NDArray[np.float64]:
-        """float64[m, stages, 3]: of micro-batches with so many tokens on each of so many ranks.
+    def passes(self, tokens: ArrayLike, *, gathered: ArrayLike) -> NDArray[np.float64]:
+        """float64[m, stages, 3]: of micro-batches with so many tokens on a rank, whose group gathers so many keys.
 
         All of the backward is in the inputs' gradient.
         """
-        count = np.asarray(tokens, dtype=np.float64)
-        gathered = count * cp_size if cp_size > 1 else np.zeros_like(count)
+        count, gathered = np.asarray(tokens, dtype=np.float64), np.asarray(gathered, dtype=np.float64)
         seconds = np.zeros((count.size, len(self.forward), 3))
         for column, lines in enumerate((self.forward, self.backward)):
             for stage, (once, each, key) in enumerate(lines):

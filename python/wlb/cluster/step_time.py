@@ -15,7 +15,8 @@ Assumptions, all of them inputs of :func:`stage_seconds` or of the layout and ha
   reduce-scatters after each (two all-reduces without sequence parallelism); its backward does the same. Exposed, except
   for `tp_overlap` of it. The gather that the weights' gradient repeats runs beside the inputs' gradient.
 - Context parallelism: the forward gathers keys and values; the backward gathers them again and reduce-scatters their
-  gradients in float32. All of it is exposed except for `cp_overlap` of it, as the paper has it and as Llama 3 does.
+  gradients in float32, those of all tokens or of fewer (`keys_gathered`). All of it is exposed except for `cp_overlap`
+  of it, as the paper has it and as Llama 3 does.
 - Expert parallelism: in a layer with experts an all-to-all brings every token's row to each expert that it visits, and
   another one brings the answers back; the backward sends their gradients both ways again. Exposed, except for
   `ep_overlap` of it. Tensor-parallel ranks each send their share of the tokens, gather the rows that arrived and
@@ -84,6 +85,7 @@ def stage_seconds(
     linear_backward: ArrayLike | None = None,
     visiting_tokens: ArrayLike | None = None,
     fullest_tokens: ArrayLike | None = None,
+    keys_gathered: ArrayLike | None = None,
     expert_imbalance: float = 1.0,
     cp_overlap: float = 0.0,
     tp_overlap: float = 0.0,
@@ -110,6 +112,8 @@ def stage_seconds(
             rank's experts have; default: `tokens`, as if all had equally many.
         fullest_tokens: float64[m] tokens of the fullest of these ranks, which the all-to-all waits for; default:
             `tokens`.
+        keys_gathered: float64[m] keys that every context-parallel rank sends to the others (the most in
+            `Shard.keys_gathered`, where the attention sends no others); default: `tokens`, all of them.
         expert_imbalance: visits to the experts of the busiest of these ranks over those to the mean one's, at least 1.
         cp_overlap: share of the context-parallel communication that computation hides.
         tp_overlap: share of the tensor-parallel communication that computation hides.
@@ -132,10 +136,20 @@ def stage_seconds(
     for name, share in (overlaps | {"p2p_overlap": p2p_overlap}).items():
         check_share(name, share)
     check_imbalance(expert_imbalance)
-    visiting, fullest = (
-        count if given is None else _entries(name, given, count.size)
-        for name, given in (("visiting_tokens", visiting_tokens), ("fullest_tokens", fullest_tokens))
+    given_counts = {
+        "visiting_tokens": visiting_tokens,
+        "fullest_tokens": fullest_tokens,
+        "keys_gathered": keys_gathered,
+    }
+    visiting, fullest, sent_keys = (
+        count if given is None else _entries(name, given, count.size) for name, given in given_counts.items()
     )
+
+    over = np.flatnonzero(sent_keys > count)
+    if over.size:
+        index = int(over[0])
+        message = f"= {sent_keys[index]:g}: a rank has {count[index]:g} tokens"
+        raise error("keys_gathered", message, index=index, value=float(sent_keys[index]))
 
     hidden_size = model.hidden_size
     flops = np.array([float(kind.token_flops(hidden_size)) for kind in kinds])
@@ -152,7 +166,7 @@ def stage_seconds(
 
     cp, tp = Communicator.along("cp", layout, hardware), Communicator.along("tp", layout, hardware)
     widths = np.array([exchanged_width(kind, layout) for kind in kinds])
-    keys = widths * count[:, None] * layout.cp
+    keys = widths * sent_keys[:, None] * layout.cp
     gather = (1 - cp_overlap) * cp.all_gather(keys * layout.activation_bytes)
     scatter = (1 - cp_overlap) * cp.reduce_scatter(keys * KEY_GRADIENT_BYTES)
     hidden = count * model.hidden_size * layout.activation_bytes

@@ -39,8 +39,8 @@ class Bounds:
         """Seconds of the whole stream that a plan takes at least.
 
         Attention of whole documents, evenly on context-parallel ranks; full global batches; every micro-batch the mean
-        one. Of Dynamic-CP the work alone, without bubble and exchange: its groups are any, and light micro-batches
-        fill and drain the pipeline.
+        one; no keys, where ranks gather only those that are needed. Of Dynamic-CP the work alone, without bubble and
+        exchange: its groups are any, and light micro-batches fill and drain the pipeline.
         """
         layout, tokens = scenario.layout, int(self._lengths[False].sum())
         count = scenario.micro_batches * (1 if settings.dynamic else settings.split)
@@ -50,6 +50,7 @@ class Bounds:
             [scenario.tokens_per_batch / count / layout.cp],
             attention_forward=forward[None],
             attention_backward=backward[None],
+            keys_gathered=None if scenario.cp_keys == "all" else [0.0],
         )
         apart, per_rank = scenario.step_end, count // layout.dp
         if settings.dynamic:

@@ -166,14 +166,15 @@ def collect_dynamic(name: str, steps: Iterable[DynamicStep], stream: GlobalBatch
 
 @dataclass(frozen=True)
 class Attention:
-    """Seconds of attention in a layer of each kind, forward and backward, in every group of a run."""
+    """What attention takes in a layer, in every group of a run: seconds, forward and backward, and keys."""
 
     slowest: Floats  # [groups, 2, kinds] on the slowest rank
     mean: Floats  # [groups, 2, kinds] on the mean rank
+    keys: Integers  # [groups] that every rank sends to the others
 
     def at_rate(self, rate: float) -> Attention:
         """Were it `rate` times as fast."""
-        return Attention(self.slowest / rate, self.mean / rate)
+        return dataclasses.replace(self, slowest=self.slowest / rate, mean=self.mean / rate)
 
 
 @dataclass(frozen=True)
@@ -191,14 +192,19 @@ def attention_of_groups(run: DynamicCpRun, scenario: Scenario) -> Attention:
     sizes = run.cp_size
     firsts = np.cumsum(sizes) - sizes
     of_ranks = np.zeros((2, int(sizes.sum()), scenario.layer_shares.size))
-    for first, size, lengths in zip(firsts.tolist(), sizes.tolist(), run.group_lengths(), strict=True):
+    keys = np.zeros(sizes.size, dtype=np.int64)
+    for index, (first, size, lengths) in enumerate(
+        zip(firsts.tolist(), sizes.tolist(), run.group_lengths(), strict=True)
+    ):
         if lengths.size:
             cut = shard(lengths, cp_size=size, strategy="per_document")
+            keys[index] = scenario.keys_gathered(cut)
             of_ranks[0, first : first + size] = scenario.rank_seconds(cut, passes="forward")
             of_ranks[1, first : first + size] = scenario.rank_seconds(cut, passes="backward")
     return Attention(
         slowest=np.maximum.reduceat(of_ranks, firsts, axis=1).swapaxes(0, 1),
         mean=(np.add.reduceat(of_ranks, firsts, axis=1) / sizes[:, None]).swapaxes(0, 1),
+        keys=keys,
     )
 
 
@@ -221,14 +227,15 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
         rows = np.flatnonzero(sizes == size)
         layout = of_size(scenario.layout, int(size))
 
-        def stages(attention: Floats, rows: Integers = rows, layout: Any = layout) -> Any:
+        def stages(seconds: Floats, rows: Integers = rows, layout: Any = layout) -> Any:
             return scenario.stage_seconds(
                 run.group_tokens[rows],
-                attention_forward=attention[rows, 0],
-                attention_backward=attention[rows, 1],
+                attention_forward=seconds[rows, 0],
+                attention_backward=seconds[rows, 1],
                 layout=layout,
                 visiting_tokens=visiting[rows],
                 fullest_tokens=fullest[rows],
+                keys_gathered=attention.keys[rows],
             )
 
         made = stages(attention.slowest)

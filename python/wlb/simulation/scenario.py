@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,6 +29,8 @@ from wlb.profile import read as read_profile
 from wlb.simulation.methods import Setup, meeting_ranks
 
 Floats = NDArray[np.float64]
+
+Keys = Literal["all", "needed"]
 
 _PASSES: tuple[Passes, ...] = ("forward", "backward")
 
@@ -78,6 +80,9 @@ class Scenario:
         max_step_cost: most work of a step under adaptive release, in mean global batches (`wlb.Packer`);
             default: no bound.
         cp_overlap: share of context-parallel communication that computation hides.
+        cp_keys: which keys context-parallel ranks gather: "all" (Transformer Engine, and most), or only the "needed",
+            as `wlb.torch.context_parallel_attention` does (`Shard.keys_gathered`, of layers with windows as if they
+            had none). Memory is that for all of them.
         tp_overlap: share of tensor-parallel communication that computation hides.
         ep_overlap: share of expert-parallel communication that computation hides.
         expert_imbalance: visits to the experts of the busiest of `ep` ranks over those to the mean one's, at least 1.
@@ -115,6 +120,7 @@ class Scenario:
     max_delay: int | None = None
     max_step_cost: float | None = None
     cp_overlap: float = 0.0
+    cp_keys: Keys = "all"
     tp_overlap: float = 0.0
     ep_overlap: float = 0.0
     expert_imbalance: float = 1.0
@@ -131,6 +137,9 @@ class Scenario:
         self.overhead.check(num_stages=self.layout.num_stages)
         for name in ("cp_overlap", "tp_overlap", "ep_overlap", "p2p_overlap", "dp_overlap", "noise"):
             check_share(name, getattr(self, name))
+        if self.cp_keys not in get_args(Keys):
+            message = f"= {self.cp_keys!r}: must be one of {', '.join(map(repr, get_args(Keys)))}"
+            raise error("cp_keys", message, value=self.cp_keys)
         if self.p2p_overlap < 1 and self.pipeline_schedule in V_SHAPED:
             message = f"= {self.p2p_overlap}: of {self.pipeline_schedule!r} is 1, its transfers are received ahead"
             raise error("p2p_overlap", message, value=self.p2p_overlap)
@@ -315,6 +324,7 @@ class Scenario:
         layout: ParallelLayout | None = None,
         visiting_tokens: ArrayLike | None = None,
         fullest_tokens: ArrayLike | None = None,
+        keys_gathered: ArrayLike | None = None,
     ) -> StageSeconds:
         """:func:`wlb.stage_seconds` on this cluster; another layout has groups of another size."""
         forward = backward = None
@@ -332,6 +342,7 @@ class Scenario:
             hardware=self.hardware,
             visiting_tokens=visiting_tokens,
             fullest_tokens=fullest_tokens,
+            keys_gathered=keys_gathered,
             expert_imbalance=self.expert_imbalance,
             cp_overlap=self.cp_overlap,
             tp_overlap=self.tp_overlap,
@@ -340,7 +351,9 @@ class Scenario:
         )
         if not self.overhead.forward:
             return made
-        more = self.overhead.passes(tokens, cp_size=(layout or self.layout).cp)
+        size = (layout or self.layout).cp
+        keys = np.asarray(tokens if keys_gathered is None else keys_gathered)
+        more = self.overhead.passes(tokens, gathered=keys * size if size > 1 else np.zeros_like(keys))
         return dataclasses.replace(made, seconds=np.maximum(made.seconds + more, 0.0))
 
     def attention_seconds(self, lengths: ArrayLike) -> float:
@@ -375,6 +388,10 @@ class Scenario:
         masks, weights = self.masks
         of_masks = [rank_seconds(kernel or self.attention, shard, mask, passes=passes) for mask in masks]
         return np.asarray(np.stack(of_masks, axis=1) @ weights)
+
+    def keys_gathered(self, shard: Shard) -> int:
+        """Keys that every rank sends to the others, by `cp_keys`: as many as the one with most of them."""
+        return int((shard.tokens_per_rank if self.cp_keys == "all" else shard.keys_gathered).max())
 
     @property
     def layer_shares(self) -> Floats:

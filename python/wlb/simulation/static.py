@@ -29,6 +29,7 @@ class Sharded:
     backward: Floats  # [micro-batches, cp, kinds]
     shares: Floats  # [kinds] of the layers
     tokens: NDArray[np.int64]  # [micro-batches] of the fullest rank
+    keys: NDArray[np.int64]  # [micro-batches] that every rank sends to the others
     strategies: dict[str, int]  # how many micro-batches each was chosen for
     choice: tuple[Strategy, ...]  # among which
 
@@ -68,7 +69,7 @@ def shard_run(run: PackedRun, scenario: Scenario, strategies: tuple[Strategy, ..
     """Shards every micro-batch. O(micro-batches), some tens of microseconds each."""
     cp, shares = scenario.layout.cp, scenario.layer_shares
     forward, backward = np.zeros((2, run.tokens.size, cp, shares.size))
-    tokens = np.zeros((run.tokens.size, cp), dtype=np.int64)
+    tokens, keys = np.zeros((2, run.tokens.size), dtype=np.int64)
     counts: Counter[str] = Counter()
     for index, lengths in enumerate(run.micro_batch_lengths()):
         if not lengths.size:
@@ -77,8 +78,8 @@ def shard_run(run: PackedRun, scenario: Scenario, strategies: tuple[Strategy, ..
         counts[best.strategy] += 1
         forward[index] = scenario.rank_seconds(best, passes="forward")
         backward[index] = scenario.rank_seconds(best, passes="backward")
-        tokens[index] = best.tokens_per_rank
-    return Sharded(forward, backward, shares, tokens.max(axis=1), dict(sorted(counts.items())), strategies)
+        tokens[index], keys[index] = best.tokens_per_rank.max(), scenario.keys_gathered(best)
+    return Sharded(forward, backward, shares, tokens, keys, dict(sorted(counts.items())), strategies)
 
 
 def ordered(run: PackedRun, scenario: Scenario) -> PackedRun:
@@ -201,6 +202,7 @@ def score(
             attention_backward=backward,
             visiting_tokens=visiting,
             fullest_tokens=fullest,
+            keys_gathered=sharded.keys,
         )
 
     slowest = stages(sharded.forward.max(axis=1), sharded.backward.max(axis=1))

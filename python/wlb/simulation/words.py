@@ -170,8 +170,9 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
         "packer's costs": _packer_costs(scenario),
         "links": f"{hardware.intra_node.bandwidth / 1e9:.0f} GB/s between {hardware.gpus_per_node} GPUs of a node,"
         f" {hardware.inter_node.bandwidth / 1e9:.0f} GB/s between nodes",
-        "hidden communication": f"CP {scenario.cp_overlap:.0%}, TP {scenario.tp_overlap:.0%},"
-        f" DP {scenario.dp_overlap:.0%}, transfers between stages {scenario.p2p_overlap:.0%}{_experts(scenario)}",
+        "hidden communication": f"CP {scenario.cp_overlap:.0%} of {scenario.cp_keys} keys,"
+        f" TP {scenario.tp_overlap:.0%}, DP {scenario.dp_overlap:.0%}, transfers between stages"
+        f" {scenario.p2p_overlap:.0%}{_experts(scenario)}",
         "pipeline": f"{scenario.pipeline_schedule}, {layout.pp} ranks x {layout.virtual_stages} stages,"
         f" {scenario.micro_batches} micro-batches a step",
         "data parallelism": f"ranks wait for each other {_MEETINGS[scenario.waiting]}",

@@ -140,6 +140,9 @@ properties! {
     /// int64[cp_size]: keys that each rank has to fetch, because its queries see them and other ranks hold them. Its
     /// values are as many. Without a window; O(segments).
     keys_moved: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.keys_moved(rank)).collect());
+    /// int64[cp_size]: keys of each rank that an all-gather has to bring, because a segment on another rank sees them;
+    /// its values are as many. Ranks send as many as the one with most of them. Without a window; O(segments).
+    keys_gathered: Array<Vec<i64>> = |shard| Array(shard.plan.keys_gathered());
     /// int32[num_tokens]: with ``rank_major`` the ranks' tokens concatenated, ``rank_major[restore_indices]`` is the
     /// packed sequence. O(tokens).
     restore_indices: Array<Vec<i32>> = |shard| Array(shard.plan.restore_indices());

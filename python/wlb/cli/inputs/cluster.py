@@ -124,7 +124,7 @@ class Cluster(Cost, Limits, wlb.Scenario):
         self._check_profile()
         waiting = ("max_mean_delay", "max_delay", "max_step_cost")
         searched = ("context", *waiting, "profile", "schedule", "sync", "reserved_bytes")
-        hidden = ("cp_overlap", "tp_overlap", "ep_overlap", "expert_imbalance", "p2p_overlap", "dp_overlap")
+        hidden = ("cp_overlap", "cp_keys", "tp_overlap", "ep_overlap", "expert_imbalance", "p2p_overlap", "dp_overlap")
         return {name: getattr(self, name) for name in (*searched, *hidden)} | self._named(self.spread())
 
     def _check_profile(self) -> None:

@@ -85,6 +85,41 @@ impl Shard {
         moved
     }
 
+    /// Of each rank the keys that an all-gather has to bring: those of segments which see keys of other ranks. Exact.
+    ///
+    /// Of a document these are the keys up to the end of its last segment that does not find all of its keys on its own
+    /// rank, since a segment attends to all of its keys at once; of one that no other rank needs, none.
+    ///
+    /// # Complexity
+    /// O(segments + documents).
+    pub fn keys_gathered(&self) -> Vec<i64> {
+        let mut needed = vec![0; self.lengths.len()];
+        for segments in &self.ranks {
+            for of_document in segments.chunk_by(|one, next| one.document == next.document) {
+                let document = of_document[0].document as usize;
+                let length = self.lengths[document];
+                let all: i32 = of_document.iter().map(|segment| segment.length).sum();
+                // How many of its tokens lie on this rank up to the end of a segment.
+                let mut here = 0;
+                for segment in of_document {
+                    here += segment.length;
+                    let (held, sees) = match self.mask {
+                        Mask::Causal => (here, segment.end()),
+                        Mask::Full => (all, length),
+                    };
+                    if held < sees {
+                        needed[document] = needed[document].max(sees);
+                    }
+                }
+            }
+        }
+        let of_segment = |segment: &Segment| {
+            let end = segment.end().min(needed[segment.document as usize]);
+            i64::from((end - segment.start).max(0))
+        };
+        self.ranks.iter().map(|segments| segments.iter().map(of_segment).sum()).collect()
+    }
+
     /// First token of a segment in the packed sequence.
     #[inline]
     pub fn packed_start(&self, segment: &Segment) -> i32 {

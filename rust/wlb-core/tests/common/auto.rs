@@ -33,6 +33,23 @@ pub(crate) fn keys_moved(owners: &Owners, cp: usize, mask: Mask) -> Vec<i64> {
     moved
 }
 
+/// Keys that some query sees which lacks a key, key by key: those that the rank of such a query is given, all at once.
+pub(crate) fn keys_gathered(owners: &Owners, cp: usize, mask: Mask) -> Vec<i64> {
+    let mut gathered = vec![0; cp];
+    for owners in owners {
+        let sees = |query: usize, key: usize| mask == Mask::Full || query >= key;
+        // The last query of a run, which sees all that the others do, decides for the run.
+        let ends = (0..owners.len()).filter(|&query| owners.get(query + 1) != Some(&owners[query]));
+        let remote: Vec<usize> = ends
+            .filter(|&query| (0..owners.len()).any(|key| sees(query, key) && owners[key] != owners[query]))
+            .collect();
+        for (key, &owner) in owners.iter().enumerate() {
+            gathered[owner] += i64::from(remote.iter().any(|&query| sees(query, key)));
+        }
+    }
+    gathered
+}
+
 /// The first share, from `max_imbalance` on down, that makes ranks even enough; else the evenest way that was tried.
 pub(crate) fn auto(lengths: &[i32], cp: usize, mask: Mask, max_imbalance: f64) -> Owners {
     let total: u64 = lengths.iter().map(|&length| mask.pairs(length)).sum();

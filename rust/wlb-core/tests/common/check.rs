@@ -589,6 +589,8 @@ pub(crate) fn shard_every_way(lengths: &[i32], cp_size: usize, mask: Mask, thres
             assert_eq!(shard.ranks, naive::segments(&owners, cp_size), "{strategy:?} {remainder:?}");
             let moved: Vec<i64> = (0..cp_size).map(|rank| shard.keys_moved(rank)).collect();
             assert_eq!(moved, auto::keys_moved(&owners, cp_size, mask), "{strategy:?} {remainder:?}");
+            let gathered = auto::keys_gathered(&owners, cp_size, mask);
+            assert_eq!(shard.keys_gathered(), gathered, "{strategy:?} {remainder:?}");
             ranks_are_legal(&shard);
         } else {
             keys_are_counted_or_refused(&shard);

@@ -1,0 +1,29 @@
+"""Ranks that share a machine: each is faster while others wait, since caches and memory are its own then.
+
+GPUs have their own, so that :func:`wlb.simulate` knows nothing of it. Where ranks are the processors of one machine a
+step of uneven ranks takes a little less than that says: what a rank computes while others wait takes `alone` times as
+long as beside busy ones, which a probe measures (:func:`studies.proof.probe.stages`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wlb.simulation import Outcome
+
+WAITS = ("cp_wait", "dp_wait", "bubble")
+"""What the mean rank of a step waits for others, by :data:`wlb.simulation.ATTRIBUTION`."""
+
+
+def of_steps(outcome: Outcome, alone: float) -> Any:
+    """float64[steps]: predicted seconds, less what waiting of some saves the others."""
+    waits = sum(outcome.attribution[name] for name in WAITS)
+    return less(outcome.seconds, waits, alone, ranks=outcome.scenario.layout.world_size)
+
+
+def less(seconds: Any, waits: Any, alone: float, *, ranks: int) -> Any:
+    """Seconds in which the mean of these ranks waits so long.
+
+    At every time the ranks that all others wait for are faster by the share of the others that waits.
+    """
+    return seconds - (1 - alone) * waits * ranks / max(ranks - 1, 1)
