@@ -226,6 +226,9 @@ def _pace(layout: Row) -> str:
         f" around a step {low:.2f} to {high:.2f} times what is usual in it. Without both a step is off by"
         f" {np.median(abs(before)):.1%}. "
     )
+    alone = layout["beside"].get("alone", 1.0)
+    if alone < 1:
+        said += f"While the others wait a rank takes {alone:.3f} of the time that it takes beside busy ones. "
     again = [_repeated(row["repetitions"]) for row in rows if len(row.get("repetitions", ())) > 1]
     return said + (
         f"A single repetition of a step is off from the median of all by {np.median(np.concatenate(again)):.1%}. "
@@ -284,7 +287,8 @@ def _reading() -> Iterator[str]:
         " (the keys of another) counts as busy, so that unevenness of cp hides there and shows in slices.\n"
         "- Processes keep the memory that they free, as a GPU's allocator does: else pages that come anew are up to a"
         " quarter of the time of a large micro-batch, now and then. Where each rank keeps to a processor (the page says"
-        " so), what another one sent does not wait for a processor, either.\n"
+        " so), what another one sent does not wait for a processor, either. Ranks share caches and memory, which GPUs"
+        " do not: so a rank is faster while the others wait, which the prediction counts where a probe measured it.\n"
         "- The model is small, and the ranks are processors of one machine: attention's weight is a 7B model's, the"
         " links are not. What holds on GPUs is for the same command on GPUs to say."
     )

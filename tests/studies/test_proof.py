@@ -188,11 +188,13 @@ def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
     about |= {"wlb": "1", "commit": "abc", "attention_share": share}
     layout["machine"] = about | {"busy": 0.9}
     layout["pace"] = {"seconds": 1.25, "took": [[[1.0] * 8, [2.0] * 8]] * 2}
+    layout["beside"] = {"alone": 0.925}
     record = {"machine": about, "documents": "some", "command": "c", "layouts": [layout]}
     text = page.text(record, picture="proof.png")
     assert "the whole interval above 1: adaptive. Not shown: finer." in " ".join(text.split())
     assert "**Other programs were running" in " ".join(text.split())
     assert "took 1.25 times" in " ".join(text.split())
+    assert "While the others wait a rank takes 0.925 of" in " ".join(text.split())
     assert "around a step 0.67 to 1.33 times" in " ".join(text.split())
     assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))
     assert "No link was probed" not in text

@@ -17,6 +17,7 @@ import numpy as np
 import processes
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -162,6 +163,38 @@ def test_half_precision_keeps_positions_exact(reference: Any) -> None:
     results = processes.run(4, half_precision, settings)
     assert sum(part for part, _ in results) == pytest.approx(reference[0], rel=2e-2)
     assert set().union(*(types for _, types in results)) == {torch.float32}
+
+
+def sharded_weights(rank: int, settings: example.Settings) -> list[bool]:
+    """Whether the weights of layers are sharded as each micro-batch begins, and after the last."""
+    built: list[Any] = []
+    build, rotary = example.build_model, llama.rotary
+
+    def watched_build(*arguments: Any) -> Any:
+        built.extend(build(*arguments)[0])
+        return built, []
+
+    def sharded() -> bool:
+        return isinstance(next(iter(built[0].submod.layers.values())).attention.wq.weight, DTensor)
+
+    found = []
+
+    def watched_rotary(*arguments: Any) -> Any:
+        found.append(sharded())
+        return rotary(*arguments)
+
+    example.build_model, llama.rotary = watched_build, watched_rotary
+    gradients(rank, settings)
+    return [*found, sharded()]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_weights_are_gathered_once_a_step(pp: int) -> None:
+    """So that data-parallel ranks do not wait for each other in every micro-batch, and optimizers see their own."""
+    for found in processes.run(2 * pp, sharded_weights, replace(SETTINGS, pp=pp)):
+        assert len(found) == len(MICRO_BATCHES) // 2 + 1
+        assert (found[0], found[-1]) == (True, True)
+        assert not any(found[1:-1])
 
 
 def test_a_window_needs_as_many_batches(tmp_path: Path) -> None:
