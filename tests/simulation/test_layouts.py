@@ -4,12 +4,15 @@ import dataclasses
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 from test_simulate import documents
 
 import wlb
-from wlb.simulation import LayoutSearch, search_layouts
+from wlb.simulation import LayoutSearch, search_layouts, simulate
+from wlb.simulation.bounds import Bounds
 from wlb.simulation.layouts import RANKED, WITHOUT_WLB
+from wlb.simulation.tuning import Settings
 
 MODEL = wlb.ModelConfig.preset("llama2-7b")
 H100 = wlb.Hardware.preset("h100")
@@ -51,6 +54,19 @@ def test_pruning_finds_what_exhaustive_search_finds(case: dict[str, Any]) -> Non
     assert len(pruned.ranked) == RANKED
     assert speeds(pruned)[:RANKED] == sorted(speeds(pruned)[:RANKED])
     assert pruned.without.kind in WITHOUT_WLB
+
+
+def test_a_bound_counts_no_keys_where_a_plan_may_need_none() -> None:
+    """Documents of one token, which are level however they are packed, and of which no rank needs another's keys."""
+    lengths = np.ones(3 * 4 * 256, dtype=np.int64)
+    layout = wlb.ParallelLayout(cp=4)
+    for keys in ("all", "needed"):
+        case = wlb.Scenario(
+            model=MODEL, layout=layout, hardware=H100, context=256, num_micro_batches=4, max_tokens=256, cp_keys=keys
+        )
+        taken = simulate(lengths, case, variants=("plain",)).baseline.total_seconds
+        bound = Bounds(lengths, lengths).seconds(case, Settings(kind="plain", max_tokens=256))
+        assert 0.8 * taken < bound <= taken * (1 + 1e-9)
 
 
 def test_every_layout_is_tried_or_refused_for_a_reason_and_what_is_tried_fits() -> None:
