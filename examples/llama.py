@@ -288,7 +288,8 @@ def parallelize(
     # Inputs as they come: activations are of that type already, and rotary angles have to stay float32.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Weights stay whole for a step: torch's pipeline stages sum gradients at its end and keep what a backward gathered.
-    # Else every micro-batch would gather weights again, and ranks would wait for each other there, for no memory.
+    # Resharding after forwards would free weights where activations are most, but every backward would gather them
+    # again, and ranks would wait for each other there.
     options: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": False}
     ranks = data_and_context(mesh)
     for block in stage.layers.values():

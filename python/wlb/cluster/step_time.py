@@ -121,8 +121,8 @@ def stage_seconds(
         p2p_overlap: share of a transfer between stages that may be hidden, because it travels as soon as it is sent.
 
     Raises:
-        WlbError: naming an argument of another length, a negative entry, a share outside 0..1, or as
-            :meth:`wlb.ParallelLayout.check`.
+        WlbError: naming an argument of another length, a negative entry, more keys than tokens, a share outside 0..1,
+            or as :meth:`wlb.ParallelLayout.check`.
 
     Complexity:
         O(m * stages).
