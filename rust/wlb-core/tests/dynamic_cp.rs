@@ -724,6 +724,32 @@ fn larger_rounds_have_no_more_under_way() {
     assert_eq!(plan(&[1000; 8], 9), 12, "ten, in rounds of five, hold too much");
 }
 
+/// Micro-batches of one size are all full, those without documents, too: where rounds of as many as there are stages are
+/// allowed they are found, and where none are the error says so.
+#[test]
+fn rounds_of_one_for_each_stage_are_found_or_asked_for() {
+    let cost = CostModel::analytic(0.0, 1e-6, Mask::Causal).unwrap();
+    let plan = |documents, num_stages, least, most| {
+        let lengths = vec![20; documents];
+        let options = DynamicCpOptions {
+            num_virtual_stages: 2,
+            padding: Some(Padding::new(1, &[1000]).unwrap()),
+            min_micro_batches: Some(least),
+            max_micro_batches: Some(most),
+            ..DynamicCpOptions::new(1, num_stages, 1000)
+        };
+        let found = planned(&lengths, &options, &cost, documents == 1).map(|plan| plan.num_micro_batches());
+        let error = || plan_dynamic_cp(&checked(&lengths), None, &options, &cost).unwrap_err().to_string();
+        found.ok_or_else(error)
+    };
+    for (documents, num_stages, least, most) in [(1, 16, 31, 36), (1, 8, 23, 25), (1, 4, 2, 7), (500, 16, 31, 36)] {
+        let found = plan(documents, num_stages, least, most).unwrap();
+        assert!(found <= num_stages || found % num_stages == 0, "{found} for {num_stages} stages");
+    }
+    let error = plan(1, 8, 18, 19).unwrap_err();
+    assert!(error.starts_with("max_micro_batches: leaves no multiple of num_stages"), "{error}");
+}
+
 /// A single round of more micro-batches than stages has nearly all of them under way: not for a gain of less than 1 %.
 #[test]
 fn one_round_has_to_be_worth_its_memory() {

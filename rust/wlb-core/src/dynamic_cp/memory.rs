@@ -7,7 +7,7 @@ use super::options::DynamicCpOptions;
 
 /// Whether so many micro-batches may have more under way than memory was planned for: where an interleaved pipeline has
 /// them in larger rounds than of one for each stage. What somebody asks for is taken as it is.
-fn limits_rounds(options: &DynamicCpOptions, num_micro_batches: usize) -> bool {
+pub(super) fn limits_rounds(options: &DynamicCpOptions, num_micro_batches: usize) -> bool {
     let num_stages = options.num_stages;
     let whole = num_micro_batches <= num_stages || num_micro_batches.is_multiple_of(num_stages);
     options.is_interleaved() && !whole && options.num_micro_batches.is_none()

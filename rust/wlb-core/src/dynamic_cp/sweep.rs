@@ -11,6 +11,7 @@ use super::cost::{Costs, GroupCost};
 use super::counts::{Counts, candidates, limit, note, price, whole};
 use super::demand::Demand;
 use super::draft;
+use super::memory;
 use super::options::{DynamicCpOptions, GroupSizes};
 use super::plan::DynamicCpPlan;
 use super::problem::Problem;
@@ -85,7 +86,7 @@ fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
         search.demand = (!problem.cost.is_free()).then(|| Demand::new(problem, most));
         search.all(&counts)?;
     }
-    if search.best.is_none() && options.num_micro_batches.is_none() && options.max_micro_batches.is_none() {
+    if search.best.is_none() && options.num_micro_batches.is_none() {
         search.more(most)?;
     }
     if options.num_micro_batches.is_none() {
@@ -116,7 +117,12 @@ fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
             DynamicCpOptions { max_documents: Some(_), .. } => "max_documents",
             _ => "max_tokens_per_rank",
         };
+        let rounds_only = least <= most && (least..=most).all(|count| memory::limits_rounds(options, count));
         let requirement = match options.max_documents {
+            _ if rounds_only => {
+                "leaves no multiple of num_stages: in other rounds an interleaved pipeline holds more tokens than \
+                 max_tokens_per_rank allows, and no way was found to have fewer in each micro-batch"
+            }
             None => {
                 "no way was found to fit the documents into so few micro-batches of world_size * max_tokens_per_rank \
                  tokens"
@@ -356,24 +362,34 @@ impl<'a> Search<'a> {
     }
 
     /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no
-    /// more.
+    /// more. An interleaved pipeline has them in rounds of one for each stage then: larger ones may hold too much.
     fn more(&mut self, most: usize) -> Result<()> {
         let round = if self.options.is_interleaved() { self.options.num_stages } else { 1 };
-        let limit = limit(self.options);
-        let whole = if limit > round { limit - limit % round } else { limit };
-        let wanted = self.problem.documents.len().max(self.options.least_micro_batches());
-        let enough = wanted.next_multiple_of(round).min(whole);
+        let whole = |limit: usize| if limit > round { limit - limit % round } else { limit };
+        let least = self.options.least_micro_batches();
+        if self.options.max_micro_batches.is_some() {
+            let enough = whole(most);
+            return if enough < least { Ok(()) } else { self.enough(enough) };
+        }
+        let wanted = self.problem.documents.len().max(least);
+        let enough = wanted.next_multiple_of(round).min(whole(limit(self.options)));
         let mut count = most;
         while self.best.is_none() && count < enough {
             count = (2 * count).next_multiple_of(round).min(enough);
-            let candidate = self.candidate(count, f64::INFINITY)?;
-            let (pipeline, base) = (self.pipeline(count)?, self.problem.largest_group);
-            self.solve(&candidate, base, &pipeline)?;
-            self.solve_for(&candidate, &candidate.relaxed.start, base, &pipeline)?;
-            if self.best.is_some() && self.tries_sizes() {
-                self.fitting = None;
-                self.sizes(&candidate, &pipeline)?;
-            }
+            self.enough(count)?;
+        }
+        Ok(())
+    }
+
+    /// Solves for a number of micro-batches that may be enough where others were not.
+    fn enough(&mut self, count: usize) -> Result<()> {
+        let candidate = self.candidate(count, f64::INFINITY)?;
+        let (pipeline, base) = (self.pipeline(count)?, self.problem.largest_group);
+        self.solve(&candidate, base, &pipeline)?;
+        self.solve_for(&candidate, &candidate.relaxed.start, base, &pipeline)?;
+        if self.best.is_some() && self.tries_sizes() {
+            self.fitting = None;
+            self.sizes(&candidate, &pipeline)?;
         }
         Ok(())
     }

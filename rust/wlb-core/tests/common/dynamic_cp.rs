@@ -95,23 +95,31 @@ pub(crate) fn planned<'a>(
             assert_eq!(value, values[index]);
             None
         }
-        Err(Error::Combination { argument: "num_micro_batches" | "max_micro_batches", .. }) => {
+        Err(Error::Combination { argument: "num_micro_batches" | "max_micro_batches", requirement }) => {
             if options.schedule() == Schedule::DualPipeV
                 && !in_equal_rounds(options.max_micro_batches.unwrap_or(0), options)
             {
                 return None;
             }
-            // Whatever the documents, one micro-batch each is enough.
-            let most = options.num_micro_batches.or(options.max_micro_batches.map(|most| {
-                // In rounds of as many as there are stages, where the pipeline is interleaved: larger ones may hold too
-                // much.
-                let whole = |m: &usize| {
-                    options.schedule() != Schedule::Interleaved
-                        || *m <= options.num_stages
-                        || m.is_multiple_of(options.num_stages)
-                };
-                (1..=most).rfind(|m| options.num_virtual_stages == 1 || whole(m)).unwrap()
-            }));
+            // Whatever the documents, one micro-batch each is enough; in rounds of as many as there are stages, where the
+            // pipeline is interleaved: larger ones may hold too much.
+            let whole = |m: &usize| {
+                options.num_virtual_stages == 1
+                    || options.schedule() != Schedule::Interleaved
+                    || *m <= options.num_stages
+                    || m.is_multiple_of(options.num_stages)
+            };
+            let most = options.num_micro_batches.or_else(|| {
+                let (least, most) = (options.min_micro_batches.unwrap_or(1), options.max_micro_batches?);
+                let most = (least..=most).rfind(whole);
+                if most.is_none() {
+                    assert!(requirement.starts_with("leaves no multiple of num_stages"), "{requirement}");
+                }
+                Some(most.unwrap_or(0))
+            });
+            if most == Some(0) {
+                return None;
+            }
             assert!(most.is_some_and(|most| most < lengths.len()), "a sweep without limits ends");
             None
         }
