@@ -4,7 +4,8 @@ For every corpus, size of the global batch and share of hidden communication the
 with every method, and with those that need nothing of wlb (Plain-4D and Fixed-4D, sharded per document where that is
 faster). The gain is the best of the first over the best of the second, each on the layout that suits it. Both are then
 judged in orders of the documents that the search has not seen. Beside it stands what every method is worth on one
-layout, over that same best without wlb.
+layout, over that same best without wlb; and gains where one assumption is another: replicas that meet in every
+micro-batch, ranks that gather only the keys that they need.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from wlb.cluster.parallel import Fsdp
 from wlb.simulation import KINDS, VARIANTS, LayoutSearch, Outcome, search_layouts
 from wlb.simulation.balance import band
 from wlb.simulation.layouts import in_short
+from wlb.simulation.scenario import Keys
 from wlb.simulation.tuning import Choice, Objective
 
 Row = dict[str, Any]
@@ -45,6 +47,7 @@ ORDERS = 4  # random orders of the documents, beside the one that is searched, i
 LAYOUT = wlb.ParallelLayout(tp=8, cp=2, pp=4, virtual_stages=2)  # of the example in docs/simulation.md
 METHODS = ("plain", "adaptive_cp", "adaptive_release", "dynamic_cp", "wlb_dynamic_cp")
 MEETING = 4  # millions of tokens of a global batch, where replicas also meet in every micro-batch
+SHOWN = (0.0, 0.5)  # shares of hidden communication where ranks also gather only the keys that they need
 
 app = App(name="python -m studies.headline", version_flags=[])
 
@@ -57,6 +60,7 @@ class Case:
     millions: float
     hidden: float
     fsdp: Fsdp = "zero1"
+    cp_keys: Keys = "all"
 
 
 @app.default
@@ -90,6 +94,7 @@ def main(
     cases = [Case(*case) for case in itertools.product(corpora, batches, HIDDEN)]
     if MEETING in batches:
         cases += [Case(*case, fsdp="zero3") for case in itertools.product(corpora, [MEETING], HIDDEN)]
+    cases += [Case(*case, cp_keys="needed") for case in itertools.product(corpora, batches, SHOWN)]
     options = {"model": wlb.ModelConfig.preset(model), "hardware": wlb.Hardware.preset(gpu), "gpus": gpus}
     about = {"machine": machine(), "command": command(lengths, tokens, least), "model": model, "gpu": gpu, "gpus": gpus}
     found: dict[Case, list[Row]] = {}
@@ -124,14 +129,15 @@ def answer(case: Case, lengths: Lengths, millions: int, least: int, options: dic
     tokens = max(millions * 2**20, least * batch)
     pieces = stream(lengths, tokens, seed=0)
     others = [stream(lengths, tokens, seed=1 + seed) for seed in range(ORDERS)]
-    assumed = options | dict.fromkeys(("cp_overlap", "tp_overlap", "dp_overlap"), case.hidden) | {"context": CONTEXT}
+    assumed = options | dict.fromkeys(("cp_overlap", "tp_overlap", "dp_overlap"), case.hidden)
+    assumed |= {"context": CONTEXT, "cp_keys": case.cp_keys}
     template = wlb.ParallelLayout(fsdp=case.fsdp)
     search = search_layouts(pieces, tokens_per_batch=batch, template=template, by="tokens", **assumed)
     rows = [gained(search, others)]
-    if case.fsdp == "zero1":
+    if is_plain(asdict(case)):
         rows.append(gained(search.again("flops"), others))
-        if options["gpus"] == LAYOUT.world_size:
-            rows[0]["one_layout"] = on_one_layout(pieces, batch, assumed, search.without)
+    if case.fsdp == "zero1" and options["gpus"] == LAYOUT.world_size:
+        rows[0]["one_layout"] = on_one_layout(pieces, batch, assumed, search.without)
     return [row | {"documents": pieces.size} for row in rows]
 
 
@@ -186,7 +192,7 @@ def described(search: LayoutSearch, choice: Choice) -> Row:
 
 def lines(record: Row) -> Iterator[str]:
     """The page, in Markdown; lines but those of tables have at most 120 characters."""
-    rows = [row for row in record["rows"] if row["fsdp"] == "zero1"]
+    rows = [row for row in record["rows"] if is_plain(row)]
     yield from ["# Gains over the best that runs without wlb", ""]
     about = record["machine"]
     yield from wrapped(
@@ -223,6 +229,7 @@ def lines(record: Row) -> Iterator[str]:
     yield from in_other_orders(rows)
     yield from one_layout(rows)
     yield from meeting(record["rows"])
+    yield from needed_keys(record["rows"])
 
 
 def spread(by: Objective, gains: list[float]) -> list[str]:
@@ -273,17 +280,21 @@ def one_layout(rows: Iterable[Row]) -> Iterator[str]:
         " layout that suits it, with the band. Below 1 another layout is worth more than the method; what Plain-4D"
         " lacks there is what the layout costs."
     )
+    yield from by_method(shown)
+
+
+def by_method(rows: Iterable[Row]) -> Iterator[str]:
+    """What every method is worth on one layout, with its band."""
     titles = [VARIANTS[name].title for name in METHODS]
     yield from ["", f"| lengths | global batch | hidden | {' | '.join(titles)} |"]
     yield f"| --- |{' ---: |' * (2 + len(titles))}"
-    for row in shown:
+    for row in rows:
         cells = [with_band(row["one_layout"][name]) for name in METHODS]
         yield f"| {row['corpus']} | {row['millions']:g} M | {row['hidden']:.0%} | {' | '.join(cells)} |"
 
 
 def meeting(rows: Iterable[Row]) -> Iterator[str]:
     """Gains where replicas meet once a step, and where they meet in every micro-batch."""
-    rows = [row for row in rows if row["by"] == "tokens"]
     shown = [row for row in rows if row["fsdp"] == "zero3"]
     if not shown:
         return
@@ -293,14 +304,50 @@ def meeting(rows: Iterable[Row]) -> Iterator[str]:
         " rows above), and where parameters are gathered in every micro-batch (`--fsdp zero3`); each over the best"
         " layout and plan without wlb of its own."
     )
-    yield from ["", "| lengths | hidden | ZeRO-1 | ZeRO-3 | best without wlb, ZeRO-3 | best with it | delay |"]
-    yield "| --- | ---: | ---: | ---: | --- | --- | ---: |"
+    yield from beside(shown, rows, ("ZeRO-1", "ZeRO-3"))
+
+
+def needed_keys(rows: Iterable[Row]) -> Iterator[str]:
+    """Gains where ranks gather the keys of all, and where they gather those that they need."""
+    shown = [row for row in rows if row["cp_keys"] == "needed"]
+    if not shown:
+        return
+    yield from ["", "## Where only needed keys are gathered", ""]
+    yield from wrapped(
+        "The rows above assume that context-parallel ranks gather the keys of the whole sequence, as Transformer"
+        " Engine's attention does. wlb's own, and some others, gather those that another rank needs (`--cp-keys"
+        " needed`): fewer where documents are short and a sequence is cut as a whole, all where every document is cut."
+        " Gains by tokens, with and without wlb on such attention, so that what it saves is nobody's gain."
+    )
+    gains = [row["gain"] for row in shown]
+    yield from ["", *spread("tokens", gains)]
+    yield from beside(shown, rows, ("all keys", "needed keys"))
+    on_one = [row for row in shown if "one_layout" in row]
+    if on_one:
+        yield ""
+        yield from wrapped(f"On {in_short(LAYOUT)} alone, as [above](#on-one-layout), with needed keys:")
+        yield from by_method(on_one)
+
+
+def beside(shown: list[Row], rows: Iterable[Row], titles: tuple[str, str]) -> Iterator[str]:
+    """Gains by tokens of some rows beside those of the same cases as most rows have them."""
+    plain = [row for row in rows if is_plain(row) and row["by"] == "tokens"]
+    before, after = titles
+    yield ""
+    yield f"| lengths | global batch | hidden | {before} | {after} | best without wlb, {after} | best with it | delay |"
+    yield "| --- | ---: | ---: | ---: | ---: | --- | --- | ---: |"
     for row in shown:
         same = ("corpus", "millions", "hidden")
-        once = next(one for one in rows if one["fsdp"] == "zero1" and all(one[name] == row[name] for name in same))
+        once = next(one for one in plain if all(one[name] == row[name] for name in same))
         without, best = (f"{row[side]['plan']}, {row[side]['layout']}" for side in ("without", "with"))
-        cells = [row["corpus"], f"{row['hidden']:.0%}", with_band(once), with_band(row), without, best]
-        yield f"| {' | '.join(cells)} | {row['with']['delay']:.2f} |"
+        of_case = [row["corpus"], f"{row['millions']:g} M", f"{row['hidden']:.0%}"]
+        cells = [*of_case, with_band(once), with_band(row), without, best, f"{row['with']['delay']:.2f}"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def is_plain(row: Row) -> bool:
+    """Whether a case assumes what most of the page does."""
+    return row["fsdp"] == "zero1" and row["cp_keys"] == "all"
 
 
 def with_band(row: Row) -> str:
