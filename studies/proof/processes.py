@@ -107,6 +107,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if work.device == "cpu":  # before the group has threads
         system.take_processor(int(os.environ["LOCAL_RANK"]), of=work.layout.world_size)
+        if work.layout.sizes["pp"] == 1:
+            system.give_way()
     system.keep_memory()
     bench, sizes = work.bench, work.layout.sizes
     settings = train.Settings(

@@ -457,6 +457,24 @@ def test_a_rank_keeps_to_a_processor_of_its_own() -> None:
         assert os.sched_getaffinity(0) == set(mine)
 
 
+def test_threads_of_a_rank_give_way_to_each_other() -> None:
+    if not hasattr(os, "SCHED_BATCH"):
+        pytest.skip("this system has no such policy")
+    found: multiprocessing.Queue[int] = multiprocessing.get_context("fork").SimpleQueue()  # type: ignore[assignment]
+
+    def one() -> None:
+        system.give_way()
+        thread = threading.Thread(target=lambda: found.put(os.sched_getscheduler(0)))
+        thread.start()
+        thread.join()
+
+    other = multiprocessing.get_context("fork").Process(target=one)
+    other.start()
+    assert found.get() == os.SCHED_BATCH
+    other.join()
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
 def test_programs_that_are_busy_are_seen() -> None:
     found = system.busy_processors(0.01)
     assert found is None or found >= 0
