@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -424,6 +425,23 @@ def test_memory_that_was_freed_is_kept() -> None:
     assert pages("kept") <= 16
 
 
+def by_a_rank(prepare: Callable[[], object], seen: Callable[[], Any]) -> Any:
+    """What a thread sees that a process of its own starts once it has prepared itself."""
+    found = multiprocessing.get_context("fork").SimpleQueue()
+
+    def rank() -> None:
+        prepare()
+        thread = threading.Thread(target=lambda: found.put(seen()))
+        thread.start()
+        thread.join()
+
+    process = multiprocessing.get_context("fork").Process(target=rank)
+    process.start()
+    it = found.get()
+    process.join()
+    return it
+
+
 def test_a_rank_keeps_to_a_processor_of_its_own() -> None:
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("this system does not tell processes which processors they may use")
@@ -432,20 +450,7 @@ def test_a_rank_keeps_to_a_processor_of_its_own() -> None:
         pytest.skip("this process has one processor")
 
     def taken(index: int, of: int) -> set[int]:
-        """By a process of its own, and the threads that it starts."""
-        found: multiprocessing.Queue[set[int]] = multiprocessing.get_context("fork").SimpleQueue()  # type: ignore[assignment]
-
-        def one() -> None:
-            system.take_processor(index, of=of)
-            thread = threading.Thread(target=lambda: found.put(os.sched_getaffinity(0)))
-            thread.start()
-            thread.join()
-
-        other = multiprocessing.get_context("fork").Process(target=one)
-        other.start()
-        seen = found.get()
-        other.join()
-        return seen
+        return by_a_rank(lambda: system.take_processor(index, of=of), lambda: os.sched_getaffinity(0))
 
     assert (taken(0, 2), taken(1, 2)) == ({mine[0]}, {mine[1]})
     assert taken(1, len(mine) + 1) == set(mine)  # too few for all of them
@@ -460,18 +465,7 @@ def test_a_rank_keeps_to_a_processor_of_its_own() -> None:
 def test_threads_of_a_rank_give_way_to_each_other() -> None:
     if not hasattr(os, "SCHED_BATCH"):
         pytest.skip("this system has no such policy")
-    found: multiprocessing.Queue[int] = multiprocessing.get_context("fork").SimpleQueue()  # type: ignore[assignment]
-
-    def one() -> None:
-        system.give_way()
-        thread = threading.Thread(target=lambda: found.put(os.sched_getscheduler(0)))
-        thread.start()
-        thread.join()
-
-    other = multiprocessing.get_context("fork").Process(target=one)
-    other.start()
-    assert found.get() == os.SCHED_BATCH
-    other.join()
+    assert by_a_rank(system.give_way, lambda: os.sched_getscheduler(0)) == os.SCHED_BATCH
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 

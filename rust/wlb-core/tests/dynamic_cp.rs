@@ -724,8 +724,8 @@ fn larger_rounds_have_no_more_under_way() {
     assert_eq!(plan(&[1000; 8], 9), 12, "ten, in rounds of five, hold too much");
 }
 
-/// Micro-batches of one size are all full, those without documents, too: where rounds of as many as there are stages are
-/// allowed they are found, and where none are the error says so.
+/// Micro-batches of one size are all full, those without documents, too: where rounds of as many as there are stages
+/// are allowed they are found, and where none are the error says so.
 #[test]
 fn rounds_of_one_for_each_stage_are_found_or_asked_for() {
     let cost = CostModel::analytic(0.0, 1e-6, Mask::Causal).unwrap();
