@@ -101,8 +101,8 @@ pub(crate) fn planned<'a>(
             {
                 return None;
             }
-            // Whatever the documents, one micro-batch each is enough; in rounds of as many as there are stages, where the
-            // pipeline is interleaved: larger ones may hold too much.
+            // Whatever the documents, one micro-batch each is enough; in rounds of as many as there are stages, where
+            // the pipeline is interleaved: larger ones may hold too much.
             let whole = |m: &usize| {
                 options.num_virtual_stages == 1
                     || options.schedule() != Schedule::Interleaved
