@@ -225,7 +225,7 @@ def lines(record: Row) -> Iterator[str]:
         yield "| ---: | ---: | ---: | ---: | ---: | ---: | --- | --- | ---: |"
         for row in rows:
             if row["corpus"] == corpus and row["by"] == "tokens":
-                yield table_row(row, other(rows, row))
+                yield table_row(row, same_case(rows, row, "flops"))
     yield from in_other_orders(rows)
     yield from one_layout(rows)
     yield from meeting(record["rows"])
@@ -259,7 +259,9 @@ def in_other_orders(rows: list[Row]) -> Iterator[str]:
     yield f"| --- |{' ---: |' * 6}"
     for row in shown:
         if row["by"] == "tokens":
-            cells = [cell for one in (row, other(rows, row)) for cell in (f"{one['gain']:.2f}", in_orders(one))]
+            cells = [
+                cell for one in (row, same_case(rows, row, "flops")) for cell in (f"{one['gain']:.2f}", in_orders(one))
+            ]
             yield f"| {row['corpus']} | {row['millions']:g} M | {row['hidden']:.0%} | {' | '.join(cells)} |"
 
 
@@ -304,7 +306,7 @@ def meeting(rows: Iterable[Row]) -> Iterator[str]:
         " rows above), and where parameters are gathered in every micro-batch (`--fsdp zero3`); each over the best"
         " layout and plan without wlb of its own."
     )
-    yield from beside(shown, rows, ("ZeRO-1", "ZeRO-3"))
+    yield from beside(shown, rows, "ZeRO-1", "ZeRO-3")
 
 
 def needed_keys(rows: Iterable[Row]) -> Iterator[str]:
@@ -321,7 +323,7 @@ def needed_keys(rows: Iterable[Row]) -> Iterator[str]:
     )
     gains = [row["gain"] for row in shown]
     yield from ["", *spread("tokens", gains)]
-    yield from beside(shown, rows, ("all keys", "needed keys"))
+    yield from beside(shown, rows, "all keys", "needed keys")
     on_one = [row for row in shown if "one_layout" in row]
     if on_one:
         yield ""
@@ -329,16 +331,13 @@ def needed_keys(rows: Iterable[Row]) -> Iterator[str]:
         yield from by_method(on_one)
 
 
-def beside(shown: list[Row], rows: Iterable[Row], titles: tuple[str, str]) -> Iterator[str]:
+def beside(shown: Iterable[Row], rows: Iterable[Row], before: str, after: str) -> Iterator[str]:
     """Gains by tokens of some rows beside those of the same cases as most rows have them."""
-    plain = [row for row in rows if is_plain(row) and row["by"] == "tokens"]
-    before, after = titles
     yield ""
     yield f"| lengths | global batch | hidden | {before} | {after} | best without wlb, {after} | best with it | delay |"
     yield "| --- | ---: | ---: | ---: | ---: | --- | --- | ---: |"
     for row in shown:
-        same = ("corpus", "millions", "hidden")
-        once = next(one for one in plain if all(one[name] == row[name] for name in same))
+        once = same_case(filter(is_plain, rows), row, "tokens")
         without, best = (f"{row[side]['plan']}, {row[side]['layout']}" for side in ("without", "with"))
         of_case = [row["corpus"], f"{row['millions']:g} M", f"{row['hidden']:.0%}"]
         cells = [*of_case, with_band(once), with_band(row), without, best, f"{row['with']['delay']:.2f}"]
@@ -355,10 +354,10 @@ def with_band(row: Row) -> str:
     return f"{row['gain']:.2f} ({' to '.join(f'{end:.2f}' for end in row['band'])})"
 
 
-def other(rows: Iterable[Row], row: Row) -> Row:
-    """The same case by FLOPs."""
+def same_case(rows: Iterable[Row], row: Row, by: Objective) -> Row:
+    """The row of the same corpus, batch and share of hidden communication, by tokens or by FLOPs."""
     names = ("corpus", "millions", "hidden")
-    return next(one for one in rows if one["by"] == "flops" and all(one[name] == row[name] for name in names))
+    return next(one for one in rows if one["by"] == by and all(one[name] == row[name] for name in names))
 
 
 def table_row(row: Row, flops: Row) -> str:

@@ -28,7 +28,7 @@ import wlb
 from studies.proof import Bench, echo, shared, system, unaligned
 from studies.proof.batches import Part, Text
 from studies.proof.slices import Stages, clock_of
-from wlb.cluster import Overhead
+from wlb.cluster.overhead import Overhead, of_group
 
 Floats = NDArray[np.float64]
 REPEATS = 7
@@ -105,7 +105,7 @@ def stages(
         alone = (each.seconds - each.exposed)[0]
         predicted[index] = np.stack([alone[:, 0], alone[:, 1:].sum(axis=1)], axis=1)
         for one in range(2):
-            terms[index, one] = tokens, (keys * size if size > 1 else 0), float(attention[one].sum())
+            terms[index, one] = tokens, float(of_group(keys, size)), float(attention[one].sum())
 
     def once(seconds: Floats) -> None:
         for index, part in enumerate(parts):

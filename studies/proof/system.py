@@ -56,9 +56,8 @@ def give_way() -> None:
 
     Gloo's thread for incoming data spins while another thread of its rank has the lock of their connection. Where both
     have one processor, and it took that from the other in the middle of a send, nothing happens until the clock's next
-    tick: one all-gather in five takes 4 ms then, and not 0.1. That is for ranks which wait for all that they exchange:
-    a pipeline's stage that computes while it sends would keep its message waiting. Nothing where the system has no such
-    policy.
+    tick, for milliseconds. That is for ranks which wait for all that they exchange: a pipeline's stage that computes
+    while it sends would keep its message waiting. Nothing where the system has no such policy.
     """
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

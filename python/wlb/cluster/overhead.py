@@ -13,6 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 from wlb._errors import error
 
 
+def of_group(keys: ArrayLike, cp_size: int) -> NDArray[np.float64]:
+    """Keys that a group of `cp_size` ranks gathers, each of which sends so many; none where it is one rank."""
+    return np.asarray(keys, dtype=np.float64) * (cp_size if cp_size > 1 else 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
     """Seconds beside what is predicted from layers and links.

@@ -86,8 +86,13 @@ fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
         search.demand = (!problem.cost.is_free()).then(|| Demand::new(problem, most));
         search.all(&counts)?;
     }
+    // The most that hold no more than memory was planned for, whatever is in them.
+    let safe = (least..=most).rfind(|&count| !memory::limits_rounds(options, count));
     if search.best.is_none() && options.num_micro_batches.is_none() {
-        search.more(most)?;
+        match options.max_micro_batches {
+            None => search.more(most)?,
+            Some(_) => safe.filter(|count| !counts.contains(count)).map_or(Ok(()), |count| search.enough(count))?,
+        }
     }
     if options.num_micro_batches.is_none() {
         search.between(most)?;
@@ -117,9 +122,8 @@ fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
             DynamicCpOptions { max_documents: Some(_), .. } => "max_documents",
             _ => "max_tokens_per_rank",
         };
-        let rounds_only = least <= most && (least..=most).all(|count| memory::limits_rounds(options, count));
         let requirement = match options.max_documents {
-            _ if rounds_only => {
+            _ if least <= most && safe.is_none() => {
                 "leaves no multiple of num_stages: in other rounds an interleaved pipeline holds more tokens than \
                  max_tokens_per_rank allows, and no way was found to have fewer in each micro-batch"
             }
@@ -362,17 +366,13 @@ impl<'a> Search<'a> {
     }
 
     /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no
-    /// more. An interleaved pipeline has them in rounds of one for each stage then: larger ones may hold too much.
+    /// more.
     fn more(&mut self, most: usize) -> Result<()> {
         let round = if self.options.is_interleaved() { self.options.num_stages } else { 1 };
-        let whole = |limit: usize| if limit > round { limit - limit % round } else { limit };
-        let least = self.options.least_micro_batches();
-        if self.options.max_micro_batches.is_some() {
-            let enough = whole(most);
-            return if enough < least { Ok(()) } else { self.enough(enough) };
-        }
-        let wanted = self.problem.documents.len().max(least);
-        let enough = wanted.next_multiple_of(round).min(whole(limit(self.options)));
+        let limit = limit(self.options);
+        let whole = if limit > round { limit - limit % round } else { limit };
+        let wanted = self.problem.documents.len().max(self.options.least_micro_batches());
+        let enough = wanted.next_multiple_of(round).min(whole);
         let mut count = most;
         while self.best.is_none() && count < enough {
             count = (2 * count).next_multiple_of(round).min(enough);

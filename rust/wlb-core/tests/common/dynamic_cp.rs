@@ -109,18 +109,14 @@ pub(crate) fn planned<'a>(
                     || *m <= options.num_stages
                     || m.is_multiple_of(options.num_stages)
             };
-            let most = options.num_micro_batches.or_else(|| {
-                let (least, most) = (options.min_micro_batches.unwrap_or(1), options.max_micro_batches?);
-                let most = (least..=most).rfind(whole);
-                if most.is_none() {
-                    assert!(requirement.starts_with("leaves no multiple of num_stages"), "{requirement}");
-                }
-                Some(most.unwrap_or(0))
+            let enough = options.num_micro_batches.or_else(|| {
+                let Some(most) = options.max_micro_batches else { panic!("a sweep without limits ends") };
+                (options.min_micro_batches.unwrap_or(1)..=most).rfind(whole)
             });
-            if most == Some(0) {
-                return None;
+            match enough {
+                Some(enough) => assert!(enough < lengths.len(), "{enough} micro-batches are enough"),
+                None => assert!(requirement.starts_with("leaves no multiple of num_stages"), "{requirement}"),
             }
-            assert!(most.is_some_and(|most| most < lengths.len()), "a sweep without limits ends");
             None
         }
         Err(Error::Combination { argument: "min_micro_batches", .. }) => {
