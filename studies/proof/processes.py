@@ -107,7 +107,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if work.device == "cpu":  # before the group has threads
         system.take_processor(int(os.environ["LOCAL_RANK"]), of=work.layout.world_size)
-        if work.layout.sizes["pp"] == 1:
+        if waits_for_all(work.layout):
             system.give_way()
     system.keep_memory()
     bench, sizes = work.bench, work.layout.sizes
@@ -127,7 +127,10 @@ def main() -> None:
         measured["all_gather"] = {"bytes": times.num_bytes.tolist(), "seconds": times.seconds.tolist()}
     if work.steps:
         with train.failures_explained():
-            measured |= Runner(work, settings, device, mesh).run()
+            runner = Runner(work, settings, device, mesh)
+            if work.device == "cpu" and waits_for_all(work.layout):  # once all groups have their threads
+                system.compute_last()
+            measured |= runner.run()
     if dist.get_rank() == 0:
         found.write_text(json.dumps(measured))
     dist.barrier()
@@ -208,6 +211,11 @@ class Runner:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def waits_for_all(layout: Layout) -> bool:
+    """Whether the thread of a rank that computes sends nothing itself, as a pipeline's does."""
+    return layout.sizes["pp"] == 1
 
 
 def link_of(measured: Mapping[str, Any]) -> wlb.Link:

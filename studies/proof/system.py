@@ -63,6 +63,17 @@ def give_way() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def compute_last() -> None:
+    """Lets the threads that this one started take the processor from it whenever they have something to do.
+
+    As a GPU copies beside what it computes: keys that are gathered beside attention to a rank's own would else be sent
+    when that is computed, or at the next tick, and the rank that has nothing to compute meanwhile waits for them. After
+    :func:`give_way`, once all groups of ranks are there; threads that are started later are as patient as this one.
+    """
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
 @contextmanager
 def on_a_processor(device: str) -> Iterator[None]:
     """The same for a while, on the first; where a GPU computes, its host's threads are left to the system."""

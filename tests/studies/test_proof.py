@@ -469,6 +469,30 @@ def test_threads_of_a_rank_give_way_to_each_other() -> None:
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
+def test_a_rank_computes_when_nothing_is_to_be_sent() -> None:
+    if not hasattr(os, "SCHED_IDLE"):
+        pytest.skip("this system has no such policy")
+
+    def policies() -> tuple[int, int]:
+        """Of a thread that is there before, and of the one that computes."""
+        system.give_way()
+        done, sends = threading.Event(), threading.Thread(target=lambda: done.wait())
+        sends.start()
+        system.compute_last()
+        try:
+            return os.sched_getscheduler(sends.native_id or 0), os.sched_getscheduler(0)
+        finally:
+            done.set()
+
+    assert by_a_rank(lambda: None, policies) == (os.SCHED_BATCH, os.SCHED_IDLE)
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_layouts_whose_ranks_wait_for_all_that_they_exchange() -> None:
+    waits = {name: processes.waits_for_all(proof.Layout(name)) for name in ("dp2", "cp2", "dp2cp2", "pp2", "pp2cp2")}
+    assert waits == {"dp2": True, "cp2": True, "dp2cp2": True, "pp2": False, "pp2cp2": False}
+
+
 def test_programs_that_are_busy_are_seen() -> None:
     found = system.busy_processors(0.01)
     assert found is None or found >= 0
