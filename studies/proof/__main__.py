@@ -45,6 +45,7 @@ from wlb.simulation import Outcome
 SHORT_STEPS = 40
 """Steps of few tokens, of which the median shows what a step takes beside its micro-batches."""
 
+SHORT = " ranks a group, micro-batches: "  # in the names of these steps
 BYTES_PER_TOKEN = 4  # of the documents of this machine, which are measured in bytes
 Row = dict[str, Any]
 PACE = "even micro-batches: "  # among the methods of a run
@@ -209,8 +210,8 @@ class Proof:
         overhead, steps = found.overhead, link.get("short", {})
         if steps:
             without = self._bench.scenario(layout, hardware, profile)
-            tokens = probe.few_tokens(self._bench.context)
-            overhead = probe.of_steps(overhead, without, tokens, {int(count): took for count, took in steps.items()})
+            took = {int(size): {int(count): each for count, each in of.items()} for size, of in steps.items()}
+            overhead = probe.of_steps(overhead, without, probe.few_tokens(self._bench.context), took)
         self._bars.remove_task(task)
         about = {name: getattr(found, name) for name in ("attention", "error", "alone")}
         about |= {"neighbours": beside, **asdict(overhead)}
@@ -292,14 +293,16 @@ class Proof:
         if size < 2:
             return {}
         task = self._bars.add_task(f"{layout}, link", total=None)
-        ranks, steps = Layout(f"dp{size}"), {}
-        if kind == "processes":
-            ranks, counts = layout, [factor * layout.sizes["pp"] for factor in (2, 4)]
-            parts = pace.parts_of([probe.few_tokens(self._bench.context) * layout.sizes["cp"]], layout.sizes["cp"])
-            steps = {str(count): [processes.even(layout, parts, count)] * SHORT_STEPS for count in counts}
-        found = processes.launch(processes.Work(self._bench, ranks, steps, frozenset(), 1, self._device), lambda: None)
+        ranks = Layout(f"dp{size}")
+        nothing = processes.Work(self._bench, ranks, {}, frozenset(), 1, self._device)
+        found = processes.launch(
+            short_steps(self._bench, layout, self._device) if kind == "processes" else nothing, lambda: None
+        )
         self._bars.remove_task(task)
-        short = {count: float(np.median(took[0])) for count, took in found.get("seconds", {}).items()}
+        short: Row = {}
+        for name, took in found.get("seconds", {}).items():
+            groups, count = name.split(SHORT)
+            short.setdefault(groups, {})[count] = float(np.median(took[0]))
         return {name: found[name] for name in ("link", "all_gather")} | {"short": short}
 
     def _measured_profile(self) -> Path:
@@ -323,6 +326,26 @@ class Proof:
             raise SystemExit(f"--lengths {self._options.lengths}: a .npy of lengths in tokens")
         found = read_documents(self._options.lengths, field="text", pattern="*", tokenizer=None, progress=self._bars)
         return f"{len(found.lengths):,} documents: {found.source}", found.lengths
+
+
+def short_steps(bench: Bench, layout: Layout, device: str = "cpu") -> processes.Work:
+    """Steps of few tokens, as :func:`studies.proof.probe.of_steps` takes them, named by groups and micro-batches.
+
+    Groups of the layout's own size train as its plans do, others as those of Dynamic-CP.
+    """
+    tokens, sizes = probe.few_tokens(bench.context), layout.sizes
+    steps: dict[str, processes.Steps] = {}
+    dynamic = set()
+    for group in probe.group_sizes(layout):
+        own = group == sizes["cp"]
+        firsts = [None] * sizes["dp"] if own else range(0, sizes["dp"] * sizes["cp"], group)
+        ranks = [part for first in firsts for part in pace.parts_of([tokens * group], group, first)]
+        for count in (2 * sizes["pp"], 4 * sizes["pp"]):
+            name = f"{group}{SHORT}{count}"
+            steps[name] = [[[part] * count for part in ranks]] * SHORT_STEPS
+            if not own:
+                dynamic.add(name)
+    return processes.Work(bench, layout, steps, frozenset(dynamic), 1, device)
 
 
 def between(steps: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -25,15 +25,20 @@ import torch
 from numpy.typing import NDArray
 
 import wlb
-from studies.proof import Bench, echo, shared, system, unaligned
+from studies.proof import Bench, Layout, echo, shared, system, unaligned
 from studies.proof.batches import Part, Text
 from studies.proof.slices import Stages, clock_of
 from wlb.cluster.overhead import Overhead, of_group
+from wlb.simulation.planner import of_size
 
 Floats = NDArray[np.float64]
 REPEATS = 7
 SHORT = 16
 """A context has so many times the tokens that a rank has in the steps that show what an op and a step take beside."""
+
+ROUNDS = 200
+SMALL = 1e-4
+"""An error, of what is measured, that is no smaller than others to :func:`least_absolute`."""
 
 _PASSES = ("forward", "backward")
 
@@ -49,11 +54,16 @@ class Probed:
 
 
 def shapes(bench: Bench, sizes: list[int]) -> list[tuple[int, list[int]]]:
-    """Groups of ranks, and the documents of a micro-batch of theirs: from few tokens to two contexts, few or many."""
+    """Groups of ranks, and the documents of a micro-batch of theirs: from few tokens to two contexts, few or many.
+
+    By the tokens of a rank: a micro-batch comes after others of about its size, as in a step, not after one that leaves
+    none of it in the caches.
+    """
     tokens = [bench.context >> power for power in (6, 4, 2, 1, 0)] + [2 * bench.context]
     cases = itertools.product(sizes, tokens, (1, 4, 16))
     found = [(size, [unaligned(count // many)] * many) for size, count, many in cases]
-    return [(size, lengths) for size, lengths in found if 2 * size <= lengths[0] <= bench.context]
+    possible = [(size, lengths) for size, lengths in found if 2 * size <= lengths[0] <= bench.context]
+    return sorted(possible, key=lambda case: sum(case[1]) / case[0])
 
 
 def stages(
@@ -68,8 +78,8 @@ def stages(
     """Runs every shape's first rank by itself, in turn and again, and fits what is beside the prediction.
 
     Of each stage and pass the seconds beyond the profile's layers are a constant, so much for each token of the rank,
-    so much for each token that its group gathers keys of, and a share of attention's seconds, by least squares of
-    relative errors.
+    so much for each token that its group gathers keys of, and a share of attention's seconds, for the least
+    sum of relative errors.
 
     Args:
         bench: the model.
@@ -108,6 +118,7 @@ def stages(
             terms[index, one] = tokens, float(of_group(keys, size)), float(attention[one].sum())
 
     def once(seconds: Floats) -> None:
+        runner.run(text.batch(parts[0], device), parts[0].cp_size)  # finds no gradients yet, and cold caches
         for index, part in enumerate(parts):
             seconds[index] = runner.run(text.batch(part, device), part.cp_size)
         runner.forget()
@@ -187,12 +198,25 @@ def fit(measured: Floats, predicted: Floats, terms: Floats, layers: NDArray[np.i
         weights = 1 / measured[..., one]
         rows = (columns * weights[..., None]).reshape(-1, columns.shape[-1])
         beyond = ((measured - predicted)[..., one] * weights).ravel()
-        found = np.linalg.lstsq(rows, beyond, rcond=None)[0]
+        found = least_absolute(rows, beyond)
         lines[one] = [tuple(found[3 * stage : 3 * stage + 3].tolist()) for stage in range(width)]
         shares.append(1 + float(found[-1]))
         errors.append(np.abs(rows @ found - beyond))
     overhead = Overhead(forward=tuple(lines[0]), backward=tuple(lines[1]))
     return Probed(overhead, (shares[0], shares[1]), float(np.median(errors)))
+
+
+def least_absolute(rows: Floats, wanted: Floats) -> Floats:
+    """Factors of the columns for the least sum of absolute errors, by least squares with weights, again and again.
+
+    For the least sum of squares one shape in thirty that took a sixth longer would move all others by some per cents,
+    and which one does changes from run to run.
+    """
+    weights = np.ones(len(wanted))
+    for _ in range(ROUNDS):
+        found: Floats = np.linalg.lstsq(rows * weights[:, None], wanted * weights, rcond=None)[0]
+        weights = 1 / np.sqrt(np.maximum(np.abs(rows @ found - wanted), SMALL))
+    return found
 
 
 def corrected(profile: Path, attention: tuple[float, float], path: Path) -> Path:
@@ -218,34 +242,52 @@ def few_tokens(context: int) -> int:
     return unaligned(context // SHORT)
 
 
-def of_steps(probed: Overhead, scenario: wlb.Scenario, tokens: int, seconds: dict[int, float]) -> Overhead:
-    """With what an op and a step take beside: from steps of few and of more micro-batches of few tokens.
+def group_sizes(layout: Layout) -> tuple[int, ...]:
+    """Ranks of the groups in the steps that :func:`of_steps` looks at: one, and as many as gather keys, if any can."""
+    ranks = layout.sizes["dp"] * layout.sizes["cp"]
+    together = layout.sizes["cp"] if layout.sizes["cp"] > 1 else ranks
+    return (1, together) if together > 1 else (1,)
+
+
+def of_steps(
+    probed: Overhead, scenario: wlb.Scenario, tokens: int, seconds: Mapping[int, Mapping[int, float]]
+) -> Overhead:
+    """With what an op, gathering and a step take beside: from steps of few and of more micro-batches of few tokens.
+
+    A micro-batch more in a step is a forward and a backward more on the longest path: what these take beyond their
+    prediction is an op's where every rank has documents of its own, and gathering's where groups share them.
 
     Args:
         probed: what stages take by themselves.
         scenario: the layout, and what is predicted of it; without overhead.
         tokens: of a rank in each micro-batch of these steps, as :func:`few_tokens`.
-        seconds: of a step, by how many micro-batches a rank has.
+        seconds: of a step, by the size of its groups (:func:`group_sizes`) and how many micro-batches a rank has.
     """
-    known = dataclasses.replace(scenario, overhead=probed)
-    (few, many), layout = sorted(seconds), scenario.layout
-    lengths = [tokens * layout.cp]
-    costs, p2p = pass_seconds(known, lengths)
-    alone, _ = pass_seconds(known, lengths, alone=True)
+    found = probed
+    for size, took in sorted(seconds.items()):
+        (few, many), layout = sorted(took), of_size(scenario.layout, size)
+        known = dataclasses.replace(scenario, layout=layout, overhead=found)
+        lengths = [tokens * size]
+        costs, p2p = pass_seconds(known, lengths)
 
-    def predicted(count: int, more: float = 0.0) -> float:
-        each = costs.copy()
-        each[..., :2] += more
-        return pipeline_seconds(known, each, p2p, count)
+        def predicted(count: int, more: float = 0.0, known: Any = known, costs: Any = costs, p2p: Any = p2p) -> float:
+            each = costs.copy()
+            each[..., :2] += more
+            return pipeline_seconds(known, each, p2p, count)
 
-    slope = (seconds[many] - seconds[few]) - (predicted(many) - predicted(few))
-    op = slope / (2 * (many - few))  # a micro-batch more is a forward and a backward more on the longest path
-    op = max(op, -float(min(alone[0, :, 0].min(), alone[0, :, 1:].sum(axis=1).min())))
-    lines: list[Any] = [
-        tuple((once + op, *rest) for once, *rest in passes) for passes in (probed.forward, probed.backward)
-    ]
-    step = max(0.0, seconds[few] - predicted(few, op))
-    return Overhead(forward=lines[0], backward=lines[1], step=step)
+        more = ((took[many] - took[few]) - (predicted(many) - predicted(few))) / (2 * (many - few))
+        alone, _ = pass_seconds(known, lengths, alone=True)
+        more = max(more, -float(min(alone[0, :, 0].min(), alone[0, :, 1:].sum(axis=1).min())))
+        if size == 1:
+            lines: list[Any] = [
+                tuple((once + more, *rest) for once, *rest in passes) for passes in (found.forward, found.backward)
+            ]
+            found = dataclasses.replace(found, forward=lines[0], backward=lines[1])
+        else:
+            found = dataclasses.replace(found, gather=more)
+        if size == scenario.layout.cp:
+            found = dataclasses.replace(found, step=max(0.0, took[few] - predicted(few, more)))
+    return found
 
 
 def pipeline_seconds(scenario: wlb.Scenario, costs: Floats, p2p: Floats, count: int, alone: float = 1.0) -> float:

@@ -99,21 +99,25 @@ def test_whole_documents_as_they_arrive(layout: wlb.ParallelLayout) -> None:
 def test_what_a_trainer_takes_beside_by_hand() -> None:
     """On two ranks of a group and without a pipeline, every pass and every step last so much longer."""
     layout = wlb.ParallelLayout(cp=2)
-    overhead = Overhead(forward=((0.5, 0.25, 0.125),), backward=((2.0, 1.0, 0.5),), step=7.0)
+    overhead = Overhead(forward=((0.5, 0.25, 0.125),), backward=((2.0, 1.0, 0.5),), gather=3.0, step=7.0)
     cases = [scenario(layout, num_micro_batches=3, overhead=of) for of in (Overhead(), overhead)]
     lengths = documents(120)
     before, after = (simulate(lengths, case, variants=("plain",)).baseline for case in cases)
     tokens = np.bincount(after.run.step, weights=after.run.length)  # on two ranks, which both copy the keys of all
-    more = 3 * 2.5 + 1.25 * tokens / 2 + 0.625 * tokens + 7.0
+    slots = np.unique(np.stack([after.run.step, after.run.micro_batch]), axis=1)[0]  # the last step has an empty one
+    more = 3 * 2.5 + 2 * 3.0 * np.bincount(slots) + 1.25 * tokens / 2 + 0.625 * tokens + 7.0
     np.testing.assert_allclose(after.seconds - before.seconds, more, rtol=1e-3)
     planned = simulate(lengths, cases[1], variants=("dynamic_cp",)).baseline
     np.testing.assert_allclose(sum(planned.attribution.values()), planned.seconds, rtol=1e-12)
     assert (planned.seconds > 7.0 + 2.5).all()
     alone = overhead.passes([100], gathered=[0])
-    assert alone.tolist() == [[[25.5, 102.0, 0.0]]]
+    assert alone.tolist() == [[[25.5, 102.0, 0.0]]]  # whose keys nobody gathers
+    assert overhead.passes([100], gathered=[1]).tolist() == [[[28.625, 105.5, 0.0]]]
     with pytest.raises(wlb.WlbError, match="is of 1 stages: the layout has pp x virtual_stages = 2"):
         scenario(wlb.ParallelLayout(pp=2), overhead=overhead)
     with pytest.raises(wlb.WlbError, match="forward 1"):
         Overhead(forward=((0.0, 0.0, 0.0),))
     with pytest.raises(wlb.WlbError, match="must be finite"):
         Overhead(step=float("nan"))
+    with pytest.raises(wlb.WlbError, match="a part of passes, and forward has none"):
+        Overhead(gather=1.0)

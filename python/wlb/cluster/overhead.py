@@ -28,15 +28,18 @@ class Overhead:
             copy.
             They may be below 0 where a profile takes layers for slower than they are.
         backward: the same of the backward.
+        gather: seconds of each pass of a micro-batch whose group gathers keys, however many: what starting and awaiting
+            collectives takes beside the link's latency.
         step: of every step: the optimizer, clipping, counting tokens, waiting for all ranks to begin.
 
     Raises:
-        WlbError: a value that is not finite, a pass with another number of stages, or a step that takes less than
-            nothing.
+        WlbError: a value that is not finite, a pass with another number of stages, gathering without passes, or a step
+            that takes less than nothing.
     """
 
     forward: tuple[tuple[float, float, float], ...] = ()
     backward: tuple[tuple[float, float, float], ...] = ()
+    gather: float = 0.0
     step: float = 0.0
 
     def __post_init__(self) -> None:
@@ -49,6 +52,8 @@ class Overhead:
         if len(self.forward) != len(self.backward):
             message = f"has {len(self.backward)} stages, forward {len(self.forward)}"
             raise error("backward", message, value=self.backward)
+        if self.gather and not self.forward:
+            raise error("gather", f"= {self.gather}: is a part of passes, and forward has none", value=self.gather)
 
     def check(self, *, num_stages: int) -> None:
         """Refuses measurements of another pipeline.
@@ -69,7 +74,7 @@ class Overhead:
         seconds = np.zeros((count.size, len(self.forward), 3))
         for column, lines in enumerate((self.forward, self.backward)):
             for stage, (once, each, key) in enumerate(lines):
-                seconds[:, stage, column] = once + each * count + key * gathered
+                seconds[:, stage, column] = once + each * count + key * gathered + self.gather * (gathered > 0)
         return seconds
 
 
