@@ -42,7 +42,7 @@ from wlb.cli.inputs.documents import read_documents
 from wlb.cli.inputs.options import plain
 from wlb.simulation import Outcome
 
-SHORT_STEPS = 40
+SHORT_STEPS = 24
 """Steps of few tokens, of which the median shows what a step takes beside its micro-batches."""
 
 SHORT = " ranks a group, micro-batches: "  # in the names of these steps
@@ -209,23 +209,22 @@ class Proof:
         profile = probe.corrected(self._profile, found.attention, path)
         overhead, steps = found.overhead, link.get("short", {})
         if steps:
+
+            def beside_them(scenario: wlb.Scenario) -> float:
+                return pace.of(np.array(link["even"]), self._predicted_even(layout, scenario, kind, found.alone))
+
             without = self._bench.scenario(layout, hardware, profile)
             took = {int(size): {int(count): each for count, each in of.items()} for size, of in steps.items()}
-            overhead = probe.of_steps(overhead, without, probe.few_tokens(self._bench.context), took)
+            tokens = probe.few_tokens(self._bench.context)
+            overhead = probe.of_steps(overhead, without, tokens, took, beside_them)
         self._bars.remove_task(task)
         about = {name: getattr(found, name) for name in ("attention", "error", "alone")}
         about |= {"neighbours": beside, **asdict(overhead)}
         return self._bench.scenario(layout, hardware, profile, overhead), about
 
-    def _even(self, layout: Layout, turns: int) -> dict[str, processes.Steps]:
-        """Steps of even micro-batches, of each sort so many."""
-        count = self._bench.micro_batches_of(layout)
-        sorts = pace.parts(self._bench.context, layout.sizes["cp"])
-        return {f"{PACE}{sort}": [processes.even(layout, parts, count)] * turns for sort, parts in enumerate(sorts)}
-
     def _processes(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Row], np.ndarray]:
         work = processes.work_of(self._bench, layout, outcomes, self._options.repeats, self._device)
-        even = self._even(layout, max(map(len, work.steps.values())))
+        even = even_steps(self._bench, layout, max(map(len, work.steps.values())))
         work = replace(work, steps=between(work.steps, even))
         steps = sum(map(len, work.steps.values())) * self._options.repeats
         task = self._bars.add_task(f"{layout}, processes", total=steps)
@@ -299,11 +298,12 @@ class Proof:
             short_steps(self._bench, layout, self._device) if kind == "processes" else nothing, lambda: None
         )
         self._bars.remove_task(task)
-        short: Row = {}
-        for name, took in found.get("seconds", {}).items():
+        seconds, short = found.get("seconds", {}), dict[str, Row]()
+        even = [seconds.pop(name) for name in list(seconds) if name.startswith(PACE)]
+        for name, took in seconds.items():
             groups, count = name.split(SHORT)
-            short.setdefault(groups, {})[count] = float(np.median(took[0]))
-        return {name: found[name] for name in ("link", "all_gather")} | {"short": short}
+            short.setdefault(groups, {})[count] = float(np.median(took))
+        return {name: found[name] for name in ("link", "all_gather")} | {"short": short, "even": even}
 
     def _measured_profile(self) -> Path:
         if self._options.profile is not None:
@@ -328,13 +328,20 @@ class Proof:
         return f"{len(found.lengths):,} documents: {found.source}", found.lengths
 
 
-def short_steps(bench: Bench, layout: Layout, device: str = "cpu") -> processes.Work:
-    """Steps of few tokens, as :func:`studies.proof.probe.of_steps` takes them, named by groups and micro-batches.
+def even_steps(bench: Bench, layout: Layout, turns: int) -> dict[str, processes.Steps]:
+    """Steps of even micro-batches, of each sort so many."""
+    count, sorts = bench.micro_batches_of(layout), pace.parts(bench.context, layout.sizes["cp"])
+    return {f"{PACE}{sort}": [processes.even(layout, parts, count)] * turns for sort, parts in enumerate(sorts)}
 
-    Groups of the layout's own size train as its plans do, others as those of Dynamic-CP.
+
+def short_steps(bench: Bench, layout: Layout, device: str = "cpu") -> processes.Work:
+    """Steps of few tokens, as :func:`studies.proof.probe.of_steps` takes them, in turn with those that show the pace.
+
+    They are named by the ranks of a group and the micro-batches of a rank. Groups of the layout's own size train as its
+    plans do, others as those of Dynamic-CP.
     """
     tokens, sizes = probe.few_tokens(bench.context), layout.sizes
-    steps: dict[str, processes.Steps] = {}
+    steps = even_steps(bench, layout, SHORT_STEPS)
     dynamic = set()
     for group in probe.group_sizes(layout):
         own = group == sizes["cp"]

@@ -40,6 +40,10 @@ ROUNDS = 200
 SMALL = 1e-4
 """An error, of what is measured, that is no smaller than others to :func:`least_absolute`."""
 
+TURNS = 6
+"""So often the pace of short steps and what an op takes are found, one from the other: a tenth of the error is left
+each time, or less."""
+
 _PASSES = ("forward", "backward")
 
 
@@ -250,44 +254,60 @@ def group_sizes(layout: Layout) -> tuple[int, ...]:
 
 
 def of_steps(
-    probed: Overhead, scenario: wlb.Scenario, tokens: int, seconds: Mapping[int, Mapping[int, float]]
+    probed: Overhead,
+    scenario: wlb.Scenario,
+    tokens: int,
+    seconds: Mapping[int, Mapping[int, float]],
+    pace: Callable[[wlb.Scenario], float],
 ) -> Overhead:
     """With what an op, gathering and a step take beside: from steps of few and of more micro-batches of few tokens.
 
     A micro-batch more in a step is a forward and a backward more on the longest path: what these take beyond their
-    prediction is an op's where every rank has documents of its own, and gathering's where groups share them.
+    prediction is an op's where every rank has documents of its own, and gathering's where groups share them. The
+    machine may have been slower in these steps than in the profile's minutes, or faster, by more than an op is of them:
+    they count at the pace of micro-batches that were timed in turn with them, which in turn hold a few ops.
 
     Args:
         probed: what stages take by themselves.
         scenario: the layout, and what is predicted of it; without overhead.
         tokens: of a rank in each micro-batch of these steps, as :func:`few_tokens`.
         seconds: of a step, by the size of its groups (:func:`group_sizes`) and how many micro-batches a rank has.
+        pace: how many times as long as predicted micro-batches took that were timed in turn with these steps.
     """
     found = probed
-    for size, took in sorted(seconds.items()):
-        (few, many), layout = sorted(took), of_size(scenario.layout, size)
-        known = dataclasses.replace(scenario, layout=layout, overhead=found)
-        lengths = [tokens * size]
-        costs, p2p = pass_seconds(known, lengths)
-
-        def predicted(count: int, more: float = 0.0, known: Any = known, costs: Any = costs, p2p: Any = p2p) -> float:
-            each = costs.copy()
-            each[..., :2] += more
-            return pipeline_seconds(known, each, p2p, count)
-
-        more = ((took[many] - took[few]) - (predicted(many) - predicted(few))) / (2 * (many - few))
-        alone, _ = pass_seconds(known, lengths, alone=True)
-        more = max(more, -float(min(alone[0, :, 0].min(), alone[0, :, 1:].sum(axis=1).min())))
-        if size == 1:
-            lines: list[Any] = [
-                tuple((once + more, *rest) for once, *rest in passes) for passes in (found.forward, found.backward)
-            ]
-            found = dataclasses.replace(found, forward=lines[0], backward=lines[1])
-        else:
-            found = dataclasses.replace(found, gather=more)
-        if size == scenario.layout.cp:
-            found = dataclasses.replace(found, step=max(0.0, took[few] - predicted(few, more)))
+    for _ in range(TURNS):
+        slower = pace(dataclasses.replace(scenario, overhead=found))
+        steadied = {
+            size: {count: each / slower for count, each in took.items()} for size, took in sorted(seconds.items())
+        }
+        found = probed
+        for size, took in steadied.items():
+            found = _of_groups(found, scenario, size, tokens * size, took)
     return found
+
+
+def _of_groups(known: Overhead, scenario: wlb.Scenario, size: int, length: int, took: Mapping[int, float]) -> Overhead:
+    """What these steps say: of an op from groups of one rank, of gathering from larger ones, of a step from its own."""
+    (few, many), layout = sorted(took), of_size(scenario.layout, size)
+    case = dataclasses.replace(scenario, layout=layout, overhead=known)
+    costs, p2p = pass_seconds(case, [length])
+
+    def predicted(count: int, more: float = 0.0) -> float:
+        each = costs.copy()
+        each[..., :2] += more
+        return pipeline_seconds(case, each, p2p, count)
+
+    more = ((took[many] - took[few]) - (predicted(many) - predicted(few))) / (2 * (many - few))
+    alone, _ = pass_seconds(case, [length], alone=True)
+    more = max(more, -float(min(alone[0, :, 0].min(), alone[0, :, 1:].sum(axis=1).min())))
+    if size == 1:
+        lines: list[Any] = [tuple((once + more, *rest) for once, *rest in of) for of in (known.forward, known.backward)]
+        known = dataclasses.replace(known, forward=lines[0], backward=lines[1])
+    else:
+        known = dataclasses.replace(known, gather=more)
+    if size == scenario.layout.cp:
+        known = dataclasses.replace(known, step=max(0.0, took[few] - predicted(few, more)))
+    return known
 
 
 def pipeline_seconds(scenario: wlb.Scenario, costs: Floats, p2p: Floats, count: int, alone: float = 1.0) -> float:
