@@ -40,6 +40,7 @@ from studies.proof import (
 )
 from wlb.cli.inputs.documents import read_documents
 from wlb.cli.inputs.options import plain
+from wlb.cluster.overhead import Overhead
 from wlb.simulation import Outcome
 
 SHORT_STEPS = 24
@@ -165,21 +166,27 @@ class Proof:
     def _run(self, layout: Layout, kind: str) -> Row:
         link = self._link(layout, kind)
         hardware = machine.hardware(self._bench, self._profile, processes.link_of(link), layout.world_size)
-        scenario, overhead = self._probed(layout, hardware, link, kind)
+        without, probed = self._probed(layout, hardware, kind)
+        overhead = self._of_steps(layout, without, probed, link)
+        scenario = replace(without, overhead=overhead)
         outcomes = self._bench.simulate(self._scaled, scenario, self._methods)
         measure = self._processes if kind == "processes" else self._slices
-        made, took = measure(layout, outcomes)
-        alone = overhead["alone"]
-        found = pace.of(took, self._predicted_even(layout, scenario, kind, alone))
+        made, known = measure(layout, outcomes)
+        # What an op takes differs from minute to minute by more than the machine's pace does.
+        overhead = self._of_steps(layout, without, probed, known)
+        outcomes = {name: outcome.at_overhead(overhead) for name, outcome in outcomes.items()}
+        even = np.array(known["even"])
+        found = pace.of(even, self._predicted_even(layout, replace(without, overhead=overhead), kind, probed.alone))
         for name, row in made.items():
-            row |= predicted(outcomes[name], found, alone)
+            row |= predicted(outcomes[name], found, probed.alone)
+        about = {name: getattr(probed, name) for name in ("attention", "error", "alone")}
         return {
             "sizes": layout.sizes,
             "title": str(layout),
             "kind": kind,
             "link": link,
-            "beside": overhead,
-            "pace": {"seconds": found, "took": took.tolist()},
+            "beside": about | {"neighbours": self._neighbours(layout, kind), **asdict(overhead)},
+            "pace": {"seconds": found, "took": known["even"], "short": known["short"]},
             "methods": made,
         }
 
@@ -192,8 +199,13 @@ class Proof:
         each = (probe.pass_seconds(scenario, lengths) for lengths in sorts)
         return [probe.pipeline_seconds(scenario, *passes, count, alone) for passes in each]
 
-    def _probed(self, layout: Layout, hardware: wlb.Hardware, link: Row, kind: str) -> tuple[wlb.Scenario, Row]:
-        """This model on these ranks, with what the trainer takes beside layers and links; and that in numbers."""
+    def _neighbours(self, layout: Layout, kind: str) -> int:
+        """Processes beside a rank: on a CPU ranks share a machine; slices run one after the other."""
+        beside = layout.world_size - 1 if kind == "processes" and self._device == "cpu" else 0
+        return min(beside, (os.cpu_count() or 1) - 1)
+
+    def _probed(self, layout: Layout, hardware: wlb.Hardware, kind: str) -> tuple[wlb.Scenario, probe.Probed]:
+        """This model on these ranks, attention as long as in the trainer; and what stages take beside."""
         task = self._bars.add_task(f"{layout}, probe", total=None)
         without = self._bench.scenario(layout, hardware, self._profile)
         # Groups of Dynamic-CP have any power of two.
@@ -201,37 +213,34 @@ class Proof:
             {layout.sizes["cp"], *(1 << power for power in range(without.layout.size("dp_cp").bit_length()))}
         )
         device, thread = torch.device(self._device), self._clock == "thread"
-        # On a CPU ranks share a machine; slices run one after the other.
-        beside = layout.world_size - 1 if kind == "processes" and self._device == "cpu" else 0
-        beside = min(beside, (os.cpu_count() or 1) - 1)
+        beside = self._neighbours(layout, kind)
         found = probe.stages(self._bench, without, sizes, device=device, thread_clock=thread, neighbours=beside)
         path = self._options.output_dir / f"profile-{layout.name}-{self._device}.json"
         profile = probe.corrected(self._profile, found.attention, path)
-        overhead, steps = found.overhead, link.get("short", {})
-        if steps:
-
-            def beside_them(scenario: wlb.Scenario) -> float:
-                return pace.of(np.array(link["even"]), self._predicted_even(layout, scenario, kind, found.alone))
-
-            without = self._bench.scenario(layout, hardware, profile)
-            took = {int(size): {int(count): each for count, each in of.items()} for size, of in steps.items()}
-            tokens = probe.few_tokens(self._bench.context)
-            overhead = probe.of_steps(overhead, without, tokens, took, beside_them)
         self._bars.remove_task(task)
-        about = {name: getattr(found, name) for name in ("attention", "error", "alone")}
-        about |= {"neighbours": beside, **asdict(overhead)}
-        return self._bench.scenario(layout, hardware, profile, overhead), about
+        return self._bench.scenario(layout, hardware, profile), found
 
-    def _processes(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Row], np.ndarray]:
+    def _of_steps(self, layout: Layout, without: wlb.Scenario, probed: probe.Probed, known: Row) -> Overhead:
+        """What stages take beside, with what ops, gathering and steps do where short steps were timed."""
+        if not known.get("short"):
+            return probed.overhead
+
+        def beside_them(scenario: wlb.Scenario) -> float:
+            return pace.of(np.array(known["even"]), self._predicted_even(layout, scenario, "processes", probed.alone))
+
+        took = {int(size): {int(count): each for count, each in of.items()} for size, of in known["short"].items()}
+        return probe.of_steps(probed.overhead, without, probe.few_tokens(self._bench.context), took, beside_them)
+
+    def _processes(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Row], Row]:
         work = processes.work_of(self._bench, layout, outcomes, self._options.repeats, self._device)
-        even = even_steps(self._bench, layout, max(map(len, work.steps.values())))
-        work = replace(work, steps=between(work.steps, even))
+        others, dynamic = known_steps(self._bench, layout, max(map(len, work.steps.values())))
+        work = replace(work, steps=between(work.steps, others), dynamic=work.dynamic | dynamic)
         steps = sum(map(len, work.steps.values())) * self._options.repeats
         task = self._bars.add_task(f"{layout}, processes", total=steps)
         measured = processes.launch(work, lambda: self._bars.advance(task))
         self._bars.remove_task(task)
-        took = np.array([measured["seconds"][sort] for sort in even])
-        local = pace.local(took)
+        known = known_seconds(measured["seconds"])
+        local = pace.local(np.array(known["even"]))
         found = {}
         for name in outcomes:
             # Busy ranks: of each step, the repetition with the median time.
@@ -245,9 +254,9 @@ class Proof:
                 "work": [float(np.sum(step)) for step in busy],
                 "levels": page.levels_of(busy, layout, dynamic=name in work.dynamic),
             }
-        return found, took
+        return found, known
 
-    def _slices(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Row], np.ndarray]:
+    def _slices(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Row], Row]:
         parts = sum(1 for outcome in outcomes.values() for _ in outcome.parts()) * self._options.sliced_repeats
         task = self._bars.add_task(f"{layout}, slices", total=parts)
         with system.on_a_processor(self._device):
@@ -277,7 +286,7 @@ class Proof:
                     slices.busy(outcome, measured[name]), layout, dynamic=outcome.pipelines == "rank"
                 ),
             }
-        return found, took
+        return found, {"even": took.tolist(), "short": {}}
 
     def _link(self, layout: Layout, kind: str) -> Row:
         """Between the ranks of a layout; of a sliced one, between as many as are trained elsewhere, or 2.
@@ -292,18 +301,13 @@ class Proof:
         if size < 2:
             return {}
         task = self._bars.add_task(f"{layout}, link", total=None)
-        ranks = Layout(f"dp{size}")
-        nothing = processes.Work(self._bench, ranks, {}, frozenset(), 1, self._device)
-        found = processes.launch(
-            short_steps(self._bench, layout, self._device) if kind == "processes" else nothing, lambda: None
-        )
+        work = processes.Work(self._bench, Layout(f"dp{size}"), {}, frozenset(), 1, self._device)
+        if kind == "processes":
+            steps, dynamic = known_steps(self._bench, layout, SHORT_STEPS)
+            work = replace(work, layout=layout, steps=steps, dynamic=dynamic)
+        found = processes.launch(work, lambda: None)
         self._bars.remove_task(task)
-        seconds, short = found.get("seconds", {}), dict[str, Row]()
-        even = [seconds.pop(name) for name in list(seconds) if name.startswith(PACE)]
-        for name, took in seconds.items():
-            groups, count = name.split(SHORT)
-            short.setdefault(groups, {})[count] = float(np.median(took))
-        return {name: found[name] for name in ("link", "all_gather")} | {"short": short, "even": even}
+        return {name: found[name] for name in ("link", "all_gather")} | known_seconds(found.get("seconds", {}))
 
     def _measured_profile(self) -> Path:
         if self._options.profile is not None:
@@ -328,31 +332,36 @@ class Proof:
         return f"{len(found.lengths):,} documents: {found.source}", found.lengths
 
 
-def even_steps(bench: Bench, layout: Layout, turns: int) -> dict[str, processes.Steps]:
-    """Steps of even micro-batches, of each sort so many."""
-    count, sorts = bench.micro_batches_of(layout), pace.parts(bench.context, layout.sizes["cp"])
-    return {f"{PACE}{sort}": [processes.even(layout, parts, count)] * turns for sort, parts in enumerate(sorts)}
+def known_steps(bench: Bench, layout: Layout, turns: int) -> tuple[dict[str, processes.Steps], frozenset[str]]:
+    """Steps that no method trains, so many of each sort; and which of them choose groups, as those of Dynamic-CP.
 
-
-def short_steps(bench: Bench, layout: Layout, device: str = "cpu") -> processes.Work:
-    """Steps of few tokens, as :func:`studies.proof.probe.of_steps` takes them, in turn with those that show the pace.
-
-    They are named by the ranks of a group and the micro-batches of a rank. Groups of the layout's own size train as its
-    plans do, others as those of Dynamic-CP.
+    Those of even micro-batches that nearly fill a context show the pace. Those of few tokens are named by the ranks of
+    a group and the micro-batches of a rank, as :func:`studies.proof.probe.of_steps` takes them.
     """
-    tokens, sizes = probe.few_tokens(bench.context), layout.sizes
-    steps = even_steps(bench, layout, SHORT_STEPS)
-    dynamic = set()
+    sorts, sizes = pace.parts(bench.context, layout.sizes["cp"]), layout.sizes
+    count = bench.micro_batches_of(layout)
+    steps = {f"{PACE}{sort}": [processes.even(layout, parts, count)] * turns for sort, parts in enumerate(sorts)}
+    tokens, dynamic = probe.few_tokens(bench.context), set()
     for group in probe.group_sizes(layout):
-        own = group == sizes["cp"]
+        own = group == sizes["cp"]  # trained as the layout's plans are
         firsts = [None] * sizes["dp"] if own else range(0, sizes["dp"] * sizes["cp"], group)
         ranks = [part for first in firsts for part in pace.parts_of([tokens * group], group, first)]
         for count in (2 * sizes["pp"], 4 * sizes["pp"]):
             name = f"{group}{SHORT}{count}"
-            steps[name] = [[[part] * count for part in ranks]] * SHORT_STEPS
+            steps[name] = [[[part] * count for part in ranks]] * turns
             if not own:
                 dynamic.add(name)
-    return processes.Work(bench, layout, steps, frozenset(dynamic), 1, device)
+    return steps, frozenset(dynamic)
+
+
+def known_seconds(seconds: Mapping[str, list[list[float]]]) -> Row:
+    """Of :func:`known_steps`: "even", by sort, repetition and turn; "short", medians by group and micro-batches."""
+    short: dict[str, Row] = {}
+    for name, took in seconds.items():
+        if SHORT in name:
+            group, count = name.split(SHORT)
+            short.setdefault(group, {})[count] = float(np.median(took))
+    return {"even": [took for name, took in seconds.items() if name.startswith(PACE)], "short": short}
 
 
 def between(steps: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,6 +110,13 @@ def test_what_a_trainer_takes_beside_by_hand() -> None:
     planned = simulate(lengths, cases[1], variants=("dynamic_cp",)).baseline
     np.testing.assert_allclose(sum(planned.attribution.values()), planned.seconds, rtol=1e-12)
     assert (planned.seconds > 7.0 + 2.5).all()
+    for variant in ("plain", "dynamic_cp"):
+        planned, known = (simulate(lengths, case, variants=(variant,)).baseline for case in cases)
+        assert known.at_overhead(overhead).seconds.tolist() == known.seconds.tolist()
+        again = planned.at_overhead(overhead)
+        assert again.run is planned.run
+        assert again.at_overhead(Overhead()).seconds.tolist() == planned.seconds.tolist()
+    np.testing.assert_array_equal(before.at_overhead(overhead).seconds, after.seconds)
     alone = overhead.passes([100], gathered=[0])
     assert alone.tolist() == [[[25.5, 102.0, 0.0]]]  # whose keys nobody gathers
     assert overhead.passes([100], gathered=[1]).tolist() == [[[28.625, 105.5, 0.0]]]

@@ -265,7 +265,8 @@ def test_even_micro_batches_stand_between_the_methods() -> None:
 
 def test_even_micro_batches_are_run_on_all_ranks() -> None:
     sorts = pacing.documents(BENCH.context)
-    found = command.even_steps(BENCH, proof.Layout("dp2pp2cp2"), 3)
+    steps, _ = command.known_steps(BENCH, proof.Layout("dp2pp2cp2"), 3)
+    found = {name: turns for name, turns in steps.items() if name.startswith(command.PACE)}
     assert len(found) == len(sorts)
     assert max(map(max, sorts)) == BENCH.context - 1  # a round length takes less than others
     for steps, lengths in zip(found.values(), sorts, strict=True):
@@ -623,19 +624,25 @@ def test_short_steps_have_every_rank_and_both_sorts_of_groups() -> None:
     options = command.Options(context=256, hidden=64)
     for name, groups in {"pp2": {"1"}, "dp2": {"1", "2"}, "cp2": {"1", "2"}, "dp4cp2": {"1", "2"}}.items():
         layout = proof.Layout(name)
-        work = command.short_steps(options, layout)
-        short = {made: steps for made, steps in work.steps.items() if not made.startswith(command.PACE)}
-        assert len(work.steps) == len(short) + len(pacing.KINDS)
+        known, dynamic = command.known_steps(options, layout, 3)
+        short = {made: steps for made, steps in known.items() if not made.startswith(command.PACE)}
+        assert len(known) == len(short) + len(pacing.KINDS)
         assert {made.split(command.SHORT)[0] for made in short} == groups
         for made, steps in short.items():
-            assert len(steps) == len(work.steps[f"{command.PACE}0"])
+            assert len(steps) == len(known[f"{command.PACE}0"]) == 3
             size, count = map(int, made.split(command.SHORT))
-            assert (made in work.dynamic) == (size != layout.sizes["cp"])
+            assert (made in dynamic) == (size != layout.sizes["cp"])
             for ranks in steps:
                 assert len(ranks) == layout.sizes["dp"] * layout.sizes["cp"]
                 for place, parts in enumerate(ranks):
                     assert len(parts) == count
-                    first = place // size * size if made in work.dynamic else None
+                    first = place // size * size if made in dynamic else None
                     assert {(part.cp_size, part.rank, part.first_rank) for part in parts} == {
                         (size, place % size, first)
                     }
+        took = {made: [[2.0 * index, 1.0]] for index, made in enumerate(known)}
+        found = command.known_seconds(took | {"original": [[9.0, 9.0]]})
+        assert found["even"] == [[[0.0, 1.0]], [[2.0, 1.0]], [[4.0, 1.0]]]
+        assert {(size, count) for size, of in found["short"].items() for count in of} == {
+            tuple(made.split(command.SHORT)) for made in short
+        }

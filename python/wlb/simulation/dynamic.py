@@ -23,6 +23,7 @@ from wlb._core import (
 )
 from wlb._results import DynamicCpPlan, PipelineSteps, PipelineTimeline
 from wlb.cluster.memory import RankMemory, memory_per_rank
+from wlb.cluster.overhead import Overhead
 from wlb.cluster.parallel import ParallelLayout
 from wlb.simulation.balance import Balance, Floats
 from wlb.simulation.lockstep import Groups, in_lockstep
@@ -299,6 +300,11 @@ class DynamicOutcome(Outcome):
     def at_attention_rate(self, rate: float) -> DynamicOutcome:
         """See :meth:`Outcome.at_attention_rate`."""
         return score_dynamic(self.title, self.run, self.scenario, self.priced.attention.at_rate(rate))
+
+    def at_overhead(self, overhead: Overhead) -> DynamicOutcome:
+        """See :meth:`Outcome.at_overhead`."""
+        scenario = dataclasses.replace(self.scenario, overhead=overhead)
+        return score_dynamic(self.title, self.run, scenario, self.priced.attention)
 
     def parts(self) -> Iterator[RankPart]:
         """See :meth:`Outcome.parts`."""

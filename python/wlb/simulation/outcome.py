@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from wlb._core import Shard
 from wlb._results import PipelineTimeline
 from wlb.cluster.memory import RankMemory
+from wlb.cluster.overhead import Overhead
 from wlb.cluster.step_time import StageSeconds
 from wlb.simulation.balance import ATTENTION_RATES, Balance, Floats, Swept, band
 from wlb.simulation.percentiles import imbalance_percentile, percentile
@@ -104,6 +105,14 @@ class Outcome(ABC):
     @abstractmethod
     def at_attention_rate(self, rate: float) -> Outcome:
         """The same plan and shards, were attention `rate` times as fast as the kernel model says."""
+
+    @abstractmethod
+    def at_overhead(self, overhead: Overhead) -> Outcome:
+        """The same plan and shards, were this what the trainer takes beside layers and links.
+
+        Raises:
+            WlbError: it is of another number of stages.
+        """
 
     @abstractmethod
     def parts(self) -> Iterator[RankPart]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from wlb._core import Shard, order_micro_batches, shard, simulate_pipeline, simulate_steps
 from wlb._results import PipelineTimeline
+from wlb.cluster.overhead import Overhead
 from wlb.cluster.step_time import StageSeconds
 from wlb.simulation.balance import Balance, Floats
 from wlb.simulation.lockstep import Replicas, in_lockstep
@@ -131,6 +132,10 @@ class StaticOutcome(Outcome):
     def at_attention_rate(self, rate: float) -> StaticOutcome:
         """See :meth:`Outcome.at_attention_rate`."""
         return score(self.title, self.run, self.sharded.at_attention_rate(rate), self.scenario)
+
+    def at_overhead(self, overhead: Overhead) -> StaticOutcome:
+        """See :meth:`Outcome.at_overhead`."""
+        return score(self.title, self.run, self.sharded, dataclasses.replace(self.scenario, overhead=overhead))
 
     def parts(self) -> Iterator[RankPart]:
         """See :meth:`Outcome.parts`."""
