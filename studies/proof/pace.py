@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import wlb
-from studies.proof import unaligned
+from studies.proof import uneven
 from studies.proof.batches import Part
 
 Floats = NDArray[np.float64]
@@ -58,7 +58,7 @@ def parts(context: int, cp_size: int) -> list[list[Part]]:
 
 def documents(context: int) -> list[list[int]]:
     """Lengths of the documents of a micro-batch of each sort."""
-    return [[unaligned(context // many)] * many for many in KINDS]
+    return [uneven(context, many) for many in KINDS]
 
 
 def parts_of(lengths: list[int], cp_size: int, first_rank: int | None = None) -> list[Part]:

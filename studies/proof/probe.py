@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 import wlb
-from studies.proof import Bench, Layout, echo, shared, system, unaligned
+from studies.proof import Bench, Layout, echo, shared, system, unaligned, uneven
 from studies.proof.batches import Part, Text
 from studies.proof.slices import Stages, clock_of
 from wlb.cluster.overhead import Overhead, of_group
@@ -65,8 +65,8 @@ def shapes(bench: Bench, sizes: list[int]) -> list[tuple[int, list[int]]]:
     """
     tokens = [bench.context >> power for power in (6, 4, 2, 1, 0)] + [2 * bench.context]
     cases = itertools.product(sizes, tokens, (1, 4, 16))
-    found = [(size, [unaligned(count // many)] * many) for size, count, many in cases]
-    possible = [(size, lengths) for size, lengths in found if 2 * size <= lengths[0] <= bench.context]
+    found = [(size, uneven(count, many)) for size, count, many in cases]
+    possible = [(size, lengths) for size, lengths in found if 2 * size <= lengths[-1] and lengths[0] <= bench.context]
     return sorted(possible, key=lambda case: sum(case[1]) / case[0])
 
 

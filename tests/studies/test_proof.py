@@ -275,6 +275,18 @@ def test_even_micro_batches_are_run_on_all_ranks() -> None:
         assert [part.lengths.tolist() for part in steps[0][0]] == [lengths] * 2
 
 
+def test_documents_that_no_method_trains_are_of_all_lengths() -> None:
+    for tokens, many in ((4096, 1), (4096, 4), (4096, 16), (64, 16)):
+        lengths = proof.uneven(tokens, many)
+        assert lengths == sorted(lengths, reverse=True)
+        assert len(lengths) == many
+        assert tokens - 2 * many <= sum(lengths) <= tokens + many
+    longest, *_, shortest = proof.uneven(1 << 16, 16)
+    assert 12 < longest / shortest < 16
+    for size, lengths in probing.shapes(BENCH, [1, 2]):
+        assert 2 * size <= min(lengths) <= max(lengths) <= BENCH.context
+
+
 def test_a_probe_has_neighbours_that_end_with_it() -> None:
     (outcome,) = outcomes("dp2pp2cp2", "original").values()
     alone, beside = (
