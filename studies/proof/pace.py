@@ -1,10 +1,10 @@
 """How fast the machine is while a run lasts, by micro-batches that no method trains, timed in turn with the methods.
 
 A processor that other machines share is faster in one minute than in the next: what was profiled before a run says
-little about its seconds. Even micro-batches show it, of one document, of few and of many short ones. So much longer as
-they take than predicted, the methods are predicted to take; the ratios between methods do not change. Nothing is fitted
-to what is predicted. And where the machine is slow for some turns only, what was measured in them counts for as much
-less where predictions are graded (:func:`local`); gains are those of the clock as it ran.
+little about its seconds. Steps whose micro-batches are all alike show it, of one document, of few and of many. So much
+longer as they take than predicted, the methods are predicted to take; the ratios between methods do not change. Nothing
+is fitted to what is predicted. And where the machine is slow for some turns only, what was measured in them counts for
+as much less where predictions are graded (:func:`local`); gains are those of the clock as it ran.
 """
 
 from __future__ import annotations

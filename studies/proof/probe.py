@@ -1,7 +1,7 @@
 """What a trainer takes beside its layers and links, measured on micro-batches and steps that no method trains.
 
 A profile times kernels and a layer by themselves. A stage also launches, embeds, gathers and copies keys, has a loss;
-a step has an optimizer, and the code between its passes. Micro-batches of even documents show the first
+a step has an optimizer, and the code between its passes. Micro-batches of documents of all lengths show the first
 (:func:`stages`), steps of few tokens the second (:func:`of_steps`): not of hardly any, in which nothing would hide what
 is sent beside the work. Nothing is fitted to what is predicted.
 """
@@ -82,8 +82,8 @@ def stages(
     """Runs every shape's first rank by itself, in turn and again, and fits what is beside the prediction.
 
     Of each stage and pass the seconds beyond the profile's layers are a constant, so much for each token of the rank,
-    so much for each token that its group gathers keys of, and a share of attention's seconds, for the least
-    sum of relative errors.
+    so much for each token that its group gathers keys of, and a share of attention's seconds, for the least sum
+    of relative errors.
 
     Args:
         bench: the model.
