@@ -46,7 +46,7 @@ from wlb.simulation import Outcome
 SHORT_STEPS = 24
 """Steps of few tokens, of which the median shows what a step takes beside its micro-batches."""
 
-SHORT = " ranks a group, micro-batches: "  # in the names of these steps
+IN_GROUPS = " ranks a group, micro-batches: "  # in the names of these steps
 BYTES_PER_TOKEN = 4  # of the documents of this machine, which are measured in bytes
 Row = dict[str, Any]
 PACE = "even micro-batches: "  # among the methods of a run
@@ -347,7 +347,7 @@ def known_steps(bench: Bench, layout: Layout, turns: int) -> tuple[dict[str, pro
         firsts = [None] * sizes["dp"] if own else range(0, sizes["dp"] * sizes["cp"], group)
         ranks = [part for first in firsts for part in pace.parts_of([tokens * group], group, first)]
         for count in (2 * sizes["pp"], 4 * sizes["pp"]):
-            name = f"{group}{SHORT}{count}"
+            name = f"{group}{IN_GROUPS}{count}"
             steps[name] = [[[part] * count for part in ranks]] * turns
             if not own:
                 dynamic.add(name)
@@ -358,8 +358,8 @@ def known_seconds(seconds: Mapping[str, list[list[float]]]) -> Row:
     """Of :func:`known_steps`: "even", by sort, repetition and turn; "short", medians by group and micro-batches."""
     short: dict[str, Row] = {}
     for name, took in seconds.items():
-        if SHORT in name:
-            group, count = name.split(SHORT)
+        if IN_GROUPS in name:
+            group, count = name.split(IN_GROUPS)
             short.setdefault(group, {})[count] = float(np.median(took))
     return {"even": [took for name, took in seconds.items() if name.startswith(PACE)], "short": short}
 

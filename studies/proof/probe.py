@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 import wlb
 from studies.proof import Bench, Layout, echo, shared, system, unaligned, uneven
-from studies.proof.batches import Part, Text
+from studies.proof.batches import Text
+from studies.proof.pace import parts_of
 from studies.proof.slices import Stages, clock_of
 from wlb.cluster.overhead import Overhead, of_group
 from wlb.simulation.planner import of_size
@@ -104,9 +105,8 @@ def stages(
     predicted = np.zeros((len(made), count, 2))
     parts = []
     for index, (size, lengths) in enumerate(made):
-        shard = wlb.shard(lengths, cp_size=size, strategy="per_document")
-        rows = np.array(lengths), np.zeros(len(lengths), dtype=np.int64)
-        parts.append(Part(np.arange(len(lengths)), rows[1], rows[0], shard, 0, size, None))
+        parts.append(parts_of(lengths, size)[0])
+        shard = parts[-1].shard
         tokens = int(shard.tokens_per_rank[0])
         attention = [scenario.rank_seconds(shard, passes=one)[0] for one in _PASSES]  # type: ignore[arg-type]
         keys = min(tokens, scenario.keys_gathered(shard))  # the fullest rank may have a token more

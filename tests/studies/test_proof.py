@@ -639,10 +639,10 @@ def test_short_steps_have_every_rank_and_both_sorts_of_groups() -> None:
         known, dynamic = command.known_steps(options, layout, 3)
         short = {made: steps for made, steps in known.items() if not made.startswith(command.PACE)}
         assert len(known) == len(short) + len(pacing.KINDS)
-        assert {made.split(command.SHORT)[0] for made in short} == groups
+        assert {made.split(command.IN_GROUPS)[0] for made in short} == groups
         for made, steps in short.items():
             assert len(steps) == len(known[f"{command.PACE}0"]) == 3
-            size, count = map(int, made.split(command.SHORT))
+            size, count = map(int, made.split(command.IN_GROUPS))
             assert (made in dynamic) == (size != layout.sizes["cp"])
             for ranks in steps:
                 assert len(ranks) == layout.sizes["dp"] * layout.sizes["cp"]
@@ -656,5 +656,5 @@ def test_short_steps_have_every_rank_and_both_sorts_of_groups() -> None:
         found = command.known_seconds(took | {"original": [[9.0, 9.0]]})
         assert found["even"] == [[[0.0, 1.0]], [[2.0, 1.0]], [[4.0, 1.0]]]
         assert {(size, count) for size, of in found["short"].items() for count in of} == {
-            tuple(made.split(command.SHORT)) for made in short
+            tuple(made.split(command.IN_GROUPS)) for made in short
         }
