@@ -229,7 +229,7 @@ class Proof:
             return pace.of(np.array(known["even"]), self._predicted_even(layout, scenario, "processes", probed.alone))
 
         took = {int(size): {int(count): each for count, each in of.items()} for size, of in known["short"].items()}
-        return probe.of_steps(probed.overhead, without, probe.few_tokens(self._bench.context), took, beside_them)
+        return probe.of_steps(probed, without, probe.few_tokens(self._bench.context), took, beside_them)
 
     def _processes(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Row], Row]:
         work = processes.work_of(self._bench, layout, outcomes, self._options.repeats, self._device)
@@ -263,7 +263,7 @@ class Proof:
             measured, took = slices.measure(
                 self._bench,
                 outcomes,
-                [ranks[0] for ranks in pace.parts(self._bench.context, layout.sizes["cp"])],
+                [pace.parts_of(lengths, layout.sizes["cp"])[0] for lengths in pace.documents(self._bench.context)],
                 repeats=self._options.sliced_repeats,
                 device=torch.device(self._device),
                 thread_clock=self._clock == "thread",
@@ -338,17 +338,15 @@ def known_steps(bench: Bench, layout: Layout, turns: int) -> tuple[dict[str, pro
     Those of even micro-batches that nearly fill a context show the pace. Those of few tokens are named by the ranks of
     a group and the micro-batches of a rank, as :func:`studies.proof.probe.of_steps` takes them.
     """
-    sorts, sizes = pace.parts(bench.context, layout.sizes["cp"]), layout.sizes
-    count = bench.micro_batches_of(layout)
-    steps = {f"{PACE}{sort}": [processes.even(layout, parts, count)] * turns for sort, parts in enumerate(sorts)}
+    count, pp = bench.micro_batches_of(layout), layout.sizes["pp"]
+    sorts = enumerate(pace.documents(bench.context))
+    steps = {f"{PACE}{sort}": [processes.even(layout, lengths, count)] * turns for sort, lengths in sorts}
     tokens, dynamic = probe.few_tokens(bench.context), set()
     for group in probe.group_sizes(layout):
-        own = group == sizes["cp"]  # trained as the layout's plans are
-        firsts = [None] * sizes["dp"] if own else range(0, sizes["dp"] * sizes["cp"], group)
-        ranks = [part for first in firsts for part in pace.parts_of([tokens * group], group, first)]
-        for count in (2 * sizes["pp"], 4 * sizes["pp"]):
+        own = group == layout.sizes["cp"]  # trained as the layout's plans are
+        for count in (2 * pp, 4 * pp):
             name = f"{group}{IN_GROUPS}{count}"
-            steps[name] = [[[part] * count for part in ranks]] * turns
+            steps[name] = [processes.even(layout, [tokens * group], count, None if own else group)] * turns
             if not own:
                 dynamic.add(name)
     return steps, frozenset(dynamic)

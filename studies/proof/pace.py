@@ -51,11 +51,6 @@ def local(took: Floats) -> Floats:
     return np.stack([np.median(window, axis=(0, 2)) for window in around], axis=1)
 
 
-def parts(context: int, cp_size: int) -> list[list[Part]]:
-    """Of each sort, the part of every context-parallel rank."""
-    return [parts_of(lengths, cp_size) for lengths in documents(context)]
-
-
 def documents(context: int) -> list[list[int]]:
     """Lengths of the documents of a micro-batch of each sort."""
     return [uneven(context, many) for many in KINDS]

@@ -254,7 +254,7 @@ def group_sizes(layout: Layout) -> tuple[int, ...]:
 
 
 def of_steps(
-    probed: Overhead,
+    probed: Probed,
     scenario: wlb.Scenario,
     tokens: int,
     seconds: Mapping[int, Mapping[int, float]],
@@ -274,19 +274,21 @@ def of_steps(
         seconds: of a step, by the size of its groups (:func:`group_sizes`) and how many micro-batches a rank has.
         pace: how many times as long as predicted micro-batches took that were timed in turn with these steps.
     """
-    found = probed
+    found = probed.overhead
     for _ in range(TURNS):
         slower = pace(dataclasses.replace(scenario, overhead=found))
         steadied = {
             size: {count: each / slower for count, each in took.items()} for size, took in sorted(seconds.items())
         }
-        found = probed
+        found = probed.overhead
         for size, took in steadied.items():
-            found = _of_groups(found, scenario, size, tokens * size, took)
+            found = _of_groups(found, scenario, size, tokens * size, took, probed.alone)
     return found
 
 
-def _of_groups(known: Overhead, scenario: wlb.Scenario, size: int, length: int, took: Mapping[int, float]) -> Overhead:
+def _of_groups(
+    known: Overhead, scenario: wlb.Scenario, size: int, length: int, took: Mapping[int, float], share: float
+) -> Overhead:
     """What these steps say: of an op from groups of one rank, of gathering from larger ones, of a step from its own."""
     (few, many), layout = sorted(took), of_size(scenario.layout, size)
     case = dataclasses.replace(scenario, layout=layout, overhead=known)
@@ -295,7 +297,7 @@ def _of_groups(known: Overhead, scenario: wlb.Scenario, size: int, length: int, 
     def predicted(count: int, more: float = 0.0) -> float:
         each = costs.copy()
         each[..., :2] += more
-        return pipeline_seconds(case, each, p2p, count)
+        return pipeline_seconds(case, each, p2p, count, share)
 
     more = ((took[many] - took[few]) - (predicted(many) - predicted(few))) / (2 * (many - few))
     alone, _ = pass_seconds(case, [length], alone=True)

@@ -29,6 +29,7 @@ import train
 import wlb
 from studies.proof import Bench, Layout, placed, system
 from studies.proof.batches import Part, Text
+from studies.proof.pace import parts_of
 from wlb.simulation import Outcome
 from wlb.torch.data import DynamicCpStep, Step
 from wlb.torch.flops import peak_flops
@@ -62,15 +63,22 @@ def work_of(bench: Bench, layout: Layout, outcomes: Mapping[str, Outcome], repea
     return Work(bench, layout, steps, dynamic, repeats, device)
 
 
-def even(layout: Layout, parts: list[Part], count: int) -> list[list[Part]]:
-    """A step in which every data-parallel rank has the same micro-batch so often.
+def even(layout: Layout, lengths: list[int], count: int, size: int | None = None) -> list[list[Part]]:
+    """A step in which every group of ranks has the same documents, in each of so many micro-batches.
+
+    Each micro-batch has a shard of its own, as those that are trained have: what attention keeps with a shard would
+    else be in the caches already.
 
     Args:
         layout: the ranks.
-        parts: of the micro-batch, of every context-parallel rank.
+        lengths: of the documents of a micro-batch.
         count: micro-batches of a rank.
+        size: ranks of a group, where plans choose groups; else as the layout has them.
     """
-    return [[part] * count for part in parts] * layout.sizes["dp"]
+    ranks, cp = layout.sizes["dp"] * layout.sizes["cp"], layout.sizes["cp"]
+    firsts = [None] * (ranks // cp) if size is None else range(0, ranks, size)
+    made = [[part for first in firsts for part in parts_of(lengths, size or cp, first)] for _ in range(count)]
+    return [list(row) for row in zip(*made, strict=True)]
 
 
 def launch(work: Work, tick: Callable[[], None]) -> dict[str, Any]:
@@ -107,8 +115,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if work.device == "cpu":  # before the group has threads
         system.take_processor(int(os.environ["LOCAL_RANK"]), of=work.layout.world_size)
-        if waits_for_all(work.layout):
-            system.give_way()
+        system.give_way()
     system.keep_memory()
     bench, sizes = work.bench, work.layout.sizes
     settings = train.Settings(
@@ -128,8 +135,8 @@ def main() -> None:
     if work.steps:
         with train.failures_explained():
             runner = Runner(work, settings, device, mesh)
-            if work.device == "cpu" and waits_for_all(work.layout):  # once all groups have their threads
-                system.compute_last()
+            if work.device == "cpu":  # once all groups have their threads
+                (system.compute_last if waits_for_all(work.layout) else system.compute_first)()
             measured |= runner.run()
     if dist.get_rank() == 0:
         found.write_text(json.dumps(measured))

@@ -56,8 +56,7 @@ def give_way() -> None:
 
     Gloo's thread for incoming data spins while another thread of its rank has the lock of their connection. Where both
     have one processor, and it took that from the other in the middle of a send, nothing happens until the clock's next
-    tick, for milliseconds. That is for ranks which wait for all that they exchange: a pipeline's stage that computes
-    while it sends would keep its message waiting. Nothing where the system has no such policy.
+    tick, for milliseconds. Nothing where the system has no such policy.
     """
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -69,9 +68,19 @@ def compute_last() -> None:
     As a GPU copies beside what it computes: keys that are gathered beside attention to a rank's own would else be sent
     when that is computed, or at the next tick, and the rank that has nothing to compute meanwhile waits for them. After
     :func:`give_way`, once all groups of ranks are there; threads that are started later are as patient as this one.
+    Not where this thread sends by itself, as a pipeline's does: it would be stopped in the middle of that.
     """
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def compute_first() -> None:
+    """Lets this thread go on at once when what it waits for has come, though those that it started do not have that.
+
+    After :func:`give_way`, once all groups of ranks are there, where this thread sends by itself.
+    """
+    if hasattr(os, "SCHED_OTHER"):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 @contextmanager
