@@ -50,6 +50,7 @@ IN_GROUPS = " ranks a group, micro-batches: "  # in the names of these steps
 BYTES_PER_TOKEN = 4  # of the documents of this machine, which are measured in bytes
 Row = dict[str, Any]
 PACE = "even micro-batches: "  # among the methods of a run
+WAITING = ("ranks wait more", "ranks wait less")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,26 +176,34 @@ class Proof:
         # What an op takes differs from minute to minute by more than the machine's pace does.
         overhead = self._of_steps(layout, without, probed, known)
         outcomes = {name: outcome.at_overhead(overhead) for name, outcome in outcomes.items()}
-        even = np.array(known["even"])
-        found = pace.of(even, self._predicted_even(layout, replace(without, overhead=overhead), kind, probed.alone))
+        found, alone = self._machine(layout, replace(without, overhead=overhead), kind, known)
         for name, row in made.items():
-            row |= predicted(outcomes[name], found, probed.alone)
-        about = {name: getattr(probed, name) for name in ("attention", "error", "alone")}
+            row |= predicted(outcomes[name], found, alone)
+        about = {"attention": probed.attention, "error": probed.error, "alone": alone}
         return {
             "sizes": layout.sizes,
             "title": str(layout),
             "kind": kind,
             "link": link,
             "beside": about | {"neighbours": self._neighbours(layout, kind), **asdict(overhead)},
-            "pace": {"seconds": found, "took": known["even"], "short": known["short"]},
+            "pace": {"seconds": found, "took": known["even"], "short": known["short"], "waiting": known["waiting"]},
             "methods": made,
         }
+
+    def _machine(self, layout: Layout, scenario: wlb.Scenario, kind: str, known: Row) -> tuple[float, float]:
+        """How many times as long as predicted known steps took, and what those take that others wait for."""
+        alone = 1.0
+        if known["waiting"] is not None:
+            lengths, count = pace.documents(self._bench.context)[-1], self._bench.micro_batches_of(layout)
+            alone = shared.found(known["waiting"], probe.waiting_seconds(scenario, lengths, count))
+        even = self._predicted_even(layout, scenario, kind, alone)
+        return pace.of(np.array(known["even"]), even), alone
 
     def _predicted_even(self, layout: Layout, scenario: wlb.Scenario, kind: str, alone: float) -> list[float]:
         """Seconds of a step of even micro-batches of each sort; in slices, of one micro-batch on all stages."""
         sorts = pace.documents(self._bench.context)
         if kind == "slices":
-            return [float(probe.pass_seconds(scenario, lengths, alone=True)[0].sum()) for lengths in sorts]
+            return [float(probe.pass_seconds(scenario, lengths, computing=True)[0].sum()) for lengths in sorts]
         count = self._bench.micro_batches_of(layout)
         each = (probe.pass_seconds(scenario, lengths) for lengths in sorts)
         return [probe.pipeline_seconds(scenario, *passes, count, alone) for passes in each]
@@ -225,11 +234,11 @@ class Proof:
         if not known.get("short"):
             return probed.overhead
 
-        def beside_them(scenario: wlb.Scenario) -> float:
-            return pace.of(np.array(known["even"]), self._predicted_even(layout, scenario, "processes", probed.alone))
+        def machine_of(scenario: wlb.Scenario) -> tuple[float, float]:
+            return self._machine(layout, scenario, "processes", known)
 
         took = {int(size): {int(count): each for count, each in of.items()} for size, of in known["short"].items()}
-        return probe.of_steps(probed, without, probe.few_tokens(self._bench.context), took, beside_them)
+        return probe.of_steps(probed.overhead, without, probe.few_tokens(self._bench.context), took, machine_of)
 
     def _processes(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Row], Row]:
         work = processes.work_of(self._bench, layout, outcomes, self._options.repeats, self._device)
@@ -286,7 +295,7 @@ class Proof:
                     slices.busy(outcome, measured[name]), layout, dynamic=outcome.pipelines == "rank"
                 ),
             }
-        return found, {"even": took.tolist(), "short": {}}
+        return found, {"even": took.tolist(), "short": {}, "waiting": None}
 
     def _link(self, layout: Layout, kind: str) -> Row:
         """Between the ranks of a layout; of a sliced one, between as many as are trained elsewhere, or 2.
@@ -336,30 +345,46 @@ def known_steps(bench: Bench, layout: Layout, turns: int) -> tuple[dict[str, pro
     """Steps that no method trains, so many of each sort; and which of them choose groups, as those of Dynamic-CP.
 
     Those of even micro-batches that nearly fill a context show the pace. Those of few tokens are named by the ranks of
-    a group and the micro-batches of a rank, as :func:`studies.proof.probe.of_steps` takes them.
+    a group and the micro-batches of a rank, as :func:`studies.proof.probe.of_steps` takes them. Two show what those
+    save that others wait for.
     """
     count, pp = bench.micro_batches_of(layout), layout.sizes["pp"]
     sorts = enumerate(pace.documents(bench.context))
-    steps = {f"{PACE}{sort}": [processes.even(layout, lengths, count)] * turns for sort, lengths in sorts}
+    steps = {f"{PACE}{sort}": [processes.step(layout, [lengths], count)] * turns for sort, lengths in sorts}
     tokens, dynamic = probe.few_tokens(bench.context), set()
+    if layout.world_size > 1:
+        *pair, chosen = processes.waiting(layout, pace.documents(bench.context)[-1], tokens, count)
+        made = {name: [step] * turns for name, step in zip(WAITING, pair, strict=True)}
+        steps |= made
+        dynamic.update(made if chosen else ())
     for group in probe.group_sizes(layout):
         own = group == layout.sizes["cp"]  # trained as the layout's plans are
         for count in (2 * pp, 4 * pp):
             name = f"{group}{IN_GROUPS}{count}"
-            steps[name] = [processes.even(layout, [tokens * group], count, None if own else group)] * turns
+            steps[name] = [processes.step(layout, [[tokens * group]], count, None if own else group)] * turns
             if not own:
                 dynamic.add(name)
     return steps, frozenset(dynamic)
 
 
 def known_seconds(seconds: Mapping[str, list[list[float]]]) -> Row:
-    """Of :func:`known_steps`: "even", by sort, repetition and turn; "short", medians by group and micro-batches."""
+    """What :func:`known_steps` say.
+
+    "even": seconds by sort, repetition and turn; "short": medians by group and micro-batches; "waiting": how many times
+    as long a step takes in which ranks wait more as one in which they wait less, the median over turns; None of one
+    rank, or without such steps.
+    """
     short: dict[str, Row] = {}
     for name, took in seconds.items():
         if IN_GROUPS in name:
             group, count = name.split(IN_GROUPS)
             short.setdefault(group, {})[count] = float(np.median(took))
-    return {"even": [took for name, took in seconds.items() if name.startswith(PACE)], "short": short}
+    more, less = (np.array(seconds.get(name, ())) for name in WAITING)
+    return {
+        "even": [took for name, took in seconds.items() if name.startswith(PACE)],
+        "short": short,
+        "waiting": float(np.median(more / less)) if more.size else None,
+    }
 
 
 def between(steps: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:

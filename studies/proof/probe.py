@@ -11,10 +11,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -55,7 +53,6 @@ class Probed:
     overhead: Overhead
     attention: tuple[float, float]  # forward and backward in the trainer, over what the profile has
     error: float  # of the probe's own micro-batches, predicted with these: median, without sign
-    alone: float = 1.0  # a micro-batch's seconds while the other ranks wait, over those beside busy ones
 
 
 def shapes(bench: Bench, sizes: list[int]) -> list[tuple[int, list[int]]]:
@@ -93,12 +90,12 @@ def stages(
         device: where.
         thread_clock: see :func:`studies.proof.slices.measure`.
         neighbours: processes that run the same meanwhile, as the other ranks of a machine do when it trains: they share
-            its caches and its memory. What it takes while they are halted is measured, too.
+            its caches and its memory.
     """
     count = scenario.layout.num_stages
     runner, text = Stages(bench, count, device, clock_of(device, thread=thread_clock)), Text()
     made = shapes(bench, sizes)
-    seconds, quiet = np.zeros((2, REPEATS, len(made), count, 2))
+    seconds = np.zeros((REPEATS, len(made), count, 2))
     terms = np.zeros(
         (len(made), 2, 3)
     )  # tokens of the rank, of which keys are gathered, seconds of a layer's attention
@@ -134,45 +131,22 @@ def stages(
             while True:
                 once(seconds[0])
 
-    with system.on_a_processor(device.type), busy(neighbours, endlessly) as halted, echo.ranks(max(sizes)):
+    with system.on_a_processor(device.type), busy(neighbours, endlessly), echo.ranks(max(sizes)):
         once(seconds[0])  # to warm up
         for repeat in range(REPEATS):
             once(seconds[repeat])
-            if neighbours:
-                with halted():
-                    once(quiet[repeat])
-    took = np.median(seconds, axis=0)
-    found = fit(took, predicted, terms, scenario.layout.layers_of_stages(bench.model))
-    if not neighbours:
-        return found
-    # Few tokens fit into the caches that are each rank's own.
-    full = [part.lengths.sum() > bench.context // 2 for part in parts]
-    shares = (np.median(quiet, axis=0).sum(axis=(1, 2)) / took.sum(axis=(1, 2)))[full]
-    return dataclasses.replace(found, alone=min(1.0, float(np.exp(np.log(shares).mean()))))
+    return fit(np.median(seconds, axis=0), predicted, terms, scenario.layout.layers_of_stages(bench.model))
 
 
 @contextmanager
-def busy(count: int, work: Callable[[int], None]) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """So many processes that do some work without an end meanwhile, each told which it is; gives what halts them."""
+def busy(count: int, work: Callable[[int], None]) -> Iterator[None]:
+    """So many processes that do some work without an end meanwhile, each told which it is."""
     fork = get_context("fork")
     others = [fork.Process(target=work, args=(index,), daemon=True) for index in range(count)]
-
-    @contextmanager
-    def halted() -> Iterator[None]:
-        for other in others:
-            assert other.pid is not None
-            os.kill(other.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            for other in others:
-                assert other.pid is not None
-                os.kill(other.pid, signal.SIGCONT)
-
     try:
         for other in others:
             other.start()
-        yield halted
+        yield
     finally:
         for other in others:
             other.kill()
@@ -254,11 +228,11 @@ def group_sizes(layout: Layout) -> tuple[int, ...]:
 
 
 def of_steps(
-    probed: Probed,
+    probed: Overhead,
     scenario: wlb.Scenario,
     tokens: int,
     seconds: Mapping[int, Mapping[int, float]],
-    pace: Callable[[wlb.Scenario], float],
+    machine: Callable[[wlb.Scenario], tuple[float, float]],
 ) -> Overhead:
     """With what an op, gathering and a step take beside: from steps of few and of more micro-batches of few tokens.
 
@@ -272,22 +246,23 @@ def of_steps(
         scenario: the layout, and what is predicted of it; without overhead.
         tokens: of a rank in each micro-batch of these steps, as :func:`few_tokens`.
         seconds: of a step, by the size of its groups (:func:`group_sizes`) and how many micro-batches a rank has.
-        pace: how many times as long as predicted micro-batches took that were timed in turn with these steps.
+        machine: how many times as long as predicted micro-batches took that were timed in turn with these steps, and
+            what waiting saves (:mod:`studies.proof.shared`).
     """
-    found = probed.overhead
+    found = probed
     for _ in range(TURNS):
-        slower = pace(dataclasses.replace(scenario, overhead=found))
+        slower, alone = machine(dataclasses.replace(scenario, overhead=found))
         steadied = {
             size: {count: each / slower for count, each in took.items()} for size, took in sorted(seconds.items())
         }
-        found = probed.overhead
+        found = probed
         for size, took in steadied.items():
-            found = _of_groups(found, scenario, size, tokens * size, took, probed.alone)
+            found = _of_groups(found, scenario, size, tokens * size, took, alone)
     return found
 
 
 def _of_groups(
-    known: Overhead, scenario: wlb.Scenario, size: int, length: int, took: Mapping[int, float], share: float
+    known: Overhead, scenario: wlb.Scenario, size: int, length: int, took: Mapping[int, float], alone: float
 ) -> Overhead:
     """What these steps say: of an op from groups of one rank, of gathering from larger ones, of a step from its own."""
     (few, many), layout = sorted(took), of_size(scenario.layout, size)
@@ -297,11 +272,11 @@ def _of_groups(
     def predicted(count: int, more: float = 0.0) -> float:
         each = costs.copy()
         each[..., :2] += more
-        return pipeline_seconds(case, each, p2p, count, share)
+        return pipeline_seconds(case, each, p2p, count, alone)
 
     more = ((took[many] - took[few]) - (predicted(many) - predicted(few))) / (2 * (many - few))
-    alone, _ = pass_seconds(case, [length], alone=True)
-    more = max(more, -float(min(alone[0, :, 0].min(), alone[0, :, 1:].sum(axis=1).min())))
+    (computing,), _ = pass_seconds(case, [length], computing=True)
+    more = max(more, -float(min(computing[:, 0].min(), computing[:, 1:].sum(axis=1).min())))
     if size == 1:
         lines: list[Any] = [tuple((once + more, *rest) for once, *rest in of) for of in (known.forward, known.backward)]
         known = dataclasses.replace(known, forward=lines[0], backward=lines[1])
@@ -325,19 +300,37 @@ def pipeline_seconds(scenario: wlb.Scenario, costs: Floats, p2p: Floats, count: 
     return shared.less(float(timeline.seconds), waits, alone, ranks=layout.world_size) + scenario.step_end
 
 
-def pass_seconds(scenario: wlb.Scenario, lengths: Sequence[int], *, alone: bool = False) -> tuple[Floats, Floats]:
+def waiting_seconds(scenario: wlb.Scenario, lengths: list[int], count: int) -> Floats:
+    """Of :func:`studies.proof.processes.waiting`'s two steps, predicted: what all ranks take that never wait for less.
+
+    Returns:
+        float64[2, 2]: of each step its seconds, and how much fewer if what ranks do while others wait took no time.
+    """
+    layout = scenario.layout
+    if layout.pp > 1:
+        passes = pass_seconds(scenario, lengths)
+        steps = [
+            [pipeline_seconds(scenario, *passes, many, alone) for alone in (1.0, 0.0)] for many in (count, 2 * count)
+        ]
+        return np.array([[full, full - saved] for full, saved in steps])
+    alone = dataclasses.replace(scenario, layout=of_size(layout, 1))
+    full, few = (count * float(pass_seconds(alone, of)[0].sum()) for of in (lengths, [few_tokens(scenario.context)]))
+    return np.array([[full + alone.step_end, full - few], [full + alone.step_end, 0.0]])
+
+
+def pass_seconds(scenario: wlb.Scenario, lengths: Sequence[int], *, computing: bool = False) -> tuple[Floats, Floats]:
     """float64[1, stages, 3] of a micro-batch, float64[1] between its stages.
 
     Args:
         scenario: the layout, and what is predicted of it.
         lengths: of the documents that a group of context-parallel ranks shares.
-        alone: what the slowest rank computes, without what it sends or waits for.
+        computing: what the slowest rank computes, without what it sends or waits for.
     """
     shard = wlb.shard(lengths, cp_size=scenario.layout.cp, strategy="per_document")
     forward, backward = (scenario.rank_seconds(shard, passes=one).max(axis=0)[None] for one in ("forward", "backward"))
     tokens = [int(shard.tokens_per_rank.max())]
     keys = [scenario.keys_gathered(shard)]
     each = scenario.stage_seconds(tokens, attention_forward=forward, attention_backward=backward, keys_gathered=keys)
-    if alone:
+    if computing:
         return each.computing, each.p2p
     return each.seconds + scenario.exposed_dp(each.seconds), each.p2p

@@ -2,7 +2,8 @@
 
 GPUs have their own, so that :func:`wlb.simulate` knows nothing of it. Where ranks are the processors of one machine a
 step of uneven ranks takes a little less than that says: what a rank computes while others wait takes `alone` times as
-long as beside busy ones, which a probe measures (:func:`studies.proof.probe.stages`).
+long as beside busy ones. By how much changes from one minute to the next, since other machines have these caches, too:
+steps in which ranks wait much and little are timed in turn with the methods (:func:`studies.proof.processes.waiting`).
 """
 
 from __future__ import annotations
@@ -27,3 +28,14 @@ def less(seconds: Any, waits: Any, alone: float, *, ranks: int) -> Any:
     At every time the ranks that all others wait for are faster by the share of the others that waits.
     """
     return seconds - (1 - alone) * waits * ranks / max(ranks - 1, 1)
+
+
+def found(ratio: float, seconds: Any) -> float:
+    """What `alone` is where of two steps one took `ratio` times as long as the other; at most 1.
+
+    Args:
+        ratio: of a step in which ranks wait more, to one in which they wait less.
+        seconds: of both, as :func:`studies.proof.probe.waiting_seconds` predicts them.
+    """
+    (more, saved_more), (less, saved_less) = seconds
+    return min(1.0, float(1 - (more - ratio * less) / (saved_more - ratio * saved_less)))

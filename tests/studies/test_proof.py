@@ -358,26 +358,39 @@ def test_replicas_that_share_a_machine_are_faster_while_others_wait() -> None:
     assert command.predicted(outcome, 2.0, 0.9)["predicted"] == pytest.approx(2 * shared.of_steps(outcome, 0.9))
 
 
-def test_neighbours_are_halted() -> None:
-    turns = multiprocessing.get_context("fork").RawValue("i", 0)
+@pytest.mark.parametrize("name", ["pp2", "dp2", "cp2", "dp2pp2cp2"])
+def test_what_waiting_saves_is_found(name: str) -> None:
+    """From steps that a machine of so many processors would take, as long as predicted or longer."""
+    (outcome,) = outcomes(name, "original").values()
+    scenario, lengths, count = outcome.scenario, [900, 100, 24], max(2, outcome.scenario.layout.pp)
+    (more, saved_more), (less, saved_less) = predicted = probing.waiting_seconds(scenario, lengths, count)
+    assert saved_more / more > 1.2 * saved_less / less  # ranks do wait more
+    if scenario.layout.pp == 1:
+        assert (more, saved_less) == (less, 0)
+        assert 0 < saved_more < less
+    for alone in (0.8, 0.95, 1.0):
+        took_more, took_less = (1.3 * (full - (1 - alone) * saved) for full, saved in predicted)
+        assert shared.found(took_more / took_less, predicted) == pytest.approx(alone)
+    assert shared.found(1.05 * more / less, predicted) == 1.0  # nobody is slower for that others wait
 
-    def work(index: int) -> None:
-        while True:
-            turns.value += 1
 
-    def turns_in_a_while() -> int:
-        time.sleep(0.05)  # what is told to halt does so soon
-        before = turns.value
-        time.sleep(0.2)
-        return int(turns.value - before)
+def test_steps_in_which_ranks_wait() -> None:
+    def tokens(step: list[list[Any]]) -> list[list[int]]:
+        return [[int(part.lengths.sum()) for part in parts] for parts in step]
 
-    with probing.busy(1, work) as halted:
-        until = time.monotonic() + 60
-        while not turns.value and time.monotonic() < until:
-            time.sleep(0.01)
-        with halted():
-            assert turns_in_a_while() == 0
-        assert turns_in_a_while() > 0
+    for name, size in {"dp2": 1, "dp2cp2": 1, "cp2": 1}.items():
+        layout = proof.Layout(name)
+        more, less, dynamic = processes.waiting(layout, [50, 7], 3, 2)
+        assert tokens(more) == [[57] * 2] + [[3] * 2] * (layout.world_size - 1)
+        assert tokens(less) == [[57] * 2] * layout.world_size
+        assert dynamic == (layout.sizes["cp"] > 1)
+        firsts = list(range(layout.world_size)) if dynamic else [None] * layout.world_size
+        for step in (more, less):
+            assert [[(part.cp_size, part.first_rank) for part in parts] for parts in step] == [
+                [(size, first)] * 2 for first in firsts
+            ]
+    more, less, dynamic = processes.waiting(proof.Layout("dp2pp2cp2"), [50, 7], 3, 2)
+    assert (tokens(more), tokens(less), dynamic) == ([[57] * 2] * 4, [[57] * 4] * 4, False)
 
 
 def test_neighbours_work_meanwhile() -> None:
@@ -622,11 +635,11 @@ def test_a_probe_finds_what_ops_gathering_and_steps_take(name: str) -> None:
 
     known = scenario(layout.sizes["cp"], 2, NO_OVERHEAD)
     found = probing.of_steps(
-        probing.Probed(Overhead(forward=stages, backward=stages), (1.0, 1.0), 0.0, alone=0.9),
+        Overhead(forward=stages, backward=stages),
         known,
         few,
         seconds,
-        lambda predicted: slower * even(truth) / even(predicted.overhead),
+        lambda predicted: (slower * even(truth) / even(predicted.overhead), 0.9),
     )
     assert np.array(found.forward) == pytest.approx(np.array(truth.forward))
     assert np.array(found.backward) == pytest.approx(np.array(truth.backward))
@@ -640,7 +653,8 @@ def test_short_steps_have_every_rank_and_both_sorts_of_groups() -> None:
         layout = proof.Layout(name)
         known, dynamic = command.known_steps(options, layout, 3)
         short = {made: steps for made, steps in known.items() if not made.startswith(command.PACE)}
-        assert len(known) == len(short) + len(pacing.KINDS)
+        short = {made: steps for made, steps in short.items() if made not in command.WAITING}
+        assert len(known) == len(short) + len(pacing.KINDS) + 2
         assert {made.split(command.IN_GROUPS)[0] for made in short} == groups
         for made, steps in short.items():
             assert len(steps) == len(known[f"{command.PACE}0"]) == 3
@@ -656,6 +670,7 @@ def test_short_steps_have_every_rank_and_both_sorts_of_groups() -> None:
                     }
         took = {made: [[2.0 * index, 1.0]] for index, made in enumerate(known)}
         found = command.known_seconds(took | {"original": [[9.0, 9.0]]})
+        assert found["waiting"] == np.median([took[command.WAITING[0]][0][0] / took[command.WAITING[1]][0][0], 1.0])
         assert found["even"] == [[[0.0, 1.0]], [[2.0, 1.0]], [[4.0, 1.0]]]
         assert {(size, count) for size, of in found["short"].items() for count in of} == {
             tuple(made.split(command.IN_GROUPS)) for made in short
