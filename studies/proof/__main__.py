@@ -63,8 +63,8 @@ class Options(Bench):
         methods: what is compared, by a part of its name; default: everything.
         lengths: .npy of document lengths in tokens; default: the Python files of this machine.
         window: tokens of these documents that stand for a context.
-        repeats: how often every step is trained, methods in turn.
-        sliced_repeats: how often every part of a sliced layout is run.
+        repeats: how often every step is trained, methods in turn; of few an odd number, whose median no outlier moves.
+        sliced_repeats: how often every part of a sliced layout is run; the same holds.
         clock: of slices and profile on the CPU: processor time of the thread, or the wall's. On a GPU it is the wall's.
         device: cpu or cuda; default: cuda where there is one for every rank.
         profile: a profile of this machine for this model, from an earlier run; default: it is measured.
@@ -80,8 +80,8 @@ class Options(Bench):
     methods: tuple[str, ...] = ()
     lengths: Path | None = None
     window: PositiveInt = CONTEXT_OF_7B
-    repeats: PositiveInt = 2
-    sliced_repeats: PositiveInt = 1
+    repeats: PositiveInt = 3
+    sliced_repeats: PositiveInt = 3
     clock: Literal["thread", "wall"] = "thread"
     device: Literal["cpu", "cuda"] | None = None
     profile: Path | None = None

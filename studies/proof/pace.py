@@ -56,14 +56,17 @@ def documents(context: int) -> list[list[int]]:
     return [uneven(context, many) for many in KINDS]
 
 
-def parts_of(lengths: list[int], cp_size: int, first_rank: int | None = None) -> list[Part]:
+def parts_of(
+    lengths: list[int], cp_size: int, first_rank: int | None = None, *, strategy: str = "per_document"
+) -> list[Part]:
     """Of a micro-batch of these documents, the part of every context-parallel rank.
 
     Args:
         lengths: of the documents.
         cp_size: ranks of the group.
         first_rank: of the group, where a plan chooses groups.
+        strategy: of sharding.
     """
-    shard = wlb.shard(lengths, cp_size=cp_size, strategy="per_document")
+    shard = wlb.shard(lengths, cp_size=cp_size, strategy=strategy)
     rows = np.arange(len(lengths)), np.zeros(len(lengths), np.int64), np.array(lengths)
     return [Part(*rows, shard, rank, cp_size, first_rank) for rank in range(cp_size)]

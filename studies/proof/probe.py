@@ -31,7 +31,7 @@ from wlb.cluster.overhead import Overhead, of_group
 from wlb.simulation.planner import of_size
 
 Floats = NDArray[np.float64]
-REPEATS = 7
+REPEATS = 11
 SHORT = 16
 """A context has so many times the tokens that a rank has in the steps that show what an op and a step take beside."""
 
@@ -55,16 +55,25 @@ class Probed:
     error: float  # of the probe's own micro-batches, predicted with these: median, without sign
 
 
-def shapes(bench: Bench, sizes: list[int]) -> list[tuple[int, list[int]]]:
+def shapes(bench: Bench, sizes: list[int]) -> list[tuple[int, list[int], str]]:
     """Groups of ranks, and the documents of a micro-batch of theirs: from few tokens to two contexts, few or many.
+
+    Sharded document by document, in which case a rank gathers keys for all its tokens, and as one sequence, in which
+    case for few of them: else what gathering takes would not be told from what tokens take.
 
     By the tokens of a rank: a micro-batch comes after others of about its size, as in a step, not after one that leaves
     none of it in the caches.
     """
     tokens = [bench.context >> power for power in (6, 4, 2, 1, 0)] + [2 * bench.context]
-    cases = itertools.product(sizes, tokens, (1, 4, 16))
-    found = [(size, uneven(count, many)) for size, count, many in cases]
-    possible = [(size, lengths) for size, lengths in found if 2 * size <= lengths[-1] and lengths[0] <= bench.context]
+    cases = itertools.product(sizes, tokens, (1, 4, 16), ("per_document", "per_sequence"))
+    found = [(size, uneven(count, many), strategy) for size, count, many, strategy in cases]
+    possible = [
+        (size, lengths, strategy)
+        for size, lengths, strategy in found
+        if 2 * size <= lengths[-1] and lengths[0] <= bench.context
+        # One rank, or one document, is sharded in the same way by both.
+        if strategy == "per_document" or (size > 1 and len(lengths) > 1)
+    ]
     return sorted(possible, key=lambda case: sum(case[1]) / case[0])
 
 
@@ -101,8 +110,8 @@ def stages(
     )  # tokens of the rank, of which keys are gathered, seconds of a layer's attention
     predicted = np.zeros((len(made), count, 2))
     parts = []
-    for index, (size, lengths) in enumerate(made):
-        parts.append(parts_of(lengths, size)[0])
+    for index, (size, lengths, strategy) in enumerate(made):
+        parts.append(parts_of(lengths, size, strategy=strategy)[0])
         shard = parts[-1].shard
         tokens = int(shard.tokens_per_rank[0])
         attention = [scenario.rank_seconds(shard, passes=one)[0] for one in _PASSES]  # type: ignore[arg-type]
@@ -301,10 +310,11 @@ def pipeline_seconds(scenario: wlb.Scenario, costs: Floats, p2p: Floats, count: 
 
 
 def waiting_seconds(scenario: wlb.Scenario, lengths: list[int], count: int) -> Floats:
-    """Of :func:`studies.proof.processes.waiting`'s two steps, predicted: what all ranks take that never wait for less.
+    """The two steps of :func:`studies.proof.processes.waiting`, predicted.
 
     Returns:
-        float64[2, 2]: of each step its seconds, and how much fewer if what ranks do while others wait took no time.
+        float64[2, 2]: of each the seconds that it takes if ranks are no faster while others wait, and how many of them
+        are saved if what a rank does then takes no time at all.
     """
     layout = scenario.layout
     if layout.pp > 1:

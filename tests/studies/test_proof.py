@@ -283,7 +283,13 @@ def test_documents_that_no_method_trains_are_of_all_lengths() -> None:
         assert tokens - 2 * many <= sum(lengths) <= tokens + many
     longest, *_, shortest = proof.uneven(1 << 16, 16)
     assert 12 < longest / shortest < 16
-    for size, lengths in probing.shapes(BENCH, [1, 2]):
+    shapes = probing.shapes(BENCH, [1, 2])
+    assert {(size, strategy) for size, _, strategy in shapes} == {
+        (1, "per_document"),
+        (2, "per_document"),
+        (2, "per_sequence"),
+    }
+    for size, lengths, _ in shapes:
         assert 2 * size <= min(lengths) <= max(lengths) <= BENCH.context
 
 
@@ -364,7 +370,7 @@ def test_what_waiting_saves_is_found(name: str) -> None:
     (outcome,) = outcomes(name, "original").values()
     scenario, lengths, count = outcome.scenario, [900, 100, 24], max(2, outcome.scenario.layout.pp)
     (more, saved_more), (less, saved_less) = predicted = probing.waiting_seconds(scenario, lengths, count)
-    assert saved_more / more > 1.2 * saved_less / less  # ranks do wait more
+    assert saved_more / more > 1.1 * saved_less / less  # ranks do wait more
     if scenario.layout.pp == 1:
         assert (more, saved_less) == (less, 0)
         assert 0 < saved_more < less
