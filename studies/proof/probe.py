@@ -105,9 +105,7 @@ def stages(
     runner, text = Stages(bench, count, device, clock_of(device, thread=thread_clock)), Text()
     made = shapes(bench, sizes)
     seconds = np.zeros((REPEATS, len(made), count, 2))
-    terms = np.zeros(
-        (len(made), 2, 3)
-    )  # tokens of the rank, of which keys are gathered, seconds of a layer's attention
+    terms = np.zeros((len(made), 2, 3))  # tokens of the rank, those whose keys are gathered, a layer's attention
     predicted = np.zeros((len(made), count, 2))
     parts = []
     for index, (size, lengths, strategy) in enumerate(made):

@@ -283,14 +283,15 @@ def test_documents_that_no_method_trains_are_of_all_lengths() -> None:
         assert tokens - 2 * many <= sum(lengths) <= tokens + many
     longest, *_, shortest = proof.uneven(1 << 16, 16)
     assert 12 < longest / shortest < 16
-    shapes = probing.shapes(BENCH, [1, 2])
+    bench = proof.Bench()
+    shapes = probing.shapes(bench, [1, 2])
     assert {(size, strategy) for size, _, strategy in shapes} == {
         (1, "per_document"),
         (2, "per_document"),
         (2, "per_sequence"),
     }
     for size, lengths, _ in shapes:
-        assert 2 * size <= min(lengths) <= max(lengths) <= BENCH.context
+        assert 2 * size <= min(lengths) <= max(lengths) <= bench.context
 
 
 def test_a_probe_has_neighbours_that_end_with_it() -> None:
