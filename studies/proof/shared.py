@@ -31,7 +31,7 @@ def less(seconds: Any, waits: Any, alone: float, *, ranks: int) -> Any:
 
 
 def found(ratio: float, seconds: Any) -> float:
-    """What `alone` is where of two steps one took `ratio` times as long as the other; at most 1.
+    """What `alone` is where of two steps one took `ratio` times as long as the other; at most 1: waiting slows nobody.
 
     Args:
         ratio: of a step in which ranks wait more, to one in which they wait less.

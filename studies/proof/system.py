@@ -75,9 +75,9 @@ def compute_last() -> None:
 
 
 def compute_first() -> None:
-    """Lets this thread go on at once when what it waits for has come, though those that it started do not have that.
+    """Lets this thread go on at once when what it waits for has come; those that it started still wait for their turn.
 
-    After :func:`give_way`, once all groups of ranks are there, where this thread sends by itself.
+    After :func:`give_way`, once all groups of ranks are there, where this thread sends by itself, as a pipeline's does.
     """
     if hasattr(os, "SCHED_OTHER"):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
