@@ -6,6 +6,7 @@ A run that is cut off goes on with the layouts that it lacks when it is started 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -348,23 +349,15 @@ def known_steps(bench: Bench, layout: Layout, turns: int) -> tuple[dict[str, pro
     a group and the micro-batches of a rank, as :func:`studies.proof.probe.of_steps` takes them. Two show what those
     save that others wait for.
     """
-    count, pp = bench.micro_batches_of(layout), layout.sizes["pp"]
-    sorts = enumerate(pace.documents(bench.context))
-    steps = {f"{PACE}{sort}": [processes.step(layout, [lengths], count)] * turns for sort, lengths in sorts}
-    tokens, dynamic = probe.few_tokens(bench.context), set()
+    count, pp, cp = bench.micro_batches_of(layout), layout.sizes["pp"], layout.sizes["cp"]
+    documents, tokens = pace.documents(bench.context), probe.few_tokens(bench.context)
+    made = {f"{PACE}{sort}": processes.step(layout, [lengths], count, cp) for sort, lengths in enumerate(documents)}
     if layout.world_size > 1:
-        *pair, chosen = processes.waiting(layout, pace.documents(bench.context)[-1], tokens, count)
-        made = {name: [step] * turns for name, step in zip(WAITING, pair, strict=True)}
-        steps |= made
-        dynamic.update(made if chosen else ())
-    for group in probe.group_sizes(layout):
-        own = group == layout.sizes["cp"]  # trained as the layout's plans are
-        for count in (2 * pp, 4 * pp):
-            name = f"{group}{IN_GROUPS}{count}"
-            steps[name] = [processes.step(layout, [[tokens * group]], count, None if own else group)] * turns
-            if not own:
-                dynamic.add(name)
-    return steps, frozenset(dynamic)
+        made |= zip(WAITING, processes.waiting(layout, documents[-1], tokens, count), strict=True)
+    for group, many in itertools.product(probe.group_sizes(layout), (2 * pp, 4 * pp)):
+        made[f"{group}{IN_GROUPS}{many}"] = processes.step(layout, [[tokens * group]], many, group)
+    dynamic = frozenset(name for name, step in made.items() if step[0][0].first_rank is not None)
+    return {name: [step] * turns for name, step in made.items()}, dynamic
 
 
 def known_seconds(seconds: Mapping[str, list[list[float]]]) -> Row:

@@ -120,8 +120,8 @@ def stages(
             attention_backward=attention[1][None],
             keys_gathered=[keys],
         )
-        alone = (each.seconds - each.exposed)[0]
-        predicted[index] = np.stack([alone[:, 0], alone[:, 1:].sum(axis=1)], axis=1)
+        computing = each.computing[0]
+        predicted[index] = np.stack([computing[:, 0], computing[:, 1:].sum(axis=1)], axis=1)
         for one in range(2):
             terms[index, one] = tokens, float(of_group(keys, size)), float(attention[one].sum())
 

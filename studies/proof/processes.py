@@ -63,7 +63,7 @@ def work_of(bench: Bench, layout: Layout, outcomes: Mapping[str, Outcome], repea
     return Work(bench, layout, steps, dynamic, repeats, device)
 
 
-def step(layout: Layout, documents: Sequence[list[int]], count: int, size: int | None = None) -> list[list[Part]]:
+def step(layout: Layout, documents: Sequence[list[int]], count: int, size: int) -> list[list[Part]]:
     """A step in which every group of ranks has documents of its own, the same in each of so many micro-batches.
 
     Each micro-batch has a shard of its own, as those that are trained have: what attention keeps with a shard would
@@ -73,20 +73,18 @@ def step(layout: Layout, documents: Sequence[list[int]], count: int, size: int |
         layout: the ranks.
         documents: by group, lengths; of one group where they are those of all.
         count: micro-batches of a rank.
-        size: ranks of a group, where plans choose groups; else as the layout has them.
+        size: ranks of a group. If it is not the layout's, plans choose groups, and parts have the first rank of theirs.
     """
-    ranks, cp = layout.sizes["dp"] * layout.sizes["cp"], layout.sizes["cp"]
-    firsts = [None] * (ranks // cp) if size is None else range(0, ranks, size)
+    firsts = range(0, layout.sizes["dp"] * layout.sizes["cp"], size)
     of_groups = list(documents) * (len(firsts) // len(documents))
-    pairs = list(zip(of_groups, firsts, strict=True))
-    made = [[part for lengths, first in pairs for part in parts_of(lengths, size or cp, first)] for _ in range(count)]
+    own = size == layout.sizes["cp"]
+    pairs = [(lengths, None if own else first) for lengths, first in zip(of_groups, firsts, strict=True)]
+    made = [[part for lengths, first in pairs for part in parts_of(lengths, size, first)] for _ in range(count)]
     return [list(row) for row in zip(*made, strict=True)]
 
 
-def waiting(
-    layout: Layout, lengths: list[int], few: int, count: int
-) -> tuple[list[list[Part]], list[list[Part]], bool]:
-    """Two steps: one in which ranks wait for each other more than in the other; and whether their plans choose groups.
+def waiting(layout: Layout, lengths: list[int], few: int, count: int) -> tuple[list[list[Part]], list[list[Part]]]:
+    """Two steps: one in which ranks wait for each other more than in the other.
 
     In a pipeline one of few micro-batches, and one of many; else one in which a rank has these documents while the
     others have next to nothing, and one in which all have them.
@@ -97,12 +95,11 @@ def waiting(
         few: tokens that are next to nothing.
         count: micro-batches of a rank, at least as many as the pipeline has ranks.
     """
-    sizes = layout.sizes
-    if sizes["pp"] > 1:
-        return step(layout, [lengths], count), step(layout, [lengths], 2 * count), False
-    others, size = [[few]] * (layout.world_size - 1), None if sizes["cp"] == 1 else 1
-    more = step(layout, [lengths, *others], count, size)
-    return more, step(layout, [lengths], count, size), size is not None
+    if layout.sizes["pp"] > 1:
+        cp = layout.sizes["cp"]
+        return step(layout, [lengths], count, cp), step(layout, [lengths], 2 * count, cp)
+    others = [[few]] * (layout.world_size - 1)
+    return step(layout, [lengths, *others], count, 1), step(layout, [lengths], count, 1)
 
 
 def launch(work: Work, tick: Callable[[], None]) -> dict[str, Any]:
