@@ -748,6 +748,9 @@ fn rounds_of_one_for_each_stage_are_found_or_asked_for() {
     }
     let error = plan(1, 8, 18, 19).unwrap_err();
     assert!(error.starts_with("max_micro_batches: leaves no multiple of num_stages"), "{error}");
+    // Where so many do not hold the documents either, that is the reason: rounds of another size would not help.
+    let error = plan(1000, 8, 18, 19).unwrap_err();
+    assert!(error.starts_with("max_micro_batches: no way was found to fit the documents"), "{error}");
 }
 
 /// A single round of more micro-batches than stages has nearly all of them under way: not for a gain of less than 1 %.

@@ -115,6 +115,10 @@ pub(crate) fn planned<'a>(
             });
             match enough {
                 Some(enough) => assert!(enough < lengths.len(), "{enough} micro-batches are enough"),
+                // Of two reasons the one that more rounds do not mend.
+                None if is_overfull(lengths, options) => {
+                    assert!(requirement.starts_with("no way was found to fit the documents"), "{requirement}");
+                }
                 None => assert!(requirement.starts_with("leaves no multiple of num_stages"), "{requirement}"),
             }
             None
@@ -144,6 +148,14 @@ pub(crate) fn planned<'a>(
         }
         Err(error) => panic!("{error}"),
     }
+}
+
+/// Whether the documents are more than all ranks hold in `max_micro_batches`, however they are divided.
+fn is_overfull(lengths: &[i32], options: &DynamicCpOptions) -> bool {
+    let tokens: i64 = lengths.iter().map(|&length| i64::from(length)).sum();
+    let groups = (options.world_size * options.max_micro_batches.unwrap()) as i64;
+    tokens > groups * most_tokens(options)
+        || options.max_documents.is_some_and(|limit| lengths.len() as i64 > groups * limit as i64)
 }
 
 /// The largest size that a rank may have; 0 if there is none.
