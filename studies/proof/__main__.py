@@ -201,13 +201,13 @@ class Proof:
         return pace.of(np.array(known["even"]), even), alone
 
     def _predicted_even(self, layout: Layout, scenario: wlb.Scenario, kind: str, alone: float) -> list[float]:
-        """Seconds of a step of even micro-batches of each sort; in slices, of one micro-batch on all stages."""
+        """Seconds of a step of even micro-batches of each sort; in slices, of one on its first rank, all stages."""
         sorts = pace.documents(self._bench.context)
         if kind == "slices":
-            return [float(probe.pass_seconds(scenario, lengths, computing=True)[0].sum()) for lengths in sorts]
+            return [float(probe.first_rank_seconds(scenario, lengths).sum()) for lengths in sorts]
         count = self._bench.micro_batches_of(layout)
         each = (probe.pass_seconds(scenario, lengths) for lengths in sorts)
-        return [probe.pipeline_seconds(scenario, *passes, count, alone) for passes in each]
+        return [probe.pipeline_seconds(scenario, passes, count, alone) for passes in each]
 
     def _neighbours(self, layout: Layout, kind: str) -> int:
         """Processes beside a rank: on a CPU ranks share a machine; slices run one after the other."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -27,7 +27,8 @@ from studies.proof import Bench, Layout, echo, shared, system, unaligned, uneven
 from studies.proof.batches import Text
 from studies.proof.pace import parts_of
 from studies.proof.slices import Stages, clock_of
-from wlb.cluster.overhead import Overhead, of_group
+from wlb.cluster.overhead import Overhead, copied
+from wlb.cluster.step_time import StageSeconds
 from wlb.simulation.planner import of_size
 
 Floats = NDArray[np.float64]
@@ -47,6 +48,15 @@ _PASSES = ("forward", "backward")
 
 
 @dataclass(frozen=True)
+class Passes:
+    """Of a micro-batch on the slowest of the ranks that share its documents."""
+
+    seconds: Floats  # [stages, 3]
+    p2p: float  # between its stages
+    waits: float  # seconds, over all stages, that the mean one of these ranks waits for it
+
+
+@dataclass(frozen=True)
 class Probed:
     """What a probe of stages says."""
 
@@ -58,8 +68,8 @@ class Probed:
 def shapes(bench: Bench, sizes: list[int]) -> list[tuple[int, list[int], str]]:
     """Groups of ranks, and the documents of a micro-batch of theirs: from few tokens to two contexts, few or many.
 
-    Sharded document by document, in which case a rank gathers keys for all its tokens, and as one sequence, in which
-    case for few of them: else what gathering takes would not be told from what tokens take.
+    Sharded document by document, in which case half of a first rank's tokens see gathered keys, and as one sequence, in
+    which case few do: else what copying keys takes would not be told from what tokens take.
 
     By the tokens of a rank: a micro-batch comes after others of about its size, as in a step, not after one that leaves
     none of it in the caches.
@@ -86,11 +96,14 @@ def stages(
     thread_clock: bool,
     neighbours: int = 0,
 ) -> Probed:
-    """Runs every shape's first rank by itself, in turn and again, and fits what is beside the prediction.
+    """Runs every shape's first two ranks by themselves, in turn and again, and fits what is beside the prediction.
 
-    Of each stage and pass the seconds beyond the profile's layers are a constant, so much for each token of the rank,
-    so much for each token that its group gathers keys of, and a share of attention's seconds, for the least sum
-    of relative errors.
+    Of each stage and pass the seconds beyond the profile's layers are a constant and so much for each token of the
+    rank; of each layer a share of attention's seconds, and so much for each token that attends in two calls and for
+    each key that is picked from gathered ones (:attr:`wlb.cluster.Overhead.copies`); for the least sum of relative
+    errors.
+
+    Sharded document by document all tokens of a first rank attend in two calls, and no others do.
 
     Args:
         bench: the model.
@@ -103,27 +116,24 @@ def stages(
     """
     count = scenario.layout.num_stages
     runner, text = Stages(bench, count, device, clock_of(device, thread=thread_clock)), Text()
-    made = shapes(bench, sizes)
-    seconds = np.zeros((REPEATS, len(made), count, 2))
-    terms = np.zeros((len(made), 2, 3))  # tokens of the rank, those whose keys are gathered, a layer's attention
-    predicted = np.zeros((len(made), count, 2))
-    parts = []
-    for index, (size, lengths, strategy) in enumerate(made):
-        parts.append(parts_of(lengths, size, strategy=strategy)[0])
-        shard = parts[-1].shard
-        tokens = int(shard.tokens_per_rank[0])
-        attention = [scenario.rank_seconds(shard, passes=one)[0] for one in _PASSES]  # type: ignore[arg-type]
-        keys = min(tokens, scenario.keys_gathered(shard))  # the fullest rank may have a token more
+    parts = [
+        part
+        for size, lengths, strategy in shapes(bench, sizes)
+        for part in parts_of(lengths, size, strategy=strategy)[:2]
+    ]
+    seconds = np.zeros((REPEATS, len(parts), count, 2))
+    terms = np.zeros((len(parts), 2, 4))  # see fit
+    predicted = np.zeros((len(parts), count, 2))
+    for index, part in enumerate(parts):
+        attention = [scenario.rank_seconds(part.shard, passes=one)[part.rank] for one in _PASSES]  # type: ignore[arg-type]
+        tokens = int(part.shard.tokens_per_rank[part.rank])
         each = scenario.stage_seconds(
-            [tokens],
-            attention_forward=attention[0][None],
-            attention_backward=attention[1][None],
-            keys_gathered=[keys],
+            [tokens], attention_forward=attention[0][None], attention_backward=attention[1][None]
         )
         computing = each.computing[0]
         predicted[index] = np.stack([computing[:, 0], computing[:, 1:].sum(axis=1)], axis=1)
         for one in range(2):
-            terms[index, one] = tokens, float(of_group(keys, size)), float(attention[one].sum())
+            terms[index, one] = tokens, attention[one].sum(), *copied(part.shard)[part.rank]
 
     def once(seconds: Floats) -> None:
         runner.run(text.batch(parts[0], device), parts[0].cp_size)  # finds no gradients yet, and cold caches
@@ -164,30 +174,35 @@ def fit(measured: Floats, predicted: Floats, terms: Floats, layers: NDArray[np.i
     """See :func:`stages`.
 
     Args:
-        measured: float64[shapes, stages, 2] seconds of forward and backward.
-        predicted: float64[shapes, stages, 2] of layers and output projection by the profile.
-        terms: float64[shapes, 2, 3] by pass: tokens of the rank, tokens whose keys are gathered, seconds of attention
-            in one layer.
+        measured: float64[parts, stages, 2] seconds of forward and backward.
+        predicted: float64[parts, stages, 2] of layers and output projection by the profile.
+        terms: float64[parts, 2, 4] by pass: tokens of the rank; of a layer seconds of attention, tokens that attend in
+            two calls, and keys that are picked.
         layers: int64[stages].
     """
-    lines: list[list[tuple[float, float, float]]] = [[], []]
-    shares, errors = [], []
+    width = measured.shape[1]
+    lines: list[list[tuple[float, float]]] = []
+    shares, copies, errors = [], [], []
     for one in range(2):
-        # A constant, tokens and keys of every stage; the share of attention is that of all stages.
-        width = measured.shape[1]
-        columns = np.zeros((*measured.shape[:2], 3 * width + 1))
+        # A constant and tokens of every stage; what is of each layer is that of all stages.
+        columns = np.zeros((*measured.shape[:2], 2 * width + 3))
         for stage in range(width):
-            columns[:, stage, 3 * stage] = 1.0
-            columns[:, stage, 3 * stage + 1 : 3 * stage + 3] = terms[:, one, :2]
-            columns[:, stage, -1] = layers[stage] * terms[:, one, 2]
+            columns[:, stage, 2 * stage] = 1.0
+            columns[:, stage, 2 * stage + 1] = terms[:, one, 0]
+            columns[:, stage, 2 * width :] = layers[stage] * terms[:, one, 1:]
         weights = 1 / measured[..., one]
         rows = (columns * weights[..., None]).reshape(-1, columns.shape[-1])
         beyond = ((measured - predicted)[..., one] * weights).ravel()
-        found = least_absolute(rows, beyond)
-        lines[one] = [tuple(found[3 * stage : 3 * stage + 3].tolist()) for stage in range(width)]
-        shares.append(1 + float(found[-1]))
+        # Without groups nothing is copied.
+        found = np.zeros(rows.shape[1])
+        some = rows.any(axis=0)
+        found[some] = least_absolute(rows[:, some], beyond)
         errors.append(np.abs(rows @ found - beyond))
-    overhead = Overhead(forward=tuple(lines[0]), backward=tuple(lines[1]))
+        *of_stages, share, split, picked = found.tolist()
+        lines.append(list(zip(of_stages[::2], of_stages[1::2], strict=True)))
+        shares.append(1 + share)
+        copies.append((split, picked))
+    overhead = Overhead(forward=tuple(lines[0]), backward=tuple(lines[1]), copies=(copies[0], copies[1]))
     return Probed(overhead, (shares[0], shares[1]), float(np.median(errors)))
 
 
@@ -274,15 +289,14 @@ def _of_groups(
     """What these steps say: of an op from groups of one rank, of gathering from larger ones, of a step from its own."""
     (few, many), layout = sorted(took), of_size(scenario.layout, size)
     case = dataclasses.replace(scenario, layout=layout, overhead=known)
-    costs, p2p = pass_seconds(case, [length])
+    passes = pass_seconds(case, [length])
 
     def predicted(count: int, more: float = 0.0) -> float:
-        each = costs.copy()
-        each[..., :2] += more
-        return pipeline_seconds(case, each, p2p, count, alone)
+        each = dataclasses.replace(passes, seconds=passes.seconds + np.array([more, more, 0.0]))
+        return pipeline_seconds(case, each, count, alone)
 
     more = ((took[many] - took[few]) - (predicted(many) - predicted(few))) / (2 * (many - few))
-    (computing,), _ = pass_seconds(case, [length], computing=True)
+    computing = first_rank_seconds(case, [length])
     more = max(more, -float(min(computing[:, 0].min(), computing[:, 1:].sum(axis=1).min())))
     if size == 1:
         lines: list[Any] = [tuple((once + more, *rest) for once, *rest in of) for of in (known.forward, known.backward)]
@@ -294,16 +308,19 @@ def _of_groups(
     return known
 
 
-def pipeline_seconds(scenario: wlb.Scenario, costs: Floats, p2p: Floats, count: int, alone: float = 1.0) -> float:
-    """Predicted seconds of a step of `count` micro-batches that are all alike, by :func:`pass_seconds` of one.
+def pipeline_seconds(scenario: wlb.Scenario, passes: Passes, count: int, alone: float = 1.0) -> float:
+    """Predicted seconds of a step of `count` micro-batches that are all alike.
 
     With what ranks save that share a machine, of which others wait (:mod:`studies.proof.shared`).
     """
-    timeline = wlb.simulate_pipeline(
-        np.repeat(costs, count, axis=0), num_stages=scenario.layout.pp, p2p_seconds=np.repeat(p2p, count)
-    )
     layout = scenario.layout
-    waits = float(timeline.seconds) - count * float(costs.sum()) / layout.pp
+    timeline = wlb.simulate_pipeline(
+        np.repeat(passes.seconds[None], count, axis=0),
+        num_stages=layout.pp,
+        p2p_seconds=np.repeat(passes.p2p, count),
+    )
+    works = float(passes.seconds.sum()) - passes.waits
+    waits = float(timeline.seconds) - count * works / layout.pp
     return shared.less(float(timeline.seconds), waits, alone, ranks=layout.world_size) + scenario.step_end
 
 
@@ -318,27 +335,46 @@ def waiting_seconds(scenario: wlb.Scenario, lengths: list[int], count: int) -> F
     if layout.pp > 1:
         passes = pass_seconds(scenario, lengths)
         steps = [
-            [pipeline_seconds(scenario, *passes, many, alone) for alone in (1.0, 0.0)] for many in (count, 2 * count)
+            [pipeline_seconds(scenario, passes, many, alone) for alone in (1.0, 0.0)] for many in (count, 2 * count)
         ]
         return np.array([[full, full - saved] for full, saved in steps])
     alone = dataclasses.replace(scenario, layout=of_size(layout, 1))
-    full, few = (count * float(pass_seconds(alone, of)[0].sum()) for of in (lengths, [few_tokens(scenario.context)]))
+    full, few = (
+        count * float(pass_seconds(alone, of).seconds.sum()) for of in (lengths, [few_tokens(scenario.context)])
+    )
     return np.array([[full + alone.step_end, full - few], [full + alone.step_end, 0.0]])
 
 
-def pass_seconds(scenario: wlb.Scenario, lengths: Sequence[int], *, computing: bool = False) -> tuple[Floats, Floats]:
-    """float64[1, stages, 3] of a micro-batch, float64[1] between its stages.
+def pass_seconds(scenario: wlb.Scenario, lengths: list[int]) -> Passes:
+    """Of a micro-batch of these documents, which a group of context-parallel ranks shares."""
+    shard, attention = _attention(scenario, lengths)
+    tokens, keys = int(shard.tokens_per_rank.max()), scenario.keys_gathered(shard)
 
-    Args:
-        scenario: the layout, and what is predicted of it.
-        lengths: of the documents that a group of context-parallel ranks shares.
-        computing: what the slowest rank computes, without what it sends or waits for.
-    """
+    def of(forward: Floats, backward: Floats) -> StageSeconds:
+        return scenario.stage_seconds(
+            [tokens], attention_forward=forward[None], attention_backward=backward[None], keys_gathered=[keys]
+        )
+
+    slowest, mean = of(*attention.max(axis=1)), of(*attention.mean(axis=1))
+    return Passes(
+        seconds=(slowest.seconds + scenario.exposed_dp(slowest.seconds))[0],
+        p2p=float(slowest.p2p[0]),
+        waits=float((slowest.seconds - mean.seconds).sum()),
+    )
+
+
+def first_rank_seconds(scenario: wlb.Scenario, lengths: list[int]) -> Floats:
+    """float64[stages, 3]: what the first rank of the group computes of it, without what it sends or waits for."""
+    shard, attention = _attention(scenario, lengths)
+    forward, backward = attention[:, 0]
+    each = scenario.stage_seconds(
+        [int(shard.tokens_per_rank[0])], attention_forward=forward[None], attention_backward=backward[None]
+    )
+    return np.asarray(each.computing[0])
+
+
+def _attention(scenario: wlb.Scenario, lengths: list[int]) -> tuple[wlb.Shard, Floats]:
+    """A shard of them, and float64[2, ranks, kinds] of forward and backward in a layer, with what ranks copy."""
     shard = wlb.shard(lengths, cp_size=scenario.layout.cp, strategy="per_document")
-    forward, backward = (scenario.rank_seconds(shard, passes=one).max(axis=0)[None] for one in ("forward", "backward"))
-    tokens = [int(shard.tokens_per_rank.max())]
-    keys = [scenario.keys_gathered(shard)]
-    each = scenario.stage_seconds(tokens, attention_forward=forward, attention_backward=backward, keys_gathered=keys)
-    if computing:
-        return each.computing, each.p2p
-    return each.seconds + scenario.exposed_dp(each.seconds), each.p2p
+    seconds = np.stack([scenario.rank_seconds(shard, passes=one) for one in _PASSES])  # type: ignore[arg-type]
+    return shard, seconds + scenario.overhead.copying(copied(shard))[..., None]

@@ -1,5 +1,7 @@
 """A plan priced by measured seconds: the same step as predicted where they are the predicted ones, rank by rank."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -96,16 +98,36 @@ def test_whole_documents_as_they_arrive(layout: wlb.ParallelLayout) -> None:
     assert run.streamed == len(expected) // width
 
 
+def copies_beside(shard: wlb.Shard, case: Scenario, copies: Any) -> float:
+    """How much longer a micro-batch takes that copies, in all layers and on its slowest rank; segment by segment."""
+    more = 0.0
+    for passes, (of_token, of_key) in zip(("forward", "backward"), copies, strict=True):
+        attention = case.rank_seconds(shard, passes=passes)[:, 0]
+        copying = np.zeros(shard.cp_size)
+        for rank in range(shard.cp_size):
+            held = shard.rank(rank)
+            queries, keys = np.diff(held.cu_seqlens_q), np.diff(held.cu_seqlens_k)
+            apart = keys > queries  # what lies before a segment is on another rank
+            copying[rank] = of_key * keys[apart].sum()
+            if apart.any() and not apart.all():
+                copying[rank] += of_token * queries.sum()
+        more += (attention + copying).max() - attention.max()
+    return case.model.num_layers * float(more)
+
+
 def test_what_a_trainer_takes_beside_by_hand() -> None:
     """On two ranks of a group and without a pipeline, every pass and every step last so much longer."""
-    layout = wlb.ParallelLayout(cp=2)
-    overhead = Overhead(forward=((0.5, 0.25, 0.125),), backward=((2.0, 1.0, 0.5),), gather=3.0, step=7.0)
+    layout, copies = wlb.ParallelLayout(cp=2), ((0.25, 0.125), (0.5, 0.0625))
+    overhead = Overhead(forward=((0.5, 0.25),), backward=((2.0, 1.0),), copies=copies, gather=3.0, step=7.0)
     cases = [scenario(layout, num_micro_batches=3, overhead=of) for of in (Overhead(), overhead)]
     lengths = documents(120)
     before, after = (simulate(lengths, case, variants=("plain",)).baseline for case in cases)
-    tokens = np.bincount(after.run.step, weights=after.run.length)  # on two ranks, which both copy the keys of all
+    tokens = np.bincount(after.run.step, weights=after.run.length)
     slots = np.unique(np.stack([after.run.step, after.run.micro_batch]), axis=1)[0]  # the last step has an empty one
-    more = 3 * 2.5 + 2 * 3.0 * np.bincount(slots) + 1.25 * tokens / 2 + 0.625 * tokens + 7.0
+    more = 3 * 2.5 + 2 * 3.0 * np.bincount(slots) + 1.25 * tokens / 2 + 7.0
+    shards = {part.pieces.start: (part.step, part.shard) for part in after.parts() if part.shard.num_tokens}
+    for step, made in shards.values():
+        more[step] += copies_beside(made, cases[0], copies)
     np.testing.assert_allclose(after.seconds - before.seconds, more, rtol=1e-3)
     planned = simulate(lengths, cases[1], variants=("dynamic_cp",)).baseline
     np.testing.assert_allclose(sum(planned.attribution.values()), planned.seconds, rtol=1e-12)
@@ -117,14 +139,17 @@ def test_what_a_trainer_takes_beside_by_hand() -> None:
         assert again.run is planned.run
         assert again.at_overhead(Overhead()).seconds.tolist() == planned.seconds.tolist()
     np.testing.assert_array_equal(before.at_overhead(overhead).seconds, after.seconds)
-    alone = overhead.passes([100], gathered=[0])
+    alone = overhead.passes([100], gathers=[False])
     assert alone.tolist() == [[[25.5, 102.0, 0.0]]]  # whose keys nobody gathers
-    assert overhead.passes([100], gathered=[1]).tolist() == [[[28.625, 105.5, 0.0]]]
+    assert overhead.passes([100], gathers=[True]).tolist() == [[[28.5, 105.0, 0.0]]]
+    assert overhead.copying([[8, 0], [0, 16]]).tolist() == [[2.0, 2.0], [4.0, 1.0]]
     with pytest.raises(wlb.WlbError, match="is of 1 stages: the layout has pp x virtual_stages = 2"):
         scenario(wlb.ParallelLayout(pp=2), overhead=overhead)
     with pytest.raises(wlb.WlbError, match="forward 1"):
-        Overhead(forward=((0.0, 0.0, 0.0),))
+        Overhead(forward=((0.0, 0.0),))
     with pytest.raises(wlb.WlbError, match="must be finite"):
         Overhead(step=float("nan"))
+    with pytest.raises(wlb.WlbError, match=r"copies.*must be finite"):
+        Overhead(copies=((0.0, float("inf")), (0.0, 0.0)))
     with pytest.raises(wlb.WlbError, match="a part of passes, and forward has none"):
         Overhead(gather=1.0)

@@ -347,10 +347,10 @@ def on_a_shared_machine(costs: np.ndarray, count: int, alone: float) -> float:
 @pytest.mark.parametrize("backward", [1.0, 2.5])
 def test_ranks_that_share_a_machine_are_faster_while_others_wait(count: int, backward: float) -> None:
     costs = np.array([[1.0, backward], [1.1, 1.1 * backward]])
-    passes = np.concatenate([costs, np.zeros((2, 1))], axis=1)[None]
+    passes = probing.Passes(np.concatenate([costs, np.zeros((2, 1))], axis=1), p2p=0.0, waits=0.0)
     scenario = next(iter(outcomes("pp2", "original").values())).scenario
     for alone in (1.0, 0.9):
-        found = probing.pipeline_seconds(scenario, passes, np.zeros(1), count, alone) - scenario.step_end
+        found = probing.pipeline_seconds(scenario, passes, count, alone) - scenario.step_end
         assert found == pytest.approx(on_a_shared_machine(costs, count, alone))
 
 
@@ -422,11 +422,17 @@ def test_neighbours_work_meanwhile() -> None:
 
 def test_even_steps_are_predicted_as_the_simulation_does() -> None:
     (outcome,) = outcomes("dp2pp2cp2", "original").values()
-    scenario = dataclasses.replace(outcome.scenario, num_micro_batches=8)
+    # Of two ranks that share a document the first copies more, and the other waits for it.
+    stages = ((1e-3, 1e-6),) * 2
+    overhead = Overhead(forward=stages, backward=stages, copies=((1e-6, 2e-7), (2e-6, 4e-7)), gather=1e-4)
     lengths = [BENCH.context] * 8
-    (seconds,) = BENCH.simulate(np.array(lengths * 5), scenario, ["original"])["original"].seconds[:1]
-    each = probing.pass_seconds(scenario, lengths[:1])
-    assert probing.pipeline_seconds(scenario, *each, 4) == pytest.approx(seconds)
+    for beside in (Overhead(), overhead):
+        scenario = dataclasses.replace(outcome.scenario, num_micro_batches=8, overhead=beside)
+        found = BENCH.simulate(np.array(lengths * 5), scenario, ["original"])["original"]
+        each = probing.pass_seconds(scenario, lengths[:1])
+        for alone in (1.0, 0.9):
+            expected = shared.of_steps(found, alone)[0]
+            assert probing.pipeline_seconds(scenario, each, 4, alone) == pytest.approx(expected)
 
 
 PAGES = """
@@ -563,24 +569,29 @@ def test_a_probe_finds_what_is_beside() -> None:
     """Of seconds that are exactly as it takes them to be."""
     rng = np.random.default_rng(0)
     layers = np.array([1, 2])
-    terms = rng.uniform(1, 100, (20, 2, 3)) * [1, 3, 1e-3]
+    terms = rng.uniform(1, 100, (20, 2, 4)) * [1, 1e-3, 2, 3]
     predicted = rng.uniform(0.1, 1, (20, 2, 2))
-    truth = rng.uniform(-1e-3, 1e-2, (2, 2, 3))  # [stages, passes, terms]
+    truth = rng.uniform(-1e-3, 1e-2, (2, 2, 2))  # [stages, passes, terms of a stage]
+    copies = ((1e-3, 2e-3), (3e-3, 4e-3))
     measured = predicted.copy()
     for stage in range(2):
         for one, share in enumerate((1.1, 0.9)):
-            once, each, key = truth[stage, one]
-            measured[:, stage, one] += once + each * terms[:, one, 0] + key * terms[:, one, 1]
-            measured[:, stage, one] += (share - 1) * layers[stage] * terms[:, one, 2]
+            once, each = truth[stage, one]
+            beside = (share - 1) * terms[:, one, 1] + terms[:, one, 2:] @ copies[one]
+            measured[:, stage, one] += once + each * terms[:, one, 0] + layers[stage] * beside
     found = probing.fit(measured, predicted, terms, layers)
     assert found.attention == pytest.approx((1.1, 0.9))
     assert np.array(found.overhead.forward) == pytest.approx(truth[:, 0])
     assert np.array(found.overhead.backward) == pytest.approx(truth[:, 1])
+    assert np.array(found.overhead.copies) == pytest.approx(np.array(copies))
     assert found.error == pytest.approx(0, abs=1e-9)
     measured[3, 0, 0] *= 1.2  # one that happened to take longer says nothing of the others
     found = probing.fit(measured, predicted, terms, layers)
     assert found.attention == pytest.approx((1.1, 0.9), abs=1e-3)
     assert np.array(found.overhead.forward) == pytest.approx(truth[:, 0], rel=0.01, abs=1e-4)
+    # Where all groups are of one rank nothing is copied.
+    terms[:, :, 2:] = 0.0
+    assert probing.fit(predicted * 1.5, predicted, terms, layers).overhead.copies == ((0.0, 0.0), (0.0, 0.0))
 
 
 def test_where_everything_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -625,18 +636,19 @@ def test_a_probe_finds_what_ops_gathering_and_steps_take(name: str) -> None:
             overhead=overhead,
         )
 
-    stages = ((0.5, 1e-3, 2e-3),) * layout.sizes["pp"]
+    stages = ((0.5, 1e-3),) * layout.sizes["pp"]
     with_ops = tuple((once + 0.125, *rest) for once, *rest in stages)
     groups = probing.group_sizes(layout)
     gather = 0.25 if len(groups) > 1 else 0.0
-    truth = Overhead(forward=with_ops, backward=with_ops, gather=gather, step=3.0)
+    copies = ((1e-3, 2e-3), (3e-3, 4e-3))
+    truth = Overhead(forward=with_ops, backward=with_ops, copies=copies, gather=gather, step=3.0)
     seconds: dict[int, dict[int, float]] = {}
     slower = 1.1  # than in the profile's minutes: these steps, and those that tell
     for group, factor in itertools.product(groups, (2, 4)):
         count = factor * layout.sizes["pp"]
         case = scenario(group, count, truth)
         lengths = np.full(case.micro_batches, few * group)
-        outcome = wlb.simulate(lengths, case, variants=("plain",)).baseline
+        outcome = wlb.simulate(lengths, case, variants=("per_document",)).baseline
         took = float(shared.of_steps(outcome, 0.9)[0])  # of which the waiting is that of ranks which share a machine
         seconds.setdefault(group, {})[count] = slower * took
 
@@ -645,7 +657,7 @@ def test_a_probe_finds_what_ops_gathering_and_steps_take(name: str) -> None:
 
     known = scenario(layout.sizes["cp"], 2, NO_OVERHEAD)
     found = probing.of_steps(
-        Overhead(forward=stages, backward=stages),
+        Overhead(forward=stages, backward=stages, copies=copies),
         known,
         few,
         seconds,
@@ -653,6 +665,7 @@ def test_a_probe_finds_what_ops_gathering_and_steps_take(name: str) -> None:
     )
     assert np.array(found.forward) == pytest.approx(np.array(truth.forward))
     assert np.array(found.backward) == pytest.approx(np.array(truth.backward))
+    assert found.copies == copies
     assert found.gather == pytest.approx(truth.gather)
     assert found.step == pytest.approx(3.0)
 

@@ -286,6 +286,9 @@ def test_ranks_gather_the_keys_that_their_shard_says(strategy: str, causal: bool
         route = routes.gather_route(shard, rank, window=None, biased=False, device=torch.device("cpu"))
         assert route.rows == shard.keys_gathered.max()
         assert (shard.tokens_per_rank[rank] if route.sent is None else route.sent.numel()) == keys
+        split = sum(call.cu_seqlens_q[-1].item() for call in (*route.local, *route.remote))
+        assert shard.tokens_split[rank] == (split if route.local and route.remote else 0)
+        assert shard.keys_picked[rank] == sum(call.cu_seqlens_k[-1].item() for call in route.remote)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -10,12 +10,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb._core import Shard
 from wlb._errors import error
-
-
-def of_group(keys: ArrayLike, cp_size: int) -> NDArray[np.float64]:
-    """Keys that a group of `cp_size` ranks gathers, each of which sends so many; none where it is one rank."""
-    return np.asarray(keys, dtype=np.float64) * (cp_size if cp_size > 1 else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +19,12 @@ class Overhead:
     """Seconds beside what is predicted from layers and links.
 
     Args:
-        forward: of each stage in the order of the model, seconds of a micro-batch's forward whatever its tokens, those
-            for each token of a rank, and those for each key that a group of several ranks gathers, which all of them
-            copy.
-            They may be below 0 where a profile takes layers for slower than they are.
+        forward: of each stage in the order of the model, seconds of a micro-batch's forward whatever its tokens, and
+            those for each token of a rank. They may be below 0 where a profile takes layers for slower than they are.
         backward: the same of the backward.
+        copies: of forward and backward, seconds in a layer for each token of a rank that attends to its own keys while
+            others' are gathered (:attr:`wlb.Shard.tokens_split`): queries are picked for two calls, and their results
+            put together; and those for each key that it picks from the gathered ones (:attr:`wlb.Shard.keys_picked`).
         gather: seconds of each pass of a micro-batch whose group gathers keys, however many: what starting and awaiting
             collectives takes beside the link's latency.
         step: of every step: the optimizer, clipping, counting tokens, waiting for all ranks to begin.
@@ -37,8 +34,9 @@ class Overhead:
             that takes less than nothing.
     """
 
-    forward: tuple[tuple[float, float, float], ...] = ()
-    backward: tuple[tuple[float, float, float], ...] = ()
+    forward: tuple[tuple[float, float], ...] = ()
+    backward: tuple[tuple[float, float], ...] = ()
+    copies: tuple[tuple[float, float], tuple[float, float]] = ((0.0, 0.0), (0.0, 0.0))
     gather: float = 0.0
     step: float = 0.0
 
@@ -65,17 +63,30 @@ class Overhead:
             message = f"is of {len(self.forward)} stages: the layout has pp x virtual_stages = {num_stages}"
             raise error("overhead", message, value=self)
 
-    def passes(self, tokens: ArrayLike, *, gathered: ArrayLike) -> NDArray[np.float64]:
-        """float64[m, stages, 3]: of micro-batches with so many tokens on a rank, whose group gathers so many keys.
+    def passes(self, tokens: ArrayLike, *, gathers: ArrayLike) -> NDArray[np.float64]:
+        """float64[m, stages, 3]: of micro-batches with so many tokens on a rank, by whether their group gathers keys.
 
-        All of the backward is in the inputs' gradient.
+        All of the backward is in the inputs' gradient. What attention copies is a rank's own: see :meth:`copying`.
         """
-        count, gathered = np.asarray(tokens, dtype=np.float64), np.asarray(gathered, dtype=np.float64)
+        count, gathers = np.asarray(tokens, dtype=np.float64), np.asarray(gathers, dtype=bool)
         seconds = np.zeros((count.size, len(self.forward), 3))
         for column, lines in enumerate((self.forward, self.backward)):
-            for stage, (once, each, key) in enumerate(lines):
-                seconds[:, stage, column] = once + each * count + key * gathered + self.gather * (gathered > 0)
+            for stage, (once, each) in enumerate(lines):
+                seconds[:, stage, column] = once + each * count + self.gather * gathers
         return seconds
+
+    def copying(self, copied: ArrayLike) -> NDArray[np.float64]:
+        """float64[2, ...]: seconds of forward and backward, in a layer, in which ranks copy so much.
+
+        Args:
+            copied: int64[..., 2] of each rank, as :func:`copied` gives them.
+        """
+        return np.stack([np.asarray(copied) @ np.asarray(one) for one in self.copies])
+
+
+def copied(shard: Shard) -> NDArray[np.int64]:
+    """int64[cp, 2]: of each rank the tokens that attend in two calls, and the keys that it picks from gathered ones."""
+    return np.stack([shard.tokens_split, shard.keys_picked], axis=1)
 
 
 NO_OVERHEAD = Overhead()

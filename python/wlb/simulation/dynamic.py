@@ -23,7 +23,7 @@ from wlb._core import (
 )
 from wlb._results import DynamicCpPlan, PipelineSteps, PipelineTimeline
 from wlb.cluster.memory import RankMemory, memory_per_rank
-from wlb.cluster.overhead import Overhead
+from wlb.cluster.overhead import NO_OVERHEAD, Overhead, copied
 from wlb.cluster.parallel import ParallelLayout
 from wlb.simulation.balance import Balance, Floats
 from wlb.simulation.lockstep import Groups, in_lockstep
@@ -167,15 +167,24 @@ def collect_dynamic(name: str, steps: Iterable[DynamicStep], stream: GlobalBatch
 
 @dataclass(frozen=True)
 class Attention:
-    """What attention takes in a layer, in every group of a run: seconds, forward and backward, and keys."""
+    """What attention takes in a layer, on every rank of every group of a run."""
 
-    slowest: Floats  # [groups, 2, kinds] on the slowest rank
-    mean: Floats  # [groups, 2, kinds] on the mean rank
+    seconds: Floats  # [2, ranks of all groups, kinds] forward and backward
+    copied: Integers  # [ranks of all groups, 2] see wlb.cluster.overhead.copied
+    sizes: Integers  # [groups] ranks
     keys: Integers  # [groups] that every rank sends to the others
 
     def at_rate(self, rate: float) -> Attention:
         """Were it `rate` times as fast."""
-        return dataclasses.replace(self, slowest=self.slowest / rate, mean=self.mean / rate)
+        return dataclasses.replace(self, seconds=self.seconds / rate)
+
+    def of_groups(self, overhead: Overhead = NO_OVERHEAD) -> tuple[Floats, Floats]:
+        """float64[groups, 2, kinds] on the slowest rank and on the mean one, with what they copy beside."""
+        firsts = np.cumsum(self.sizes) - self.sizes
+        seconds = self.seconds + overhead.copying(self.copied)[..., None]
+        slowest = np.maximum.reduceat(seconds, firsts, axis=1)
+        mean = np.add.reduceat(seconds, firsts, axis=1) / self.sizes[:, None]
+        return slowest.swapaxes(0, 1), mean.swapaxes(0, 1)
 
 
 @dataclass(frozen=True)
@@ -193,6 +202,7 @@ def attention_of_groups(run: DynamicCpRun, scenario: Scenario) -> Attention:
     sizes = run.cp_size
     firsts = np.cumsum(sizes) - sizes
     of_ranks = np.zeros((2, int(sizes.sum()), scenario.layer_shares.size))
+    rows = np.zeros((int(sizes.sum()), 2), dtype=np.int64)
     keys = np.zeros(sizes.size, dtype=np.int64)
     for index, (first, size, lengths) in enumerate(
         zip(firsts.tolist(), sizes.tolist(), run.group_lengths(), strict=True)
@@ -202,11 +212,8 @@ def attention_of_groups(run: DynamicCpRun, scenario: Scenario) -> Attention:
             keys[index] = scenario.keys_gathered(cut)
             of_ranks[0, first : first + size] = scenario.rank_seconds(cut, passes="forward")
             of_ranks[1, first : first + size] = scenario.rank_seconds(cut, passes="backward")
-    return Attention(
-        slowest=np.maximum.reduceat(of_ranks, firsts, axis=1).swapaxes(0, 1),
-        mean=(np.add.reduceat(of_ranks, firsts, axis=1) / sizes[:, None]).swapaxes(0, 1),
-        keys=keys,
-    )
+            rows[first : first + size] = copied(cut)
+    return Attention(of_ranks, rows, sizes, keys)
 
 
 def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured: Floats | None = None) -> Priced:
@@ -224,6 +231,7 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
     everyone = run.together(scenario.layout, sync=scenario.waiting)
     tokens = run.group_tokens.astype(np.float64)
     visiting, fullest = together.mean(tokens), together.most(tokens)
+    slowest, mean = attention.of_groups(scenario.overhead)
     for size in np.unique(sizes):
         rows = np.flatnonzero(sizes == size)
         layout = of_size(scenario.layout, int(size))
@@ -239,16 +247,16 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
                 keys_gathered=attention.keys[rows],
             )
 
-        made = stages(attention.slowest)
+        made = stages(slowest)
         seconds[rows], p2p[rows] = made.seconds, made.p2p
         for name, part in exposed_parts(made).items():
             exposed.setdefault(name, np.zeros(shape))[rows] = part
-        waits[rows] = np.maximum(made.seconds - stages(attention.mean).seconds, 0.0)
+        waits[rows] = np.maximum(made.seconds - stages(mean).seconds, 0.0)
     if measured is not None:
         firsts = np.cumsum(sizes) - sizes
-        slowest = np.maximum.reduceat(measured, firsts, axis=0)
-        waits = slowest - np.add.reduceat(measured, firsts, axis=0) / sizes[:, None, None]
-        seconds = slowest + sum(exposed.values())
+        longest = np.maximum.reduceat(measured, firsts, axis=0)
+        waits = longest - np.add.reduceat(measured, firsts, axis=0) / sizes[:, None, None]
+        seconds = longest + sum(exposed.values())
     noise = noise_factors(scenario, shape)
     parts = {name: part * noise for name, part in {"cp_wait": waits, **exposed}.items()}
     alone = seconds * noise
@@ -272,8 +280,8 @@ class DynamicOutcome(Outcome):
     @property
     def cp_imbalance(self) -> float:
         """Attention of a group's slowest rank over its mean rank, weighted by ranks and time."""
-        attention, sizes, shares = self.priced.attention, self.run.cp_size, self.scenario.layer_shares
-        slowest, mean = (sizes @ (seconds @ shares) for seconds in (attention.slowest, attention.mean))
+        sizes, shares = self.run.cp_size, self.scenario.layer_shares
+        slowest, mean = (sizes @ (seconds @ shares) for seconds in self.priced.attention.of_groups())
         return float(slowest.sum() / mean.sum())
 
     @property

@@ -22,7 +22,7 @@ from wlb.cluster.data_parallel import check_sync, data_parallel_seconds, exposed
 from wlb.cluster.hardware import GENERATIONS, Hardware
 from wlb.cluster.memory import RESERVED_BYTES, RankMemory, in_flight, kv_width, memory_per_rank
 from wlb.cluster.models import Mask, ModelConfig
-from wlb.cluster.overhead import NO_OVERHEAD, Overhead, of_group
+from wlb.cluster.overhead import NO_OVERHEAD, Overhead
 from wlb.cluster.parallel import V_SHAPED, ParallelLayout, default_schedule
 from wlb.cluster.step_time import StageSeconds, check_imbalance, stage_seconds
 from wlb.profile import read as read_profile
@@ -351,8 +351,8 @@ class Scenario:
         )
         if not self.overhead.forward:
             return made
-        gathered = of_group(tokens if keys_gathered is None else keys_gathered, (layout or self.layout).cp)
-        more = self.overhead.passes(tokens, gathered=gathered)
+        gathers = np.asarray(tokens if keys_gathered is None else keys_gathered) * ((layout or self.layout).cp > 1) > 0
+        more = self.overhead.passes(tokens, gathers=gathers)
         return dataclasses.replace(made, seconds=np.maximum(made.seconds + more, 0.0))
 
     def attention_seconds(self, lengths: ArrayLike) -> float:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from wlb._core import Shard, order_micro_batches, shard, simulate_pipeline, simulate_steps
 from wlb._results import PipelineTimeline
-from wlb.cluster.overhead import Overhead
+from wlb.cluster.overhead import Overhead, copied
 from wlb.cluster.step_time import StageSeconds
 from wlb.simulation.balance import Balance, Floats
 from wlb.simulation.lockstep import Replicas, in_lockstep
@@ -31,6 +31,7 @@ class Sharded:
     shares: Floats  # [kinds] of the layers
     tokens: NDArray[np.int64]  # [micro-batches] of the fullest rank
     keys: NDArray[np.int64]  # [micro-batches] that every rank sends to the others
+    copied: NDArray[np.int64]  # [micro-batches, cp, 2] see wlb.cluster.overhead.copied
     strategies: dict[str, int]  # how many micro-batches each was chosen for
     choice: tuple[Strategy, ...]  # among which
 
@@ -71,6 +72,7 @@ def shard_run(run: PackedRun, scenario: Scenario, strategies: tuple[Strategy, ..
     cp, shares = scenario.layout.cp, scenario.layer_shares
     forward, backward = np.zeros((2, run.tokens.size, cp, shares.size))
     tokens, keys = np.zeros((2, run.tokens.size), dtype=np.int64)
+    rows = np.zeros((run.tokens.size, cp, 2), dtype=np.int64)
     counts: Counter[str] = Counter()
     for index, lengths in enumerate(run.micro_batch_lengths()):
         if not lengths.size:
@@ -80,7 +82,8 @@ def shard_run(run: PackedRun, scenario: Scenario, strategies: tuple[Strategy, ..
         forward[index] = scenario.rank_seconds(best, passes="forward")
         backward[index] = scenario.rank_seconds(best, passes="backward")
         tokens[index], keys[index] = best.tokens_per_rank.max(), scenario.keys_gathered(best)
-    return Sharded(forward, backward, shares, tokens, keys, dict(sorted(counts.items())), strategies)
+        rows[index] = copied(best)
+    return Sharded(forward, backward, shares, tokens, keys, rows, dict(sorted(counts.items())), strategies)
 
 
 def ordered(run: PackedRun, scenario: Scenario) -> PackedRun:
@@ -210,8 +213,10 @@ def score(
             keys_gathered=sharded.keys,
         )
 
-    slowest = stages(sharded.forward.max(axis=1), sharded.backward.max(axis=1))
-    mean = stages(sharded.forward.mean(axis=1), sharded.backward.mean(axis=1))
+    copying = scenario.overhead.copying(sharded.copied)[..., None]
+    forward, backward = sharded.forward + copying[0], sharded.backward + copying[1]
+    slowest = stages(forward.max(axis=1), backward.max(axis=1))
+    mean = stages(forward.mean(axis=1), backward.mean(axis=1))
     seconds, mean_seconds = slowest.seconds, mean.seconds
     exposed_inside = slowest.exposed
     if measured is not None:

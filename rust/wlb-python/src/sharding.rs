@@ -143,6 +143,12 @@ properties! {
     /// int64[cp_size]: keys of each rank that an all-gather has to bring, because a segment on another rank sees them;
     /// its values are as many. Ranks send as many as the one with most of them. Without a window; O(segments).
     keys_gathered: Array<Vec<i64>> = |shard| Array(shard.plan.keys_gathered());
+    /// int64[cp_size]: all tokens of a rank on which some segments find all of their keys and others see gathered ones,
+    /// which are then two calls of attention; else 0. Without a window; O(segments).
+    tokens_split: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.tokens_split(rank)).collect());
+    /// int64[cp_size]: keys that each rank picks from the gathered ones, for every segment that sees some all that it
+    /// sees. Without a window; O(segments).
+    keys_picked: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.keys_picked(rank)).collect());
     /// int32[num_tokens]: with ``rank_major`` the ranks' tokens concatenated, ``rank_major[restore_indices]`` is the
     /// packed sequence. O(tokens).
     restore_indices: Array<Vec<i32>> = |shard| Array(shard.plan.restore_indices());

@@ -24,6 +24,15 @@ impl Segment {
     }
 }
 
+/// A segment, how many keys it sees of its document, whether all of them lie on its rank, and whether it is the first
+/// of the document there.
+struct Sight<'a> {
+    segment: &'a Segment,
+    sees: i32,
+    here: bool,
+    first: bool,
+}
+
 /// A micro-batch cut for the ranks of a context-parallel group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shard {
@@ -95,22 +104,9 @@ impl Shard {
     pub fn keys_gathered(&self) -> Vec<i64> {
         let mut needed = vec![0; self.lengths.len()];
         for segments in &self.ranks {
-            for of_document in segments.chunk_by(|one, next| one.document == next.document) {
-                let document = of_document[0].document as usize;
-                let length = self.lengths[document];
-                let all: i32 = of_document.iter().map(|segment| segment.length).sum();
-                // How many of its tokens lie on this rank up to the end of a segment.
-                let mut here = 0;
-                for segment in of_document {
-                    here += segment.length;
-                    let (held, sees) = match self.mask {
-                        Mask::Causal => (here, segment.end()),
-                        Mask::Full => (all, length),
-                    };
-                    if held < sees {
-                        needed[document] = needed[document].max(sees);
-                    }
-                }
+            for Sight { segment, sees, .. } in self.sights(segments).filter(|sight| !sight.here) {
+                let needed = &mut needed[segment.document as usize];
+                *needed = sees.max(*needed);
             }
         }
         let of_segment = |segment: &Segment| {
@@ -118,6 +114,47 @@ impl Shard {
             i64::from((end - segment.start).max(0))
         };
         self.ranks.iter().map(|segments| segments.iter().map(of_segment).sum()).collect()
+    }
+
+    /// Tokens of a rank that attends to its own keys while others' are gathered: all, if some of its segments find
+    /// their keys there and some do not; else none, since one call does it. Exact.
+    ///
+    /// # Complexity
+    /// O(segments of the rank).
+    pub fn tokens_split(&self, rank: usize) -> i64 {
+        let sights = || self.sights(&self.ranks[rank]);
+        let split = sights().any(|sight| sight.here) && sights().any(|sight| !sight.here);
+        if split { self.tokens(rank) } else { 0 }
+    }
+
+    /// Keys that a rank picks from those gathered: all that a segment sees which does not find them on its rank; one
+    /// that several segments see as often, but once where all of a document's segments see all of its keys. Exact.
+    ///
+    /// # Complexity
+    /// O(segments of the rank).
+    pub fn keys_picked(&self, rank: usize) -> i64 {
+        let once = |sight: &Sight<'_>| self.mask == Mask::Causal || sight.first;
+        self.sights(&self.ranks[rank])
+            .filter(|sight| !sight.here && once(sight))
+            .map(|sight| i64::from(sight.sees))
+            .sum()
+    }
+
+    /// What the segments of one rank see.
+    fn sights<'a>(&'a self, segments: &'a [Segment]) -> impl Iterator<Item = Sight<'a>> {
+        segments.chunk_by(|one, next| one.document == next.document).flat_map(move |of_document| {
+            let length = self.lengths[of_document[0].document as usize];
+            let all: i32 = of_document.iter().map(|segment| segment.length).sum();
+            // How many tokens of the document lie on this rank up to the end of a segment.
+            of_document.iter().enumerate().scan(0, move |held, (index, segment)| {
+                *held += segment.length;
+                let (held, sees) = match self.mask {
+                    Mask::Causal => (*held, segment.end()),
+                    Mask::Full => (all, length),
+                };
+                Some(Sight { segment, sees, here: held == sees, first: index == 0 })
+            })
+        })
     }
 
     /// First token of a segment in the packed sequence.

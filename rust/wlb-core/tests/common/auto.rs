@@ -50,6 +50,32 @@ pub(crate) fn keys_gathered(owners: &Owners, cp: usize, mask: Mask) -> Vec<i64> 
     gathered
 }
 
+/// Of each rank the tokens, if some of its runs of a document lack a key and some lack none, and the keys that those see
+/// which lack one: token by token.
+pub(crate) fn tokens_split_and_keys_picked(owners: &Owners, cp: usize, mask: Mask) -> Vec<(i64, i64)> {
+    let of_rank = |rank: usize| {
+        let (mut tokens, mut picked, mut complete, mut lacking) = (0, 0, false, false);
+        for owners in owners {
+            tokens += owners.iter().filter(|&&owner| owner == rank).count() as i64;
+            let ends = (0..owners.len()).filter(|&at| owners[at] == rank && owners.get(at + 1) != Some(&rank));
+            for (run, end) in ends.enumerate() {
+                let seen = if mask == Mask::Full { &owners[..] } else { &owners[..=end] };
+                if seen.iter().all(|&owner| owner == rank) {
+                    complete = true;
+                    continue;
+                }
+                lacking = true;
+                // Runs that see the same keys are one to attention.
+                if mask == Mask::Causal || run == 0 {
+                    picked += seen.len() as i64;
+                }
+            }
+        }
+        (if complete && lacking { tokens } else { 0 }, picked)
+    };
+    (0..cp).map(of_rank).collect()
+}
+
 /// The first share, from `max_imbalance` on down, that makes ranks even enough; else the evenest way that was tried.
 pub(crate) fn auto(lengths: &[i32], cp: usize, mask: Mask, max_imbalance: f64) -> Owners {
     let total: u64 = lengths.iter().map(|&length| mask.pairs(length)).sum();

@@ -591,6 +591,10 @@ pub(crate) fn shard_every_way(lengths: &[i32], cp_size: usize, mask: Mask, thres
             assert_eq!(moved, auto::keys_moved(&owners, cp_size, mask), "{strategy:?} {remainder:?}");
             let gathered = auto::keys_gathered(&owners, cp_size, mask);
             assert_eq!(shard.keys_gathered(), gathered, "{strategy:?} {remainder:?}");
+            let copied: Vec<(i64, i64)> =
+                (0..cp_size).map(|rank| (shard.tokens_split(rank), shard.keys_picked(rank))).collect();
+            let expected = auto::tokens_split_and_keys_picked(&owners, cp_size, mask);
+            assert_eq!(copied, expected, "{strategy:?} {remainder:?}");
             ranks_are_legal(&shard);
         } else {
             keys_are_counted_or_refused(&shard);
