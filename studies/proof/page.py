@@ -14,7 +14,7 @@ from common import STYLE, WLB
 from numpy.typing import NDArray
 
 import wlb
-from studies.proof import METHODS, Bench, Layout, pace
+from studies.proof import METHODS, Bench, Layout, pace, shared
 from studies.proof.figures import Gain, Run, gain, levels
 
 mpl.use("Agg")
@@ -229,6 +229,9 @@ def _pace(layout: Row) -> str:
     alone = layout["beside"].get("alone", 1.0)
     if alone < 1:
         said += f"While the others wait a rank takes {alone:.3f} of the time that it takes beside busy ones. "
+    if alone < shared.LEAST:
+        said += "**That is less than caches and memory can explain: too few steps told it, and what is predicted here"
+        said += " means little. More of `--repeats` or `--batches` help.** "
     again = [_repeated(row["repetitions"]) for row in rows if len(row.get("repetitions", ())) > 1]
     return said + (
         f"A single repetition of a step is off from the median of all by {np.median(np.concatenate(again)):.1%}. "

@@ -12,6 +12,9 @@ from typing import Any
 
 from wlb.simulation import Outcome
 
+LEAST = 0.8
+"""What `alone` was never below where hundreds of steps told it: of a few it may be anything."""
+
 WAITS = ("cp_wait", "dp_wait", "bubble")
 """What the mean rank of a step waits for others, by :data:`wlb.simulation.ATTRIBUTION`."""
 

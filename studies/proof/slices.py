@@ -45,16 +45,16 @@ class Stages:
     """The stages of a pipeline in one process."""
 
     def __init__(self, bench: Bench, count: int, device: torch.device, clock: Callable[[], float]) -> None:
-        self._stages = [LlamaStage(bench.config, stage=index, num_stages=count) for index in range(count)]
+        self.stages = [LlamaStage(bench.config, stage=index, num_stages=count) for index in range(count)]
         dtype = torch.float32 if bench.bytes_per_number == 4 else torch.bfloat16
-        for stage in self._stages:
+        for stage in self.stages:
             stage.initialize(bench.seed)
             stage.to(device, dtype)
         self._clock = clock
 
     def run(self, batch: PackedBatch, cp_size: int) -> Floats:
         """float64 [stages, 2]: seconds of forward and backward of one part on every stage; the loss is the last's."""
-        seconds = np.zeros((len(self._stages), 2))
+        seconds = np.zeros((len(self.stages), 2))
         inputs, outputs = [], []
         x = batch.tokens
         options = {
@@ -62,19 +62,19 @@ class Stages:
             "shard": batch.shard,
             "group": echo.group(batch.cp_rank, cp_size),
         }
-        for index, stage in enumerate(self._stages):
+        for index, stage in enumerate(self.stages):
             x = x.detach()
             if index:
                 x.requires_grad_()
             inputs.append(x)
             began = self._clock()
             x = stage(x, **options)
-            if index == len(self._stages) - 1:
+            if index == len(self.stages) - 1:
                 x = token_normalized_loss(x, batch.labels, num_valid_tokens=max(1, batch.num_valid_tokens))
             seconds[index, 0] = self._clock() - began
             outputs.append(x)
         gradient = None
-        for index in reversed(range(len(self._stages))):
+        for index in reversed(range(len(self.stages))):
             began = self._clock()
             torch.autograd.backward(outputs[index], gradient)
             seconds[index, 1] = self._clock() - began
@@ -83,7 +83,7 @@ class Stages:
 
     def forget(self) -> None:
         """The gradients, as after a step."""
-        for stage in self._stages:
+        for stage in self.stages:
             stage.zero_grad()
 
 

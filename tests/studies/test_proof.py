@@ -197,6 +197,9 @@ def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
     assert "took 1.25 times" in " ".join(text.split())
     assert "While the others wait a rank takes 0.925 of" in " ".join(text.split())
     assert "around a step 0.67 to 1.33 times" in " ".join(text.split())
+    assert "too few steps told it" not in " ".join(text.split())
+    noise = record | {"layouts": [layout | {"beside": {"alone": 0.437}}]}
+    assert "too few steps told it" in " ".join(page.text(noise, picture="proof.png").split())
     assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))
     assert "No link was probed" not in text
     sliced = layout | {"kind": "slices", "methods": {name: made | SLICED for name, made in methods.items()}}
@@ -292,6 +295,26 @@ def test_documents_that_no_method_trains_are_of_all_lengths() -> None:
     }
     for size, lengths, _ in shapes:
         assert 2 * size <= min(lengths) <= max(lengths) <= bench.context
+
+
+def test_ranks_that_run_alone_attend_to_nothing_that_memory_happened_to_hold() -> None:
+    """Of two ranks one sends fewer keys, and what fills up its rows stands for keys of the other."""
+    # Of the only document that is cut 110 tokens lie on the first rank, 130 on the second.
+    parts = pacing.parts_of([240, *[20] * 10], 2, strategy="per_sequence")
+    keys = parts[0].shard.keys_gathered
+    assert keys.min() < keys.max()
+    stages = slices.Stages(BENCH, 2, CPU, time.perf_counter)
+    fills = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory holds NaN
+    try:
+        with echo.ranks(2):
+            assert torch.empty(4).isnan().all()
+            for part in parts:
+                stages.run(batches.Text().batch(part, CPU), 2)
+    finally:
+        torch.use_deterministic_algorithms(fills[0], warn_only=fills[1])
+    gradients = [parameter.grad for stage in stages.stages for parameter in stage.parameters()]
+    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 def test_a_probe_has_neighbours_that_end_with_it() -> None:

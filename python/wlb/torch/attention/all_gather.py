@@ -108,10 +108,11 @@ class AllGather:
         route = self.route
         if route.rows == 0:
             return None
-        send = k.new_empty((route.rows, 2, *k.shape[1:]))  # rows of padding are never read
+        send = k.new_empty((route.rows, 2, *k.shape[1:]))
         for i, x in enumerate((k, v)):
             chosen = x if route.sent is None else x.index_select(0, route.sent)
             send[: chosen.shape[0], i] = chosen
+        send[chosen.shape[0] :] = 0  # padding: nobody reads it, but what memory held is nobody's business
         everything = send.new_empty((route.cp_size * route.rows, *send.shape[1:]))
         work = dist.all_gather_into_tensor(everything, send, group=self.group, async_op=True)
 
