@@ -50,8 +50,8 @@ pub(crate) fn keys_gathered(owners: &Owners, cp: usize, mask: Mask) -> Vec<i64> 
     gathered
 }
 
-/// Of each rank the tokens, if some of its runs of a document lack a key and some lack none, and the keys that those see
-/// which lack one: token by token.
+/// Of each rank the tokens, if some of its runs of a document lack a key and some lack none, and the keys that those
+/// which lack one see: token by token.
 pub(crate) fn tokens_split_and_keys_picked(owners: &Owners, cp: usize, mask: Mask) -> Vec<(i64, i64)> {
     let of_rank = |rank: usize| {
         let (mut tokens, mut picked, mut complete, mut lacking) = (0, 0, false, false);

@@ -64,15 +64,16 @@ pub(crate) fn naive_seconds(kernel: &KernelDescription, queries: i32, keys: i32,
     sum
 }
 
-/// The grid points around a length and their weights, linear in the logarithm.
+/// The grid points around a length and their weights, linear in one over the length.
 fn neighbours(length: i64, grid: &[i64]) -> Vec<(usize, f64)> {
-    let (last, log) = (grid.len() - 1, |length: i64| (length as f64).ln());
+    let last = grid.len() - 1;
     if length <= grid[0] {
         return vec![(0, 1.0)];
     }
     match (1..grid.len()).find(|&above| length < grid[above]) {
         Some(above) => {
-            let weight = (log(length) - log(grid[above - 1])) / (log(grid[above]) - log(grid[above - 1]));
+            let (low, high) = (grid[above - 1], grid[above]);
+            let weight = (high * (length - low)) as f64 / (length * (high - low)) as f64;
             vec![(above - 1, 1.0 - weight), (above, weight)]
         }
         None => vec![(last, 1.0)],

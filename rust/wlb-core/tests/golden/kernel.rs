@@ -53,7 +53,7 @@ struct Choice {
 }
 
 impl Seconds {
-    /// To 12 digits: logarithms are not the same to the last bit on every machine.
+    /// To 12 digits: the engine adds and divides in another order.
     fn of(seconds: impl Fn(Passes) -> f64) -> Self {
         let [forward, backward, forward_backward] =
             [Passes::Forward, Passes::Backward, Passes::ForwardBackward].map(|passes| rounded(seconds(passes)));

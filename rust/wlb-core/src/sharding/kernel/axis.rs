@@ -1,7 +1,5 @@
 //! The grid of a kernel's tables: where a length lies between two that were measured.
 
-use super::log2::log2;
-
 /// Where a length lies on an axis: between two grid points, and how far from the lower one.
 #[derive(Clone, Copy)]
 pub(super) struct Point {
@@ -10,12 +8,15 @@ pub(super) struct Point {
     pub(super) fraction: f64,
 }
 
-/// The grid lengths of queries or keys, as logarithms.
+/// The grid lengths of queries or keys.
+///
+/// Between two of them the reciprocal of a length counts: what a segment or a query takes whatever its keys is spread
+/// over its pairs, so that seconds per pair are a constant and a part that falls with the length.
 #[derive(Clone, Debug)]
 pub(super) struct Axis {
     lengths: Vec<i32>,
-    /// And one over the step to the next.
-    pub(super) logs: Vec<(f64, f64)>,
+    /// One over each length, and over the step to the next of these.
+    reciprocals: Vec<(f64, f64)>,
     /// For every power of two, the last grid point that is not above it (or the first of all): where a search begins.
     starts: [usize; 32],
 }
@@ -27,10 +28,16 @@ impl Axis {
             *start = lengths.partition_point(|&length| length <= 1 << bit).saturating_sub(1);
         }
         let lengths: Vec<i32> = lengths.iter().map(|&length| length as i32).collect();
-        let log = |index: usize| log2(lengths[index]);
-        let next = |index: usize| log((index + 1).min(lengths.len() - 1));
-        let logs = (0..lengths.len()).map(|index| (log(index), 1.0 / (next(index) - log(index)))).collect();
-        Self { lengths, logs, starts }
+        let one_over = |index: usize| 1.0 / f64::from(lengths[index]);
+        let next = |index: usize| one_over((index + 1).min(lengths.len() - 1));
+        let reciprocals =
+            (0..lengths.len()).map(|index| (one_over(index), 1.0 / (next(index) - one_over(index)))).collect();
+        Self { lengths, reciprocals, starts }
+    }
+
+    /// Lengths of the grid.
+    pub(super) fn len(&self) -> usize {
+        self.lengths.len()
     }
 
     #[inline]
@@ -42,7 +49,7 @@ impl Axis {
         if below + 1 == self.lengths.len() || length <= self.lengths[below] {
             return Point { below, above: below, fraction: 0.0 };
         }
-        let (low, per_step) = self.logs[below];
-        Point { below, above: below + 1, fraction: (log2(length) - low) * per_step }
+        let (low, per_step) = self.reciprocals[below];
+        Point { below, above: below + 1, fraction: (1.0 / f64::from(length) - low) * per_step }
     }
 }

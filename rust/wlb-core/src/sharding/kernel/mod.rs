@@ -9,7 +9,6 @@ mod axis;
 mod check;
 mod clock;
 mod description;
-mod log2;
 mod model;
 
 pub use analytic::Generation;

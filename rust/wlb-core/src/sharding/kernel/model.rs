@@ -16,7 +16,7 @@ use super::description::{KernelDescription, PassTable};
 /// pair is `4 * num_heads * head_dim` FLOPs. The latency is these pairs times the seconds per pair at `(l, k)`:
 ///
 /// - at a grid point, what was measured there over the same pairs, so that the model is exact there;
-/// - between grid points, bilinear in `(log2 l, log2 k)`;
+/// - between grid points, bilinear in `(1 / l, 1 / k)`;
 /// - beyond the grid, as at its nearest edge, so that latency is in proportion to the pairs.
 ///
 /// A grid point with more queries than keys has the value to its right.
@@ -225,7 +225,7 @@ impl KernelModel {
     #[inline]
     pub(super) fn seconds(&self, query: &Query, keys: i32, table: &[f64]) -> f64 {
         let key = self.keys.locate(keys);
-        let width = self.keys.logs.len();
+        let width = self.keys.len();
         // A grid of one row or column has its only one on both sides.
         let along_keys = |row: usize| {
             let (left, right) = (table[row * width + key.below], table[row * width + key.above]);
