@@ -270,7 +270,7 @@ class Proof:
         parts = sum(1 for outcome in outcomes.values() for _ in outcome.parts()) * self._options.sliced_repeats
         task = self._bars.add_task(f"{layout}, slices", total=parts)
         with system.on_a_processor(self._device):
-            measured, took = slices.measure(
+            measured = slices.measure(
                 self._bench,
                 outcomes,
                 [pace.parts_of(lengths, layout.sizes["cp"])[0] for lengths in pace.documents(self._bench.context)],
@@ -280,23 +280,21 @@ class Proof:
                 tick=lambda: self._bars.advance(task),
             )
         self._bars.remove_task(task)
-        local = pace.local(took)
+        local = pace.local(measured.others)
         found = {}
         for name, outcome in outcomes.items():
-            run, evenly = (of(outcome, measured[name]) for of in (slices.as_measured, slices.even))
-            steps = [part.step for part in outcome.parts()]
-            steadied = slices.as_measured(outcome, measured[name] / local[:, steps, None, None])
+            seconds = measured.seconds[name]
+            run, evenly = (of(outcome, seconds) for of in (slices.as_measured, slices.even))
+            steadied = slices.as_measured(outcome, seconds / local[:, measured.turns[name], None, None])
             found[name] = {
                 "seconds": run.seconds.tolist(),
                 "steadied": steadied.seconds.tolist(),
                 "work": run.work.tolist(),
                 "even": evenly.seconds.tolist(),
                 "attribution": {part: float(of.sum() / run.total_seconds) for part, of in run.attribution.items()},
-                "levels": page.levels_of(
-                    slices.busy(outcome, measured[name]), layout, dynamic=outcome.pipelines == "rank"
-                ),
+                "levels": page.levels_of(slices.busy(outcome, seconds), layout, dynamic=outcome.pipelines == "rank"),
             }
-        return found, {"even": took.tolist(), "short": {}, "waiting": None}
+        return found, {"even": measured.others.tolist(), "short": {}, "waiting": None}
 
     def _link(self, layout: Layout, kind: str) -> Row:
         """Between the ranks of a layout; of a sliced one, between as many as are trained elsewhere, or 2.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -87,6 +88,15 @@ class Stages:
             stage.zero_grad()
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Parts of all methods, and others that were run among them in turns."""
+
+    seconds: dict[str, Floats]  # [repeats, parts, stages, 2] of every method: forward and backward
+    others: Floats  # [others, repeats, turns] of both passes and all stages together
+    turns: dict[str, NDArray[np.int64]]  # [parts] of every method
+
+
 def measure(
     bench: Bench,
     outcomes: Mapping[str, Outcome],
@@ -96,15 +106,13 @@ def measure(
     device: torch.device,
     thread_clock: bool,
     tick: Callable[[], None],
-) -> tuple[dict[str, Floats], Floats]:
-    """float64 [repeats, parts, stages, 2] of every method: seconds of forward and backward; and those of `extra`.
-
-    The latter are float64 [extra, repeats, steps], of both passes and all stages together.
+) -> Measured:
+    """What all parts of all methods take.
 
     Args:
         bench: the model.
         outcomes: plans, by method, of one layout.
-        extra: parts of no method that are run in turn with the methods, all of them once for each step.
+        extra: parts of no method that are run among them, one of them before each method's step.
         repeats: how often everything is run, one time after another.
         device: where.
         thread_clock: whether the processor time of this thread counts, not the wall's.
@@ -120,24 +128,30 @@ def measure(
     for name, found in parts.items():
         for index, part in enumerate(found):
             by_step.setdefault((part.step, name), []).append(index)
-    others = np.zeros((len(extra), repeats, 1 + max(step for step, _ in by_step)))
+    steps = sorted(by_step, key=lambda key: key[0])
+    # A method's step takes a second or two, one of all methods half a minute: the machine may be another then.
+    every = max(1, len(extra))
+    count = -(-len(steps) // every)
+    others = np.zeros((len(extra), repeats, count))
+    turns = {name: np.zeros(len(found), dtype=np.int64) for name, found in parts.items()}
     with echo.ranks(layout.size("dp_cp")):
         first = outcomes[next(iter(outcomes))]
         for part in parts[next(iter(outcomes))][:WARM_UPS]:
             stages.run(text.batch(Part.of(first, part), device), part.cp_size)
-        steps = sorted(by_step, key=lambda key: key[0])
         for repeat in range(repeats):
-            for turn, (step, name) in enumerate(steps):
-                if step != steps[turn - 1][0]:
-                    for sort, part in enumerate(extra):
-                        others[sort, repeat, step] = stages.run(text.batch(part, device), part.cp_size).sum()
-                for index in by_step[step, name]:
-                    part = parts[name][index]
-                    batch = text.batch(Part.of(outcomes[name], part), device)
-                    seconds[name][repeat, index] = stages.run(batch, part.cp_size)
-                    tick()
+            for place in range(count * every):
+                turn, sort = divmod(place, every)
+                for other in extra[sort : sort + 1]:
+                    others[sort, repeat, turn] = stages.run(text.batch(other, device), other.cp_size).sum()
+                for step, name in steps[place : place + 1]:
+                    for index in by_step[step, name]:
+                        part = parts[name][index]
+                        batch = text.batch(Part.of(outcomes[name], part), device)
+                        seconds[name][repeat, index] = stages.run(batch, part.cp_size)
+                        turns[name][index] = turn
+                        tick()
                 stages.forget()
-    return seconds, others
+    return Measured(seconds, others, turns)
 
 
 def as_measured(outcome: Outcome, seconds: Floats) -> Outcome:

@@ -87,14 +87,20 @@ def test_every_part_is_run_in_slices() -> None:
     found = outcomes("dp2pp2cp2", "original", "adaptive", "Dynamic-CP")
     ticks: list[int] = []
     beside = [pacing.parts_of(lengths, 2)[0] for lengths in pacing.documents(BENCH.context)]
-    measured, even = slices.measure(
+    measured = slices.measure(
         BENCH, found, beside, repeats=2, device=CPU, thread_clock=True, tick=lambda: ticks.append(1)
     )
-    assert even.shape == (len(beside), 2, max(len(outcome.run.digests) for outcome in found.values()))
-    assert even.min() > 0
-    assert sum(seconds.shape[0] * seconds.shape[1] for seconds in measured.values()) == len(ticks)
+    # One of the others before each method's step, and what the last turn lacks.
+    steps = sum(len(outcome.run.digests) for outcome in found.values())
+    assert measured.others.shape == (len(beside), 2, -(-steps // len(beside)))
+    assert measured.others.min() > 0
+    assert sum(seconds.shape[0] * seconds.shape[1] for seconds in measured.seconds.values()) == len(ticks)
+    order = [(part.step, index) for index, outcome in enumerate(found.values()) for part in outcome.parts()]
+    turns = np.concatenate([measured.turns[name] for name in found])
+    place = {step: index // len(beside) for index, step in enumerate(sorted(set(order)))}
+    assert turns.tolist() == [place[step] for step in order]
     for name, outcome in found.items():
-        seconds = measured[name]
+        seconds = measured.seconds[name]
         assert (seconds > 0).all()
         timed = slices.as_measured(outcome, seconds)
         assert timed.tokens == outcome.tokens
