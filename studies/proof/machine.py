@@ -37,9 +37,9 @@ def grid(bench: Bench) -> Grid:
     limit = 1 << int(np.ceil(np.log2(bench.memory * bench.context)))
     context = 1 << int(np.ceil(np.log2(bench.context)))
     # From one token on: a third of the documents have less than 16 here, which take as long as 16 do, and a profile
-    # knows nothing of lengths below its own but that pairs are fewer. Halfway between powers of two, too: seconds of a
-    # pair fall with the length, for short segments as fast as it grows, and a straight line from one power of two to
-    # the next is up to 6 % above that; of the shortest, that is nothing beside what a segment takes.
+    # knows nothing of lengths below its own but that pairs are fewer. Halfway between powers of two, too: what a
+    # CPU takes for a pair changes with what its caches hold; of the shortest, that is nothing beside what a segment
+    # takes.
     round_ones = Grid.default(queries=(1, context), keys=(1, context), tokens=(min(256, limit), limit), held_out=16)
     halfway = (3 * length // 2 for length in round_ones.key_lengths[:-1] if length >= SHORTEST)
     lengths = tuple(sorted(set(map(unaligned, (*round_ones.key_lengths, *halfway)))))

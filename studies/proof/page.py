@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import wlb
 from studies.proof import METHODS, Bench, Layout, pace, shared
-from studies.proof.figures import Gain, Run, gain, levels
+from studies.proof.figures import SAMPLES, Gain, Run, gain, levels, steady
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -25,6 +25,9 @@ Floats = NDArray[np.float64]
 BASES = ("original", "original, uncut")
 QUIET = 0.3
 """Processors that other programs may keep busy."""
+
+REPETITIONS = 3
+"""From so many on they tell how far another one would be off."""
 
 LEVELS = ("gpu", "dp", "pp", "cp", "micro-batch")
 HOW = {
@@ -80,6 +83,29 @@ def errors(layout: Row) -> dict[str, float]:
         "ratio_median": float(np.median(ratios)) if ratios else 0.0,
         "ratio_worst": max(ratios, default=0.0),
     }
+
+
+def noise(layout: Row) -> float | None:
+    """By how much a measured ratio to the baseline would be another in other repetitions, as a share of it.
+
+    The standard deviation over repetitions drawn anew, the median over methods: no prediction can be graded more
+    exactly. None where there are too few of them, and in slices, whose parts are timed one by one.
+    """
+    rows, among = layout["methods"], runs(layout)
+    if any(len(row.get("repetitions", ())) < REPETITIONS for row in rows.values()):
+        return None
+    local = pace.local(np.array(layout["pace"]["took"]))
+    drawn = np.random.default_rng(0).integers(0, len(local), (SAMPLES, len(local)))
+
+    def took(name: str) -> Floats:
+        """float64[samples]: seconds of the stream, see :attr:`Run.steady_steadied`."""
+        run, seconds = among[name], np.array(rows[name]["repetitions"])
+        steadied = np.median((seconds / local[:, : seconds.shape[1]])[drawn], axis=1)
+        return np.array([steady(one, run.work, np.arange(run.streamed)) for one in steadied])
+
+    base = took(BASES[0])
+    ratios = [base / took(name) for name in rows if name != BASES[0]]
+    return float(np.median([of.std() / of.mean() for of in ratios])) if ratios else None
 
 
 def found(layouts: list[Row]) -> list[Row]:
@@ -179,12 +205,13 @@ def _layout(layout: Row) -> Iterator[str]:
         cells += [f"{run.seconds.sum() / sum(row['even']):.3f}"] if sliced else []
         work = run.work[: run.streamed]
         yield _row([*cells, f"{row['delay']:.2f}", f"{work.max() / work.mean():.2f}"])
-    error = errors(layout)
+    error, by_chance = errors(layout), noise(layout)
+    again = "" if by_chance is None else f" In other repetitions a ratio would be another by some {by_chance:.1%}."
     yield ""
     yield (
         f"Prediction: a step is off by {error['step_median']:.1%} in the median, {error['step_p95']:.1%} at the 95th"
         f" percentile ({error['step_mean']:+.1%} in the mean); a ratio to {BASES[0]} by {error['ratio_median']:.1%} in"
-        f" the median and {error['ratio_worst']:.1%} at most. {_pace(layout)}{_gained(flops, uncut)}"
+        f" the median and {error['ratio_worst']:.1%} at most.{again} {_pace(layout)}{_gained(flops, uncut)}"
     )
     yield ""
     yield "Busiest over mean, mean of steps:"

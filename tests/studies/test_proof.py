@@ -208,6 +208,20 @@ def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
     assert "too few steps told it" in " ".join(page.text(noise, picture="proof.png").split())
     assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))
     assert "No link was probed" not in text
+    # Two repetitions do not tell how far a third would be off; equal ones are off by nothing, uneven ones are.
+    assert page.noise(layout) is None
+    for off, expected in ((0.0, 0.0), (0.1, 0.05)):
+        took = {"took": [[[1.0] * 8] * 5] * 2, "seconds": 1.0}
+        again = {
+            name: of
+            | {"repetitions": [(np.array(of["seconds"]) * (1 + off * (turn % 2))).tolist() for turn in range(5)]}
+            for name, of in methods.items()
+        }
+        again["original"] |= {"repetitions": [methods["original"]["seconds"]] * 5}
+        spread = page.noise(layout | {"methods": again, "pace": took})
+        assert spread == pytest.approx(expected, rel=0.5)
+        several = page.text(record | {"layouts": [layout | {"methods": again, "pace": took}]}, picture="proof.png")
+        assert f"would be another by some {spread:.1%}" in " ".join(several.split())
     sliced = layout | {"kind": "slices", "methods": {name: made | SLICED for name, made in methods.items()}}
     text = page.text(record | {"layouts": [sliced]}, picture="proof.png")
     assert "No link was probed, for want of a second device" in text
