@@ -10,6 +10,7 @@ from test_simulate import LAYOUTS, documents, scenario
 import wlb
 from wlb.cluster import Overhead
 from wlb.simulation import Outcome, Scenario, simulate
+from wlb.simulation.dynamic import DynamicOutcome
 from wlb.simulation.planner import of_size
 
 METHODS = ("plain", "whole", "fixed", "adaptive_cp", "adaptive_release", "dynamic_cp")
@@ -153,3 +154,22 @@ def test_what_a_trainer_takes_beside_by_hand() -> None:
         Overhead(copies=((0.0, float("inf")), (0.0, 0.0)))
     with pytest.raises(wlb.WlbError, match="a part of passes, and forward has none"):
         Overhead(gather=1.0)
+
+
+def test_groups_that_a_plan_chose_wait_for_the_rank_that_copies_most() -> None:
+    layout, copies = wlb.ParallelLayout(cp=4), ((0.25, 0.125), (0.5, 0.0625))
+    case, overhead = scenario(layout), Overhead(copies=copies)
+    planned = simulate(documents(120), case, variants=("dynamic_cp",)).outcomes["dynamic_cp"]
+    assert isinstance(planned, DynamicOutcome)
+    slowest, _ = planned.priced.attention.of_groups()
+    with_copies, mean = planned.priced.attention.of_groups(overhead)
+    groups = [part for part in planned.parts() if part.rank == 0]
+    more = ((with_copies - slowest)[:, :, 0]).sum(axis=1) * case.model.num_layers
+    expected = [copies_beside(part.shard, case, copies) for part in groups]
+    np.testing.assert_allclose(more, expected, rtol=1e-9, atol=1e-12)
+    assert {part.cp_size > 1 for part in groups} == {seconds > 0 for seconds in expected}
+    assert (mean <= with_copies).all()
+    # A step is longer by what its groups of several ranks copy, and no longer where all are of one.
+    longer = planned.at_overhead(overhead).seconds - planned.seconds
+    several = {part.step for part in groups if part.cp_size > 1 and part.shard.num_tokens}
+    assert [seconds > 1e-9 for seconds in longer] == [step in several for step in range(longer.size)]
