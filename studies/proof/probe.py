@@ -125,12 +125,9 @@ def stages(
     terms = np.zeros((len(parts), 2, 4))  # see fit
     predicted = np.zeros((len(parts), count, 2))
     for index, part in enumerate(parts):
-        attention = [scenario.rank_seconds(part.shard, passes=one)[part.rank] for one in _PASSES]  # type: ignore[arg-type]
+        attention = _attention(scenario, part.shard)[:, part.rank]
         tokens = int(part.shard.tokens_per_rank[part.rank])
-        each = scenario.stage_seconds(
-            [tokens], attention_forward=attention[0][None], attention_backward=attention[1][None]
-        )
-        computing = each.computing[0]
+        computing = _computing(scenario, tokens, attention)
         predicted[index] = np.stack([computing[:, 0], computing[:, 1:].sum(axis=1)], axis=1)
         for one in range(2):
             terms[index, one] = tokens, attention[one].sum(), *copied(part.shard)[part.rank]
@@ -347,7 +344,8 @@ def waiting_seconds(scenario: wlb.Scenario, lengths: list[int], count: int) -> F
 
 def pass_seconds(scenario: wlb.Scenario, lengths: list[int]) -> Passes:
     """Of a micro-batch of these documents, which a group of context-parallel ranks shares."""
-    shard, attention = _attention(scenario, lengths)
+    shard = _sharded(scenario, lengths)
+    attention = _attention(scenario, shard)
     tokens, keys = int(shard.tokens_per_rank.max()), scenario.keys_gathered(shard)
 
     def of(forward: Floats, backward: Floats) -> StageSeconds:
@@ -365,16 +363,22 @@ def pass_seconds(scenario: wlb.Scenario, lengths: list[int]) -> Passes:
 
 def first_rank_seconds(scenario: wlb.Scenario, lengths: list[int]) -> Floats:
     """float64[stages, 3]: what the first rank of the group computes of it, without what it sends or waits for."""
-    shard, attention = _attention(scenario, lengths)
-    forward, backward = attention[:, 0]
-    each = scenario.stage_seconds(
-        [int(shard.tokens_per_rank[0])], attention_forward=forward[None], attention_backward=backward[None]
-    )
-    return np.asarray(each.computing[0])
+    shard = _sharded(scenario, lengths)
+    return _computing(scenario, int(shard.tokens_per_rank[0]), _attention(scenario, shard)[:, 0])
 
 
-def _attention(scenario: wlb.Scenario, lengths: list[int]) -> tuple[wlb.Shard, Floats]:
-    """A shard of them, and float64[2, ranks, kinds] of forward and backward in a layer, with what ranks copy."""
-    shard = wlb.shard(lengths, cp_size=scenario.layout.cp, strategy="per_document")
+def _sharded(scenario: wlb.Scenario, lengths: list[int]) -> wlb.Shard:
+    return wlb.shard(lengths, cp_size=scenario.layout.cp, strategy="per_document")
+
+
+def _attention(scenario: wlb.Scenario, shard: wlb.Shard) -> Floats:
+    """float64[2, ranks, kinds] of forward and backward in a layer, with what ranks copy."""
     seconds = np.stack([scenario.rank_seconds(shard, passes=one) for one in _PASSES])  # type: ignore[arg-type]
-    return shard, seconds + scenario.overhead.copying(copied(shard))[..., None]
+    return np.asarray(seconds + scenario.overhead.copying(copied(shard))[..., None])
+
+
+def _computing(scenario: wlb.Scenario, tokens: int, attention: Floats) -> Floats:
+    """float64[stages, 3]: what a rank of so many tokens computes, whose `attention` is float64[2, kinds]."""
+    forward, backward = attention
+    each = scenario.stage_seconds([tokens], attention_forward=forward[None], attention_backward=backward[None])
+    return np.asarray(each.computing[0])

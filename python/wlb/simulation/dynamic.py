@@ -180,11 +180,21 @@ class Attention:
 
     def of_groups(self, overhead: Overhead = NO_OVERHEAD) -> tuple[Floats, Floats]:
         """float64[groups, 2, kinds] on the slowest rank and on the mean one, with what they copy beside."""
-        firsts = np.cumsum(self.sizes) - self.sizes
         seconds = self.seconds + overhead.copying(self.copied)[..., None]
-        slowest = np.maximum.reduceat(seconds, firsts, axis=1)
-        mean = np.add.reduceat(seconds, firsts, axis=1) / self.sizes[:, None]
-        return slowest.swapaxes(0, 1), mean.swapaxes(0, 1)
+        return of_slowest_and_mean(seconds.swapaxes(0, 1), self.sizes)
+
+
+def of_slowest_and_mean(seconds: Floats, sizes: Integers) -> tuple[Floats, Floats]:
+    """float64[groups, ...] of the slowest rank of every group and of the mean one.
+
+    Args:
+        seconds: float64[ranks of all groups, ...].
+        sizes: ranks of every group.
+    """
+    firsts = np.cumsum(sizes) - sizes
+    slowest: Floats = np.maximum.reduceat(seconds, firsts, axis=0)
+    sums: Floats = np.add.reduceat(seconds, firsts, axis=0)
+    return slowest, sums / sizes.reshape(-1, *[1] * (seconds.ndim - 1))
 
 
 @dataclass(frozen=True)
@@ -253,10 +263,9 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
             exposed.setdefault(name, np.zeros(shape))[rows] = part
         waits[rows] = np.maximum(made.seconds - stages(mean).seconds, 0.0)
     if measured is not None:
-        firsts = np.cumsum(sizes) - sizes
-        longest = np.maximum.reduceat(measured, firsts, axis=0)
-        waits = longest - np.add.reduceat(measured, firsts, axis=0) / sizes[:, None, None]
-        seconds = longest + sum(exposed.values())
+        slowest, mean = of_slowest_and_mean(measured, sizes)
+        waits = slowest - mean
+        seconds = slowest + sum(exposed.values())
     noise = noise_factors(scenario, shape)
     parts = {name: part * noise for name, part in {"cp_wait": waits, **exposed}.items()}
     alone = seconds * noise

@@ -112,7 +112,7 @@ class AllGather:
         for i, x in enumerate((k, v)):
             chosen = x if route.sent is None else x.index_select(0, route.sent)
             send[: chosen.shape[0], i] = chosen
-        send[chosen.shape[0] :] = 0  # padding: nobody reads it, but what memory held is nobody's business
+        send[chosen.shape[0] :] = 0  # padding: no rank reads it; new memory may hold anything
         everything = send.new_empty((route.cp_size * route.rows, *send.shape[1:]))
         work = dist.all_gather_into_tensor(everything, send, group=self.group, async_op=True)
 
