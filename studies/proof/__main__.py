@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -21,6 +21,7 @@ from common import machine as this_machine
 from common import rounded, write_record
 from cyclopts import App, Parameter
 from cyclopts.types import PositiveInt
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
@@ -39,10 +40,14 @@ from studies.proof import (
     slices,
     system,
 )
+from studies.proof.figures import steady
 from wlb.cli.inputs.documents import read_documents
 from wlb.cli.inputs.options import plain
 from wlb.cluster.overhead import Overhead
 from wlb.simulation import Outcome
+
+DRAWS = 400
+"""Of repetitions, for how far other ones would be off."""
 
 SHORT_STEPS = 24
 """Steps of few tokens, of which the median shows what a step takes beside its micro-batches."""
@@ -50,6 +55,7 @@ SHORT_STEPS = 24
 IN_GROUPS = " ranks a group, micro-batches: "  # in the names of these steps
 BYTES_PER_TOKEN = 4  # of the documents of this machine, which are measured in bytes
 Row = dict[str, Any]
+Floats = NDArray[np.float64]
 PACE = "even micro-batches: "  # among the methods of a run
 WAITING = ("ranks wait more", "ranks wait less")
 
@@ -81,8 +87,8 @@ class Options(Bench):
     methods: tuple[str, ...] = ()
     lengths: Path | None = None
     window: PositiveInt = CONTEXT_OF_7B
-    repeats: PositiveInt = 3
-    sliced_repeats: PositiveInt = 3
+    repeats: PositiveInt = 5
+    sliced_repeats: PositiveInt = 5
     clock: Literal["thread", "wall"] = "thread"
     device: Literal["cpu", "cuda"] | None = None
     profile: Path | None = None
@@ -252,15 +258,17 @@ class Proof:
         known = known_seconds(measured["seconds"])
         local = pace.local(np.array(known["even"]))
         found = {}
-        for name in outcomes:
+        for name, outcome in outcomes.items():
             # Busy ranks: of each step, the repetition with the median time.
             seconds = np.array(measured["seconds"][name])
+            steadied = seconds / local[:, : seconds.shape[1]]
             chosen = np.argsort(seconds, axis=0)[seconds.shape[0] // 2]
             busy = [measured["busy"][name][repeat][step] for step, repeat in enumerate(chosen.tolist())]
             found[name] = {
                 "seconds": np.median(seconds, axis=0).tolist(),
-                "steadied": np.median(seconds / local[:, : seconds.shape[1]], axis=0).tolist(),
+                "steadied": np.median(steadied, axis=0).tolist(),
                 "repetitions": seconds.tolist(),
+                "again": again(outcome, len(seconds), lambda chosen, of=steadied: np.median(of[chosen], axis=0)),
                 "work": [float(np.sum(step)) for step in busy],
                 "levels": page.levels_of(busy, layout, dynamic=name in work.dynamic),
             }
@@ -280,15 +288,23 @@ class Proof:
                 tick=lambda: self._bars.advance(task),
             )
         self._bars.remove_task(task)
+        # Why a prediction is off is asked of parts, which the record has not.
+        parts_path = self._options.output_dir / f"parts-{layout.name}.npz"
+        np.savez_compressed(parts_path, others=measured.others, **measured.seconds)
         local = pace.local(measured.others)
         found = {}
         for name, outcome in outcomes.items():
             seconds = measured.seconds[name]
             run, evenly = (of(outcome, seconds) for of in (slices.as_measured, slices.even))
-            steadied = slices.as_measured(outcome, seconds / local[:, measured.turns[name], None, None])
+            steadied = seconds / local[:, measured.turns[name], None, None]
+
+            def took(chosen: Any, outcome: Outcome = outcome, steadied: Floats = steadied) -> Floats:
+                return slices.as_measured(outcome, steadied[chosen]).seconds
+
             found[name] = {
                 "seconds": run.seconds.tolist(),
-                "steadied": steadied.seconds.tolist(),
+                "steadied": took(slice(None)).tolist(),
+                "again": again(outcome, len(seconds), took),
                 "work": run.work.tolist(),
                 "even": evenly.seconds.tolist(),
                 "attribution": {part: float(of.sum() / run.total_seconds) for part, of in run.attribution.items()},
@@ -386,6 +402,21 @@ def between(steps: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, An
         made[other] = turns
         made |= {name: steps[name] for name in names[index * apart : (index + 1) * apart]}
     return made
+
+
+def again(outcome: Outcome, repeats: int, took: Callable[[Any], Floats]) -> list[float]:
+    """Seconds of the stream, see :attr:`studies.proof.figures.Run.steady_steadied`, in other repetitions.
+
+    That is, in as many drawn from those that there are, :data:`DRAWS` times: the same ones for every method.
+
+    Args:
+        outcome: the plan.
+        repeats: how many there are.
+        took: float64[steps] seconds, by the medians of these repetitions.
+    """
+    draws = np.random.default_rng(0).integers(0, repeats, (DRAWS, repeats))
+    streamed = np.arange(outcome.run.streamed)
+    return [steady(took(chosen), outcome.work, streamed) for chosen in draws]
 
 
 def predicted(outcome: Outcome, found: float, alone: float) -> Row:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import wlb
 from studies.proof import METHODS, Bench, Layout, pace, shared
-from studies.proof.figures import SAMPLES, Gain, Run, gain, levels, steady
+from studies.proof.figures import Gain, Run, gain, levels
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -89,22 +89,12 @@ def noise(layout: Row) -> float | None:
     """By how much a measured ratio to the baseline would be another in other repetitions, as a share of it.
 
     The standard deviation over repetitions drawn anew, the median over methods: no prediction can be graded more
-    exactly. None where there are too few of them, and in slices, whose parts are timed one by one.
+    exactly. None where there are too few of them.
     """
-    rows, among = layout["methods"], runs(layout)
-    if any(len(row.get("repetitions", ())) < REPETITIONS for row in rows.values()):
+    if layout["settings"]["repeats"] < REPETITIONS:
         return None
-    local = pace.local(np.array(layout["pace"]["took"]))
-    drawn = np.random.default_rng(0).integers(0, len(local), (SAMPLES, len(local)))
-
-    def took(name: str) -> Floats:
-        """float64[samples]: seconds of the stream, see :attr:`Run.steady_steadied`."""
-        run, seconds = among[name], np.array(rows[name]["repetitions"])
-        steadied = np.median((seconds / local[:, : seconds.shape[1]])[drawn], axis=1)
-        return np.array([steady(one, run.work, np.arange(run.streamed)) for one in steadied])
-
-    base = took(BASES[0])
-    ratios = [base / took(name) for name in rows if name != BASES[0]]
+    took = {name: np.array(row["again"]) for name, row in layout["methods"].items()}
+    ratios = [took[BASES[0]] / of for name, of in took.items() if name != BASES[0]]
     return float(np.median([of.std() / of.mean() for of in ratios])) if ratios else None
 
 

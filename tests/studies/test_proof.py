@@ -166,6 +166,18 @@ def test_a_gain_is_found_and_one_that_is_not_there_is_not() -> None:
     assert not figures.gain(other, base, flops=False).shown
 
 
+def test_other_repetitions_are_the_same_ones_for_all_methods() -> None:
+    outcome = outcomes("pp2", "original")["original"]
+    table = np.random.default_rng(0).uniform(0.9, 1.1, (5, len(outcome.seconds))) * outcome.seconds
+
+    def drawn(table: np.ndarray) -> np.ndarray:
+        return np.array(command.again(outcome, 5, lambda chosen: np.median(table[chosen], axis=0)))
+
+    assert drawn(2 * table) == pytest.approx(2 * drawn(table))
+    assert np.ptp(drawn(table)) > 0
+    assert drawn(np.tile(outcome.seconds, (5, 1))) == pytest.approx(outcome.steady_seconds)
+
+
 def test_the_end_of_a_stream_counts_at_the_efficiency_of_the_rest() -> None:
     assert run_of([1.0, 1.0, 5.0], [1.0, 1.0, 1.0], streamed=2).steady == pytest.approx(3)
 
@@ -184,12 +196,12 @@ def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
         seconds = [factor] * 8
         level = dict.fromkeys(page.LEVELS, 1.0)
         made = {"seconds": seconds, "work": seconds, "predicted": seconds, "predicted_work": seconds, "levels": level}
-        made |= {"profiled": seconds, "steadied": seconds, "repetitions": [seconds, seconds]}
+        made |= {"profiled": seconds, "steadied": seconds, "repetitions": [seconds, seconds], "again": [8.0] * 4}
         return made | {"streamed": 8, "tokens": 100, "flops": 1e9, "delay": 0.0}
 
     methods = {"original": row(1.0), "original, uncut": row(1.1), "adaptive": row(0.8), "finer": row(1.2)}
     layout = {"kind": "processes", "title": "pp 2", "sizes": {"pp": 2}, "methods": methods, "link": {}}
-    layout["settings"] = {"batches": 8, "hidden": 64, "layers": 2, "context": 64, "clock": "thread"}
+    layout["settings"] = {"batches": 8, "hidden": 64, "layers": 2, "context": 64, "clock": "thread", "repeats": 2}
     share = dict.fromkeys(("flops", "seconds", "flops_7b", "seconds_7b_h100"), 0.7)
     about = {"time": "2025-01-01T", "gpu": None, "cpu": "x", "cores": 2, "busy": None, "packages": {"torch": "2"}}
     about |= {"wlb": "1", "commit": "abc", "attention_share": share}
@@ -210,18 +222,19 @@ def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
     assert "No link was probed" not in text
     # Two repetitions do not tell how far a third would be off; equal ones are off by nothing, uneven ones are.
     assert page.noise(layout) is None
-    for off, expected in ((0.0, 0.0), (0.1, 0.05)):
-        took = {"took": [[[1.0] * 8] * 5] * 2, "seconds": 1.0}
-        again = {
-            name: of
-            | {"repetitions": [(np.array(of["seconds"]) * (1 + off * (turn % 2))).tolist() for turn in range(5)]}
-            for name, of in methods.items()
-        }
-        again["original"] |= {"repetitions": [methods["original"]["seconds"]] * 5}
-        spread = page.noise(layout | {"methods": again, "pace": took})
-        assert spread == pytest.approx(expected, rel=0.5)
-        several = page.text(record | {"layouts": [layout | {"methods": again, "pace": took}]}, picture="proof.png")
-        assert f"would be another by some {spread:.1%}" in " ".join(several.split())
+    five = layout | {"settings": layout["settings"] | {"repeats": 5}}
+    assert page.noise(five) == 0
+    uneven = {
+        name: row | {"again": [7.0, 9.0, 8.0, 8.0] if name != "original" else [8.0] * 4}
+        for name, row in methods.items()
+    }
+    assert page.noise(five | {"methods": uneven}) == pytest.approx(
+        np.std([1 / 7, 1 / 9, 1 / 8, 1 / 8]) / np.mean([1 / 7, 1 / 9, 1 / 8, 1 / 8])
+    )
+    together = {name: row | {"again": [7.0, 9.0]} for name, row in methods.items()}
+    assert page.noise(five | {"methods": together}) == 0
+    several = page.text(record | {"layouts": [five | {"methods": uneven}]}, picture="proof.png")
+    assert "would be another by some 8.9%" in " ".join(several.split())
     sliced = layout | {"kind": "slices", "methods": {name: made | SLICED for name, made in methods.items()}}
     text = page.text(record | {"layouts": [sliced]}, picture="proof.png")
     assert "No link was probed, for want of a second device" in text
