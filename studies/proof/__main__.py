@@ -183,9 +183,13 @@ class Proof:
         # What an op takes differs from minute to minute by more than the machine's pace does.
         overhead = self._of_steps(layout, without, probed, known)
         outcomes = {name: outcome.at_overhead(overhead) for name, outcome in outcomes.items()}
-        found, alone = self._machine(layout, replace(without, overhead=overhead), kind, known)
+        scenario = replace(without, overhead=overhead)
+        found, alone = self._machine(layout, scenario, kind, known)
+        even = np.array(known["even"])
+        quiet = pace.quiet(even / pace.local(even), axis=(1, 2))
+        quietly = pace.of(quiet, self._predicted_even(layout, scenario, kind, alone))
         for name, row in made.items():
-            row |= predicted(outcomes[name], found, alone)
+            row |= predicted(outcomes[name], quietly, alone)
         about = {"attention": probed.attention, "error": probed.error, "alone": alone}
         return {
             "sizes": layout.sizes,
@@ -193,7 +197,13 @@ class Proof:
             "kind": kind,
             "link": link,
             "beside": about | {"neighbours": self._neighbours(layout, kind), **asdict(overhead)},
-            "pace": {"seconds": found, "took": known["even"], "short": known["short"], "waiting": known["waiting"]},
+            "pace": {
+                "seconds": found,
+                "quiet": quietly,
+                "took": known["even"],
+                "short": known["short"],
+                "waiting": known["waiting"],
+            },
             "methods": made,
         }
 
@@ -204,7 +214,7 @@ class Proof:
             lengths, count = pace.documents(self._bench.context)[-1], self._bench.micro_batches_of(layout)
             alone = shared.found(known["waiting"], probe.waiting_seconds(scenario, lengths, count))
         even = self._predicted_even(layout, scenario, kind, alone)
-        return pace.of(np.array(known["even"]), even), alone
+        return pace.of(pace.usual(np.array(known["even"])), even), alone
 
     def _predicted_even(self, layout: Layout, scenario: wlb.Scenario, kind: str, alone: float) -> list[float]:
         """Seconds of a step of even micro-batches of each sort; in slices, of one on its first rank, all stages."""
@@ -266,9 +276,9 @@ class Proof:
             busy = [measured["busy"][name][repeat][step] for step, repeat in enumerate(chosen.tolist())]
             found[name] = {
                 "seconds": np.median(seconds, axis=0).tolist(),
-                "steadied": np.median(steadied, axis=0).tolist(),
+                "steadied": pace.quiet(steadied).tolist(),
                 "repetitions": seconds.tolist(),
-                "again": again(outcome, len(seconds), lambda chosen, of=steadied: np.median(of[chosen], axis=0)),
+                "again": again(outcome, len(seconds), lambda chosen, of=steadied: pace.quiet(of[chosen])),
                 "work": [float(np.sum(step)) for step in busy],
                 "levels": page.levels_of(busy, layout, dynamic=name in work.dynamic),
             }
@@ -295,11 +305,12 @@ class Proof:
         found = {}
         for name, outcome in outcomes.items():
             seconds = measured.seconds[name]
-            run, evenly = (of(outcome, seconds) for of in (slices.as_measured, slices.even))
+            middle = np.median(seconds, axis=0)
+            run, evenly = (of(outcome, middle) for of in (slices.as_measured, slices.even))
             steadied = seconds / local[:, measured.turns[name], None, None]
 
             def took(chosen: Any, outcome: Outcome = outcome, steadied: Floats = steadied) -> Floats:
-                return slices.as_measured(outcome, steadied[chosen]).seconds
+                return slices.as_measured(outcome, pace.quiet(steadied[chosen])).seconds
 
             found[name] = {
                 "seconds": run.seconds.tolist(),
@@ -308,7 +319,7 @@ class Proof:
                 "work": run.work.tolist(),
                 "even": evenly.seconds.tolist(),
                 "attribution": {part: float(of.sum() / run.total_seconds) for part, of in run.attribution.items()},
-                "levels": page.levels_of(slices.busy(outcome, seconds), layout, dynamic=outcome.pipelines == "rank"),
+                "levels": page.levels_of(slices.busy(outcome, middle), layout, dynamic=outcome.pipelines == "rank"),
             }
         return found, {"even": measured.others.tolist(), "short": {}, "waiting": None}
 

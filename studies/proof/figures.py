@@ -20,7 +20,7 @@ class Run:
 
     Args:
         seconds: [steps] median over repetitions.
-        steadied: [steps] the same, each repetition over how slow the machine was around it: what predictions are of.
+        steadied: [steps] without the machine's unrest (:mod:`studies.proof.pace`): what predictions are of.
         predicted: [steps] seconds of the simulation.
         work: [steps] seconds of all ranks together in the simulation, waiting aside: what a step weighs. A clock cannot
             tell, since ranks also wait for each other inside of micro-batches.
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def steady_steadied(self) -> float:
-        """The same were the machine always as fast."""
+        """The same without the machine's unrest."""
         return steady(self.steadied, self.work, np.arange(self.streamed))
 
     @property
@@ -76,13 +76,18 @@ class Gain:
     ratio: float
     low: float
     high: float
-    steadied: float  # were the machine always as fast
+    steadied: float  # without the machine's unrest
     predicted: float
 
     @property
     def error(self) -> float:
         """Predicted over measured, less 1."""
         return self.predicted / self.steadied - 1
+
+    @property
+    def error_as_ran(self) -> float:
+        """The same with the machine's unrest."""
+        return self.predicted / self.ratio - 1
 
     @property
     def shown(self) -> bool:

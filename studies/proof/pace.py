@@ -3,8 +3,12 @@
 A processor that other machines share is faster in one minute than in the next: what was profiled before a run says
 little about its seconds. Steps whose micro-batches are all alike show it, of one document, of few and of many. So much
 longer as they take than predicted, the methods are predicted to take; the ratios between methods do not change. Nothing
-is fitted to what is predicted. And where the machine is slow for some turns only, what was measured in them counts for
-as much less where predictions are graded (:func:`local`); gains are those of the clock as it ran.
+is fitted to what is predicted.
+
+Predictions are graded by what is left of a measurement without the machine's unrest. Where it is slow for some turns,
+what was measured in them counts for as much less (:func:`local`). And of repetitions the lower quartile counts
+(:func:`quiet`): whatever else is in the way only makes a step longer, so that medians differ by how often it was, from
+step to step and from run to run. Gains are medians of the clock as it ran.
 """
 
 from __future__ import annotations
@@ -23,6 +27,10 @@ Floats = NDArray[np.float64]
 KINDS = (1, 4, 16)
 """Documents of a micro-batch that together nearly fill a context."""
 
+QUIET = 0.25
+"""The quantile of repetitions that says what a step takes by itself. The least of all would be that of a turn which
+looked slower than it was."""
+
 NEIGHBOURS = 1
 """Turns before and after one that tell, with it, how fast the machine was in it."""
 
@@ -31,10 +39,25 @@ def of(took: Floats, predicted: Sequence[float]) -> float:
     """How many times as long as predicted everything takes: the geometric mean over sorts.
 
     Args:
-        took: float64[sorts, repetitions, turns] seconds of each of :data:`KINDS`.
+        took: float64[sorts] seconds of each of :data:`KINDS`.
         predicted: seconds of each.
     """
-    return float(np.exp(np.log(np.median(took, axis=(1, 2)) / predicted).mean()))
+    return float(np.exp(np.log(took / predicted).mean()))
+
+
+def usual(took: Floats) -> Floats:
+    """float64[sorts]: medians, of float64[sorts, repetitions, turns] seconds."""
+    return np.asarray(np.median(took, axis=(1, 2)))
+
+
+def quiet(seconds: Floats, axis: int | tuple[int, ...] = 0) -> Floats:
+    """The lower quartile over repetitions, which are this axis.
+
+    Args:
+        seconds: each repetition over how slow the machine was around it (:func:`local`).
+        axis: over which.
+    """
+    return np.asarray(np.quantile(seconds, QUIET, axis=axis))
 
 
 def local(took: Floats) -> Floats:
@@ -45,9 +68,9 @@ def local(took: Floats) -> Floats:
     Args:
         took: float64[sorts, repetitions, turns] seconds.
     """
-    usual = took / np.median(took, axis=(1, 2), keepdims=True)
+    relative = took / usual(took)[:, None, None]
     turns = range(took.shape[2])
-    around = [usual[:, :, max(0, turn - NEIGHBOURS) : turn + NEIGHBOURS + 1] for turn in turns]
+    around = [relative[:, :, max(0, turn - NEIGHBOURS) : turn + NEIGHBOURS + 1] for turn in turns]
     return np.stack([np.median(window, axis=(0, 2)) for window in around], axis=1)
 
 

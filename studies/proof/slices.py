@@ -155,25 +155,24 @@ def measure(
 
 
 def as_measured(outcome: Outcome, seconds: Floats) -> Outcome:
-    """The run with these times of its parts: the medians over repetitions.
+    """The run with these times of its parts.
 
     Args:
         outcome: of the simulation.
-        seconds: float64 [repeats, parts, stages, 2], as :func:`measure` gives them.
+        seconds: float64[parts, stages, 2], of repetitions that :func:`measure` gives.
     """
-    forward, backward = np.moveaxis(np.median(seconds, axis=0), -1, 0)
+    forward, backward = np.moveaxis(seconds, -1, 0)
     # No schedule here splits the backward: where its time stands is all the same.
     return outcome.at_measured(np.stack([forward, backward, np.zeros_like(backward)], axis=-1))
 
 
 def even(outcome: Outcome, seconds: Floats) -> Outcome:
-    """The same work of each step, as if every rank had as much of it in every micro-batch."""
+    """The same work of each step, as if every rank had as much of it in every micro-batch. See :func:`as_measured`."""
     steps = np.array([part.step for part in outcome.parts()])
-    middle = np.median(seconds, axis=0)
-    totals = np.zeros((steps[-1] + 1, *middle.shape[1:]))
-    np.add.at(totals, steps, middle)
+    totals = np.zeros((steps[-1] + 1, *seconds.shape[1:]))
+    np.add.at(totals, steps, seconds)
     means = totals / np.bincount(steps)[:, None, None]
-    return as_measured(outcome, means[steps][None])
+    return as_measured(outcome, means[steps])
 
 
 def busy(outcome: Outcome, seconds: Floats) -> list[list[list[float]]]:
@@ -181,9 +180,9 @@ def busy(outcome: Outcome, seconds: Floats) -> list[list[list[float]]]:
 
     Args:
         outcome: of the simulation.
-        seconds: float64 [repeats, parts, stages, 2], as :func:`measure` gives them.
+        seconds: see :func:`as_measured`.
     """
-    both = np.median(seconds, axis=0).sum(axis=-1)
+    both = seconds.sum(axis=-1)
     steps = range(len(outcome.run.digests))
     # [stages, dp * cp, micro-batches] of a step.
     return [np.concatenate(np.moveaxis(both[outcome.placement(step)], -1, 0)).tolist() for step in steps]
