@@ -46,7 +46,7 @@ from wlb.cli.inputs.options import plain
 from wlb.cluster.overhead import Overhead
 from wlb.simulation import Outcome
 
-DRAWS = 400
+DRAWS = 100
 """Of repetitions, for how far other ones would be off."""
 
 SHORT_STEPS = 24
