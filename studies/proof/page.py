@@ -168,7 +168,7 @@ def _layout(layout: Row) -> Iterator[str]:
     yield ""
     yield f"## {layout['title']}: {HOW[layout['kind']]}{clock}"
     yield ""
-    yield _measured(layout["machine"], sliced=sliced)
+    yield _measured(layout["machine"], layout["settings"]["repeats"], sliced=sliced)
     if sliced and not layout["link"]:
         yield ""
         yield (
@@ -219,16 +219,16 @@ def _layout(layout: Row) -> Iterator[str]:
         yield _row([name, *(f"{level[key]:.3f}" if key in level else "" for key in LEVELS)])
 
 
-def _measured(about: Row, *, sliced: bool) -> str:
-    """When and on what, and whether other programs were in the way."""
+def _measured(about: Row, repeats: int, *, sliced: bool) -> str:
+    """When, how often and on what, and whether other programs were in the way."""
     busy = about["busy"]
     others = (
         "" if busy is None else f", {busy:.1f} of {about['cores']} processors busy with other programs at the start"
     )
     own = ", each rank kept to a processor" if about.get("own_processors") else ""
     said = (
-        f"Measured {about['time'][:16].replace('T', ' ')} UTC{others}{own}, torch {about['packages']['torch']}, wlb"
-        f" {about['wlb']} at {about['commit'] or 'no known commit'}."
+        f"Measured {about['time'][:16].replace('T', ' ')} UTC, {repeats} times{others}{own}, torch"
+        f" {about['packages']['torch']}, wlb {about['wlb']} at {about['commit'] or 'no known commit'}."
     )
     if busy is None or busy < QUIET:
         return said

@@ -213,6 +213,7 @@ def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
     text = page.text(record, picture="proof.png")
     assert "the whole interval above 1: adaptive. Not shown: finer." in " ".join(text.split())
     assert "**Other programs were running" in " ".join(text.split())
+    assert "UTC, 2 times, 0.9 of 2 processors" in " ".join(text.split())
     assert "took 1.25 times" in " ".join(text.split())
     assert "While the others wait a rank takes 0.925 of" in " ".join(text.split())
     assert "around a step 0.67 to 1.33 times" in " ".join(text.split())
