@@ -183,11 +183,8 @@ class Proof:
         # What an op takes differs from minute to minute by more than the machine's pace does.
         overhead = self._of_steps(layout, without, probed, known)
         outcomes = {name: outcome.at_overhead(overhead) for name, outcome in outcomes.items()}
-        scenario = replace(without, overhead=overhead)
-        found, alone = self._machine(layout, scenario, kind, known)
-        even = np.array(known["even"])
-        quiet = pace.quiet(even / pace.local(even), axis=(1, 2))
-        quietly = pace.of(quiet, self._predicted_even(layout, scenario, kind, alone))
+        found, alone = self._machine(layout, replace(without, overhead=overhead), kind, known)
+        quietly = found * pace.quieter(np.array(known["even"]))
         for name, row in made.items():
             row |= predicted(outcomes[name], quietly, alone)
         about = {"attention": probed.attention, "error": probed.error, "alone": alone}

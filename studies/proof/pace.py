@@ -60,6 +60,15 @@ def quiet(seconds: Floats, axis: int | tuple[int, ...] = 0) -> Floats:
     return np.asarray(np.quantile(seconds, QUIET, axis=axis))
 
 
+def quieter(took: Floats) -> float:
+    """How many times as long as usual everything takes without the machine's unrest; as :func:`of`, below 1.
+
+    Args:
+        took: float64[sorts, repetitions, turns] seconds.
+    """
+    return of(quiet(took / local(took), axis=(1, 2)), usual(took).tolist())
+
+
 def local(took: Floats) -> Floats:
     """float64[repetitions, turns]: how many times as long as usual everything took around each turn.
 

@@ -273,7 +273,18 @@ def test_what_is_now_and_then_in_the_way_of_a_step_is_not_seen() -> None:
     seconds = 1 + rng.normal(0, 0.01, (9, 500)) + in_the_way
     assert pacing.quiet(seconds).mean() == pytest.approx(1, abs=0.01)
     assert np.median(seconds, axis=0).mean() > 1.02
-    assert pacing.quiet(np.stack([seconds, 2 * seconds]), axis=(1, 2)) == pytest.approx([1, 2], abs=0.02)
+    both = np.stack([seconds, 2 * seconds])
+    assert pacing.quiet(both, axis=(1, 2)) == pytest.approx([1, 2], abs=0.02)
+
+
+def test_predictions_are_at_the_pace_of_what_they_are_graded_by() -> None:
+    rng = np.random.default_rng(0)
+    in_the_way = (rng.random((2, 9, 500)) < 0.6) * rng.exponential(0.3, (2, 9, 500))
+    took = np.array([1.0, 3.0])[:, None, None] * (1 + in_the_way)
+    steadied = pacing.quiet(took / pacing.local(took), axis=(1, 2))
+    assert pacing.quieter(took) == pytest.approx((steadied / np.median(took, axis=(1, 2))).prod() ** 0.5)
+    assert pacing.quieter(took) < 0.97
+    assert pacing.quieter(np.ones((2, 9, 500))) == 1
 
 
 def test_predictions_are_graded_by_what_is_steadied_and_gains_by_the_clock() -> None:
