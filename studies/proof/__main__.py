@@ -420,7 +420,7 @@ def again(outcome: Outcome, repeats: int, took: Callable[[Any], Floats]) -> list
     Args:
         outcome: the plan.
         repeats: how many there are.
-        took: float64[steps] seconds, by the medians of these repetitions.
+        took: float64[steps] seconds of each step, by these repetitions only.
     """
     draws = np.random.default_rng(0).integers(0, repeats, (DRAWS, repeats))
     streamed = np.arange(outcome.run.streamed)
