@@ -184,9 +184,8 @@ class Proof:
         overhead = self._of_steps(layout, without, probed, known)
         outcomes = {name: outcome.at_overhead(overhead) for name, outcome in outcomes.items()}
         found, alone = self._machine(layout, replace(without, overhead=overhead), kind, known)
-        quietly = found * pace.quieter(np.array(known["even"]))
         for name, row in made.items():
-            row |= predicted(outcomes[name], quietly, alone)
+            row |= predicted(outcomes[name], found, alone)
         about = {"attention": probed.attention, "error": probed.error, "alone": alone}
         return {
             "sizes": layout.sizes,
@@ -194,13 +193,7 @@ class Proof:
             "kind": kind,
             "link": link,
             "beside": about | {"neighbours": self._neighbours(layout, kind), **asdict(overhead)},
-            "pace": {
-                "seconds": found,
-                "quiet": quietly,
-                "took": known["even"],
-                "short": known["short"],
-                "waiting": known["waiting"],
-            },
+            "pace": {"seconds": found, **known},
             "methods": made,
         }
 
@@ -211,7 +204,7 @@ class Proof:
             lengths, count = pace.documents(self._bench.context)[-1], self._bench.micro_batches_of(layout)
             alone = shared.found(known["waiting"], probe.waiting_seconds(scenario, lengths, count))
         even = self._predicted_even(layout, scenario, kind, alone)
-        return pace.of(pace.usual(np.array(known["even"])), even), alone
+        return pace.of(np.array(known["even"]), even), alone
 
     def _predicted_even(self, layout: Layout, scenario: wlb.Scenario, kind: str, alone: float) -> list[float]:
         """Seconds of a step of even micro-batches of each sort; in slices, of one on its first rank, all stages."""
@@ -262,24 +255,21 @@ class Proof:
         task = self._bars.add_task(f"{layout}, processes", total=steps)
         measured = processes.launch(work, lambda: self._bars.advance(task))
         self._bars.remove_task(task)
-        known = known_seconds(measured["seconds"])
-        local = pace.local(np.array(known["even"]))
         found = {}
         for name, outcome in outcomes.items():
             # Busy ranks: of each step, the repetition with the median time.
             seconds = np.array(measured["seconds"][name])
-            steadied = seconds / local[:, : seconds.shape[1]]
             chosen = np.argsort(seconds, axis=0)[seconds.shape[0] // 2]
             busy = [measured["busy"][name][repeat][step] for step, repeat in enumerate(chosen.tolist())]
             found[name] = {
                 "seconds": np.median(seconds, axis=0).tolist(),
-                "steadied": pace.quiet(steadied).tolist(),
+                "steadied": pace.quiet(seconds).tolist(),
                 "repetitions": seconds.tolist(),
-                "again": again(outcome, len(seconds), lambda chosen, of=steadied: pace.quiet(of[chosen])),
+                "again": again(outcome, len(seconds), lambda chosen, of=seconds: pace.quiet(of[chosen])),
                 "work": [float(np.sum(step)) for step in busy],
                 "levels": page.levels_of(busy, layout, dynamic=name in work.dynamic),
             }
-        return found, known
+        return found, known_seconds(measured["seconds"])
 
     def _slices(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Row], Row]:
         parts = sum(1 for outcome in outcomes.values() for _ in outcome.parts()) * self._options.sliced_repeats
@@ -298,16 +288,14 @@ class Proof:
         # Why a prediction is off is asked of parts, which the record has not.
         parts_path = self._options.output_dir / f"parts-{layout.name}.npz"
         np.savez_compressed(parts_path, others=measured.others, **measured.seconds)
-        local = pace.local(measured.others)
         found = {}
         for name, outcome in outcomes.items():
             seconds = measured.seconds[name]
             middle = np.median(seconds, axis=0)
             run, evenly = (of(outcome, middle) for of in (slices.as_measured, slices.even))
-            steadied = seconds / local[:, measured.turns[name], None, None]
 
-            def took(chosen: Any, outcome: Outcome = outcome, steadied: Floats = steadied) -> Floats:
-                return slices.as_measured(outcome, pace.quiet(steadied[chosen])).seconds
+            def took(chosen: Any, outcome: Outcome = outcome, seconds: Floats = seconds) -> Floats:
+                return slices.as_measured(outcome, pace.quiet(seconds[chosen])).seconds
 
             found[name] = {
                 "seconds": run.seconds.tolist(),
@@ -318,7 +306,8 @@ class Proof:
                 "attribution": {part: float(of.sum() / run.total_seconds) for part, of in run.attribution.items()},
                 "levels": page.levels_of(slices.busy(outcome, middle), layout, dynamic=outcome.pipelines == "rank"),
             }
-        return found, {"even": measured.others.tolist(), "short": {}, "waiting": None}
+        others = {f"{PACE}{sort}": took.tolist() for sort, took in enumerate(measured.others)}
+        return found, known_seconds(others)
 
     def _link(self, layout: Layout, kind: str) -> Row:
         """Between the ranks of a layout; of a sliced one, between as many as are trained elsewhere, or 2.
@@ -383,22 +372,26 @@ def known_steps(bench: Bench, layout: Layout, turns: int) -> tuple[dict[str, pro
 
 
 def known_seconds(seconds: Mapping[str, list[list[float]]]) -> Row:
-    """What :func:`known_steps` say.
+    """What :func:`known_steps` say of the machine, each by its quickest repetitions as the methods' steps are.
 
-    "even": seconds by sort, repetition and turn; "short": medians by group and micro-batches; "waiting": how many times
-    as long a step takes in which ranks wait more as one in which they wait less, the median over turns; None of one
+    "took": seconds of each by repetition and turn; "even": seconds by sort; "short": by group and micro-batches;
+    "waiting": how many times as long a step takes in which ranks wait more as one in which they wait less, None of one
     rank, or without such steps.
     """
+    known = (PACE, *WAITING)
+    took = {name: of for name, of in seconds.items() if name.startswith(known) or IN_GROUPS in name}
+    alike = {name: float(pace.alike(np.array(of))) for name, of in took.items()}
     short: dict[str, Row] = {}
-    for name, took in seconds.items():
+    for name in took:
         if IN_GROUPS in name:
             group, count = name.split(IN_GROUPS)
-            short.setdefault(group, {})[count] = float(np.median(took))
-    more, less = (np.array(seconds.get(name, ())) for name in WAITING)
+            short.setdefault(group, {})[count] = alike[name]
+    more, less = (alike.get(name) for name in WAITING)
     return {
-        "even": [took for name, took in seconds.items() if name.startswith(PACE)],
+        "took": took,
+        "even": [alike[name] for name in took if name.startswith(PACE)],
         "short": short,
-        "waiting": float(np.median(more / less)) if more.size else None,
+        "waiting": None if more is None or less is None else more / less,
     }
 
 

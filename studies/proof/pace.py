@@ -5,10 +5,10 @@ little about its seconds. Steps whose micro-batches are all alike show it, of on
 longer as they take than predicted, the methods are predicted to take; the ratios between methods do not change. Nothing
 is fitted to what is predicted.
 
-Predictions are graded by what is left of a measurement without the machine's unrest. Where it is slow for some turns,
-what was measured in them counts for as much less (:func:`local`). And of repetitions the lower quartile counts
-(:func:`quiet`): whatever else is in the way only makes a step longer, so that medians differ by how often it was, from
-step to step and from run to run. Gains are medians of the clock as it ran.
+Predictions are graded by what is left of a measurement without the machine's unrest: by the quickest repetitions of a
+step (:func:`quiet`), and at the pace of the quickest ones of even micro-batches. Whatever else is in the way only makes
+a step longer, by up to a third for some seconds, and medians tell how often it was. Gains are medians of the clock as
+it ran.
 """
 
 from __future__ import annotations
@@ -27,12 +27,8 @@ Floats = NDArray[np.float64]
 KINDS = (1, 4, 16)
 """Documents of a micro-batch that together nearly fill a context."""
 
-QUIET = 0.25
-"""The quantile of repetitions that says what a step takes by itself. The least of all would be that of a turn which
-looked slower than it was."""
-
-NEIGHBOURS = 1
-"""Turns before and after one that tell, with it, how fast the machine was in it."""
+QUICKEST = 2
+"""Repetitions of which the mean says what a step takes by itself. The very least may be of one lucky moment."""
 
 
 def of(took: Floats, predicted: Sequence[float]) -> float:
@@ -45,42 +41,23 @@ def of(took: Floats, predicted: Sequence[float]) -> float:
     return float(np.exp(np.log(took / predicted).mean()))
 
 
-def usual(took: Floats) -> Floats:
-    """float64[sorts]: medians, of float64[sorts, repetitions, turns] seconds."""
-    return np.asarray(np.median(took, axis=(1, 2)))
-
-
-def quiet(seconds: Floats, axis: int | tuple[int, ...] = 0) -> Floats:
-    """The lower quartile over repetitions, which are this axis.
+def quiet(seconds: Floats, axis: int = 0) -> Floats:
+    """The mean of the :data:`QUICKEST` repetitions, which are this axis.
 
     Args:
-        seconds: each repetition over how slow the machine was around it (:func:`local`).
+        seconds: as the clock ran.
         axis: over which.
     """
-    return np.asarray(np.quantile(seconds, QUIET, axis=axis))
+    return np.asarray(np.sort(seconds, axis=axis).take(range(min(QUICKEST, seconds.shape[axis])), axis).mean(axis))
 
 
-def quieter(took: Floats) -> float:
-    """How many times as long as usual everything takes without the machine's unrest; as :func:`of`, below 1.
-
-    Args:
-        took: float64[sorts, repetitions, turns] seconds.
-    """
-    return of(quiet(took / local(took), axis=(1, 2)), usual(took).tolist())
-
-
-def local(took: Floats) -> Floats:
-    """float64[repetitions, turns]: how many times as long as usual everything took around each turn.
-
-    The median of what all sorts took in a turn and its :data:`NEIGHBOURS`, each over its median in the whole run.
+def alike(took: Floats) -> Floats:
+    """float64[...]: what a step takes that is run in all turns of a repetition, as :func:`quiet` says it of another.
 
     Args:
-        took: float64[sorts, repetitions, turns] seconds.
+        took: float64[..., repetitions, turns] seconds.
     """
-    relative = took / usual(took)[:, None, None]
-    turns = range(took.shape[2])
-    around = [relative[:, :, max(0, turn - NEIGHBOURS) : turn + NEIGHBOURS + 1] for turn in turns]
-    return np.stack([np.median(window, axis=(0, 2)) for window in around], axis=1)
+    return np.asarray(np.median(quiet(took, axis=-2), axis=-1))
 
 
 def documents(context: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from common import STYLE, WLB
 from numpy.typing import NDArray
 
 import wlb
-from studies.proof import METHODS, Bench, Layout, pace, shared
+from studies.proof import METHODS, Bench, Layout, shared
 from studies.proof.figures import Gain, Run, gain, levels
 
 mpl.use("Agg")
@@ -244,11 +244,9 @@ def _pace(layout: Row) -> str:
     """How far the machine was from its profile, and how exactly it repeats itself."""
     found, rows = layout["pace"], layout["methods"].values()
     before = np.concatenate([np.divide(row["profiled"], row["seconds"]) - 1 for row in rows])
-    low, high = np.percentile(pace.local(np.array(found["took"])), (5, 95))
     said = (
-        f"Even micro-batches of no method took {found['seconds']:.2f} times what was predicted before the run, and"
-        f" around a step {low:.2f} to {high:.2f} times what is usual in it. As profiled, of medians as the clock ran, a"
-        f" step is off by {np.median(abs(before)):.1%}. "
+        f"Even micro-batches of no method took {found['seconds']:.2f} times what was predicted before the run. As"
+        f" profiled, of medians as the clock ran, a step is off by {np.median(abs(before)):.1%}. "
     )
     alone = layout["beside"].get("alone", 1.0)
     if alone < 1:
@@ -303,12 +301,11 @@ def _reading() -> Iterator[str]:
         " others, as in a long run; what they weigh is the work that the simulation sees in them, measured and"
         " predicted alike.\n"
         "- *steadied*: x tokens/s without the machine's unrest, which is what predictions are graded by. A processor"
-        " that other machines share is not always as fast. Where even micro-batches of no method, timed in turn with"
-        " the methods, took longer around a step than is usual in the run, so much less counts what was measured in"
-        " it; and of repetitions the lower quartile counts, since what is in the way only makes a step longer. Gains"
-        " (x) and what is done in a second are of medians as the clock ran. *step error*: predicted over measured"
-        " seconds of a step, less 1; the median without its sign. Predicted is at the pace of the run, which the even"
-        " micro-batches show, steadied alike. *idle*: time in which the mean rank does not compute. *even*: time over"
+        " that other machines share is not always as fast, and what is in the way only makes a step longer: of the"
+        " repetitions of a step the mean of the two quickest counts. Gains (x) and what is done in a second are of"
+        " medians as the clock ran. *step error*: predicted over measured seconds of a step, less 1; the median without"
+        " its sign. Predicted is at the pace of the run, which the even micro-batches show, by their quickest"
+        " repetitions, too. *idle*: time in which the mean rank does not compute. *even*: time over"
         " that of the same work spread evenly over ranks and micro-batches. *heaviest step*: its work over the mean"
         " step's; what waits for company makes steps uneven, unless their work is bounded (*steps of 2*: by twice a"
         " mean global batch's).\n"

@@ -94,7 +94,6 @@ class Measured:
 
     seconds: dict[str, Floats]  # [repeats, parts, stages, 2] of every method: forward and backward
     others: Floats  # [others, repeats, turns] of both passes and all stages together
-    turns: dict[str, NDArray[np.int64]]  # [parts] of every method
 
 
 def measure(
@@ -133,7 +132,6 @@ def measure(
     every = max(1, len(extra))
     count = -(-len(steps) // every)
     others = np.zeros((len(extra), repeats, count))
-    turns = {name: np.zeros(len(found), dtype=np.int64) for name, found in parts.items()}
     with echo.ranks(layout.size("dp_cp")):
         first = outcomes[next(iter(outcomes))]
         for part in parts[next(iter(outcomes))][:WARM_UPS]:
@@ -148,10 +146,9 @@ def measure(
                         part = parts[name][index]
                         batch = text.batch(Part.of(outcomes[name], part), device)
                         seconds[name][repeat, index] = stages.run(batch, part.cp_size)
-                        turns[name][index] = turn
                         tick()
                 stages.forget()
-    return Measured(seconds, others, turns)
+    return Measured(seconds, others)
 
 
 def as_measured(outcome: Outcome, seconds: Floats) -> Outcome:

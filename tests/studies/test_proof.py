@@ -95,10 +95,6 @@ def test_every_part_is_run_in_slices() -> None:
     assert measured.others.shape == (len(beside), 2, -(-steps // len(beside)))
     assert measured.others.min() > 0
     assert sum(seconds.shape[0] * seconds.shape[1] for seconds in measured.seconds.values()) == len(ticks)
-    order = [(part.step, index) for index, outcome in enumerate(found.values()) for part in outcome.parts()]
-    turns = np.concatenate([measured.turns[name] for name in found])
-    place = {step: index // len(beside) for index, step in enumerate(sorted(set(order)))}
-    assert turns.tolist() == [place[step] for step in order]
     for name, outcome in found.items():
         seconds = measured.seconds[name]
         assert (seconds > 0).all()
@@ -207,7 +203,7 @@ def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
     about = {"time": "2025-01-01T", "gpu": None, "cpu": "x", "cores": 2, "busy": None, "packages": {"torch": "2"}}
     about |= {"wlb": "1", "commit": "abc", "attention_share": share}
     layout["machine"] = about | {"busy": 0.9}
-    layout["pace"] = {"seconds": 1.25, "took": [[[1.0] * 8, [2.0] * 8]] * 2}
+    layout["pace"] = {"seconds": 1.25}
     layout["beside"] = {"alone": 0.925}
     record = {"machine": about, "documents": "some", "command": "c", "layouts": [layout]}
     text = page.text(record, picture="proof.png")
@@ -216,7 +212,6 @@ def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
     assert "UTC, 2 times, 0.9 of 2 processors" in " ".join(text.split())
     assert "took 1.25 times" in " ".join(text.split())
     assert "While the others wait a rank takes 0.925 of" in " ".join(text.split())
-    assert "around a step 0.67 to 1.33 times" in " ".join(text.split())
     assert "too few steps told it" not in " ".join(text.split())
     noise = record | {"layouts": [layout | {"beside": {"alone": 0.437}}]}
     assert "too few steps told it" in " ".join(page.text(noise, picture="proof.png").split())
@@ -246,45 +241,25 @@ def test_the_page_says_where_there_is_no_gain(tmp_path: Path) -> None:
 
 
 def test_a_pace_is_found_by_even_micro_batches() -> None:
-    took = pacing.usual(np.array([[[2.0, 2.0, 9.0]], [[0.5, 0.1, 0.5]]]))
-    assert took.tolist() == [2, 0.5]
+    took = np.array([2.0, 0.5])
     assert pacing.of(took, [2.0, 0.5]) == pytest.approx(1)
     assert pacing.of(took, [1.0, 0.5]) == pytest.approx(2**0.5)
     (outcome,) = outcomes("dp2", "original").values()
     assert command.predicted(outcome, 1.3, 1.0)["predicted"] == pytest.approx(1.3 * outcome.seconds)
 
 
-def test_a_machine_that_is_slow_for_some_turns_is_seen_and_one_that_is_slow_once_is_not() -> None:
-    usual = np.array([0.5, 2.0])[:, None, None] * np.ones((2, 3, 8))  # two sorts
-    slow = usual.copy()
-    slow[:, 1, 2:6] *= 1.5
-    found = pacing.local(slow)
-    assert found.shape == (3, 8)
-    assert (found[[0, 2]] == 1).all()
-    assert found[1].tolist() == [1, 1, 1.5, 1.5, 1.5, 1.5, 1, 1]
-    once = usual.copy()
-    once[0, 0, 4] *= 9
-    assert (pacing.local(once) == 1).all()
-
-
 def test_what_is_now_and_then_in_the_way_of_a_step_is_not_seen() -> None:
     rng = np.random.default_rng(0)
-    in_the_way = (rng.random((9, 500)) < 0.4) * rng.exponential(0.3, (9, 500))
+    in_the_way = (rng.random((9, 500)) < 0.6) * rng.exponential(0.3, (9, 500))
     seconds = 1 + rng.normal(0, 0.01, (9, 500)) + in_the_way
-    assert pacing.quiet(seconds).mean() == pytest.approx(1, abs=0.01)
-    assert np.median(seconds, axis=0).mean() > 1.02
-    both = np.stack([seconds, 2 * seconds])
-    assert pacing.quiet(both, axis=(1, 2)) == pytest.approx([1, 2], abs=0.02)
-
-
-def test_predictions_are_at_the_pace_of_what_they_are_graded_by() -> None:
-    rng = np.random.default_rng(0)
-    in_the_way = (rng.random((2, 9, 500)) < 0.6) * rng.exponential(0.3, (2, 9, 500))
-    took = np.array([1.0, 3.0])[:, None, None] * (1 + in_the_way)
-    steadied = pacing.quiet(took / pacing.local(took), axis=(1, 2))
-    assert pacing.quieter(took) == pytest.approx((steadied / np.median(took, axis=(1, 2))).prod() ** 0.5)
-    assert pacing.quieter(took) < 0.97
-    assert pacing.quieter(np.ones((2, 9, 500))) == 1
+    assert pacing.quiet(seconds) == pytest.approx(np.sort(seconds, axis=0)[:2].mean(axis=0))
+    assert pacing.quiet(seconds).mean() == pytest.approx(1, abs=0.02)
+    assert np.median(seconds, axis=0).mean() > 1.05
+    assert (pacing.quiet(seconds[:1]) == seconds[0]).all()
+    # What is known to be alike in all turns is seen by the same repetitions: no turn that was lucky stands for it.
+    both = np.stack([seconds, 3 * seconds])
+    assert pacing.alike(both) == pytest.approx(np.array([1, 3]) * np.median(pacing.quiet(seconds)))
+    assert (pacing.quiet(both, axis=1) == np.stack([pacing.quiet(seconds), pacing.quiet(3 * seconds)])).all()
 
 
 def test_predictions_are_graded_by_what_is_steadied_and_gains_by_the_clock() -> None:
@@ -771,10 +746,18 @@ def test_short_steps_have_every_rank_and_both_sorts_of_groups() -> None:
                     assert {(part.cp_size, part.rank, part.first_rank) for part in parts} == {
                         (size, place % size, first)
                     }
-        took = {made: [[2.0 * index, 1.0]] for index, made in enumerate(known)}
+        # Turns of four repetitions: an hour in the way of half of them, and one of all in one turn.
+        slow = np.array([[1.0, 1.0, 1.0], [2.0, 3.0, 2.0], [1.0, 1.0, 1.0], [9.0, 9.0, 9.0]]) * [1.0, 1.0, 1.5]
+        took = {made: ((2.0 + index) * slow).tolist() for index, made in enumerate(known)}
         found = command.known_seconds(took | {"original": [[9.0, 9.0]]})
-        assert found["waiting"] == np.median([took[command.WAITING[0]][0][0] / took[command.WAITING[1]][0][0], 1.0])
-        assert found["even"] == [[[0.0, 1.0]], [[2.0, 1.0]], [[4.0, 1.0]]]
+        assert found["took"] == took
+        assert found["even"] == [took[f"{command.PACE}{sort}"][0][0] for sort in range(len(pacing.KINDS))]
+        assert found["waiting"] == took[command.WAITING[0]][0][0] / took[command.WAITING[1]][0][0]
+        assert all(
+            seconds == took[f"{group}{command.IN_GROUPS}{count}"][0][0]
+            for group, of in found["short"].items()
+            for count, seconds in of.items()
+        )
         assert {(size, count) for size, of in found["short"].items() for count in of} == {
             tuple(made.split(command.IN_GROUPS)) for made in short
         }
