@@ -330,7 +330,7 @@ def _row(cells: list[str]) -> str:
 
 
 def draw(record: Row, path: Path) -> None:
-    """Gains by model FLOPs a second with their intervals, and the predicted ones, layout by layout."""
+    """Gains by model FLOPs a second with their intervals, steadied and predicted ones, layout by layout."""
     layouts = record["layouts"]
     names = [name for name in METHODS if any(name in layout["methods"] for layout in layouts)]
     size = 3.6 * len(layouts) + 1.4, 1.4 + 0.25 * len(names)
@@ -342,6 +342,8 @@ def draw(record: Row, path: Path) -> None:
             ratios = np.array([one.ratio for one in found.values()])
             reach = np.array([[one.ratio - one.low, one.high - one.ratio] for one in found.values()]).T
             axes.errorbar(ratios, places, xerr=reach, fmt="o", color=WLB, capsize=3, label="measured, 95 %")
+            steadied = [one.steadied for one in found.values()]
+            axes.plot(steadied, places, "o", color=WLB, markerfacecolor="white", label="the same, steadied")
             axes.plot([one.predicted for one in found.values()], places, "x", color="#c0452c", label="predicted")
             axes.axvline(1, color="#57606a", linewidth=1)
             axes.set_title(f"{layout['title']} ({layout['kind']})", fontsize=10.5)
