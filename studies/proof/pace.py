@@ -7,7 +7,7 @@ is fitted to what is predicted.
 
 Predictions are graded by what is left of a measurement without the machine's unrest: by the quickest repetitions of a
 step (:func:`quiet`), and at the pace of the quickest ones of even micro-batches. Whatever else is in the way only makes
-a step longer, by up to a third for some seconds, and medians tell how often it was. Gains are medians of the clock as
+a step longer, by a third or more for some seconds, and medians tell how often it was. Gains are medians of the clock as
 it ran.
 """
 
