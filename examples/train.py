@@ -72,7 +72,6 @@ from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 from wlb.torch.pipeline import (
     PipelineMicroBatch,
     VarlenPipelineStage,
-    failures_explained,
     pipeline_step,
     stages_of_rank,
 )
@@ -214,10 +213,9 @@ class Settings:
 
 
 def train(settings: Settings) -> None:
-    """One rank's whole run; if it fails, the others end with its reason."""
+    """One rank's whole run."""
     device, mesh = set_up_ranks(settings)
-    with failures_explained():
-        run(settings, device, mesh)
+    run(settings, device, mesh)
 
 
 def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:

@@ -189,8 +189,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
         self._item: Step[Any] | None = None  # that was read last, if `batches` gives steps
         self._link = Link()
         self._latest = self._position()  # after the step that was made last
-        make = self._peers.making(self._make, lambda: self._number)
-        self._steps = StepsAhead(make, self._latest, name="wlb-dynamic-cp", argument="batches")
+        self._steps = StepsAhead(self._make, self._latest, name="wlb-dynamic-cp", argument="batches")
         self.tokens_moved = 0
 
     def __next__(self) -> DynamicCpStep[T]:
@@ -199,7 +198,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
         Raises:
             wlb.WlbError: Reading or `prepare` failed on some rank, a document does not fit, or plans differ; on every
                 rank. Or the loader is closed.
-            PeerFailed: A rank ended, or hangs for longer than the timeout.
+            RuntimeError: A rank ended, or is later than the timeout.
         """
         started = time.perf_counter()
         step = self._steps.take()
@@ -282,7 +281,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
                 break
             if table.ended:
                 self._iterator, self._read, self._ended, self._item = None, 0, False, None
-                return self._peers.finished(self._end)
+                return self._peers.finished(self._end, step=self._number)
         plan, seconds = self._planned(table)
         batches = self._exchange(plan, table, documents)
 
@@ -304,7 +303,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
             )
             return PreparedStep(step, self._latest)
 
-        return self._peers.finished(finish)
+        return self._peers.finished(finish, step=self._number)
 
     def _end(self) -> PreparedStep[DynamicCpStep[T], Position]:
         """After the last step of the iteration."""
@@ -364,7 +363,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
             "ended": self._ended,
         }
         parts = self._peers.gather(part)
-        self._peers.agree(parts, failure, argument="batches", what="step or kind of costs")
+        self._peers.agree(parts, failure, step=self._number, argument="batches", what="step or kind of costs")
         columns = {name: costs_of_all(name, [part["costs"][name] for part in parts]) for name in self._costs}
         everyone = [part["rows"] for part in parts]
         return documents, Table.of(everyone, columns, ended=all(part["ended"] for part in parts))
@@ -392,7 +391,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
             failure = error("batches", f"have {where}: {failure}", value=failure.value)
         digest = plan.digest() if failure is None and plan is not None else None
         parts = self._peers.gather({"failure": failure_text(failure), "agreement": digest})
-        self._peers.agree(parts, failure, argument="plan", what="plan")
+        self._peers.agree(parts, failure, step=self._number, argument="plan", what="plan")
         assert plan is not None
         return plan, seconds
 

@@ -150,8 +150,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         self._next_id = 0
         self._number = 0  # of the step that is made next
         self._latest = self._position()  # after the step that was made last
-        make = self._peers.making(self._make, lambda: self._number)
-        self._steps = StepsAhead(make, self._latest, name="wlb-balanced-stream", argument="streams")
+        self._steps = StepsAhead(self._make, self._latest, name="wlb-balanced-stream", argument="streams")
         self.tokens_moved = 0
 
     def __next__(self) -> Step[T]:
@@ -160,7 +159,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         Raises:
             wlb.WlbError: A stream or `collate_fn` failed on some rank (all ranks say which, and why), ranks have
                 different configurations, or the packer refuses a document. Or it is closed.
-            PeerFailed: A rank ended, or hangs for longer than the timeout.
+            RuntimeError: A rank ended, or is later than the timeout.
         """
         step = self._steps.take()
         if step is None:
@@ -288,7 +287,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             step = Step(number, 0, packing, deal[self._rank], micro_batches, snapshot=self._latest.snapshot)
             return PreparedStep(step, self._latest)
 
-        return self._peers.finished(finish)
+        return self._peers.finished(finish, step=self._number)
 
     def _own_streams(self) -> list[tuple[int, OneStream]]:
         return list(enumerate(self._streams))[self._rank :: self._size]
@@ -402,7 +401,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             }
         )
         what = "packer, tokens_per_batch, min_step_tokens, max_early, number of streams or step"
-        self._peers.agree(parts, failure, argument="streams", what=what)
+        self._peers.agree(parts, failure, step=self._number, argument="streams", what=what)
 
         documents = {}
         for number, stream in enumerate(self._streams):
