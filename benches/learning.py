@@ -133,8 +133,8 @@ class Arm:
         torch.manual_seed(0)
         self.model, self.loader, timer = Model(), a_loader(cost_model, rank, 2), CpuTimer()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        switch_above = 0.01 if learn else 1e9
-        self.tracker = wt.CostTracker(self.loader, every=EVERY, switch_above=switch_above, window=KNOWN, timer=timer)
+        self.rank, self.learn, self.switched_from = rank, learn, None
+        self.tracker = wt.CostTracker(cost_model, every=EVERY, window=KNOWN, timer=timer)
         self.timer, self.verbose, self.steps = timer, verbose, iter(self.loader)
         self.seconds: list[list[float]] = []
         self.lengths: list[list[list[int]]] = []
@@ -161,6 +161,16 @@ class Arm:
         update = self.tracker.step(step)
         if update is not None and self.verbose:
             print(update.report(), file=sys.stderr)
+        if update is not None and self.learn and update.imbalance - update.believed > 0.01:
+            self.go_on(step, update.cost_model)
+
+    def go_on(self, step: wt.Step[wt.PackedBatch], cost_model: wlb.CostModel | None) -> None:
+        """Plans what follows the step by other costs."""
+        if cost_model is None:
+            return
+        self.loader = a_loader(cost_model, self.rank, 2)
+        self.loader.load_state_dict(step.state, allow_config_change=True)
+        self.tracker.cost_model, self.switched_from, self.steps = cost_model, step.number + 1, iter(self.loader)
 
     def run(self) -> dict[str, Any]:
         """Seconds of every micro-batch [steps, 2] of this rank, the documents of each, and what the tracker said."""
@@ -169,7 +179,7 @@ class Arm:
             "seconds": self.seconds,
             "lengths": self.lengths,
             "fit": None if fit is None else fit.cost_model.to_json(),
-            "switched_from": [update.switched_from for update in self.tracker.updates],
+            "switched_from": self.switched_from,
         }
 
 

@@ -602,12 +602,14 @@ def build_ledger(settings: Settings, loader: Any, mesh: DeviceMesh) -> Ledger | 
 def build_tracker(
     settings: Settings, loader: Any, stages: list[VarlenPipelineStage], mesh: DeviceMesh, device: torch.device
 ) -> CostTracker | None:
-    """Times every micro-batch on its stages, and lets the packer go on by what the timings show."""
+    """Times every micro-batch on its stages, and logs what costs the timings show."""
     if not settings.learn_costs:
         return None
     if not isinstance(loader, StepLoader):
         raise SystemExit("--learn-costs goes with --method wlb and --plan static: elsewhere no packer plans by costs")
-    tracker = CostTracker(loader, every=settings.learn_costs, mesh=mesh, device=device, timer=StepTimer(device))
+    tracker = CostTracker(
+        loader.packer.cost_model, every=settings.learn_costs, mesh=mesh, device=device, timer=StepTimer(device)
+    )
     tracker.timer.attach_stages(stages)
     return tracker
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +20,6 @@ from wlb._seal import Hashed, check_seal
 from wlb.ledger import Pieces
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.collate import packed
-from wlb.torch.data.costs import CostSwitches, read_changes
 from wlb.torch.data.documents import Document, num_labels
 from wlb.torch.data.dynamic_documents import Costs, Table, checked, costs_by, costs_of, costs_of_all
 from wlb.torch.data.peers import Peers, failure_text
@@ -133,8 +130,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
     Args:
         batches: See above. Read in a thread, by every rank of the pipeline and tensor-parallel groups alike.
         plan: Makes the plan from int64 [documents], their lengths: `functools.partial(wlb.plan_dynamic_cp, ...)` with
-            the group's size for a world. The same on every rank. A `CostTracker` changes the `cost_model` of such a
-            partial.
+            the group's size for a world. The same on every rank.
         costs: What a document costs on one rank, in seconds for the whole model, where its length does not tell: a
             float array by the ids of documents, of which none is cut; or a function of a document, called once for each
             of a step, in the thread of the rank that reads it. `plan` is then called with `costs=`, float64
@@ -148,8 +144,6 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
-        cost_switches: From which step on other costs hold, see `CostTracker`; None where `plan` is no partial with a
-            cost model.
 
     Every step is a collective on `group`: its ranks take as many. With a group, making one is a collective of the whole
     world: every rank makes its own at the same point. Close it before the process groups are destroyed.
@@ -174,11 +168,6 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
         for name, of_document in (("costs", costs), ("attention_costs", attention_costs)):
             if of_document is not None:
                 self._costs[name] = costs_by(name, of_document)
-        told = plan.keywords.get("cost_model") if isinstance(plan, functools.partial) else None
-        self._cost_model = told if isinstance(told, wlb.CostModel) else None  # of the first start
-        self.cost_switches: CostSwitches | None = None
-        if self._cost_model is not None:
-            self.cost_switches = CostSwitches(self._cost_model, functools.partial(_replan, plan))
         self._prepare = prepare
         self._stateful = all(hasattr(batches, f"{verb}state_dict") for verb in ("", "load_"))
         self._iterator: Iterator[Any] | None = None
@@ -236,17 +225,10 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
             raise error("state", f"was saved with{'out' if self._stateful else ''} a state of batches", value=batches)
         same(state, self._reader(), "this loader")
         link = Link.of(state)
-        changes, learnt = read_changes(state), self._cost_model
-        if "cost_model" in state:
-            learnt = wlb.CostModel.from_json(json.dumps(state["cost_model"]))
-        if (changes or learnt is not self._cost_model) and self.cost_switches is None:
-            raise error("state", "has learnt costs: make `plan` a functools.partial with the first cost_model")
         if self._stateful:
             self._batches.load_state_dict(batches)
         self._number, self._read, self._skip = number, read, 0 if self._stateful else read
         self._link = link
-        if self.cost_switches is not None:
-            self.cost_switches.restart(number, learnt, changes)
         self._steps.position = self._latest = self._position()
 
     def _reader(self) -> dict[str, int]:
@@ -258,20 +240,14 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
     def _position(self) -> Position:
         metrics = self._batches.metrics() if hasattr(self._batches, "metrics") else None
         known = {"format": FORMAT, "version": VERSION, "step": self._number, "read": self._read, **self._reader()}
-        switches = self.cost_switches
-        learnt = switches.of(self._number - 1) if switches is not None else None
-        if learnt is not None and learnt != self._cost_model:
-            known["cost_model"] = json.loads(learnt.to_json())
         within = self._item.snapshot if self._stateful and self._item is not None else None
         if within is not None:
             known = self._link.sealed({**known, "batches": Hashed(within.digest)})
-            snapshot = Snapshot(
-                known, within.progress, lambda: {**known, "batches": copy.deepcopy(within.state)}, switches
-            )
+            snapshot = Snapshot(known, within.progress, lambda: {**known, "batches": copy.deepcopy(within.state)})
         else:
             known["batches"] = copy.deepcopy(self._batches.state_dict()) if self._stateful else None
             known = self._link.sealed(known)
-            snapshot = Snapshot.of(known, Progress(), switches)
+            snapshot = Snapshot.of(known, Progress())
         return Position(self._number, snapshot, Link.after(known), metrics)
 
     def _make(self) -> PreparedStep[DynamicCpStep[T], Position]:
@@ -374,10 +350,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
         failure: BaseException | None = None
         plan = None
         try:
-            costs: dict[str, Any] = dict(table.costs)
-            if self.cost_switches is not None:
-                costs["cost_model"] = self.cost_switches.begin(self._number)
-            plan = self._plan(table.lengths, **costs)
+            plan = self._plan(table.lengths, **table.costs)
             if plan.world_size != self._peers.size:
                 message = f"is for world_size = {plan.world_size}; the group has {self._peers.size} ranks"
                 raise error("plan", message, value=plan.world_size)
@@ -466,12 +439,6 @@ def check_source(batches: object) -> None:
             )
             message += "" if name == "dp_size" else " of the packer, and give it to plan"
             raise error("batches", message, value=value)
-
-
-def _replan(
-    plan: Callable[..., wlb.DynamicCpPlan], lengths: NDArray[np.int64], cost_model: wlb.CostModel, _: object
-) -> wlb.DynamicCpPlan:
-    return plan(lengths, cost_model=cost_model)
 
 
 def _check_every_document(plan: wlb.DynamicCpPlan, lengths: NDArray[np.int64]) -> None:

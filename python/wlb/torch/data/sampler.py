@@ -14,7 +14,6 @@ from wlb._errors import check_integer, error
 from wlb._seal import seal
 from wlb.filling import batch_tokens, check_max_early, check_ranks, least_tokens, warn_of_long
 from wlb.torch.data.corpus import Corpus
-from wlb.torch.data.costs import CostSwitches, read_changes
 from wlb.torch.data.documents import Piece
 from wlb.torch.data.given_costs import CorpusCosts, check_given
 from wlb.torch.data.reader import ReadingOrder, StepReader
@@ -67,9 +66,6 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             floats: it is asked whenever a step is planned, in workers too, and has to answer alike every time. A piece
             of a document has the share of its tokens. A state knows an array by its hash; a function is taken at its
             word.
-
-    Attributes:
-        cost_switches: From which step on other costs hold; see `CostTracker`.
 
     Raises:
         wlb.WlbError: An argument makes no sense; a document is too long for the packer.
@@ -126,8 +122,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         if packer.oversize == "split":
             warn_of_long("the longest document", order.corpus.longest, tokens_per_batch, stacklevel=2)
         self._lengths = order.corpus.lengths
-        self.cost_switches = CostSwitches.of_packer(packer)
-        self._start = self._origin = StepReader(order, packer, self.cost_switches)
+        self._start = self._origin = StepReader(order, packer)
         self._skip = 0
         self._followed = False  # whether a StepLoader tells where the next one begins
         self._moves = 0  # how often it was said where one begins
@@ -147,7 +142,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         """Global steps of the whole run, those done included: what a learning rate schedule wants to know.
 
         Known only once all are planned, which is done here: some milliseconds a step. It stays the same when a run is
-        resumed, unless its settings change; other costs (`CostTracker`) may change it by some steps.
+        resumed, unless its settings change.
         """
         return self._start.total_steps()
 
@@ -201,7 +196,6 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             if (saved_size, saved) != (self._dp_size, now) or yielded >= self.num_micro_batches_per_rank:
                 message = f"was saved inside a step of {saved} micro-batches on {saved_size} data-parallel ranks"
                 raise error("state", f"{message}; it can not go on with {now} on {self._dp_size}", value=yielded)
-        self.cost_switches.restart(reader.step, reader.cost_model, read_changes(state))
         self._begin(reader, yielded)
 
     def consumer(self) -> StepReader:

@@ -18,7 +18,6 @@ import wlb
 from wlb._errors import error
 from wlb.ledger import Pieces
 from wlb.torch.data.batch import PackedBatch
-from wlb.torch.data.costs import CostSwitches
 from wlb.torch.data.reader import StepReader
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.state import Snapshot
@@ -179,11 +178,6 @@ class StepLoader(Generic[T]):
     def packer(self) -> wlb.Packer:
         """The one that gave the configuration; it holds nothing."""
         return self._sampler.reader.packer
-
-    @property
-    def cost_switches(self) -> CostSwitches:
-        """From which step on other costs hold; see `CostTracker`."""
-        return self._sampler.cost_switches
 
     @property
     def num_micro_batches_per_rank(self) -> int:

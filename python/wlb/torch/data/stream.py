@@ -26,7 +26,6 @@ from wlb.filling import (
     warn_of_long,
 )
 from wlb.ledger import waiting_pieces
-from wlb.torch.data.costs import CostSwitches, read_changes, with_costs
 from wlb.torch.data.documents import Document
 from wlb.torch.data.given_costs import check_given
 from wlb.torch.data.one_stream import OneStream, ReadDocument, costs_of, restores_itself
@@ -92,7 +91,6 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
-        cost_switches: From which step on other costs hold; see `CostTracker`.
 
     Raises:
         wlb.WlbError: An argument makes no sense.
@@ -132,7 +130,6 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
         self._tokens_per_batch = batch_tokens(packer, tokens_per_batch)
         self._config = packer
-        self.cost_switches = CostSwitches.of_packer(packer)
         self._min_step_tokens = least_tokens(packer, self._tokens_per_batch, min_step_tokens)
         self._max_early = max_early
         self._longest = packer.max_document_tokens if packer.oversize == "truncate" else None
@@ -211,7 +208,6 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             id = field(saved, "id", int)
             waiting[id] = Waiting.of(saved, len(streams), rest.get(id), self._config.cost_columns or 0)
         taken = _taken(state)
-        changes = read_changes(state)
         number, next_id, link = field(state, "step", int), field(state, "next_id", int), Link.of(state)
         if len(waiting) != len(saved_documents) or max(waiting, default=-1) >= next_id:
             raise error("state", f"has a document that waits twice, or one beyond 'next_id' = {next_id}", value=next_id)
@@ -225,7 +221,6 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         self._packer, self._streams, self._waiting = packer, streams, waiting
         self._stand, self._taken = [stream.state_dict() for stream in streams], taken
         self._ahead.clear()
-        self.cost_switches.restart(number, packer.cost_model, changes)
         self._steps.position = self._latest = self._position()
 
     # In the thread.
@@ -264,7 +259,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
                 record.update(document.texts())
             return state
 
-        snapshot = Snapshot(known, Progress.of(self._next_id, known), write, self.cost_switches)
+        snapshot = Snapshot(known, Progress.of(self._next_id, known), write)
         return Position(self._number, snapshot, Link.after(known), self._packer.metrics())
 
     def _make(self) -> PreparedStep[Step[T], Position]:
@@ -297,7 +292,6 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         unentered = Outside(self._waiting, self._packer, self._read, self._early, self._take)
         if unentered.tokens < self._tokens_per_batch:
             unentered.read()
-        self._packer = with_costs(self._packer, self.cost_switches.begin(self._number))
         if not unentered.ids:
             return self._packer.drain() if self._packer.pending else None
         self._packer, packing = next_packing(self._packer, unentered, min_step_tokens=self._min_step_tokens)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,8 +13,6 @@ import wlb
 from wlb._errors import error
 
 Plan: TypeAlias = wlb.Packing | wlb.DynamicCpPlan
-Replan: TypeAlias = Callable[[NDArray[np.int64], wlb.CostModel, Any], Plan]
-"""Plans documents of these lengths by other costs, as the plan that is given was made; it may leave some over."""
 
 _ROUNDING = 1e-9  # of a predicted time: what is left of it is nothing
 
@@ -103,41 +100,6 @@ class PlannedWork:
             longest = self.plan.step_seconds(seconds)
             mean = float(sum(costs)) / (self.plan.world_size * self.plan.num_stages)
         return float(longest / mean) if mean > 0 else float("nan")
-
-    def shares(self, cost_model: wlb.CostModel) -> NDArray[np.float64]:
-        """float64 [parts]: of what they take together."""
-        seconds = np.array([part.seconds(cost_model) for part in self.parts])
-        return np.asarray(seconds / seconds.sum())
-
-    def again(self, replan: Replan, cost_model: wlb.CostModel) -> float:
-        """The imbalance of the same documents planned anew by these costs; infinite where they do not fit so."""
-        lengths = np.concatenate([part.lengths for part in self.parts]).astype(np.int64)
-        try:
-            plan = replan(lengths, cost_model, self.plan)
-        except wlb.WlbError:
-            return float("inf")
-        if isinstance(plan, wlb.Packing) and plan.leftover.size:
-            return float("inf")
-        return PlannedWork.of(plan, cost_model).imbalance(cost_model)
-
-
-def replan_as(packer: wlb.Packer) -> Replan:
-    """Plans the documents of one of this packer's steps anew."""
-    options: dict[str, Any] = {"max_tokens": packer.max_tokens, "method": packer.method}
-    if packer.dp_size is None and packer.max_documents is None:
-        options["leftover"] = "return"
-    else:
-        options |= {"dp_size": packer.dp_size, "max_documents": packer.max_documents}
-    if packer.sync is not None:
-        options["sync"] = packer.sync
-    return functools.partial(_pack_again, **options)
-
-
-def _pack_again(
-    lengths: NDArray[np.int64], cost_model: wlb.CostModel, plan: wlb.Packing, *, max_tokens: int, **options: Any
-) -> wlb.Packing:
-    largest = max(int(plan.tokens.max()), max_tokens)
-    return wlb.pack(lengths, num_micro_batches=len(plan), max_tokens=largest, cost_model=cost_model, **options)
 
 
 def median_error(cost_model: wlb.CostModel, rows: Iterable[tuple[Part, float]]) -> float:
