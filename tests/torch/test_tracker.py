@@ -131,7 +131,7 @@ def test_a_loader_goes_on_by_other_costs_from_a_step_s_state() -> None:
     tokens = sum(int(step.packing.tokens.sum()) for step in trained)
     assert tokens == LENGTHS.sum()
     packing = trained[10].packing
-    assert packing.costs == pytest.approx([TRUTH.cost(part.lengths).sum() for part in packing])
+    assert packing.costs == pytest.approx(true_costs(packing))
 
 
 def test_a_fit_by_right_costs_sees_nothing_to_gain() -> None:
