@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import checkpoints
 import train
-from wlb.audit import audit
+from wlb_tools.audit import audit
 
 STEPS = 20
 LIFE_SECONDS = 120.0  # no life takes so long: it hangs

@@ -15,7 +15,7 @@ from common import DOCS, Row, bars, options, write_record
 
 import wlb
 from oracles import transformers_models as real
-from wlb.cluster.models import (
+from wlb.models import (
     Attention,
     Block,
     FeedForward,

@@ -33,7 +33,7 @@ from common import (
 from rich.table import Table
 
 import wlb
-from wlb.simulation.reading import Reading
+from wlb_tools.simulation.reading import Reading
 
 MICRO_BATCHES = (4, 16)
 STEPS = 200

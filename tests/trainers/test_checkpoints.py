@@ -18,9 +18,9 @@ import torch.distributed as dist
 from test_train import CONFIG, SETTINGS, checkpoints, example, rows, run
 from torch.distributed.checkpoint.api import CheckpointException
 
-from wlb.audit import audit
 from wlb.torch.data import Step, collate
 from wlb.torch.groups import build_mesh
+from wlb_tools.audit import audit
 
 STATE: dict[str, Any] = {"weights": torch.arange(500.0), "data": "where the next step begins", "done": 3}
 
