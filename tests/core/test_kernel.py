@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import wlb.profile
+import wlb.profiles
 
 import wlb
 from profiles import profile
