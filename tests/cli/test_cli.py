@@ -28,7 +28,7 @@ pytest.importorskip("matplotlib")
 
 from rich.console import Console
 
-from profiles import profile
+from tests.profiles import profile
 from wlb.cli.app import app
 from wlb.cli.errors import CliError, setting
 from wlb.cli.inputs.documents import Documents

@@ -20,7 +20,7 @@ from wlb.cluster.models.text_families import FAMILIES
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from oracles import transformers_models as real
+from tests.oracles import transformers_models as real
 
 CASES = {case.model_type: case for case in real.CASES}
 

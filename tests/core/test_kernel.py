@@ -13,7 +13,7 @@ import pytest
 
 import wlb
 import wlb.profile
-from profiles import profile
+from tests.profiles import profile
 
 PROFILE = profile()
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_simulate import documents
 
 import wlb
+from tests.simulation.test_simulate import documents
 from wlb.simulation import LayoutSearch, search_layouts, simulate
 from wlb.simulation.bounds import Bounds
 from wlb.simulation.layouts import RANKED, WITHOUT_WLB

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from test_simulate import LAYOUTS, documents, scenario
 
 import wlb
+from tests.simulation.test_simulate import LAYOUTS, documents, scenario
 from wlb.cluster import Overhead
 from wlb.simulation import Outcome, Scenario, simulate
 from wlb.simulation.dynamic import DynamicOutcome

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_simulate import MODEL, documents, scenario, trained
 
 import wlb
-from oracles.dynamic_cp import violations
-from profiles import profile as example
+from tests.oracles.dynamic_cp import violations
+from tests.profiles import profile as example
+from tests.simulation.test_simulate import MODEL, documents, scenario, trained
 from wlb import testing
 from wlb.cli.commands.simulate import not_compared
 from wlb.simulation import (

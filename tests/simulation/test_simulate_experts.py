@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_simulate import documents, trained
 
 import wlb
+from tests.simulation.test_simulate import documents, trained
 from wlb.simulation import search_layouts, simulate
 from wlb.simulation.dynamic import DynamicOutcome
 from wlb.simulation.lockstep import Groups, Replicas

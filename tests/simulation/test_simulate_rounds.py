@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from test_simulate import MODEL, documents, trained
 
 import wlb
+from tests.simulation.test_simulate import MODEL, documents, trained
 from wlb.cli.output.configuration import configuration
 from wlb.cluster.data_parallel import micro_batch_seconds
 from wlb.cluster.memory import experts_per_rank, parameters_per_rank, ranks_of_stages, units_of_stages

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from test_simulate import MODEL, documents, possible, scenario
 
 import wlb
+from tests.simulation.test_simulate import MODEL, documents, possible, scenario
 from wlb.simulation import simulate
 
 Floats = NDArray[np.float64]

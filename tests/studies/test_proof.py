@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes as forked
 import pytest
 import torch
 
 import wlb
+from tests.torch import processes as forked
 from wlb.cluster.overhead import NO_OVERHEAD, Overhead
 from wlb.torch.attention import context_parallel_attention
 from wlb.torch.profiling import LinkTimes, probe_link
