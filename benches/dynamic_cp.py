@@ -1,7 +1,7 @@
 """Dynamic-CP planning beside Megatron-Core's planners: time, critical path, memory; same documents, same run.
 
-    python benches/dynamic_cp.py                         # prints the table, writes benches/records/dynamic_cp.json
-    python benches/dynamic_cp.py --lengths wheels.npy    # also of documents with these lengths
+    python -m benches.dynamic_cp                         # prints the table, writes benches/records/dynamic_cp.json
+    python -m benches.dynamic_cp --lengths wheels.npy    # also of documents with these lengths
 
 Documents: log-normal lengths (median 3K, sigma 1.6, at most 128K), plus 0.8 % of 128K ("long tail"); and, in the rows
 of wlb alone, others, each source by itself: log-normal ones (mean 8 and sigma 1.3 of the logarithm, "log-normal") and
@@ -35,13 +35,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Lengths, bars, machine, options, package_version, parse, read_lengths, tables, write_record
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 import wlb
 import wlb_tools
+from benches.common import Lengths, bars, machine, options, package_version, parse, read_lengths, tables, write_record
 from wlb_tools.simulation import planner_options
 
 WORLD, STAGES, TOKENS = 64, 8, 8192

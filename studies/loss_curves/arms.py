@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from common import CONTEXT, llama_7b
 from numpy.typing import NDArray
 
 import wlb
+from benches.common import CONTEXT, llama_7b
 from wlb.torch.data import BalancedBatchSampler, Piece
 from wlb_tools.simulation.methods import next_fit
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from studies.exact import ExactSolution, solve
+from benches.exact import ExactSolution, solve
 from wlb._core import CostModel, WlbError
 from wlb_tools.simulation.methods import Setup, Step, document_ids
 from wlb_tools.simulation.stream import GlobalBatches

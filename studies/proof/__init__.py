@@ -14,7 +14,6 @@ Beside both stands what the simulation predicts from a profile of this machine a
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,15 +27,10 @@ from numpy.typing import NDArray
 
 import wlb
 import wlb_tools
+from studies.trainer.llama import LlamaConfig
 from wlb_tools.cluster import Overhead
 from wlb_tools.simulation import VARIANTS, Outcome, Variant
 from wlb_tools.simulation.variants import chosen
-
-# The trainer of the examples, its model and its documents; the machine and the records of the benches.
-sys.path.insert(0, str(Path(__file__).parents[2] / "benches"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-from llama import LlamaConfig
 
 CONTEXT_OF_7B = 131_072
 HEAD_DIM = 64

@@ -17,8 +17,6 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
 import torch
-from common import machine as this_machine
-from common import rounded, write_record
 from cyclopts import App, Parameter
 from cyclopts.types import PositiveInt
 from numpy.typing import NDArray
@@ -27,6 +25,8 @@ from rich.progress import Progress
 
 import wlb
 import wlb_tools
+from benches.common import machine as this_machine
+from benches.common import rounded, write_record
 from studies.proof import (
     CONTEXT_OF_7B,
     METHODS,

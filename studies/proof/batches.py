@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 import wlb
-from corpus import read_corpus
+from studies.trainer.corpus import read_corpus
 from wlb.torch.attention import prepare_attention
 from wlb.torch.data import Document, PackedBatch
 from wlb.torch.data.collate import packed

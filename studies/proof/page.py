@@ -10,11 +10,11 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from common import STYLE, WLB
 from numpy.typing import NDArray
 
 import wlb
 import wlb_tools
+from benches.common import STYLE, WLB
 from studies.proof import METHODS, Bench, Layout, shared
 from studies.proof.figures import Gain, Run, gain, levels
 

@@ -25,11 +25,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import train
 import wlb_tools
 from studies.proof import Bench, Layout, placed, system
 from studies.proof.batches import Part, Text
 from studies.proof.pace import parts_of
+from studies.trainer import train
 from wlb.torch.data import DynamicCpStep, Step
 from wlb.torch.flops import peak_flops
 from wlb.torch.groups import data_and_context

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llama import LlamaStage
 from studies.proof import Bench, echo
 from studies.proof.batches import Part, Text
+from studies.trainer.llama import LlamaStage
 from wlb.torch.data import PackedBatch
 from wlb.torch.loss import token_normalized_loss
 from wlb_tools.simulation import Outcome

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import wlb.profiles
 
 import wlb
-from profiles import profile
+import wlb.profiles
+from tests.profiles import profile
 
 PROFILE = profile()
 

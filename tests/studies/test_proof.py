@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes as forked
 import pytest
 import torch
 
 import wlb
 import wlb_tools
+from tests.torch import processes as forked
 from wlb.torch.attention import context_parallel_attention
 from wlb_tools.cluster.overhead import NO_OVERHEAD, Overhead
 from wlb_tools.profiling import LinkTimes, probe_link

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import wlb
+from tests.torch import processes
 from wlb.ledger import Pieces, as_line
 from wlb.torch.data import (
     BalancedBatchSampler,

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import wlb
+from tests.torch import processes
 from wlb._seal import seal
 from wlb.torch.data import BalancedBatchSampler, Documents, Ledger, PackedBatch, Piece, Step, StepLoader, collate
 from wlb.torch.data.permutation import Permutation

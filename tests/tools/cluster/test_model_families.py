@@ -21,7 +21,7 @@ from wlb_tools.cluster.memory import activation_bytes, exchanged_width
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from oracles import transformers_models as real
+from tests.oracles import transformers_models as real
 
 CASES = {case.model_type: case for case in real.CASES}
 

@@ -29,7 +29,7 @@ pytest.importorskip("matplotlib")
 
 from rich.console import Console
 
-from profiles import profile
+from tests.profiles import profile
 from wlb_tools.command.app import app
 from wlb_tools.command.errors import CliError, setting
 from wlb_tools.command.inputs.documents import Documents

@@ -19,7 +19,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import wlb
-from profiles import profile as example
+from tests.profiles import profile as example
 from wlb.torch.attention.kernels import VarlenKernel
 from wlb_tools.profiling import Grid, Profiler, Shape, held_out_errors
 from wlb_tools.profiling import device as device_module

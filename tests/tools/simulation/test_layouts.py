@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_simulate import documents
 
 import wlb
 import wlb_tools
+from tests.tools.simulation.test_simulate import documents
 from wlb_tools.simulation import LayoutSearch, search_layouts, simulate
 from wlb_tools.simulation.bounds import Bounds
 from wlb_tools.simulation.layouts import RANKED, WITHOUT_WLB

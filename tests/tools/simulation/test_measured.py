@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from test_simulate import LAYOUTS, documents, scenario
 
 import wlb
 import wlb_tools
+from tests.tools.simulation.test_simulate import LAYOUTS, documents, scenario
 from wlb_tools.cluster import Overhead
 from wlb_tools.simulation import Outcome, Scenario, simulate
 from wlb_tools.simulation.dynamic import DynamicOutcome

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_simulate import MODEL, documents, scenario, trained
 
 import wlb
 import wlb_tools
-from oracles.dynamic_cp import violations
-from profiles import profile as example
+from tests.oracles.dynamic_cp import violations
+from tests.profiles import profile as example
+from tests.tools.simulation.test_simulate import MODEL, documents, scenario, trained
 from wlb import testing
 from wlb_tools.command.commands.simulate import not_compared
 from wlb_tools.simulation import (

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_simulate import documents, trained
 
 import wlb
 import wlb_tools
+from tests.tools.simulation.test_simulate import documents, trained
 from wlb_tools.simulation import search_layouts, simulate
 from wlb_tools.simulation.dynamic import DynamicOutcome
 from wlb_tools.simulation.lockstep import Groups, Replicas

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from test_simulate import MODEL, documents, trained
 
 import wlb
 import wlb_tools
+from tests.tools.simulation.test_simulate import MODEL, documents, trained
 from wlb_tools.cluster.data_parallel import micro_batch_seconds
 from wlb_tools.cluster.memory import experts_per_rank, parameters_per_rank, ranks_of_stages, units_of_stages
 from wlb_tools.command.output.configuration import configuration

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from test_simulate import MODEL, documents, possible, scenario
 
 import wlb
 import wlb_tools
+from tests.tools.simulation.test_simulate import MODEL, documents, possible, scenario
 from wlb_tools.simulation import simulate
 
 Floats = NDArray[np.float64]

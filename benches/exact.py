@@ -67,7 +67,7 @@ def solve(
     try:
         import highspy
     except ImportError as missing:
-        raise ImportError("studies.exact needs the HiGHS solver: pip install highspy") from missing
+        raise ImportError("benches.exact needs the HiGHS solver: pip install highspy") from missing
     if time_limit != np.inf:
         check_positive("time_limit", time_limit)
     check_share("relative_gap", relative_gap)

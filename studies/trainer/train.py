@@ -1,8 +1,8 @@
 """Trains a small Llama on real documents, on any number of data, pipeline, context and tensor parallel ranks.
 
-    pip install "wlb[examples]"
-    torchrun --nproc-per-node 4 examples/train.py --pp 2 --cp 2 --steps 20 --checkpoint-dir run
-    python examples/train.py --steps 20                       # the same on one process, with the same losses
+    pip install "wlb[examples]"    # in a checkout
+    torchrun --nproc-per-node 4 -m studies.trainer.train --pp 2 --cp 2 --steps 20 --checkpoint-dir run
+    python -m studies.trainer.train --steps 20                       # the same on one process, with the same losses
 
 Killed? The same command again goes on from the newest sound checkpoint, on the same documents. The layout may change:
 dp is what `--pp`, `--cp` and `--tp` leave of the world. `wlb audit run` proves that every document was trained once.
@@ -14,7 +14,7 @@ computes, attention takes the shard, and the pipeline takes micro-batches of une
 With `--plan dynamic_cp` the dp x cp ranks have no fixed roles: a plan gives every document of a global batch the group
 of ranks that it needs.
 
-    torchrun --nproc-per-node 4 examples/train.py --cp 2 --ep 2 --experts 8 --experts-per-token 2 --ffn 88
+    torchrun --nproc-per-node 4 -m studies.trainer.train --cp 2 --ep 2 --experts 8 --experts-per-token 2 --ffn 88
 
 trains a mixture of experts, which neighbours among the dp x cp ranks divide among them (`experts.py`).
 """
@@ -47,12 +47,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.data import DataLoader
 
-import checkpoints
 import wlb
-from baselines import BaselineLoader
-from corpus import read_corpus
-from experts import ExpertLoad, Load
-from llama import AttentionOptions, LlamaConfig, LlamaStage, parallelize
+from studies.trainer import checkpoints
+from studies.trainer.baselines import BaselineLoader
+from studies.trainer.corpus import read_corpus
+from studies.trainer.experts import ExpertLoad, Load
+from studies.trainer.llama import AttentionOptions, LlamaConfig, LlamaStage, parallelize
 from wlb.torch.agreement import check_agreement
 from wlb.torch.attention import max_cp_size, prepare_attention
 from wlb.torch.data import (

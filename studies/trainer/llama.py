@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import wlb
-from experts import Mixture, contexts_of_checkpoint
+from studies.trainer.experts import Mixture, contexts_of_checkpoint
 from wlb.torch.attention import context_parallel_attention
 from wlb.torch.gradients import sum_gradients
 from wlb.torch.groups import data_and_context

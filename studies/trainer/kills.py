@@ -1,7 +1,7 @@
 """Kills the example trainer with SIGKILL at random moments, and compares what it learns with a run that nobody killed.
 
-    python benches/kills.py                        # 100 kills of one process, 100 of two ranks; a few minutes
-    python benches/kills.py --kills 10 --flips 20  # fewer
+    python -m studies.trainer.kills                        # 100 kills of one process, 100 of two ranks; a few minutes
+    python -m studies.trainer.kills --kills 10 --flips 20  # fewer
 
 A run is killed and started again until it is done: on one process, or on two ranks that share data, a pipeline or a
 context. One rank dies first, chosen at random, or both at once. Half of the kills are aimed at a save: the moment when
@@ -39,14 +39,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import machine, options, write_record
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-import checkpoints
-import train
+from benches.common import machine, options, write_record
+from studies.trainer import checkpoints, train
 from wlb_tools.audit import audit
 
 STEPS = 20
@@ -261,6 +258,7 @@ def kills(folder: Path, corpus: Path, layout: str, count: int, seed: int) -> dic
 
 
 def after(moment: float) -> Callable[[], bool]:
+    """True from that moment on."""
     return lambda: time.monotonic() > moment
 
 
@@ -318,6 +316,7 @@ def write_corpus(folder: Path) -> None:
 
 
 def main() -> None:
+    """Kills runs, and compares each with the run that nobody killed."""
     parser = options(__doc__, record="kills.json")
     parser.add_argument("--kills", type=int, default=100, help="of each number of ranks")
     parser.add_argument("--flips", type=int, default=100, help="single bits")

@@ -11,7 +11,7 @@ A checkpoint gets its name when its last byte is on the disk: a run that is kill
 ones before as they were. All ranks must see the same folder, as torch.distributed.checkpoint wants it. Each computes
 the checksums of some files and gets to know all of them, so that all ranks take the same checkpoint.
 
-    python examples/checkpoints.py run      # verifies all checkpoints of a run
+    python -m studies.trainer.checkpoints run      # verifies all checkpoints of a run
 """
 
 from __future__ import annotations
