@@ -6,7 +6,6 @@ import ast
 import contextlib
 import importlib
 import io
-import json
 import multiprocessing
 import os
 import re
@@ -285,18 +284,3 @@ def test_predicted_gains_have_a_band_and_the_best_baseline(page: str) -> None:
             assert header[at + 1 : at + 2] == ["band"], f"{page}: no band after {header[at]}"
             assert WITHOUT in paragraph, f"{page}: nothing to compare {header[at]} with"
     assert seen, "the baseline is named nowhere"
-
-
-def test_the_headline_is_that_of_its_record() -> None:
-    pytest.importorskip("rich")
-    pytest.importorskip("cyclopts")
-    from studies.headline import lines
-
-    record = json.loads((ROOT / "benches" / "records" / "headline.json").read_text())
-    page = (ROOT / "docs" / "headline.md").read_text()
-    assert page == "\n".join(lines(record)) + "\n", "run make headline"
-    told = re.search(r"By tokens: (\S+) to (\S+), in the middle (\S+);", page)
-    assert told is not None
-    least, most, middle = told.groups()
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"{least} to {most} times, in the middle {middle}" in readme, "README has another headline"
