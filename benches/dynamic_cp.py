@@ -40,8 +40,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 import wlb
+import wlb_tools
 from benches.common import Lengths, bars, machine, options, package_version, parse, read_lengths, tables, write_record
-from wlb.simulation import planner_options
+from wlb_tools.simulation import planner_options
 
 WORLD, STAGES, TOKENS = 64, 8, 8192
 LONGEST = 131072
@@ -49,7 +50,7 @@ WORLDS = (24, 32, 48, 64, 96, 128, 768)
 EVEN = (0.0, 0.01, 0.03)  # parts of the step's time
 OVERHEADS = (0.0, 1e-3, 5e-3, 20e-3)  # seconds of every micro-batch on every stage
 SEVEN_US = {"cp_seconds_per_token": 7e-6, "cp_seconds_per_exchange": 0.0}  # exchange of a token
-LAYOUT = wlb.ParallelLayout(tp=8, cp=8, dp=WORLD // 8, pp=STAGES)
+LAYOUT = wlb_tools.ParallelLayout(tp=8, cp=8, dp=WORLD // 8, pp=STAGES)
 COSTS = {
     "13B": wlb.CostModel.from_flops(
         hidden_size=5120,
@@ -239,8 +240,8 @@ def measure_free(source: str, documents: Source, seeds: int) -> list[dict[str, A
 def measure_priced(source: str, documents: Source, seeds: int) -> list[dict[str, Any]]:
     """The 13B rows again, with exchange inside groups at a price."""
     rows: list[dict[str, Any]] = []
-    cluster = wlb.Scenario(
-        model=wlb.ModelConfig.preset("llama2-13b"), layout=LAYOUT, hardware=wlb.Hardware.preset("h100")
+    cluster = wlb_tools.Scenario(
+        model=wlb.ModelConfig.preset("llama2-13b"), layout=LAYOUT, hardware=wlb_tools.Hardware.preset("h100")
     )
     for count in (2048, 256):
         batches = [documents(count, seed) for seed in range(seeds)]

@@ -14,7 +14,7 @@ from pathlib import Path
 import wlb
 from benches.common import DOCS, Row, bars, options, write_record
 from tests.oracles import transformers_models as real
-from wlb.cluster.models import (
+from wlb.models import (
     Attention,
     Block,
     FeedForward,

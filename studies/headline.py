@@ -32,19 +32,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benches"))
 from common import CONTEXT, Lengths, machine, rounded, sources, stream, write_record
 
 import wlb
-from wlb.cluster.parallel import Fsdp
-from wlb.simulation import KINDS, VARIANTS, LayoutSearch, Outcome, search_layouts
-from wlb.simulation.balance import band
-from wlb.simulation.layouts import in_short
-from wlb.simulation.scenario import Keys
-from wlb.simulation.tuning import Choice, Objective
+import wlb_tools
+from wlb_tools.cluster.parallel import Fsdp
+from wlb_tools.simulation import KINDS, VARIANTS, LayoutSearch, Outcome, search_layouts
+from wlb_tools.simulation.balance import band
+from wlb_tools.simulation.layouts import in_short
+from wlb_tools.simulation.scenario import Keys
+from wlb_tools.simulation.tuning import Choice, Objective
 
 Row = dict[str, Any]
 MILLIONS = (0.5, 1, 4, 16)  # tokens of a global batch, of 2^20
 HIDDEN = (0.0, 0.5, 1.0)  # share of all communication that computation hides
 GAIN = 1.02  # below this a gain is none
 ORDERS = 4  # random orders of the documents, beside the one that is searched, in which what was found is judged
-LAYOUT = wlb.ParallelLayout(tp=8, cp=2, pp=4, virtual_stages=2)  # of the example in docs/simulation.md
+LAYOUT = wlb_tools.ParallelLayout(tp=8, cp=2, pp=4, virtual_stages=2)  # of the example in docs/simulation.md
 METHODS = ("plain", "adaptive_cp", "adaptive_release", "dynamic_cp", "wlb_dynamic_cp")
 MEETING = 4  # millions of tokens of a global batch, where replicas also meet in every micro-batch
 SHOWN = (0.0, 0.5)  # shares of hidden communication where ranks also gather only the keys that they need
@@ -95,7 +96,7 @@ def main(
     if MEETING in batches:
         cases += [Case(*case, fsdp="zero3") for case in itertools.product(corpora, [MEETING], HIDDEN)]
     cases += [Case(*case, cp_keys="needed") for case in itertools.product(corpora, batches, SHOWN)]
-    options = {"model": wlb.ModelConfig.preset(model), "hardware": wlb.Hardware.preset(gpu), "gpus": gpus}
+    options = {"model": wlb.ModelConfig.preset(model), "hardware": wlb_tools.Hardware.preset(gpu), "gpus": gpus}
     about = {"machine": machine(), "command": command(lengths, tokens, least), "model": model, "gpu": gpu, "gpus": gpus}
     found: dict[Case, list[Row]] = {}
     with (
@@ -131,7 +132,7 @@ def answer(case: Case, lengths: Lengths, millions: int, least: int, options: dic
     others = [stream(lengths, tokens, seed=1 + seed) for seed in range(ORDERS)]
     assumed = options | dict.fromkeys(("cp_overlap", "tp_overlap", "dp_overlap"), case.hidden)
     assumed |= {"context": CONTEXT, "cp_keys": case.cp_keys}
-    template = wlb.ParallelLayout(fsdp=case.fsdp)
+    template = wlb_tools.ParallelLayout(fsdp=case.fsdp)
     search = search_layouts(pieces, tokens_per_batch=batch, template=template, by="tokens", **assumed)
     rows = [gained(search, others)]
     if is_plain(asdict(case)):
@@ -160,7 +161,7 @@ def in_order(search: LayoutSearch, lengths: Lengths) -> float:
 
     def again(choice: Choice) -> Choice:
         variants = {choice.kind: choice.variant}
-        return replace(choice, outcome=wlb.simulate(lengths, choice.outcome.scenario, variants=variants).baseline)
+        return replace(choice, outcome=wlb_tools.simulate(lengths, choice.outcome.scenario, variants=variants).baseline)
 
     return again(search.best).speedup(again(search.without).outcome, search.by)
 
@@ -168,8 +169,8 @@ def in_order(search: LayoutSearch, lengths: Lengths) -> float:
 def on_one_layout(lengths: Lengths, batch: int, assumed: dict[str, Any], without: Choice) -> Row:
     """Every method on :data:`LAYOUT`: tokens a second over those of the best layout and plan without wlb."""
     cluster = {name: value for name, value in assumed.items() if name != "gpus"}
-    scenario = wlb.Scenario(layout=LAYOUT, num_micro_batches=batch // CONTEXT, outlier_thresholds=(), **cluster)
-    outcomes = wlb.simulate(lengths, scenario, variants=METHODS).outcomes
+    scenario = wlb_tools.Scenario(layout=LAYOUT, num_micro_batches=batch // CONTEXT, outlier_thresholds=(), **cluster)
+    outcomes = wlb_tools.simulate(lengths, scenario, variants=METHODS).outcomes
     before = without.outcome
 
     def row(outcome: Outcome) -> Row:

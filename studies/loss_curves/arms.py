@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 import wlb
 from benches.common import CONTEXT, llama_7b
-from wlb.simulation.methods import next_fit
 from wlb.torch.data import BalancedBatchSampler, Piece
+from wlb_tools.simulation.methods import next_fit
 
 MAX_MEAN_DELAY: Final = 0.6  # iterations: thresholds and price are tuned for it, as `wlb tune` does
 

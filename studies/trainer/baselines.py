@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import wlb
-from wlb.simulation.methods import next_fit
 from wlb.torch.data import Documents, PackedBatch, Piece, Step
 from wlb.torch.data.permutation import Permutation
+from wlb_tools.simulation.methods import next_fit
 
 
 class BaselineLoader:

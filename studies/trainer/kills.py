@@ -44,7 +44,7 @@ from rich.table import Table
 
 from benches.common import machine, options, write_record
 from studies.trainer import checkpoints, train
-from wlb.audit import audit
+from wlb_tools.audit import audit
 
 STEPS = 20
 LIFE_SECONDS = 120.0  # no life takes so long: it hangs

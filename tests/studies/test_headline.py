@@ -11,9 +11,10 @@ pytest.importorskip("rich")
 pytest.importorskip("cyclopts")
 
 import wlb
+import wlb_tools
 from studies.headline import CONTEXT, LAYOUT, METHODS, gained, in_other_orders, on_one_layout, one_layout
-from wlb.simulation import search_layouts
-from wlb.simulation.tuning import Choice
+from wlb_tools.simulation import search_layouts
+from wlb_tools.simulation.tuning import Choice
 
 
 def test_methods_on_one_layout_over_a_baseline_that_is_there() -> None:
@@ -21,12 +22,12 @@ def test_methods_on_one_layout_over_a_baseline_that_is_there() -> None:
     lengths = np.random.default_rng(5).lognormal(9, 1.5, 200).astype(int).clip(1, CONTEXT)
     assumed: dict[str, Any] = {
         "model": wlb.ModelConfig.preset("llama2-7b"),
-        "hardware": wlb.Hardware.preset("h100"),
+        "hardware": wlb_tools.Hardware.preset("h100"),
         "context": CONTEXT,
         "cp_overlap": 0.5,
     }
-    scenario = wlb.Scenario(layout=LAYOUT, num_micro_batches=4, outlier_thresholds=(), **assumed)
-    simulation = wlb.simulate(lengths, scenario, variants=METHODS)
+    scenario = wlb_tools.Scenario(layout=LAYOUT, num_micro_batches=4, outlier_thresholds=(), **assumed)
+    simulation = wlb_tools.simulate(lengths, scenario, variants=METHODS)
     plain = Choice(kind="plain", max_tokens=CONTEXT, outcome=simulation.baseline)
     found = on_one_layout(lengths, 4 * CONTEXT, assumed | {"gpus": 64}, plain)
     assert list(found) == list(METHODS)
@@ -47,7 +48,7 @@ def test_a_pair_of_plans_is_judged_in_an_order_that_was_not_searched() -> None:
     search = search_layouts(
         lengths,
         model=wlb.ModelConfig.preset("llama2-7b"),
-        hardware=wlb.Hardware.preset("h100"),
+        hardware=wlb_tools.Hardware.preset("h100"),
         gpus=16,
         tokens_per_batch=4 * CONTEXT,
         context=CONTEXT,
@@ -66,7 +67,7 @@ def test_a_pair_of_plans_is_judged_in_an_order_that_was_not_searched() -> None:
     assert list(in_other_orders([{"by": "tokens"}])) == []
     best, without = search.best, search.without
     seconds = [
-        wlb.simulate(other, choice.outcome.scenario, variants={"it": choice.variant}).baseline.steady_seconds
+        wlb_tools.simulate(other, choice.outcome.scenario, variants={"it": choice.variant}).baseline.steady_seconds
         for choice in (without, best)
     ]
     assert gained(search, [other])["orders"] == pytest.approx([seconds[0] / seconds[1]], rel=1e-12)

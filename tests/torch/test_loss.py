@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 import wlb
 from tests.torch import processes
-from wlb.cluster.models import Attention, FeedForward, Layer, Mask
+from wlb.models import Attention, FeedForward, Layer, Mask
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.gradients import sum_gradients
 from wlb.torch.groups import build_mesh

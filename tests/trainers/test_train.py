@@ -21,11 +21,11 @@ from studies.trainer import checkpoints, llama
 from studies.trainer import train as example
 from studies.trainer.llama import LlamaConfig
 from tests.torch import processes
-from wlb.audit import audit
 from wlb.torch.data import collate
 from wlb.torch.groups import build_mesh
 from wlb.torch.loss import token_normalized_loss
 from wlb.torch.pipeline import pipeline_step
+from wlb_tools.audit import audit
 
 CONFIG = LlamaConfig(hidden_size=32, ffn_hidden_size=48, num_layers=8, num_heads=4, num_kv_heads=2, vocab_size=257)
 SETTINGS = example.Settings(
