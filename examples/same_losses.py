@@ -22,11 +22,11 @@ from baselines import BaselineLoader
 from corpus import read_corpus
 from cyclopts import Parameter, run
 from cyclopts.types import PositiveInt
-from llama import LlamaConfig
 from rich.console import Console
 from rich.table import Table
 
 import wlb
+from llama import LlamaConfig
 
 TRAIN = Path(__file__).parent / "train.py"
 LAYOUTS = {"pp 2 x cp 2": (4, ["--pp", "2", "--cp", "2", "--transport", "ring"]), "1 process": (1, [])}

@@ -1,12 +1,10 @@
-"""A small Llama (RMSNorm, RoPE, grouped-query attention, SwiGLU) over packed documents: `[tokens, hidden]`.
+"""The Llama of `examples/llama.py` with more ways to split it: tensor parallelism, experts, every attention transport.
 
-What is special for packed sequences is little: positions come with the batch, and attention takes the shard. The rest
-is how torch splits a decoder: stages for the pipeline, a tensor-parallel plan, FSDP; experts are in `experts.py`.
+Tensor parallelism and FSDP are torch's; the experts are in `experts.py`.
 """
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +26,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import wlb
+from examples import llama
+from examples.llama import FeedForward, rotary, rotate
 from studies.trainer.experts import Mixture, contexts_of_checkpoint
 from wlb.torch.attention import context_parallel_attention
 from wlb.torch.gradients import sum_gradients
@@ -35,45 +35,23 @@ from wlb.torch.groups import data_and_context
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
-    """Shape of the model, in the words of `wlb.CostModel.from_flops`.
+class LlamaConfig(llama.LlamaConfig):
+    """The shape, with experts.
 
     Args:
-        hidden_size: hidden size.
-        ffn_hidden_size: hidden size of the feed-forward network; of one expert where there are several.
-        num_layers: layers.
-        num_heads: query heads.
-        num_kv_heads: key and value heads.
-        vocab_size: different tokens.
         num_experts: feed-forward networks of a layer, of which a token visits some; 1: one for all.
         experts_per_token: experts that a token visits.
         shared_ffn_hidden_size: hidden size of one more that every token visits; 0: there is none.
-        rope_theta: base of the rotary embedding.
-        norm_eps: added to the variance in norms.
     """
 
-    hidden_size: int = 128
-    ffn_hidden_size: int = 352
-    num_layers: int = 4
-    num_heads: int = 8
-    num_kv_heads: int = 4
-    vocab_size: int = 257
     num_experts: int = 1
     experts_per_token: int = 1
     shared_ffn_hidden_size: int = 0
-    rope_theta: float = 500_000.0
-    norm_eps: float = 1e-5
-
-    @property
-    def head_dim(self) -> int:
-        """Of queries, keys and values."""
-        return self.hidden_size // self.num_heads
 
     def shape(self) -> dict[str, int]:
         """Arguments of `wlb.CostModel.from_flops` and `wlb.torch.flops.model_flops`: what one token meets."""
-        names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size")
         met = self.experts_per_token * self.ffn_hidden_size + self.shared_ffn_hidden_size
-        return {name: getattr(self, name) for name in names} | {"ffn_hidden_size": met}
+        return super().shape() | {"ffn_hidden_size": met}
 
 
 @dataclass(frozen=True)
@@ -89,28 +67,10 @@ class AttentionOptions:
         return {"transport": self.transport, "ulysses_size": ulysses_size}
 
 
-def rotary(position_ids: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, float32 [tokens, 1, head_dim / 2], of positions inside the document."""
-    exponents = torch.arange(0, config.head_dim, 2, device=position_ids.device, dtype=torch.float32) / config.head_dim
-    angles = position_ids.float()[:, None] / config.rope_theta**exponents
-    return angles.cos()[:, None], angles.sin()[:, None]
-
-
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates the halves of each head: `x` is [tokens, heads, head_dim]."""
-    cos, sin = rope
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-
-
-class Attention(nn.Module):
-    def __init__(self, config: LlamaConfig, options: AttentionOptions) -> None:
-        super().__init__()
-        self.head_dim, self.options = config.head_dim, options
-        self.wq = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
-        self.wk = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.wv = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.wo = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+class Attention(llama.Attention):
+    def __init__(self, config: llama.LlamaConfig, options: AttentionOptions) -> None:
+        super().__init__(config)
+        self.options = options
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], shard: wlb.Shard, group: dist.ProcessGroup | None = None
@@ -126,27 +86,13 @@ class Attention(nn.Module):
         return self.wo(F.pad(attended.flatten(1), (0, 0, 0, idle)))
 
 
-class FeedForward(nn.Module):
-    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
-        self.w2 = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
-        self.w3 = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class Block(nn.Module):
+class Block(llama.Block):
     def __init__(self, config: LlamaConfig, options: AttentionOptions) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        super().__init__(config)
         self.attention = Attention(config, options)
-        self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        sizes, self.shared = (config.hidden_size, config.ffn_hidden_size), None
-        if config.num_experts == 1:
-            self.ffn: nn.Module = FeedForward(*sizes)
-        else:
+        self.shared: nn.Module | None = None
+        if config.num_experts > 1:
+            sizes = config.hidden_size, config.ffn_hidden_size
             self.ffn = Mixture(*sizes, config.num_experts, config.experts_per_token)
             if config.shared_ffn_hidden_size:
                 self.shared = FeedForward(config.hidden_size, config.shared_ffn_hidden_size)
@@ -160,11 +106,8 @@ class Block(nn.Module):
         return x if self.shared is None else x + self.shared(normed)
 
 
-class LlamaStage(nn.Module):
-    """Some consecutive layers; the first stage embeds, the last one gives logits. One stage of one is the whole model.
-
-    Parameters have the names that they have in the whole model, so a checkpoint does not know about pipelines.
-    """
+class LlamaStage(llama.LlamaStage):
+    """Consecutive layers of the model, on tensor-parallel ranks too, whose activations may be computed again."""
 
     def __init__(
         self,
@@ -175,33 +118,16 @@ class LlamaStage(nn.Module):
         options: AttentionOptions | None = None,
         checkpoint_activations: bool = False,
     ) -> None:
-        super().__init__()
-        options = options or AttentionOptions()
-        self.config, self.checkpoint_activations = config, checkpoint_activations
-        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+        super().__init__(config, stage=stage, num_stages=num_stages)
+        self.checkpoint_activations = checkpoint_activations
         self.tensor_mesh: DeviceMesh | None = None
-        first, end = (config.num_layers * s // num_stages for s in (stage, stage + 1))
-        if self.is_first:
-            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleDict({str(layer): Block(config, options) for layer in range(first, end)})
-        if self.is_last:
-            self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        for name in self.layers:
+            self.layers[name] = Block(config, options or AttentionOptions())
 
     def forward(
         self, x: Tensor, *, position_ids: Tensor, shard: wlb.Shard, group: dist.ProcessGroup | None = None
     ) -> Tensor:
-        """One micro-batch on one context-parallel rank.
-
-        Args:
-            x: int64[tokens] on the first stage, else float[tokens, hidden].
-            position_ids: int64[tokens].
-            shard: of the micro-batch.
-            group: the context-parallel ranks that hold it; None for one alone.
-
-        Returns:
-            Float[tokens, hidden], or on the last stage logits [tokens, vocabulary].
-        """
+        """One micro-batch on one context-parallel rank, as the example's stage."""
         # A rank may have no token of a short document. DTensor cannot reshape a sharded dimension of size 0, so under
         # tensor parallelism an idle token takes its place here; nothing looks at it, and its gradient is 0.
         tokens = len(x)
@@ -223,19 +149,6 @@ class LlamaStage(nn.Module):
             x = self.head(self.norm(x))
         x = x.full_tensor() if isinstance(x, DTensor) else x
         return x if len(x) == tokens else x[:0]
-
-    @torch.no_grad()
-    def initialize(self, seed: int) -> None:
-        """The same weights for the same name and seed, however the model is split."""
-        for name, parameter in self.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-                continue
-            generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
-            std = self.config.hidden_size**-0.5
-            if name.endswith(("wo.weight", "w2.weight", "w2")):
-                std /= (2 * self.config.num_layers) ** 0.5
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
 def tensor_parallel_plan(stage: LlamaStage) -> dict[str, ParallelStyle]:
