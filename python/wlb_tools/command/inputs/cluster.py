@@ -15,7 +15,7 @@ import wlb_tools
 from wlb_tools.cluster.hardware import GIB
 from wlb_tools.cluster.overhead import NO_OVERHEAD, Overhead
 from wlb_tools.command.errors import CliError, in_options
-from wlb_tools.command.inputs.model import Cost, model_config, one_of
+from wlb_tools.command.inputs.model import Cost, model_config
 from wlb_tools.command.inputs.options import NotAnOption, Numbers, Options, options, plain, scaled
 from wlb_tools.command.inputs.packing import Limits
 
@@ -92,7 +92,7 @@ class Cluster(Cost, Limits, wlb_tools.Scenario):
         layout = self.spread()
         self._check_profile()
         layout.check(world_size=self.gpu_count)
-        return plain(self, wlb_tools.Scenario, layout=layout, **self._named(layout))
+        return plain(self, wlb_tools.Scenario, layout=layout, **self._named())
 
     def spread(self) -> wlb_tools.ParallelLayout:
         """The layout, on all of the GPUs where their number is given and that of data-parallel ranks is not.
@@ -126,26 +126,22 @@ class Cluster(Cost, Limits, wlb_tools.Scenario):
         waiting = ("max_mean_delay", "max_delay", "max_step_cost")
         searched = ("context", *waiting, "profile", "schedule", "sync", "reserved_bytes")
         hidden = ("cp_overlap", "cp_keys", "tp_overlap", "ep_overlap", "expert_imbalance", "p2p_overlap", "dp_overlap")
-        return {name: getattr(self, name) for name in (*searched, *hidden)} | self._named(self.spread())
+        return {name: getattr(self, name) for name in (*searched, *hidden)} | self._named()
 
     def _check_profile(self) -> None:
         if self.profile is not None and self.profile.endswith(".json") and not Path(self.profile).is_file():
             raise CliError(f"--kernel-profile {self.profile}: no such file")
 
-    def _named(self, layout: wlb_tools.ParallelLayout) -> dict[str, Any]:
+    def _named(self) -> dict[str, Any]:
         """What is given by a name or a file, or in other units."""
-        hardware, model, rates = self.preset(), model_config(self.model_name), self.efficiencies()
-        cost_model = self.from_files()
-        if cost_model is None and len(rates) > 1:
-            again = layout.recompute == "full"
-            cost_model = one_of([model.cost_model(attention_efficiency=rate, recompute=again) for rate in rates])
+        hardware = self.preset()
         return {
-            "model": model,
+            "model": model_config(self.model_name),
             "hardware": dataclasses.replace(
                 hardware,
-                attention_efficiency=rates[0],
+                attention_efficiency=self.efficiency(),
                 gemm_efficiency=self.gemm_efficiency or hardware.gemm_efficiency,
             ),
             "max_tokens": self.token_limit(),
-            "cost_model": cost_model,
+            "cost_model": self.from_file(),
         }
