@@ -13,18 +13,14 @@ from cyclopts import Parameter, Token, validators
 import wlb
 import wlb_tools
 from wlb_tools.cluster.hardware import GIB
-from wlb_tools.cluster.overhead import NO_OVERHEAD, Overhead
 from wlb_tools.command.errors import CliError, in_options
 from wlb_tools.command.inputs.model import Cost, model_config
-from wlb_tools.command.inputs.options import NotAnOption, Numbers, Options, options, plain, scaled
+from wlb_tools.command.inputs.options import Numbers, Options, options, plain, scaled, values_of
 from wlb_tools.command.inputs.packing import Limits
 
-# Names take the place of these two.
-_MODEL, _HARDWARE = wlb.ModelConfig.preset("llama2-7b"), wlb_tools.Hardware.preset("h100")
 
-
-@options("Cluster")
-class Layout(Options, wlb_tools.ParallelLayout):
+@options("Cluster", of=wlb_tools.ParallelLayout)
+class Layout(Options):
     """By default the paper's layout of a 7B model with 128K tokens of context.
 
     Args:
@@ -38,9 +34,6 @@ class Layout(Options, wlb_tools.ParallelLayout):
     tp: int = 8
     stage_layers: Annotated[tuple[int, ...] | None, Numbers] = None
 
-    def __post_init__(self) -> None:
-        """Values are checked by :meth:`Cluster.scenario`, together with those of the rest."""
-
 
 def _gib(type_: object, tokens: Sequence[Token]) -> int:
     return scaled("--reserved-gib", float(tokens[0].value), GIB)
@@ -52,11 +45,13 @@ def _in_gib(size: int) -> str:
 
 @options(
     "Cluster",
+    of=wlb_tools.Scenario,
+    without=("model", "hardware", "kernel_model", "selector", "cost_model", "overhead"),
     batches=("context", "num_micro_batches", "max_tokens", "memory_factor"),
     waiting=("num_queues", "outlier_thresholds", "max_mean_delay", "max_delay", "max_step_cost"),
     methods=("noise", "noise_seed"),
 )
-class Cluster(Cost, Limits, wlb_tools.Scenario):
+class Cluster(Cost, Limits):
     """A scenario whose model and hardware are names.
 
     Args:
@@ -72,15 +67,6 @@ class Cluster(Cost, Limits, wlb_tools.Scenario):
     gemm_efficiency: Annotated[float | None, Parameter(validator=validators.Number(gte=0.01, lte=1))] = None
     outlier_thresholds: Annotated[tuple[int, ...] | None, Numbers] = None
     reserved_bytes: Annotated[int, Parameter(converter=_gib, show_default=_in_gib)] = 4 * GIB
-    model: Annotated[wlb.ModelConfig, NotAnOption] = _MODEL
-    hardware: Annotated[wlb_tools.Hardware, NotAnOption] = _HARDWARE
-    kernel_model: Annotated[wlb.KernelModel | None, NotAnOption] = None
-    selector: Annotated[wlb.KernelModel | None, NotAnOption] = None
-    cost_model: Annotated[wlb.CostModel | None, NotAnOption] = None
-    overhead: Annotated[Overhead, NotAnOption] = NO_OVERHEAD
-
-    def __post_init__(self) -> None:
-        """Values are checked by :meth:`scenario`."""
 
     def scenario(self) -> wlb_tools.Scenario:
         """The scenario that the options say.
@@ -123,10 +109,10 @@ class Cluster(Cost, Limits, wlb_tools.Scenario):
             CliError: a name that there is not.
         """
         self._check_profile()
-        waiting = ("max_mean_delay", "max_delay", "max_step_cost")
-        searched = ("context", *waiting, "profile", "schedule", "sync", "reserved_bytes")
-        hidden = ("cp_overlap", "cp_keys", "tp_overlap", "ep_overlap", "expert_imbalance", "p2p_overlap", "dp_overlap")
-        return {name: getattr(self, name) for name in (*searched, *hidden)} | self._named()
+        searched = values_of(self, wlb_tools.Scenario)
+        for name in ("layout", "num_micro_batches", "outlier_thresholds"):
+            del searched[name]
+        return searched | self._named()
 
     def _check_profile(self) -> None:
         if self.profile is not None and self.profile.endswith(".json") and not Path(self.profile).is_file():
