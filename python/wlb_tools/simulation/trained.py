@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from wlb._choices import Release
 from wlb._core import CostModel
-from wlb_tools.simulation.balance import ATTENTION_RATES, Balance, band
+from wlb_tools.simulation.balance import ATTENTION_RATES, Balance, band, imbalance_percentile
 from wlb_tools.simulation.methods import Step, document_ids
-from wlb_tools.simulation.percentiles import imbalance_percentile
 from wlb_tools.simulation.stream import GlobalBatches, PieceBatches
 
 
