@@ -16,7 +16,6 @@ _OPTIONS = {
     "num_queues": "queues",
     "num_virtual_stages": "virtual-stages",
     "outlier_thresholds": "thresholds",
-    "profile": "kernel-profile",
     "reserved_bytes": "reserved-gib",
     "world_size": "gpus",
 }

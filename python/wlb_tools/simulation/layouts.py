@@ -167,7 +167,7 @@ def search_layouts(
         by: see :func:`tune`.
         max_mean_delay: iterations that a token may wait on average.
         progress: see :func:`wlb_tools.simulate`.
-        scenario: further arguments of :class:`wlb_tools.Scenario`, such as `profile`, `cost_model` or `cp_overlap`.
+        scenario: further arguments of :class:`wlb_tools.Scenario`, such as `kernel_model` or `cp_overlap`.
 
     Raises:
         WlbError: see :func:`wlb_tools.simulate`; no layout is possible, and why; `own` has another number of GPUs, or

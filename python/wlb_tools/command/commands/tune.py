@@ -140,7 +140,7 @@ def tune(
                     "attention_efficiency": tuning.attention_efficiency,
                 },
                 model=cluster.model_name,
-                profile=cluster.profile,
+                profile=cluster.kernel_model,
             )
     output.write(report, command_line)
 

@@ -46,7 +46,7 @@ def _in_gib(size: int) -> str:
 @options(
     "Cluster",
     of=wlb_tools.Scenario,
-    without=("model", "hardware", "kernel_model", "selector", "cost_model", "overhead"),
+    without=("model", "hardware", "selector", "cost_model", "overhead"),
     batches=("context", "num_micro_batches", "max_tokens", "memory_factor"),
     waiting=("num_queues", "outlier_thresholds", "max_mean_delay", "max_delay", "max_step_cost"),
     methods=("noise", "noise_seed"),
@@ -57,13 +57,15 @@ class Cluster(Cost, Limits):
     Args:
         max_tokens: the most tokens of a micro-batch of variable length; on a cluster by default what fits into memory.
         reserved_bytes: GiB of a GPU that are not available.
+        kernel_model: what `wlb profile` measured, a name or a path, instead of the kernel that is assumed of the GPU.
+            Its linear part counts, too, if it is that of this model's layer on a tensor-parallel rank.
         gpu_count: GPUs there are: dp is what tp, cp and pp leave of them, or where it is given the product is checked.
         gemm_efficiency: share of the GPU's peak that the linear part of a layer reaches; by default the preset's.
     """
 
     layout: Layout = Layout()
     gpu_count: int | None = None
-    profile: str | None = None
+    kernel_model: str | None = None
     gemm_efficiency: Annotated[float | None, Parameter(validator=validators.Number(gte=0.01, lte=1))] = None
     outlier_thresholds: Annotated[tuple[int, ...] | None, Numbers] = None
     reserved_bytes: Annotated[int, Parameter(converter=_gib, show_default=_in_gib)] = 4 * GIB
@@ -115,8 +117,9 @@ class Cluster(Cost, Limits):
         return searched | self._named()
 
     def _check_profile(self) -> None:
-        if self.profile is not None and self.profile.endswith(".json") and not Path(self.profile).is_file():
-            raise CliError(f"--kernel-profile {self.profile}: no such file")
+        path = self.kernel_model
+        if path is not None and path.endswith(".json") and not Path(path).is_file():
+            raise CliError(f"--kernel-profile {path}: no such file")
 
     def _named(self) -> dict[str, Any]:
         """What is given by a name or a file, or in other units."""
