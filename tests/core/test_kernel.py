@@ -84,7 +84,6 @@ def test_a_kernel_model_goes_with_its_mask_and_strategy() -> None:
         ("kernel_model", {"strategy": "adaptive", "kernel_model": model, "causal": False}),
         ("hybrid_threshold", {"strategy": "adaptive", "kernel_model": model, "hybrid_threshold": 5}),
         ("hybrid_threshold", {"strategy": "hybrid"}),
-        ("remainder", {"strategy": "adaptive", "kernel_model": model, "remainder": "token"}),
     ]
     for argument, arguments in wrong:
         with pytest.raises(wlb.WlbError) as raised:

@@ -9,7 +9,6 @@ use common::strategies::{checked, config, kernel, kernel_model, lengths, mask};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 use wlb_core::cost::Passes;
-use wlb_core::sharding::Remainder;
 use wlb_core::sharding::kernel::{Generation, KernelModel};
 use wlb_core::{CostModel, Error, Mask, ShardOptions, Strategy as Cut, shard};
 
@@ -23,7 +22,7 @@ fn segment() -> impl Strategy<Value = (i32, i32)> {
 }
 
 fn options(strategy: Cut, cp_size: usize, mask: Mask) -> ShardOptions {
-    ShardOptions { cp_size, strategy, mask, remainder: Remainder::Chunk, hybrid_threshold: None, max_imbalance: 1.01 }
+    ShardOptions { cp_size, strategy, mask, hybrid_threshold: None, max_imbalance: 1.01 }
 }
 
 /// What a key costs to fetch, in ticks of 2^-44 s: nothing, up to a microsecond.

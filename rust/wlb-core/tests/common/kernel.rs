@@ -5,7 +5,7 @@
 use serde_json::{Value, json};
 use wlb_core::cost::Passes;
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
-use wlb_core::sharding::{Remainder, Segment, Strategy};
+use wlb_core::sharding::{Segment, Strategy};
 use wlb_core::{Lengths, Mask, Shard, ShardOptions, shard};
 
 use super::check::{close, shard_is_legal};
@@ -125,14 +125,7 @@ fn all_choices(
         [(Strategy::Hybrid, Some(shortest))].into_iter().chain(hybrid).collect()
     };
     let timed = ways.into_iter().map(|(strategy, hybrid_threshold)| {
-        let options = ShardOptions {
-            cp_size,
-            strategy,
-            mask: model.mask(),
-            remainder: Remainder::Chunk,
-            hybrid_threshold,
-            max_imbalance: 1.01,
-        };
+        let options = ShardOptions { cp_size, strategy, mask: model.mask(), hybrid_threshold, max_imbalance: 1.01 };
         let ticks = slowest(&shard(lengths, &options).unwrap(), model, ticks_per_key);
         (options, ticks)
     });
@@ -179,14 +172,8 @@ fn slowest(shard: &Shard, model: &KernelModel, ticks_per_key: i64) -> f64 {
 pub(crate) fn choice_is_the_best(lengths: &[i32], cp_size: usize, model: &KernelModel, ticks_per_key: i64) {
     let checked = Lengths::new("lengths", &lengths.iter().map(|&d| i64::from(d)).collect::<Vec<_>>()).unwrap();
     for strategy in [Strategy::Adaptive, Strategy::Hybrid] {
-        let asked_for = ShardOptions {
-            cp_size,
-            strategy,
-            mask: model.mask(),
-            remainder: Remainder::Chunk,
-            hybrid_threshold: None,
-            max_imbalance: 1.01,
-        };
+        let asked_for =
+            ShardOptions { cp_size, strategy, mask: model.mask(), hybrid_threshold: None, max_imbalance: 1.01 };
         let chosen = asked_for.resolve(&checked, Some(model), ticks_per_key as f64 / TICKS_PER_SECOND).unwrap();
         let shard = shard(&checked, &chosen).unwrap();
         shard_is_legal(&shard, lengths);
