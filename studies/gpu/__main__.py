@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 import wlb
-from studies.gpu import attention, parity, profiles, step, transports
+from studies.gpu import attention, parity, profiles, step, training, transports
 from studies.gpu.items import Budget, Done, Item, Row, machine_of
 
-PIECES = ("parity", "transports", "sanitizer", *(f"profile-{name}" for name in profiles.MODELS), "attention", "step")
+PIECES = ("parity", "transports", "training", "sanitizer", *(f"profile-{name}" for name in profiles.MODELS), "attention", "step")
 NOT_DONE = 3
-MICRO_BATCHES = 3
+MICRO_BATCHES = 2
 
 
 class Suite:
@@ -51,6 +51,7 @@ class Suite:
         work: dict[str, Callable[[], Iterable[Item]]] = {
             "parity": lambda: parity.items(self.device),
             "transports": lambda: transports.items(self.device),
+            "training": lambda: training.items(self.device),
             "sanitizer": self._sanitizer,
             "attention": lambda: attention.items(self._layer(), self._lengths(), MICRO_BATCHES),
             "step": lambda: step.items(step.Trained(self.device), next(iter(self._lengths().values()))),

@@ -1,4 +1,4 @@
-"""One attention layer of a 7B model under context parallelism, rank by rank: strategies, the choice, and the glue.
+"""One attention layer of an 8B model under context parallelism, rank by rank: strategies, the choice, and the glue.
 
 For every micro-batch and strategy each rank's work runs alone: forward and backward of its queries over all keys that
 its route names, as `all_gather` does it (index_select of keys, varlen calls, sums of gradients), without the
@@ -41,22 +41,24 @@ class Layer:
     """
 
     heads: int
+    kv_heads: int
     head_dim: int
     device: torch.device
     model: wlb.KernelModel
-    repeats: int = 5
+    repeats: int = 3
 
     @classmethod
     def of(cls, device: torch.device, model: wlb.KernelModel) -> Layer:
-        """Of a 7B Llama; on a CPU of a toy."""
-        return cls(32, 128, device, model) if device.type == "cuda" else cls(2, 64, device, model, repeats=2)
+        """Llama 3 8B's heads; on a CPU a toy's."""
+        return cls(32, 8, 128, device, model) if device.type == "cuda" else cls(2, 1, 64, device, model, repeats=2)
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 # a layer lives as long as the program
     def tensors(self, tokens: int) -> list[Tensor]:
         """q, k, v and the gradient of the output."""
         generator = torch.Generator(self.device).manual_seed(tokens)
-        shape = (tokens, self.heads, self.head_dim)
-        return [torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16) for _ in range(4)]
+        options: Any = {"generator": generator, "device": self.device, "dtype": torch.bfloat16}
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return [torch.randn(tokens, count, self.head_dim, **options) for count in heads]
 
     def shard(self, lengths: Lengths, cp_size: int, strategy: Any) -> wlb.Shard:
         """One micro-batch under one strategy."""

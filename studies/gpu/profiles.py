@@ -16,11 +16,11 @@ from studies.gpu.items import Budget, Item, Row
 from studies.gpu.step import Trained
 from wlb.torch.profiling import Grid, Profiler, held_out_errors
 
-MODELS = ("llama2-7b", "llama3-8b", "step")
-"""The first has as many key heads as heads, the second fewer; the last is the model that the piece *step* trains."""
+MODELS = ("llama3-8b", "step")
+"""The first is that of the piece *attention*, the second the one that the piece *step* trains."""
 
-SECONDS = 300.0
-"""That measuring one may take."""
+SECONDS = {"llama3-8b": 120.0, "step": 60.0}
+"""What measuring each may take."""
 
 
 def measured(name: str, folder: Path, device: torch.device, budget: Budget, tick: Callable[[str], None]) -> Row | None:
@@ -38,7 +38,7 @@ def measured(name: str, folder: Path, device: torch.device, budget: Budget, tick
         profile = profiler.measure(
             records=path.with_suffix(".records.jsonl"),
             grid=grid,
-            budget_seconds=min(SECONDS, max(1.0, budget.left)),
+            budget_seconds=min(SECONDS[name], max(1.0, budget.left)),
             progress=lambda done, total, shape: tick(f"{name}: {shape}, {done} of {total}"),
         )
     except wlb.WlbError as unfinished:

@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from llama import LlamaStage
-from studies.proof import Bench, echo
+from studies.gpu import echo
+from studies.proof import Bench
 from studies.proof.batches import Part, Text
 from wlb.simulation import Outcome
 from wlb.torch.data import PackedBatch
