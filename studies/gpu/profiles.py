@@ -14,7 +14,7 @@ import wlb
 from studies.gpu.attention import Layer, Lengths, packed
 from studies.gpu.items import Budget, Item, Row
 from studies.gpu.step import Trained
-from wlb.torch.profiling import Grid, Profiler, held_out_errors
+from wlb_tools.profiling import Grid, Profiler, held_out_errors
 
 MODELS = ("llama3-8b", "step")
 """The first is that of the piece *attention*, the second the one that the piece *step* trains."""

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 import wlb
 import wlb.torch as wt
 from studies.gpu.items import Item, Row
+from studies.trainer.llama import LlamaConfig, LlamaStage
 
 LENGTHS = (900, 1, 130, 5, 260, 37, 700, 64, 3, 512, 90, 77)
 VOCABULARY = 257
@@ -47,8 +48,6 @@ def own_loop(device: torch.device) -> Row:
 
 
 def _own_loop(device: torch.device, dtype: torch.dtype, timer: Any) -> tuple[list[float], torch.Tensor]:
-    from llama import LlamaConfig, LlamaStage
-
     model = LlamaStage(LlamaConfig(hidden_size=256, ffn_hidden_size=512, num_layers=2, num_heads=4, num_kv_heads=2))
     model.initialize(0)
     model.to(device, dtype)

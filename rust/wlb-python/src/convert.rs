@@ -220,7 +220,7 @@ pub(crate) fn narrow(argument: &'static str, object: &Bound<'_, PyAny>, requirem
 
 /// The text of a measured profile: a path, or a name that came with wlb.
 pub(crate) fn profile(path_or_name: &Bound<'_, PyAny>) -> PyResult<String> {
-    declaration(path_or_name.py(), "wlb.profile.read")?.call1((path_or_name,))?.extract()
+    declaration(path_or_name.py(), "wlb.profiles.read")?.call1((path_or_name,))?.extract()
 }
 
 /// One of the choices that the core has under a name.

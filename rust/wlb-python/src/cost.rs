@@ -256,7 +256,7 @@ functions! {
     /// Cost from a measured profile: a JSON file, or the name of one that came with wlb.
     ///
     /// Args:
-    ///     path_or_name: path of a ``.json`` file, or a name in ``wlb.profile.names()``.
+    ///     path_or_name: path of a ``.json`` file, or a name in ``wlb.profiles.names()``.
     ///     passes: "forward", "backward" or "forward_backward" (their sum).
     ///
     /// Raises:
