@@ -176,25 +176,38 @@ def step_seconds(rows: Sequence[Row]) -> float:
     return float(free.max())
 
 
-def summary(rows: Sequence[Row], profile: Path | None) -> Iterator[str]:
-    """Steps by method, and the errors of the fit and of the profile on micro-batches that the fit has not seen."""
-    steps: dict[str, dict[str, list[Row]]] = {}
+def rates(rows: Sequence[Row]) -> dict[str, float]:
+    """Tokens per second of all ranks together, by method."""
+    return {
+        method: sum(sum(row["lengths"]) / row["cp_size"] for found in steps for row in found)
+        / sum(step_seconds(found) for found in steps)
+        for method, steps in _steps(rows).items()
+    }
+
+
+def _steps(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
+    """The parts of every step of every method."""
+    found: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         method, step, *_ = row["item"].split(", ")
-        steps.setdefault(method, {}).setdefault(step, []).append(row)
-    yield f"| method | tokens/s of {RANKS} ranks | over original | step over an even one |"
+        found.setdefault(method, {}).setdefault(step, []).append(row)
+    return {method: list(steps.values()) for method, steps in found.items()}
+
+
+def summary(rows: Sequence[Row], profile: Path | None) -> Iterator[str]:
+    """Steps by method, and the errors of the fit and of the profile on micro-batches that the fit has not seen."""
+    yield "| packing | tokens per second | over the first | step over one with equal ranks |"
     yield "| --- | ---: | ---: | ---: |"
-    first: float | None = None
-    for method, of in steps.items():
-        slowest = sum(step_seconds(found) for found in of.values())
-        mean = sum(sum(row["seconds"] for row in found) / RANKS for found in of.values())
-        rate = sum(sum(row["lengths"]) / row["cp_size"] for found in of.values() for row in found) / slowest
-        first = rate if first is None else first
-        yield f"| {method} | {rate:,.0f} | {rate / first:.3f} | {slowest / mean:.3f} |"
+    found = rates(rows)
+    first = next(iter(found.values()))
+    for method, steps in _steps(rows).items():
+        even = sum(sum(row["seconds"] for row in parts) / RANKS for parts in steps)
+        over = sum(map(step_seconds, steps)) / even
+        yield f"| {method} | {found[method]:,.0f} | {found[method] / first:.2f} | {over:.3f} |"
     again = [max(row["all_seconds"]) / min(row["all_seconds"]) - 1 for row in rows if len(row["all_seconds"]) > 1]
     if again:
         yield ""
-        yield f"A second repetition differs by {np.median(again):.2%} in the median, {max(again):.2%} at most."
+        yield f"A second repetition differs by {np.median(again):.2%} in the median, by {max(again):.2%} at most."
     whole = [row for row in rows if row["cp_size"] == 1]
     seen, unseen = whole[::2], whole[1::2]
     if len(seen) < 8:
@@ -202,12 +215,15 @@ def summary(rows: Sequence[Row], profile: Path | None) -> Iterator[str]:
     fitted = wlb.CostModel.fit([row["lengths"] for row in seen], [row["seconds"] for row in seen]).cost_model
     once = fitted.terms.get("micro_batches", 0.0)
     yield ""
-    yield f"Fitted to every second micro-batch, error on the others: {_error(fitted, unseen, once=once)}."
+    yield "| cost model | micro-batches predicted | median error | largest error |"
+    yield "| --- | ---: | ---: | ---: |"
+    yield f"| `CostModel.fit` on the other half | {len(unseen)} | {_error(fitted, unseen, once=once)} |"
     if profile is not None:
         measured = wlb.CostModel.from_profile(profile)
         # The profile is of one layer's passes, and the backward here computes each layer again.
         factor = float(np.median([row["seconds"] / measured.cost(row["lengths"]).sum() for row in seen]))
-        yield f"By the profile, times {factor:.3g}: {_error(measured, unseen, factor=factor)}."
+        error = _error(measured, unseen, factor=factor)
+        yield f"| `CostModel.from_profile`, times {factor:.3g} | {len(unseen)} | {error} |"
 
 
 def _error(
@@ -216,4 +232,4 @@ def _error(
     predicted = np.array([once + factor * cost.cost(row["lengths"]).sum() for row in rows])
     took = np.array([row["seconds"] for row in rows], dtype=float)
     errors = np.abs(predicted / took - 1)
-    return f"{np.median(errors):.1%} in the median, {errors.max():.1%} at most"
+    return f"{np.median(errors):.1%} | {errors.max():.1%}"
