@@ -48,12 +48,14 @@ def text(folder: Path, profile: str | Path | None, step_profile: Path | None) ->
     found = (read(folder, piece)[0] for piece in ("parity", "step", "attention"))
     about = next((identity for identity in found if identity), {})
     versions = f"torch {about.get('torch')}, CUDA {about.get('cuda')}"
+    lengths = ", ".join(f"`{name}`" for name in read(folder, "step")[0].get("lengths", ()))
     lines = [
         f"Written by `{COMMAND}` from the records of `make gpu`.",
         "",
         f"# wlb on one {about.get('device', 'device')} ({versions})",
         "",
         *(line for section in sections for line in section),
+        *([f"Document lengths: {lengths}."] if lengths else []),
     ]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -27,6 +27,7 @@ _SCORES = 1 << 22
 _SCORES_OF_CPU = 1 << 19
 """The same on a CPU: what its cache holds. More take up to three times as long, and more of them are masked."""
 
+
 def _flash_tiles(head_dim: int) -> tuple[int, int]:
     """Queries of a tile of flash-attention 2 and 3 on Hopper, forward and backward (their launch templates).
 
