@@ -50,7 +50,8 @@ def text(folder: Path, profile: str | Path | None, step_profile: Path | None) ->
     versions = f"torch {about.get('torch')}, CUDA {about.get('cuda')}"
     lengths = ", ".join(f"`{name}`" for name in read(folder, "step")[0].get("lengths", ()))
     lines = [
-        f"Written by `{COMMAND}` from the records of `make gpu`.",
+        "Written from the records of `make gpu` by",
+        f"`{COMMAND}`.",
         "",
         f"# wlb on one {about.get('device', 'device')} ({versions})",
         "",
@@ -106,11 +107,11 @@ def _step(rows: list[Row], profile: Path | None) -> Iterator[str]:
         return
     yield f"## A step of a 1B Llama on {step.RANKS} ranks (each rank measured alone: emulated)"
     yield ""
-    yield (
-        f"The model has 16 layers and a context of 64K tokens; its backward pass computes each layer again. A step has"
-        f" {step.RANKS} contexts of tokens. Each rank's micro-batches ran alone on the GPU. A step takes as long as its"
-        " slowest rank; the ranks of a Dynamic-CP group wait for each other. Communication is not counted."
-    )
+    yield "The model has 16 layers and a context of 64K tokens; its backward pass computes each layer again. A step has"
+    yield f"{step.RANKS} contexts of tokens. Each rank's micro-batches ran alone on the GPU. A step takes as long as its"
+    yield "slowest rank; the ranks of a Dynamic-CP group wait for each other. Communication is not counted."
+    yield ""
+    yield "![Tokens per second by packing](gpu.png)"
     yield ""
     yield from step.summary(rows, profile)
     yield ""

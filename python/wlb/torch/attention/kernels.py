@@ -27,15 +27,6 @@ _SCORES = 1 << 22
 _SCORES_OF_CPU = 1 << 19
 """The same on a CPU: what its cache holds. More take up to three times as long, and more of them are masked."""
 
-
-def _flash_tiles(head_dim: int) -> tuple[int, int]:
-    """Queries of a tile of flash-attention 2 and 3 on Hopper, forward and backward (their launch templates).
-
-    Measured for the kernels of torch 2.11 on an H200 (docs/results/gpu.md).
-    """
-    return 128, 128 if head_dim <= 64 else 64
-
-
 FLASH_ATTN_2 = "flash_attn.flash_attn_interface"
 FLASH_ATTN_3 = "flash_attn_interface"
 """Where the kernels of flash-attn 2 and 3 are imported from."""
@@ -188,14 +179,24 @@ def _like(*tensors: Tensor) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
 
 
+class FlashTiles:
+    """Tiles of flash-attention 2 and 3 on Hopper, by their launch templates.
+
+    Measured for the kernels of torch 2.11 on an H200 (docs/results/gpu.md).
+    """
+
+    @staticmethod
+    def tiles(head_dim: int) -> tuple[int, int]:
+        """See `Kernel`."""
+        return 128, 128 if head_dim <= 64 else 64
+
+
 @dataclass(frozen=True)
-class VarlenKernel:
+class VarlenKernel(FlashTiles):
     """The flash kernels that torch ships, which `torch.nn.attention.varlen.varlen_attn` calls (CUDA, half precision).
 
     `varlen_attn` itself has no backward from a given log-sum-exp, and may choose cuDNN, which aligns masks top-left.
     """
-
-    tiles = staticmethod(_flash_tiles)
 
     scale: float
 
@@ -218,10 +219,8 @@ class VarlenKernel:
 
 
 @dataclass(frozen=True)
-class FlashAttention2:
+class FlashAttention2(FlashTiles):
     """flash-attn 2.7 and newer. The only flash kernel with ALiBi."""
-
-    tiles = staticmethod(_flash_tiles)
 
     scale: float
     alibi_slopes: Tensor | None = None
@@ -244,10 +243,8 @@ class FlashAttention2:
 
 
 @dataclass(frozen=True)
-class FlashAttention3:
+class FlashAttention3(FlashTiles):
     """flash-attn 3, for Hopper; the releases whose window is two arguments (3.0.0b1 took a pair)."""
-
-    tiles = staticmethod(_flash_tiles)
 
     scale: float
 
