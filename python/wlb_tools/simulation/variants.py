@@ -108,9 +108,7 @@ class Variant:
         """The stream as this method receives it: full global batches where it cuts documents."""
         return stream.full(setup.tokens_per_batch) if self.cuts else stream
 
-    def steps(
-        self, stream: GlobalBatches, setup: Setup, thresholds: tuple[int, ...], max_delay: int | None
-    ) -> Iterator[Step]:
+    def steps(self, stream: GlobalBatches, setup: Setup, thresholds: tuple[int, ...]) -> Iterator[Step]:
         """The global batches as they are trained."""
         if self.packing == "original":
             return original(stream, setup, dealt=self.dealt)
@@ -118,9 +116,8 @@ class Variant:
             return whole(stream, setup)
         if self.packing == "fixed_length":
             return fixed_length(stream, setup, self.window)
-        return var_length(
-            stream, setup, thresholds if self.queued else (), max_delay, self.packer, max_early=self.max_early
-        )
+        levels = thresholds if self.queued else ()
+        return var_length(stream, setup, levels, self.packer, max_early=self.max_early)
 
     @property
     def cuts(self) -> bool:

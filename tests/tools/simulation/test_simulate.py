@@ -98,12 +98,12 @@ def test_a_stream_has_the_same_numbers_as_its_packer(seed: int, count: int, rele
     waiting: dict[str, Any] = {"release": release}
     if release == "fifo":
         waiting["outlier_thresholds"], max_early = (1500, 3000), 0
-    made = wlb.Packer(**packer_options(setup, None), **waiting)
+    made = wlb.Packer(**packer_options(setup), **waiting)
     reading = Reading(lengths, made, case.tokens_per_batch, max_early=max_early)
     digests = [read.packing.digest() for read in reading.steps()]
     packer = reading.packer
     thresholds = waiting.get("outlier_thresholds", ())
-    steps = var_length(stream, setup, thresholds, None, waiting, max_early=max_early)
+    steps = var_length(stream, setup, thresholds, waiting, max_early=max_early)
     plan = collect("packer", steps, stream, thresholds, release)
     assert plan.digests == tuple(digests)
     found, metrics = plan.summary(), packer.metrics()
@@ -576,7 +576,7 @@ def test_a_packing_is_graded_as_if_its_costs_were_others(seed: int, rate: float)
     stream = GlobalBatches(lengths, wlb.batch_offsets(lengths, tokens_per_batch=case.tokens_per_batch))
     cost = MODEL.cost_model(attention_efficiency=0.5)
     setup = dataclasses.replace(case.setup(), cost_model=cost)
-    plan = collect("", var_length(stream, setup, (1500, 3000), None), stream, (1500, 3000))
+    plan = collect("", var_length(stream, setup, (1500, 3000)), stream, (1500, 3000))
     (graded,) = plan.graded(cost, [rate])
     other = MODEL.cost_model(attention_efficiency=0.5 * rate)
     costs = np.zeros(plan.costs.shape)
