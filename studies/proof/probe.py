@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 import wlb
 import wlb_tools
-from studies.proof import Bench, Layout, echo, shared, system, unaligned, uneven
+from studies.gpu import echo
+from studies.proof import Bench, Layout, shared, system, unaligned, uneven
 from studies.proof.batches import Text
 from studies.proof.pace import parts_of
 from studies.proof.slices import Stages, clock_of

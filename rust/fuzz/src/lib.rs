@@ -197,7 +197,12 @@ fn kernel_description(u: &mut Unstructured) -> Result<KernelDescription> {
             }
             median_seconds.push(row);
         }
-        Ok::<_, arbitrary::Error>(PassTable { launch_seconds: f64::from(u.int_in_range(0..=9)?) / 1e6, median_seconds })
+        let tile = *u.choose(&[1, 16, 100, 128])?;
+        Ok::<_, arbitrary::Error>(PassTable {
+            tile,
+            launch_seconds: f64::from(u.int_in_range(0..=9)?) / 1e6,
+            median_seconds,
+        })
     };
     let (forward, backward) = (table()?, table()?);
     Ok(KernelDescription {
@@ -206,7 +211,6 @@ fn kernel_description(u: &mut Unstructured) -> Result<KernelDescription> {
         num_heads: 32,
         num_kv_heads: 8,
         head_dim: 128,
-        tile: *u.choose(&[1, 16, 100, 128])?,
         query_lengths,
         key_lengths,
         forward,

@@ -13,8 +13,8 @@ use crate::plain::{Array, hashed_by, pickled_as_json, properties};
 
 /// Latency of an attention kernel for the segments of a context-parallel rank, in seconds per transformer layer.
 ///
-/// Queries are padded to the kernel's tile; the padded FLOPs are divided by the rate at that (query length, key
-/// length), from a table that was measured (:meth:`from_profile`) or is assumed (:meth:`analytic`); docs/semantics.md
+/// A kernel computes whole tiles of queries; their FLOPs are divided by the rate at that (query length, key length),
+/// from a table that was measured (:meth:`from_profile`) or is assumed (:meth:`analytic`); docs/semantics.md
 /// has the formulas. Immutable; picklable; equal models compare equal. WLB-LLM, section 5.2.
 #[pyclass(frozen, eq, hash, module = "wlb")]
 #[derive(PartialEq)]
@@ -35,8 +35,8 @@ properties! {
     num_kv_heads: i64 = |kernel| kernel.0.description().num_kv_heads;
     /// Width of a head.
     head_dim: i64 = |kernel| kernel.0.description().head_dim;
-    /// Queries that a thread block computes at a time; segments are padded to it.
-    tile: i64 = |kernel| kernel.0.description().tile;
+    /// Queries that a thread block computes at a time, forward and backward; a segment takes whole tiles.
+    tiles: (i64, i64) = |kernel| (kernel.0.description().forward.tile, kernel.0.description().backward.tile);
 }
 
 #[pymethods]

@@ -15,12 +15,15 @@ const TICKS_PER_SECOND: f64 = (1_u64 << 44) as f64;
 
 /// The file of a measured kernel, with a `linear` part: seconds of these numbers of tokens, forward and backward.
 pub(crate) fn profile(kernel: &KernelDescription, linear: Option<(&[i64], &[f64], &[f64])>) -> Value {
-    let pass =
-        |table: &PassTable| json!({"launch_seconds": table.launch_seconds, "median_seconds": table.median_seconds});
+    let pass = |table: &PassTable| {
+        json!({
+            "tile": table.tile, "launch_seconds": table.launch_seconds, "median_seconds": table.median_seconds,
+        })
+    };
     let mut profile = json!({
         "format": "wlb.profile", "version": 1, "gpu": "Test GPU", "kernel": "test kernel", "causal": kernel.causal,
         "num_heads": kernel.num_heads, "num_kv_heads": kernel.num_kv_heads, "head_dim": kernel.head_dim,
-        "tile": kernel.tile, "query_lengths": kernel.query_lengths, "key_lengths": kernel.key_lengths,
+        "query_lengths": kernel.query_lengths, "key_lengths": kernel.key_lengths,
         "forward": pass(&kernel.forward), "backward": pass(&kernel.backward), "versions": {"torch": "0"},
     });
     if let Some((tokens, forward, backward)) = linear {
@@ -30,16 +33,13 @@ pub(crate) fn profile(kernel: &KernelDescription, linear: Option<(&[i64], &[f64]
     profile
 }
 
-/// Pairs of a segment whose queries fill its last tile.
-fn padded_pairs(kernel: &KernelDescription, queries: i64, keys: i64) -> f64 {
-    let padded = (queries + kernel.tile - 1) / kernel.tile * kernel.tile;
-    let start = keys - queries;
-    let pairs = if kernel.causal {
-        i128::from(padded) * i128::from(start) + i128::from(padded) * i128::from(padded + 1) / 2
-    } else {
-        i128::from(padded) * i128::from(keys)
-    };
-    pairs as f64
+/// Pairs that a kernel computes of a segment: all queries of a tile see as many keys as the last of them.
+fn computed_pairs(kernel: &KernelDescription, tile: i64, queries: i64, keys: i64) -> f64 {
+    let (whole, rest) = (i128::from(queries / tile), i128::from(queries % tile != 0));
+    let (tile, start, keys) = (i128::from(tile), i128::from(keys - queries), i128::from(keys));
+    // Keys that the last queries of the whole tiles see: start + tile, start + 2 * tile, ...
+    let seen = if kernel.causal { whole * start + tile * whole * (whole + 1) / 2 } else { whole * keys };
+    (tile * (seen + rest * keys)) as f64
 }
 
 /// Seconds of one segment.
@@ -52,12 +52,15 @@ pub(crate) fn naive_seconds(kernel: &KernelDescription, queries: i32, keys: i32,
     let (queries, keys) = (i64::from(queries), i64::from(keys));
     let mut sum = 0.0;
     for table in tables {
-        for (row, row_weight) in neighbours(queries, &kernel.query_lengths) {
+        let end = (queries + table.tile - 1) / table.tile * table.tile;
+        let measured_next = kernel.query_lengths.iter().find(|&&length| length >= queries);
+        let read_at = measured_next.map_or(end, |&next| end.min(next));
+        for (row, row_weight) in neighbours(read_at, &kernel.query_lengths) {
             for (column, column_weight) in neighbours(keys, &kernel.key_lengths) {
                 let measured = (column..).find(|&column| table.median_seconds[row][column].is_some()).unwrap();
-                let pairs = padded_pairs(kernel, kernel.query_lengths[row], kernel.key_lengths[measured]);
+                let pairs = computed_pairs(kernel, table.tile, kernel.query_lengths[row], kernel.key_lengths[measured]);
                 let rate = table.median_seconds[row][measured].unwrap() / pairs;
-                sum += row_weight * column_weight * rate * padded_pairs(kernel, queries, keys);
+                sum += row_weight * column_weight * rate * computed_pairs(kernel, table.tile, queries, keys);
             }
         }
     }
