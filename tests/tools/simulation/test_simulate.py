@@ -238,6 +238,17 @@ def test_fixed_takes_the_better_sharding_of_the_whole_run() -> None:
     assert len(outcomes["fixed"].sharded.strategies) == 1
 
 
+def test_no_document_waits_longer_than_it_may() -> None:
+    case = scenario(outlier_thresholds=(1500, 3000))
+    longest = [
+        int(
+            simulate(documents(), dataclasses.replace(case, max_delay=most), variants=("wlb",)).baseline.run.delay.max()
+        )
+        for most in (None, 1)
+    ]
+    assert longest[1] <= 1 < longest[0]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_equal_documents_leave_nothing_to_gain(layout: wlb_tools.ParallelLayout) -> None:
     case = scenario(layout, outlier_thresholds=())
