@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import wlb
+from tests.torch import processes
 from wlb.torch.pipeline import PipelineMicroBatch, VarlenPipelineStage, pipeline_step
 from wlb.torch.pipeline.agreement import check_same
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import wlb
 import wlb.torch as wt
+from tests.torch import processes
 from wlb.torch.data.work import PlannedWork
 
 RNG = np.random.default_rng(3)
