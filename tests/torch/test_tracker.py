@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import wlb
 import wlb.torch as wt
 from tests.torch import processes
-from wlb.torch.data.work import PlannedWork
+from wlb.torch.timings import PlannedWork
 
 RNG = np.random.default_rng(3)
 LENGTHS = np.minimum(60 + RNG.pareto(1.1, 4000) * 60, 2048).astype(int)
@@ -348,9 +348,3 @@ def test_plans_for_ranks_and_in_shapes_are_judged_as_what_they_are(more: dict[st
     packing = packer.push([4096, 4096, *[300] * 12])
     work = PlannedWork.of(packing, WRONG)
     assert work.imbalance(WRONG) == pytest.approx(packing.rank_imbalance)
-
-
-def test_a_dynamic_plan_by_columns_has_no_cost_model_to_correct() -> None:
-    plan = wlb.plan_dynamic_cp([5, 6], costs=np.ones((2, 2)), world_size=2, num_stages=1, max_tokens_per_rank=8)
-    with pytest.raises(wlb.WlbError, match="step has a plan by 2 columns of costs"):
-        PlannedWork.of(plan, WRONG)

@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import wlb
 from wlb._errors import check_integer, error
 from wlb.torch.agreement import check_agreement
-from wlb.torch.data.work import PlannedWork, median_error
 from wlb.torch.timing import StepTimer, TimedStep
-from wlb.torch.timings import LEVELS, LevelReport, RankPlace, TimedPlan, level_reports
+from wlb.torch.timings import LEVELS, LevelReport, PlannedWork, RankPlace, TimedPlan, level_reports, median_error
 
 MOST_SHARE_ERROR = 0.1
 """Standard error of a term's share of all time above which a fit is a guess, and nobody should plan by it."""

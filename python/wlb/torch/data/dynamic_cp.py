@@ -25,7 +25,7 @@ from wlb.torch.data.dynamic_documents import Costs, Table, checked, costs_by, co
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, field, same
 from wlb.torch.data.step import Step, moved, written
-from wlb.torch.data.thread import Ahead, Position, PreparedStep, StepsAhead
+from wlb.torch.data.thread import Position, PreparedStep, StepIterator, StepsAhead
 
 FORMAT: Final = "wlb.dynamic_cp_loader"
 VERSION: Final = 2
@@ -86,7 +86,7 @@ class DynamicCpStep(Generic[T]):
         return replace(self, micro_batches=[moved(batch, device, non_blocking) for batch in self.micro_batches])
 
 
-class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
+class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
     """An iterator of steps over any iterator of documents: a plan for each, a context-parallel group for each document.
 
     The documents of a step are what all ranks read for it together, each its own share, and knows of no other. Each
@@ -327,7 +327,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
             costs = {name: costs_of(documents, name, of) for name, of in self._costs.items()}
         except BaseException as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
-        # All fit: `_checked` looked.
+        # All fit in int64: `checked` looked.
         named = zip(documents, names, strict=True)
         rows = np.array([(d.tokens.size, d.id, d.start, num_labels(d), name) for d, name in named], np.int64)
         part = {

@@ -77,7 +77,7 @@ class ReadingOrder:
         return rows
 
 
-class Ahead:
+class DocumentsAhead:
     """The documents of an epoch from a place on: what a packer is offered (`next_packing`).
 
     Under `oversize="split"` documents are cut here, where the packer would cut them, so that one that is longer than a
@@ -263,7 +263,7 @@ class StepReader:
         if self._position == self._order.corpus.lengths.size:
             packing = self._packer.drain()
         else:
-            ahead = Ahead(
+            ahead = DocumentsAhead(
                 self._order,
                 self._packer,
                 epoch=self.epoch,

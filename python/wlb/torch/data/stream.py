@@ -32,7 +32,7 @@ from wlb.torch.data.one_stream import OneStream, ReadDocument, costs_of, restore
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.torch.data.step import Step, check_batch
-from wlb.torch.data.thread import Ahead, Position, PreparedStep, StepsAhead
+from wlb.torch.data.thread import Position, PreparedStep, StepIterator, StepsAhead
 from wlb.torch.data.waiting import Early, Outside, ReadBatch, Waiting
 
 FORMAT: Final = "wlb.balanced_stream"
@@ -41,7 +41,7 @@ VERSION: Final = 2
 T = TypeVar("T")
 
 
-class BalancedStream(Ahead[Step[T]], Generic[T]):
+class BalancedStream(StepIterator[Step[T]], Generic[T]):
     """An iterator of steps over streams of documents, read by the ranks of a data-parallel group together.
 
     In every step each rank reads its streams, the lengths are gathered, every rank makes the same plan, and documents
