@@ -9,7 +9,7 @@ PROOF ?= proof
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test test-long test-trainers lint bench bench-peers compare proof proof-larger proof-bounded gpu headline reproduce loss-curves kills fuzz clean
+.PHONY: demo test test-long test-trainers lint bench bench-peers compare proof proof-larger proof-bounded gpu reproduce loss-curves kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.wlb-examples
@@ -77,10 +77,6 @@ proof-bounded:
 ## What only a GPU can show, in pieces of nine minutes: run it until it exits with 0. Writes wlb-gpu/.
 gpu: $(VENV)/.wlb-studies
 	$(BIN)/python -m studies.gpu $(GPU_FLAGS)
-
-## What wlb is worth over the best layout without it, predicted; writes docs/headline.md. LENGTHS: .npy files.
-headline: $(VENV)/.wlb-studies
-	$(BIN)/python -m studies.headline $(LENGTHS) --page docs/headline.md --record benches/records/headline.json $(HEADLINE_FLAGS)
 
 ## Does packing change what is learnt? A small look in wlb-losses/; LOSS_CURVES_FLAGS="--seeds 20 --batches 56" is the study.
 loss-curves: $(VENV)/.wlb-studies

@@ -36,7 +36,7 @@ from benches.common import (
     write_record,
 )
 from wlb._core import DELAY_PRICE
-from wlb_tools.simulation.reading import Reading
+from wlb_tools.simulation.stream import Reading
 
 STEPS = 32  # global batches of a stream
 TUNED_ON, MEASURED_ON = range(12), range(100, 104)  # seeds: a price that is lucky once in ten streams has to be seen

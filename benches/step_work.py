@@ -33,7 +33,7 @@ from benches.common import (
     tables,
     write_record,
 )
-from wlb_tools.simulation.reading import Reading
+from wlb_tools.simulation.stream import Reading
 
 MICRO_BATCHES = (4, 16)
 STEPS = 200

@@ -287,7 +287,7 @@ def _exchange(cluster: _Cluster) -> tuple[float, float]:
     width = 2 * kv_width(cluster.model.attention, layout)
     gathers, scatters = 3, 1  # forward, recomputed forward, backward; gradients
     layers = cluster.model.num_layers
-    per_token = layers * width * (gathers * layout.activation_bytes + scatters * KEY_GRADIENT_BYTES) / link.bandwidth
+    per_token = layers * width * (gathers * layout.number_bytes + scatters * KEY_GRADIENT_BYTES) / link.bandwidth
     return per_token, layers * (gathers + scatters) * link.latency
 
 

@@ -167,20 +167,16 @@ class Bench:
         self, layout: Layout, hardware: wlb_tools.Hardware, profile: Path, overhead: Overhead | None = None
     ) -> wlb_tools.Scenario:
         """This model on these ranks."""
-        sizes, width = layout.sizes, self.bytes_per_number
+        sizes = layout.sizes
         return wlb_tools.Scenario(
             model=self.model,
             # As the trainer shards: parameters are gathered, and gradients summed, once a step.
             layout=wlb_tools.ParallelLayout(
-                **sizes,
-                fsdp="zero2",
-                parameter_bytes=width,
-                gradient_bytes=4,
-                activation_bytes=width,
+                **sizes, fsdp="zero2", dtype="float32" if self.bytes_per_number == 4 else "bfloat16"
             ),
             hardware=hardware,
             context=self.context,
-            profile=profile,
+            kernel_model=profile,
             overhead=overhead or Overhead(),
             max_tokens=int(self.memory * self.context),
             cp_keys="needed",  # as the trainer's attention does

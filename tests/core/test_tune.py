@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import wlb
 from wlb import testing
 from wlb._core import MAX_MEAN_DELAY
-from wlb_tools.simulation.reading import Reading
+from wlb_tools.simulation.stream import Reading
 
 POINT_FIELDS = [
     "imbalance_mean",

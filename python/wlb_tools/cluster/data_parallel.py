@@ -23,7 +23,7 @@ from wlb.models import ModelConfig
 from wlb_tools.cluster.collectives import Communicator
 from wlb_tools.cluster.hardware import Hardware
 from wlb_tools.cluster.memory import experts_per_rank, parameters_per_rank, units_of_stages
-from wlb_tools.cluster.parallel import ParallelLayout
+from wlb_tools.cluster.parallel import GRADIENT_BYTES, ParallelLayout
 
 Floats = NDArray[np.float64]
 
@@ -65,7 +65,7 @@ def data_parallel_seconds(
         if sync == "step":
             seconds += _summed(parameters, group, layout)
         if layout.fsdp in ("zero1", "zero2"):
-            seconds += group.all_gather(parameters * layout.parameter_bytes)
+            seconds += group.all_gather(parameters * layout.number_bytes)
     return seconds
 
 
@@ -107,7 +107,7 @@ def micro_batch_seconds(
         for count, rest, experts in units:
             for parameters, group in _alike(np.array(rest), np.array(experts), layout, hardware):
                 if layout.fsdp == "zero3":
-                    seconds[stage, :2] += count * group.all_gather(parameters * layout.parameter_bytes)
+                    seconds[stage, :2] += count * group.all_gather(parameters * layout.number_bytes)
                 seconds[stage, 2] += count * _summed(parameters, group, layout)
     return seconds
 
@@ -164,5 +164,5 @@ def _alike(
 
 
 def _summed(parameters: Floats, group: Communicator, layout: ParallelLayout) -> Floats:
-    gradients = parameters * layout.gradient_bytes
+    gradients = parameters * GRADIENT_BYTES
     return group.all_reduce(gradients) if layout.fsdp == "none" else group.reduce_scatter(gradients)

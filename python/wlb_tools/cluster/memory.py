@@ -54,7 +54,7 @@ from wlb._core import MAX_MICRO_BATCHES, simulate_pipeline
 from wlb._errors import check_integer, error, numbers
 from wlb.models import Attention, Block, FeedForward, Layer, ModelConfig
 from wlb_tools.cluster.hardware import GIB
-from wlb_tools.cluster.parallel import ParallelLayout, default_schedule
+from wlb_tools.cluster.parallel import GRADIENT_BYTES, ParallelLayout, default_schedule
 
 RESERVED_BYTES = 4 * GIB
 """Left free by default: CUDA's context and kernels, NCCL's buffers, what the allocator cannot use."""
@@ -96,13 +96,13 @@ def activation_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer | 
     """
     layers = model.kinds if layer is None else (layer,)
     if layout.recompute == "full":
-        return layout.activation_bytes * model.residual_width / (layout.tp if layout.sequence_parallel else 1)
+        return layout.number_bytes * model.residual_width / (layout.tp if layout.sequence_parallel else 1)
     selective = layout.recompute == "selective"
     return max(_layer_bytes(model, layout, each, selective=selective) for each in layers)
 
 
 def _layer_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer, *, selective: bool) -> float:
-    a, tp, h = layout.activation_bytes, layout.tp, model.hidden_size
+    a, tp, h = layout.number_bytes, layout.tp, model.hidden_size
     # Split over tensor-parallel ranks only by sequence parallelism: what norms are given, and what they give.
     by_token = float(layer.norms * (a * h + 4))
     by_head, on_each = 0.0, 0.0
@@ -360,8 +360,8 @@ def _constant(
         layer = max(_layer_parameters(model, layout, each) - of for each, of in zip(model.kinds, own, strict=True))
         largest = np.full(layout.pp, layer)
         largest[ranks[[0, -1]]] = max(layer, model.vocab_size * model.hidden_size / layout.tp)
-        gathered = largest * (2 * layout.parameter_bytes + layout.gradient_bytes)
-    return held(layout.parameter_bytes, 3), held(layout.gradient_bytes, 2), held(layout.optimizer_bytes, 1), gathered
+        gathered = largest * (2 * layout.number_bytes + GRADIENT_BYTES)
+    return held(layout.number_bytes, 3), held(GRADIENT_BYTES, 2), held(layout.optimizer_bytes, 1), gathered
 
 
 def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> tuple[Floats, Floats, Floats]:
@@ -377,7 +377,7 @@ def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int
     np.maximum.at(largest_stage, ranks, of_stages)
     activations = largest_stage * layout.virtual_stages
     working = max(_working(model, layout, layer) for layer in model.kinds)
-    a, tp = layout.activation_bytes, layout.tp
+    a, tp = layout.number_bytes, layout.tp
     logits = np.zeros(layout.pp)
     if not layout.fused_loss:
         logits[ranks[-1]] = (a + 4) * model.vocab_size / tp
@@ -386,7 +386,7 @@ def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int
 
 def _working(model: ModelConfig, layout: ParallelLayout, layer: Layer) -> float:
     """Bytes for each token of a rank while a layer is at work."""
-    a = layout.activation_bytes
+    a = layout.number_bytes
     widest = max((block.inner for block in layer.of_kind(FeedForward)), default=0)
     working = a * (3 * widest / layout.tp + model.hidden_size)
     if layout.cp > 1:

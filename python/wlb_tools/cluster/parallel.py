@@ -20,7 +20,11 @@ from wlb.models import Attention, FeedForward, ModelConfig
 
 Fsdp = Literal["none", "zero1", "zero2", "zero3"]
 Recompute = Literal["none", "selective", "full"]
+Dtype = Literal["bfloat16", "float32"]
 Axis = Literal["tp", "cp", "dp", "pp", "dp_cp", "ep", "edp"]
+
+GRADIENT_BYTES = 4
+"""Width of an accumulated gradient."""
 
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules with two stages a rank, down the ranks and back up: the hop at the bottom stays on its rank."""
@@ -48,10 +52,8 @@ class ParallelLayout:
         fused_loss: the output projection and the loss run in chunks and never hold all logits.
         stage_layers: layers of each stage in the order of the model, `pp * virtual_stages` numbers; default: as even as
             possible, see :meth:`layers_of_stages`.
-        parameter_bytes: width of the parameters that are multiplied.
-        gradient_bytes: width of the accumulated gradients.
+        dtype: of the parameters that are multiplied, and of activations. Gradients are accumulated in float32.
         optimizer_bytes: state for a parameter; 12: float32 master weight and Adam's two moments.
-        activation_bytes: width of activations.
 
     Raises:
         WlbError: naming the first value that makes no sense.
@@ -69,10 +71,8 @@ class ParallelLayout:
     fused_ffn: bool = True
     fused_loss: bool = False
     stage_layers: tuple[int, ...] | None = None
-    parameter_bytes: int = 2
-    gradient_bytes: int = 4
+    dtype: Dtype = "bfloat16"
     optimizer_bytes: int = 12
-    activation_bytes: int = 2
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -81,7 +81,7 @@ class ParallelLayout:
                 check_integer(field.name, value, minimum=1)
             elif field.type == "bool":
                 check_bool(field.name, value)
-        for name, choices in (("fsdp", get_args(Fsdp)), ("recompute", get_args(Recompute))):
+        for name, choices in (("fsdp", get_args(Fsdp)), ("recompute", get_args(Recompute)), ("dtype", get_args(Dtype))):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in choices:
                 raise error(name, f"= {value!r}: must be one of {', '.join(choices)}", value=value)
@@ -97,6 +97,11 @@ class ParallelLayout:
                 raise error("stage_layers", message, value=self.stage_layers)
             for index, layers in enumerate(self.stage_layers):
                 check_integer("stage_layers", layers, minimum=0, index=index)
+
+    @property
+    def number_bytes(self) -> int:
+        """Width of a parameter that is multiplied, and of a number in an activation."""
+        return 2 if self.dtype == "bfloat16" else 4
 
     @property
     def world_size(self) -> int:

@@ -167,9 +167,9 @@ def stage_seconds(
     cp, tp = Communicator.along("cp", layout, hardware), Communicator.along("tp", layout, hardware)
     widths = np.array([exchanged_width(kind, layout) for kind in kinds])
     keys = widths * sent_keys[:, None] * layout.cp
-    gather = (1 - cp_overlap) * cp.all_gather(keys * layout.activation_bytes)
+    gather = (1 - cp_overlap) * cp.all_gather(keys * layout.number_bytes)
     scatter = (1 - cp_overlap) * cp.reduce_scatter(keys * KEY_GRADIENT_BYTES)
-    hidden = count * model.hidden_size * layout.activation_bytes
+    hidden = count * model.hidden_size * layout.number_bytes
     one_block = tp.all_gather(hidden) + tp.reduce_scatter(hidden) if layout.sequence_parallel else tp.all_reduce(hidden)
     blocks = np.array([float(len(kind.sublayers)) for kind in kinds])
     to_experts = np.zeros_like(layer)
@@ -177,7 +177,7 @@ def stage_seconds(
         rows = np.array([visit_width(model, kind) for kind in kinds]) / hidden_size
         blocks += np.where(rows > 0, rows - 1, 0.0)
         share = layout.tp if layout.sequence_parallel else 1
-        sent = expert_imbalance * fullest[:, None] * rows * hidden_size * layout.activation_bytes / share
+        sent = expert_imbalance * fullest[:, None] * rows * hidden_size * layout.number_bytes / share
         there_and_back = 2 * Communicator.along("ep", layout, hardware).all_to_all(sent)
         to_experts = (1 - ep_overlap) * there_and_back
     exchange = (1 - tp_overlap) * blocks * one_block[:, None]

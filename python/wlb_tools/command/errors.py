@@ -8,7 +8,7 @@ import wlb
 from wlb_tools.cluster.capacity import DoesNotFit
 
 _OPTIONS = {
-    "cost_files": "cost-model",
+    "cost_file": "cost-model",
     "gpu_count": "gpus",
     "kernel_model": "kernel-profile",
     "model_name": "model",
@@ -16,7 +16,6 @@ _OPTIONS = {
     "num_queues": "queues",
     "num_virtual_stages": "virtual-stages",
     "outlier_thresholds": "thresholds",
-    "profile": "kernel-profile",
     "reserved_bytes": "reserved-gib",
     "world_size": "gpus",
 }

@@ -30,9 +30,8 @@ from wlb_tools.simulation.lockstep import Groups, in_lockstep
 from wlb_tools.simulation.methods import document_ids
 from wlb_tools.simulation.outcome import ATTRIBUTION, Outcome, RankPart, exposed_parts, noise_factors
 from wlb_tools.simulation.planner import of_size
-from wlb_tools.simulation.reading import Reading
 from wlb_tools.simulation.scenario import Scenario
-from wlb_tools.simulation.stream import GlobalBatches
+from wlb_tools.simulation.stream import GlobalBatches, Reading
 from wlb_tools.simulation.trained import Trained
 
 Integers = NDArray[np.int64]

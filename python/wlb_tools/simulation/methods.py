@@ -22,8 +22,7 @@ from wlb._core import (
     tune_outlier_thresholds,
 )
 from wlb._results import TuneResult
-from wlb_tools.simulation.reading import Reading
-from wlb_tools.simulation.stream import GlobalBatches
+from wlb_tools.simulation.stream import GlobalBatches, Reading
 
 
 def meeting_ranks(sync: Sync, dp_size: int) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from wlb._results import PipelineTimeline
 from wlb_tools.cluster.memory import RankMemory
 from wlb_tools.cluster.overhead import Overhead
 from wlb_tools.cluster.step_time import StageSeconds
-from wlb_tools.simulation.balance import ATTENTION_RATES, Balance, Floats, Swept, band
-from wlb_tools.simulation.percentiles import imbalance_percentile, percentile
+from wlb_tools.simulation.balance import ATTENTION_RATES, Balance, Floats, Swept, band, imbalance_percentile, percentile
 from wlb_tools.simulation.scenario import Scenario
 from wlb_tools.simulation.trained import Trained
 

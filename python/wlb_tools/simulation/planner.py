@@ -38,7 +38,7 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
     if np.size(lengths) == 0:
         raise error("lengths", "must not be empty", value=lengths)
     if scenario.selector is not None:
-        scenario = dataclasses.replace(scenario, kernel_model=scenario.selector, profile=None)
+        scenario = dataclasses.replace(scenario, kernel_model=scenario.selector)
     layout, world_size, schedule = scenario.layout, _world_size(scenario), scenario.pipeline_schedule
     alone = of_size(layout, 1)
     tokens = -(-scenario.context // layout.cp)

@@ -17,10 +17,9 @@ from wlb_tools.simulation.dynamic import collect_dynamic, dynamic_steps, packer_
 from wlb_tools.simulation.methods import Setup, bounded, packer_options, tune_waiting
 from wlb_tools.simulation.outcome import Outcome
 from wlb_tools.simulation.planner import planner_options
-from wlb_tools.simulation.reading import Reading
 from wlb_tools.simulation.scenario import Scenario
 from wlb_tools.simulation.static import Sharded, ordered, score, shard_run
-from wlb_tools.simulation.stream import GlobalBatches
+from wlb_tools.simulation.stream import GlobalBatches, Reading
 from wlb_tools.simulation.trained import PackedRun, collect
 from wlb_tools.simulation.variants import Variant, chosen, defaults
 

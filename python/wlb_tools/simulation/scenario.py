@@ -57,10 +57,9 @@ class Scenario:
         layout: how it is spread over GPUs.
         hardware: what it runs on.
         context: tokens; no document is longer, and the fixed-length methods cut every `context`.
-        kernel_model: latency of attention with a tensor-parallel rank's heads, `num_heads / tp`; default: the
-            analytic one of the hardware, an assumption.
-        profile: what `wlb profile` measured, a name or a path, instead of a kernel model. Its linear part counts, too,
-            if it is that of this model's layer on a tensor-parallel rank.
+        kernel_model: latency of attention with a tensor-parallel rank's heads, `num_heads / tp`: a kernel model, or the
+            name or path of what `wlb profile` measured. Its linear part counts, too, if it is that of this model's
+            layer on a tensor-parallel rank. Default: the analytic one of the hardware, an assumption.
         selector: the kernel model by which a sharding strategy is chosen, where it is not the one that predicts the
             times: a choice then pays for the errors of what it went by.
         max_tokens: `S_max`, the most tokens of a micro-batch of variable length; default: what fits into the GPUs'
@@ -106,8 +105,7 @@ class Scenario:
     layout: ParallelLayout
     hardware: Hardware
     context: int = 131072
-    kernel_model: KernelModel | None = None
-    profile: str | os.PathLike[str] | None = None
+    kernel_model: KernelModel | str | os.PathLike[str] | None = None
     selector: KernelModel | None = None
     max_tokens: int | None = None
     num_micro_batches: int | None = None
@@ -162,21 +160,24 @@ class Scenario:
         _ = self.limit, self._equal, self.attention  # wrong ones are refused here
 
     def _check_kernel_model(self) -> None:
-        if self.profile is not None and self.kernel_model is not None:
-            raise error("profile", "and kernel_model: give one of them", value=self.profile)
-        if self.profile is None and self.kernel_model is None:
+        if self.kernel_model is None:
             return
-        kernel, name = self.attention, "profile" if self.kernel_model is None else "kernel_model"
+        kernel = self.attention
         heads, _, head_dim = self.model.kernel_heads
         heads //= self.layout.tp
         if kernel.num_heads != heads:
             message = f"is for {kernel.num_heads} heads: a GPU has num_heads / tp = {heads}"
-            raise error(name, message, value=kernel.num_heads)
+            raise error("kernel_model", message, value=kernel.num_heads)
         if kernel.head_dim != head_dim:
             message = f"is for heads of dimension {kernel.head_dim}: the model's have {head_dim}"
-            raise error(name, message, value=kernel.head_dim)
+            raise error("kernel_model", message, value=kernel.head_dim)
         if not kernel.causal:
-            raise error(name, "is for attention without a causal mask: training is causal", value=False)
+            raise error("kernel_model", "is for attention without a causal mask: training is causal", value=False)
+
+    @property
+    def profile(self) -> str | os.PathLike[str] | None:
+        """The measured profile that `kernel_model` names."""
+        return None if isinstance(self.kernel_model, KernelModel) else self.kernel_model
 
     @property
     def measured_elsewhere(self) -> bool:
@@ -239,7 +240,7 @@ class Scenario:
     @cached_property
     def attention(self) -> KernelModel:
         """The kernel model; its `source` says whether it was measured."""
-        if self.kernel_model is not None:
+        if isinstance(self.kernel_model, KernelModel):
             return self.kernel_model
         if self.profile is not None:
             return KernelModel.from_profile(self.profile, num_heads=self.model.kernel_heads[0] // self.layout.tp)
@@ -250,7 +251,7 @@ class Scenario:
 
     @property
     def generation(self) -> Generation:
-        """The GPU of which attention is assumed, where no kernel model and no profile is given."""
+        """The GPU of which attention is assumed, where no kernel model is given."""
         if self.hardware.name not in GENERATIONS:
             message = f"is needed: {self.hardware.name!r} has no default, only {', '.join(GENERATIONS)} have"
             raise error("kernel_model", message)

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from wlb._choices import Release
 from wlb._core import CostModel
-from wlb_tools.simulation.balance import ATTENTION_RATES, Balance, band
+from wlb_tools.simulation.balance import ATTENTION_RATES, Balance, band, imbalance_percentile
 from wlb_tools.simulation.methods import Step, document_ids
-from wlb_tools.simulation.percentiles import imbalance_percentile
 from wlb_tools.simulation.stream import GlobalBatches, PieceBatches
 
 
@@ -115,32 +114,21 @@ class PackedRun(Trained):
         """Balance by costs that the packer did not use: `cost_model`'s, were attention at other rates.
 
         Args:
-            cost_model: what the documents were packed by; of a range, balance under each of its models.
+            cost_model: what the documents were packed by.
             rates: of attention, relative to what `cost_model` has.
         """
-        if len(cost_model.models) > 1:
-            graded = [self._sums(model.cost(self.length)) for model in cost_model.models]
-        else:
-            attention = self._sums(cost_model.attention_cost(self.length))
-            graded = [np.maximum(self.costs + (1 / rate - 1) * attention, 0.0) for rate in rates]
+        slot = self.step * self.costs.shape[1] + self.micro_batch
+        of_pieces = cost_model.attention_cost(self.length)
+        attention = np.bincount(slot, weights=of_pieces, minlength=self.costs.size).reshape(self.costs.shape)
+        graded = [np.maximum(self.costs + (1 / rate - 1) * attention, 0.0) for rate in rates]
         return [Balance.of(costs).first(self.streamed) for costs in graded]
 
-    def _sums(self, of_pieces: NDArray[np.float64]) -> NDArray[np.float64]:
-        slot = self.step * self.costs.shape[1] + self.micro_batch
-        return np.asarray(np.bincount(slot, weights=of_pieces, minlength=self.costs.size).reshape(self.costs.shape))
-
     def bands(self, cost_model: CostModel) -> dict[str, Any]:
-        """The least and the most of balance that :meth:`graded` finds, as plain JSON values.
-
-        Of a range of cost models also the most of what :meth:`Balance.summary` has: the costs of a step are those under
-        its own worst model, and cannot be added up over steps.
-        """
+        """The least and the most of balance that :meth:`graded` finds, as plain JSON values."""
         graded = self.graded(cost_model)
-        summaries = [balance.summary() for balance in graded] if len(cost_model.models) > 1 else []
         return {
             "imbalance_band": list(band([float(balance.imbalance.mean()) for balance in graded])),
             "lost_time_band": list(band([balance.lost_time for balance in graded])),
-            **{key: max(of[key] for of in summaries) for key in (summaries[0] if summaries else ())},
         }
 
     def columns(self) -> list[dict[str, Any]]:

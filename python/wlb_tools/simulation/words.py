@@ -153,8 +153,7 @@ def _packer_costs(scenario: Scenario) -> str:
     if scenario.cost_model is None:
         rate = scenario.hardware.attention_efficiency
         return f"FLOPs, attention at {rate:g} of the linear part's rate (assumed)"
-    models = len(scenario.cost_model.models)
-    return f"given, any of {models} models" if models > 1 else "given"
+    return "given"
 
 
 def assumptions(scenario: Scenario) -> dict[str, str]:

@@ -133,7 +133,7 @@ def test_several_residual_streams_are_kept_and_sent() -> None:
     model = read(CASES["qwen4_exp_text"].config())
     assert model.residual_width == 4 * model.hidden_size
     layout = wlb_tools.ParallelLayout(tp=2, cp=2, pp=2, dp=1, recompute="full")
-    assert activation_bytes(model, layout) == layout.activation_bytes * 4 * model.hidden_size / 2
+    assert activation_bytes(model, layout) == layout.number_bytes * 4 * model.hidden_size / 2
     attention = next(layer for layer in model.stack if any(layer.of_kind(Attention)))
     assert exchanged_width(attention, layout) == 2 * 256 + 256
     tables = next(block for layer in model.stack for block in layer.of_kind(NGramEmbedding))

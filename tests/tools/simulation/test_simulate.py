@@ -26,8 +26,7 @@ from wlb_tools.simulation import (
     tune,
 )
 from wlb_tools.simulation.methods import packer_options, var_length
-from wlb_tools.simulation.reading import Reading
-from wlb_tools.simulation.stream import GlobalBatches
+from wlb_tools.simulation.stream import GlobalBatches, Reading
 from wlb_tools.simulation.trained import collect
 
 MODEL = wlb.ModelConfig(hidden_size=512, ffn_hidden_size=1024, num_layers=8, num_heads=8, vocab_size=1000)

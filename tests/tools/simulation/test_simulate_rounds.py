@@ -168,7 +168,7 @@ def test_what_is_sent_by_hand() -> None:
     """Of two layers, the embedding and the projection: parameters there and back again, gradients once."""
     model = dataclasses.replace(MODEL, num_layers=2)
     hardware = dataclasses.replace(H100, intra_node=SLOW, launch_latency=1e-6)
-    layout = wlb_tools.ParallelLayout(dp=2, fsdp="zero3", parameter_bytes=2, gradient_bytes=4)
+    layout = wlb_tools.ParallelLayout(dp=2, fsdp="zero3")
     h, f, v = 512, 1024, 1000
     layer = 4 * h * h + 3 * h * f + 2 * h
     units = [layer, layer, v * h, v * h + h]

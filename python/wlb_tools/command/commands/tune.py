@@ -37,7 +37,7 @@ _SEARCH = {option(name) for name in SIZES} | {"gpus", "global-batch", "steps"}
 _WITHOUT_A_CLUSTER = {
     "attention_efficiency",
     "context",
-    "cost_files",
+    "cost_file",
     "max_delay",
     "max_mean_delay",
     "max_step_cost",
@@ -110,7 +110,7 @@ def tune(
     if cluster.global_batch is not None:
         _search(source, reading, steps, by, cluster, output, command_line)
         return
-    for name in ("attention_efficiency", "cost_files"):
+    for name in ("attention_efficiency", "cost_file"):
         if cluster.known and name in cluster.given:
             raise CliError(f"--{option(name)}: tuning on a cluster fits the packer's costs to it; leave this out")
     scenario = cluster.scenario() if cluster.known else None
@@ -140,7 +140,7 @@ def tune(
                     "attention_efficiency": tuning.attention_efficiency,
                 },
                 model=cluster.model_name,
-                profile=cluster.profile,
+                profile=cluster.kernel_model,
             )
     output.write(report, command_line)
 

@@ -112,7 +112,7 @@ class DocumentCosts(Cost):
             if self.limits is not None:
                 raise CliError("--limits: are of the columns of --costs; give it too")
             return None
-        for name in sorted(self.given & {"attention_efficiency", "cost_files", "gpu", "model_name"}):
+        for name in sorted(self.given & {"attention_efficiency", "cost_file", "gpu", "model_name"}):
             raise superfluous(name, "costs")
         rows = load_numbers(self.costs)
         if rows.ndim not in (1, 2) or rows.dtype.kind not in "fiu" or not rows.size:

@@ -1,17 +1,19 @@
 """Dataclasses as options: every field is one, with the name, type, default and help that its class gives it.
 
-Classes of the library become options when they are inherited from: what is inherited is declared there and nowhere
-else. cyclopts reads them.
+`options(of=...)` takes the fields of a class of the library, so that they are declared there and nowhere else. The
+object of that class is made of the options by :func:`plain`, and checks its values then. cyclopts reads the classes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from cyclopts import Parameter, Token
+from docstring_parser import parse
 
 from wlb_tools.command.errors import CliError, option
 
@@ -51,6 +53,11 @@ class Options:
         given: fields that the command line has; the others have their defaults.
     """
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A field that :func:`options` took from a class of the library."""
+
     given: frozenset[str]
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -62,15 +69,22 @@ class Options:
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-def options(group: str, **elsewhere: Sequence[str]) -> Callable[[T], T]:
+def options(
+    group: str, *, of: type[Any] | None = None, without: Sequence[str] = (), **elsewhere: Sequence[str]
+) -> Callable[[T], T]:
     """Makes a class a frozen dataclass whose fields are options, each with its own name, in one panel of the help.
 
     Args:
         group: the panel.
+        of: a dataclass of the library whose fields become options, too, with their types, defaults and help; but for
+            those that the class has, or inherits.
+        without: fields of `of` that are no options.
         elsewhere: fields that belong to other panels, by panel.
     """
 
     def decorate(cls: T) -> T:
+        if of is not None:
+            _take(cls, of, without)
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)  # in place
         hints = get_type_hints(cls, include_extras=True)
         for panel, names in elsewhere.items():
@@ -85,10 +99,35 @@ def options(group: str, **elsewhere: Sequence[str]) -> Callable[[T], T]:
     return decorate
 
 
+def _take(cls: type[Any], of: type[Any], without: Sequence[str]) -> None:
+    """Declares the fields of a dataclass in another class that does not have them, and what their help says.
+
+    The class has a docstring with arguments, as the dataclass.
+    """
+    taken = {name for base in cls.__mro__[1:] for name in getattr(base, "__dataclass_fields__", ())} | {*without}
+    hints = get_type_hints(of, include_extras=True)
+    told, own = ({one.arg_name: one.description for one in parse(each.__doc__ or "").params} for each in (of, cls))
+    lines = [inspect.cleandoc(cls.__doc__ or "")]
+    for field in dataclasses.fields(of):
+        if field.name in taken:
+            continue
+        if field.name not in cls.__annotations__:
+            cls.__annotations__[field.name] = hints[field.name]
+            setattr(cls, field.name, field.default)
+        if field.name not in own:
+            lines.append(f"    {field.name}: {' '.join((told[field.name] or '').split())}")
+    cls.__doc__ = "\n".join(lines)
+
+
+def values_of(given: Options, cls: type[Any]) -> dict[str, Any]:
+    """What options say of the fields of a class of the library."""
+    ours = {field.name for field in dataclasses.fields(given)}
+    return {field.name: getattr(given, field.name) for field in dataclasses.fields(cls) if field.name in ours}
+
+
 def plain(given: Options, cls: type[P], **changes: Any) -> P:
-    """An object of the library's class with the values of options that inherit from it; `changes` come first."""
-    values = {field.name: getattr(given, field.name) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    return cls(**values | changes)
+    """An object of the library's class with the values of options that are fields of it; `changes` come first."""
+    return cls(**values_of(given, cls) | changes)
 
 
 def joined(values: Iterable[object]) -> str:

@@ -78,12 +78,9 @@ COLUMNS = {
 
 RATES = f"were attention {min(ATTENTION_RATES):g} to {max(ATTENTION_RATES):g} times as fast as assumed"
 
-LOST_WORDS = (
-    "lost time: the sum of the steps' heaviest micro-batches over the sum of their means, so that heavy steps weigh"
-    " more. steps' work: coefficient of variation, and the heaviest over the mean; no packing of single steps evens"
-    " that out."
-)
 LOST_NOTE = (
     f"band: least and most, over attention at {', '.join(f'{rate:g}' for rate in ATTENTION_RATES)} times the assumed"
-    f" rate, by which nothing was planned. {LOST_WORDS}"
+    " rate, by which nothing was planned. lost time: the sum of the steps' heaviest micro-batches over the sum of their"
+    " means, so that heavy steps weigh more. steps' work: coefficient of variation, and the heaviest over the mean; no"
+    " packing of single steps evens that out."
 )

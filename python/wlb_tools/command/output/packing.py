@@ -8,7 +8,7 @@ from typing import Any
 
 from wlb._core import CostModel
 from wlb_tools.command.inputs.stream import Stream
-from wlb_tools.command.output.columns import LOST_NOTE, LOST_WORDS, RATES, Column
+from wlb_tools.command.output.columns import LOST_NOTE, RATES, Column
 from wlb_tools.command.output.report import Headline, Paragraphs, Picture, Report, Table
 from wlb_tools.command.packing import CP_SIZES, STRATEGIES
 from wlb_tools.command.words import listed
@@ -76,8 +76,8 @@ def packing_report(
         graded = [{**plan.summary(), "columns": plan.columns()} for plan in plans]
         table, notes = _column_table(plans, graded), (_COLUMN_NOTE, *_NOTES)
     else:
-        graded, table, note = graded_table(plans, setup.cost_model)
-        notes = (*_NOTES, note)
+        graded, table = graded_table(plans, setup.cost_model)
+        notes = (*_NOTES, LOST_NOTE)
     return Report(
         command=command,
         subject=shown.name,
@@ -97,7 +97,7 @@ def packing_report(
             "Documents": stream.described(),
         },
         numbers={
-            "attention_rates": list(ATTENTION_RATES) if len(getattr(setup.cost_model, "models", ())) == 1 else None,
+            "attention_rates": None if setup.cost_model is None else list(ATTENTION_RATES),
             "methods": graded,
             "context_parallel": {"method": shown.name, "balance": balance},
         },
@@ -105,14 +105,11 @@ def packing_report(
     )
 
 
-def graded_table(plans: Sequence[PackedRun], cost_model: CostModel) -> tuple[list[dict[str, Any]], Table, str]:
-    """Plans by costs that they were not made by: their summaries with the bands, a table of them, and what it says."""
+def graded_table(plans: Sequence[PackedRun], cost_model: CostModel) -> tuple[list[dict[str, Any]], Table]:
+    """Plans by costs that they were not made by: their summaries with the bands, and a table of them."""
     graded = [plan.summary() | plan.bands(cost_model) for plan in plans]
-    models = len(cost_model.models)
-    costs = RATES if models == 1 else f"under each of the {models} cost models, one of which is true"
     rows = [(plan.name, of, plan.waits) for plan, of in zip(plans, graded, strict=True)]
-    note = LOST_NOTE if models == 1 else f"band: least and most, over the cost models. {LOST_WORDS}"
-    return graded, Table.of(f"The same plans, {costs}", "method", _GRADED, rows), note
+    return graded, Table.of(f"The same plans, {RATES}", "method", _GRADED, rows)
 
 
 def _column_table(plans: Sequence[PackedRun], graded: Sequence[Mapping[str, Any]]) -> Table:

@@ -13,8 +13,8 @@ import wlb_tools
 from wlb_tools.command.inputs.stream import Stream
 from wlb_tools.command.output.columns import COLUMNS, LOST_NOTE, RATES
 from wlb_tools.command.output.report import Block, Heading, Headline, Paragraphs, Picture, Report, Table
+from wlb_tools.command.output.trace import write_chrome_trace
 from wlb_tools.simulation import ATTRIBUTION, Outcome
-from wlb_tools.simulation.trace import write_chrome_trace
 from wlb_tools.simulation.words import assumptions, describe, explanation, premises
 
 _NOTES = (

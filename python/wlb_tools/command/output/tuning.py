@@ -56,7 +56,7 @@ def waiting_report(
     from wlb_tools.command.output.figures.tuning import draw_waiting
 
     assert setup.cost_model is not None  # only `wlb pack` knows documents that bring their costs
-    graded, table, note = graded_table(plans, setup.cost_model)
+    graded, table = graded_table(plans, setup.cost_model)
     chosen = {
         f"outlier_thresholds={queued.thresholds}": queued.best,
         f'release="adaptive", delay_price={adaptive.delay_price:g}': adaptive.best,
@@ -76,7 +76,7 @@ def waiting_report(
             _front("Queues", "thresholds", queued),
             _front("Adaptive release", "price of delay", adaptive),
             table,
-            Paragraphs((note,), small=True),
+            Paragraphs((LOST_NOTE,), small=True),
             Code("Arguments of a packer", "\n".join(lines)),
         ),
         facts={"Settings": settings, "Documents": stream.described()},

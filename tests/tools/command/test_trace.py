@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import wlb
-from wlb_tools.simulation.trace import chrome_trace, write_chrome_trace
+from wlb_tools.command.output.trace import chrome_trace, write_chrome_trace
 
 
 def test_the_trace_conserves_time(tmp_path: Path) -> None:
