@@ -73,7 +73,8 @@ compare: $(VENV)/.release-peers $(VENV)/peers
 
 ## A gain on a clock, and the prediction beside it: a small model trained on this machine; writes docs/proof.md. LENGTHS: one .npy.
 proof: $(VENV)/.release-studies
-	$(BIN)/python -m studies.proof $(if $(LENGTHS),--lengths $(LENGTHS)) $(PROOF_FLAGS)
+	$(BIN)/python -m studies.proof $(if $(LENGTHS),--lengths $(LENGTHS)) \
+	    --page docs/proof.md --picture docs/proof.png --record benches/records/proof.json $(PROOF_FLAGS)
 	$(BIN)/python -m benches.results
 
 ## What only a GPU can show, in pieces of nine minutes: run it until it exits with 0. Writes wlb-gpu/.
