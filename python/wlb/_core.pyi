@@ -14,7 +14,6 @@ from wlb._choices import (
     Oversize,
     Passes,
     Release,
-    Remainder,
     Schedule,
     Strategy,
     StreamMethod,
@@ -45,7 +44,6 @@ __all__ = [
     "PASSES",
     "PEAK_FLOPS",
     "RELEASES",
-    "REMAINDERS",
     "SCHEDULES",
     "STRATEGIES",
     "STREAM_METHODS",
@@ -101,7 +99,6 @@ OVERSIZE: tuple[Oversize, ...]
 PASSES: tuple[Passes, ...]
 PEAK_FLOPS: dict[Generation, float]
 RELEASES: tuple[Release, ...]
-REMAINDERS: tuple[Remainder, ...]
 SCHEDULES: tuple[Schedule, ...]
 STRATEGIES: tuple[Strategy, ...]
 STREAM_METHODS: tuple[StreamMethod, ...]
@@ -520,7 +517,6 @@ def shard(
     cp_size: int,
     strategy: Strategy = "auto",
     causal: bool = True,
-    remainder: Remainder = "chunk",
     hybrid_threshold: int | None = None,
     max_imbalance: float | None = None,
     kernel_model: KernelModel | None = None,
@@ -555,7 +551,7 @@ class KernelModel:
     @property
     def head_dim(self) -> int: ...
     @property
-    def tile(self) -> int: ...
+    def tiles(self) -> tuple[int, int]: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
@@ -597,7 +593,6 @@ def order_micro_batches(
 def dynamic_cp_seconds(
     group_seconds: ArrayLike,
     *,
-    columns: int,
     cp_sizes: ArrayLike,
     group_offsets: ArrayLike,
     world_size: int,
@@ -625,7 +620,6 @@ def plan_dynamic_cp(
     max_documents: int | None = None,
     multiple_of_tokens: int = 1,
     token_buckets: ArrayLike | None = None,
-    even_tokens: float | None = None,
     num_micro_batches: int | None = None,
     min_micro_batches: int | None = None,
     max_micro_batches: int | None = None,

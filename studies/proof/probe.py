@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 import wlb
 import wlb_tools
-from studies.proof import Bench, echo, uneven
+from studies.gpu import echo
+from studies.proof import Bench, uneven
 from studies.proof.batches import Text
 from studies.proof.pace import parts_of
 from studies.proof.slices import Stages, clock_of

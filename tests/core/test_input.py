@@ -247,7 +247,6 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
     (packer, {}, "method", ["best", "", "original", "var_length_fast"]),
     (shard, {"cp_size": 2}, "cp_size", NO_INT32_SIZE),
     (shard, {"cp_size": 2}, "strategy", ["zigzag", ""]),
-    (shard, {"cp_size": 2}, "remainder", ["spread", ""]),
     (shard, {"cp_size": 2}, "causal", ["yes", 1, None]),
     (shard, {"cp_size": 2}, "max_imbalance", [0.5, NAN, INF, "1", True]),
     *((shard, {"cp_size": 2, "strategy": each}, "max_imbalance", [1.1]) for each in ("per_document", "per_sequence")),

@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 import wlb
 from wlb._choices import Release, Strategy, StreamMethod
-from wlb_tools.command.inputs.packing import Delay, Held
+from wlb_tools.command.inputs.packing import Held
 from wlb_tools.command.inputs.stream import Stream
 from wlb_tools.command.words import counted
 from wlb_tools.simulation import methods, trained
@@ -37,7 +37,7 @@ def collect(
 def tune(
     stream: Stream,
     setup: Setup,
-    delay: Delay,
+    max_mean_delay: float,
     bars: Progress,
     *,
     queues: int | None,
@@ -50,12 +50,12 @@ def tune(
     costs, limits = stream.costs_of_head(batches)
     result = methods.tune_waiting(
         stream.head(batches),
-        {**methods.packer_options(setup, delay.max_delay), "method": method},
+        {**methods.packer_options(setup), "method": method},
         queues=queues,
-        max_mean_delay=delay.max_mean_delay,
+        max_mean_delay=max_mean_delay,
         costs=costs,
         limits=limits,
-        max_step_cost=delay.max_step_cost,
+        max_step_cost=setup.max_step_cost,
     )
     bars.update(task, total=result.evaluated, completed=result.evaluated)
     return result
@@ -81,11 +81,11 @@ def wlb_plan(
     # Documents that cost nothing are level however they are placed.
     if open_ and stream.work(setup.cost_model)[: stream.offsets[tuned_batches]].any():
         most = None if adaptive else held.num_queues
-        tuned = tune(stream, setup, held, bars, queues=most, batches=tuned_batches, method=method)
+        tuned = tune(stream, setup, held.max_mean_delay, bars, queues=most, batches=tuned_batches, method=method)
         levels, price = tuned.thresholds, tuned.delay_price
     levels = levels or ()
-    waiting = methods.bounded({"release": held.release, "delay_price": price, "method": method}, held.max_step_cost)
-    steps = methods.var_length(stream, setup, levels, held.max_delay, waiting)
+    waiting = {"release": held.release, "delay_price": price, "method": method}
+    steps = methods.var_length(stream, setup, levels, waiting)
     name = f"WLB{' refined' if method == 'refined' else ''}, "
     name += "adaptive" if adaptive else counted(len(levels) if queues is None else queues, "queue")
     return collect(name, steps, stream, bars, levels, held.release), price

@@ -41,6 +41,7 @@ class Setup:
     dp_size: int = 1  # data-parallel ranks that the micro-batches of a step are dealt to
     sync: Sync = "step"  # where these ranks wait for each other
     split: int = 1  # so many times the micro-batches, where whole documents are packed
+    max_delay: int | None = None  # iterations after which a document no longer waits
     max_step_cost: float | None = None  # of packers with release="adaptive"
 
     @property
@@ -162,7 +163,6 @@ def var_length(
     stream: GlobalBatches,
     setup: Setup,
     thresholds: tuple[int, ...],
-    max_delay: int | None,
     options: Mapping[str, Any] | None = None,
     *,
     max_early: int = 0,
@@ -177,7 +177,7 @@ def var_length(
         {} if stream.costs is None else {"cost_columns": len(stream.limits), "limits": stream.limits}
     )
     options = {
-        **packer_options(setup, max_delay),
+        **packer_options(setup),
         **given,
         "outlier_thresholds": thresholds,
         **bounded(options or {}, setup.max_step_cost),
@@ -197,13 +197,13 @@ def document_ids(micro_batches: Sequence[MicroBatch]) -> NDArray[np.int64]:
     return np.concatenate([micro_batch.document_ids for micro_batch in micro_batches])
 
 
-def packer_options(setup: Setup, max_delay: int | None) -> dict[str, Any]:
+def packer_options(setup: Setup) -> dict[str, Any]:
     """Arguments of :class:`wlb.Packer` for a setup, and of what tunes it; all but what waits and how it is placed."""
     return {
         "num_micro_batches": setup.packed,
         "max_tokens": setup.max_tokens,
         "cost_model": setup.cost_model,
-        "max_delay": max_delay,
+        "max_delay": setup.max_delay,
         "max_document_tokens": setup.context,
         "tokens_per_batch": setup.tokens_per_batch,
         **meeting_ranks(setup.sync, setup.dp_size),

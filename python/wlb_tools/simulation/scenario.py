@@ -440,6 +440,7 @@ class Scenario:
             dp_size=self.layout.dp,
             sync=self.waiting,
             split=split,
+            max_delay=self.max_delay,
             max_step_cost=self.max_step_cost,
         )
 

@@ -325,7 +325,7 @@ class _Search:
                 yield self._choose(Settings(kind="no_waiting", max_tokens=fits, split=split))
                 yield self._queues(fits, self._thresholds(fits, split).thresholds, split)
             setup = dataclasses.replace(self._scenario, max_tokens=fits).setup(split=split)
-            packer = packer_options(setup, self._given.max_delay)
+            packer = packer_options(setup)
             for price in self._prices(packer):
                 yield self._choose(Settings(kind="adaptive_release", max_tokens=fits, delay_price=price, split=split))
             for price in self._prices(packer, EARLY):

@@ -11,14 +11,13 @@ mod convert;
 mod cost;
 mod dynamic_cp;
 mod error;
-mod json;
+mod gil;
 mod kernel;
 mod packer;
 mod packing;
 mod pipeline;
 mod plain;
 mod results;
-mod run;
 mod sharding;
 mod tune;
 
@@ -85,7 +84,6 @@ mod _core {
             ("OVERSIZE", stream::Oversize::NAMES),
             ("PASSES", cost::Passes::NAMES),
             ("RELEASES", stream::Release::NAMES),
-            ("REMAINDERS", sharding::Remainder::NAMES),
             ("SCHEDULES", pipeline::Schedule::NAMES),
             ("STRATEGIES", sharding::Strategy::NAMES),
             ("STREAM_METHODS", stream::StreamMethod::NAMES),

@@ -54,7 +54,7 @@ def demo(
             the Python files of this interpreter and its packages.
         steps: global batches to form.
     """
-    setup = batches.setup(cost)
+    setup = batches.setup(cost, delay)
     with output.progress() as bars:
         stream = reading.stream(source, setup, bars, steps=steps)
         output.folder("demo")

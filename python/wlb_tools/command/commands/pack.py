@@ -70,7 +70,7 @@ def pack(
             f"--release adaptive: weighs one column, and {cost.costs} has {len(columns.limits)}; take --release fifo,"
             " or give the sum of those that take time"
         )
-    setup = batches.setup(cost, dp_size=batches.dp_size or 1)
+    setup = batches.setup(cost, held, dp_size=batches.dp_size or 1)
     if setup.num_micro_batches % setup.dp_size:
         raise CliError(f"--dp-size {setup.dp_size}: does not divide --micro-batches {setup.num_micro_batches}")
     price = None

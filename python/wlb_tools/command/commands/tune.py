@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from typing import Annotated
 
 from cyclopts import Parameter, Token
@@ -14,8 +14,9 @@ from rich.progress import Progress
 from wlb_tools.cluster.hardware import GIB
 from wlb_tools.command.errors import CliError, option
 from wlb_tools.command.inputs.cluster import Cluster
+from wlb_tools.command.inputs.model import Cost
 from wlb_tools.command.inputs.options import BATCHES, CommandLine, NotAnOption, Settings, options, settings
-from wlb_tools.command.inputs.packing import Batches, Held
+from wlb_tools.command.inputs.packing import Batches, Delay, Held, Limits
 from wlb_tools.command.inputs.stream import Reading, Source, Stream
 from wlb_tools.command.output.console import Output, reporting
 from wlb_tools.command.output.layouts import layouts_report
@@ -34,19 +35,8 @@ _SEARCHED = 1 << 26
 """Tokens that layouts are compared on, in 2 to 8 global batches: time grows with them."""
 
 _SEARCH = {option(name) for name in SIZES} | {"gpus", "global-batch", "steps"}
-_WITHOUT_A_CLUSTER = {
-    "attention_efficiency",
-    "context",
-    "cost_file",
-    "max_delay",
-    "max_mean_delay",
-    "max_step_cost",
-    "max_tokens",
-    "memory_factor",
-    "model_name",
-    "num_micro_batches",
-    "num_queues",
-}
+_WITHOUT_A_CLUSTER = {field.name for of in (Cost, Limits, Delay) for field in fields(of)} - {"gpu"}
+_WITHOUT_A_CLUSTER |= {"num_micro_batches", "num_queues"}
 """Options that mean the same on a cluster and without one; any other of :class:`TunedCluster` asks for a cluster."""
 
 
@@ -119,12 +109,13 @@ def tune(
         context=cluster.context,
         max_tokens=cluster.token_limit(),
     )
-    setup = batches.setup(cluster)
+    delay = Delay(**{field.name: getattr(cluster, field.name) for field in fields(Delay)})
+    setup = batches.setup(cluster, delay)
     with output.progress() as bars:
         stream = reading.stream(source, setup, bars, steps=steps or _STEPS)
         output.folder("tune")
         if scenario is None:
-            report = _waiting(stream, setup, bars, cluster, settings(batches, reading))
+            report = _waiting(stream, setup, delay, cluster.num_queues, bars, settings(batches, reading))
         else:
             tuning = tune_cluster(stream.lengths, scenario, by=by, progress=reporting(bars, "Tuning"))
             report = tuning_report(
@@ -145,19 +136,18 @@ def tune(
     output.write(report, command_line)
 
 
-def _waiting(stream: Stream, setup: Setup, bars: Progress, cluster: TunedCluster, about: Settings) -> Report:
+def _waiting(stream: Stream, setup: Setup, delay: Delay, queues: int, bars: Progress, about: Settings) -> Report:
     """What may wait, where no cluster is known."""
-    names = ("max_mean_delay", "max_delay", "max_step_cost")
-    held = Held(**{name: getattr(cluster, name) for name in names})
-    queued = tune_waiting(stream, setup, held, bars, queues=cluster.num_queues)
-    adaptive = tune_waiting(stream, setup, held, bars, queues=None)
+    limit = delay.max_mean_delay
+    queued = tune_waiting(stream, setup, limit, bars, queues=queues)
+    adaptive = tune_waiting(stream, setup, limit, bars, queues=None)
     choices = (
-        replace(held, outlier_thresholds=queued.thresholds),
-        replace(held, release="adaptive", delay_price=adaptive.delay_price),
+        Held(outlier_thresholds=queued.thresholds),
+        Held(release="adaptive", delay_price=adaptive.delay_price),
     )
     plans = [wlb_plan(stream, setup, choice, bars, tuned_batches=stream.batches)[0] for choice in choices]
-    about |= {"steps": stream.batches, "queues": cluster.num_queues} | {name: getattr(held, name) for name in names}
-    return waiting_report(stream, setup, queued, adaptive, plans, max_mean_delay=cluster.max_mean_delay, settings=about)
+    about |= {"steps": stream.batches, "queues": queues} | settings(delay)
+    return waiting_report(stream, setup, queued, adaptive, plans, max_mean_delay=limit, settings=about)
 
 
 def _search(
@@ -181,7 +171,7 @@ def _search(
     steps = steps or min(max(_SEARCHED // tokens, 2), 8)
     layout = cluster.spread()
     with output.progress() as bars:
-        stream = reading.stream(source, batches.setup(cluster), bars, steps=steps)
+        stream = reading.stream(source, batches.setup(cluster, Delay()), bars, steps=steps)
         output.folder("tune")
         search = search_layouts(
             stream.lengths,

@@ -43,27 +43,6 @@ class Limits(Options):
         return self.max_tokens
 
 
-@options(PANELS["batches"])
-class Batches(Limits):
-    """Global batches.
-
-    Args:
-        num_micro_batches: micro-batches of a global batch: pp x dp.
-    """
-
-    num_micro_batches: PositiveInt = 16
-
-    def setup(self, cost: Cost, *, dp_size: int = 1) -> Setup:
-        """What all methods have in common."""
-        return Setup(
-            num_micro_batches=self.num_micro_batches,
-            context=self.context,
-            max_tokens=self.token_limit() or self.context * 3 // 2,
-            cost_model=cost.of_documents(),
-            dp_size=dp_size,
-        )
-
-
 @options(PANELS["waiting"])
 class Delay(Options):
     """How long documents may wait.
@@ -78,6 +57,29 @@ class Delay(Options):
     max_mean_delay: NonNegativeFloat = MAX_MEAN_DELAY
     max_delay: NonNegativeInt | None = None
     max_step_cost: PositiveFloat | None = None
+
+
+@options(PANELS["batches"])
+class Batches(Limits):
+    """Global batches.
+
+    Args:
+        num_micro_batches: micro-batches of a global batch: pp x dp.
+    """
+
+    num_micro_batches: PositiveInt = 16
+
+    def setup(self, cost: Cost, delay: Delay, *, dp_size: int = 1) -> Setup:
+        """What all methods have in common."""
+        return Setup(
+            num_micro_batches=self.num_micro_batches,
+            context=self.context,
+            max_tokens=self.token_limit() or self.context * 3 // 2,
+            cost_model=cost.of_documents(),
+            dp_size=dp_size,
+            max_delay=delay.max_delay,
+            max_step_cost=delay.max_step_cost,
+        )
 
 
 @options(PANELS["waiting"])

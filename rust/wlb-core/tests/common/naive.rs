@@ -1090,23 +1090,6 @@ pub(crate) fn per_document(lengths: &[i32], cp: usize, threshold: i64) -> Owners
     owners
 }
 
-/// `remainder="token"`.
-pub(crate) fn per_document_token(lengths: &[i32], cp: usize) -> Owners {
-    let mut owners = vec![Vec::new(); lengths.len()];
-    let mut cursor = 0;
-    for document in longest_first(lengths) {
-        let d = lengths[document] as usize;
-        for k in 0..2 * cp {
-            owners[document].extend(vec![owner(k, cp); d / (2 * cp)]);
-        }
-        for _ in 0..d % (2 * cp) {
-            owners[document].push(cursor);
-            cursor = (cursor + 1) % cp;
-        }
-    }
-    owners
-}
-
 /// Long documents per document; short ones whole to the rank with the most quota left.
 ///
 /// The specification leaves open which ranks take the `total % cp` odd tokens: those that already hold one more.

@@ -1,7 +1,6 @@
 //! Documents placed so that the imbalance is least whichever cost model of a range is the true one.
 
 use crate::cost::CostModel;
-use crate::interrupt::check;
 use crate::ladder::Ladder;
 use crate::longest_first::longest_first_of;
 use crate::packing::placement::Placement;
@@ -39,7 +38,6 @@ pub(in crate::packing) fn even_out(
     let as_it_is = Loads::of(&documents, |rank| start.assignment[documents.order[rank]] as usize);
     let before = as_it_is.worst();
     let greedy = documents.greedy();
-    check();
     let best = greedy
         .into_iter()
         .map(Loads::exchanged)

@@ -1,7 +1,6 @@
 //! Algorithm 1 for the documents that decide the balance; the bulk of the light ones is poured.
 
 use crate::cost::CostModel;
-use crate::interrupt::Meter;
 use crate::longest_first::longest_first_of;
 
 use crate::packing::options::Method;
@@ -79,11 +78,9 @@ fn pour(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: 
     let level = fair - LEVELLING * mean;
     let mut poured = 0;
     let mut micro_batch = 0;
-    let mut meter = Meter::default();
     while let Some(&index) = light.get(poured)
         && micro_batch < num_micro_batches
     {
-        meter.spend(1);
         let length = lengths[index as usize];
         let has_room = placement.tokens[micro_batch] + i64::from(length) <= i64::from(max_tokens);
         if placement.costs[micro_batch] < level && has_room {
