@@ -62,16 +62,22 @@ class Peers:
         return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def agree(
-        self, parts: list[dict[str, Any]], failure: BaseException | None, *, step: int, argument: str, what: str
+        self,
+        parts: list[dict[str, Any]],
+        failure: BaseException | None,
+        *,
+        argument: str,
+        what: str,
+        step: int | None = None,
     ) -> None:
         """Raises on all ranks what failed on some: each part has its "failure" or None, and an "agreement".
 
         Args:
             parts: What `gather` gave, by rank.
             failure: This rank's own, or None.
-            step: The number of the step that is made.
             argument: That the error names.
             what: Is to be the same on all ranks, in words.
+            step: The number of the step that is made, if it is known.
 
         Raises:
             wlb.WlbError: That names the ranks.
@@ -87,7 +93,8 @@ class Peers:
         if len(failures) == self.size > 1 and len({part["failure"] for part in parts}) == 1:
             failures = [f"all ranks: {parts[0]['failure']}"]
         if failures:
-            failed = f"{step} failed" if argument == "step" else f"failed in step {step}"
+            in_step = "" if step is None else f" in step {step}"
+            failed = f"{step} failed" if argument == "step" else f"failed{in_step}"
             raise error(argument, f"{failed} on {'; '.join(failures)}") from failure
         pairs = zip(self.ranks, parts, strict=True)
         others = [rank for rank, part in pairs if part["agreement"] != parts[0]["agreement"]]
