@@ -41,7 +41,7 @@ impl Cuts {
         lengths: &[i32],
         pricing: Pricing<'_>,
     ) -> Packing {
-        let (empty_cost, by_model, certificate) = match pricing {
+        let (empty_cost, by_length, certificate) = match pricing {
             Pricing::Model(model) => {
                 let of_pieces: Vec<i32> = self.placed.iter().map(|&(_, piece)| piece.length).collect();
                 (model.micro_batch(), model.costs(&of_pieces), Certificate::of_model(model))
@@ -60,7 +60,7 @@ impl Cuts {
         for (at, &(micro_batch, piece)) in self.placed.iter().enumerate() {
             meter.spend(1);
             let cost = match pricing {
-                Pricing::Model(_) => by_model[at],
+                Pricing::Model(_) => by_length[at],
                 // A part of a document has the part of its cost that it has of its tokens.
                 Pricing::Given(given) => {
                     let share = f64::from(piece.length) / f64::from(lengths[piece.id as usize]);
@@ -95,7 +95,6 @@ impl Cuts {
             length_fallbacks: 0,
             largest_cost: empty_cost + largest_cost,
             columns,
-            by_model: Vec::new(),
             ranks: None,
             padding: None,
             certificate,

@@ -36,7 +36,7 @@ pub use pack::pack;
 pub use pack_whole::pack_whole;
 pub use padding::Padding;
 pub use piece::Piece;
-pub use plan::{ModelCosts, Packing};
+pub use plan::Packing;
 pub use pricing::Pricing;
 pub use ranks::{RankOptions, pack_for_ranks};
 pub use split::split_documents;

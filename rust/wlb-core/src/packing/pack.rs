@@ -8,7 +8,7 @@ use crate::lengths::Lengths;
 use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
 
 use super::methods::columns::Priced;
-use super::methods::{fixed_length, original, refined, var_length, var_length_fast};
+use super::methods::{fixed_length, original, refined, var_length};
 use super::options::{Leftover, Method, PackOptions, check_micro_batches};
 use super::piece::Piece;
 use super::plan::Packing;
@@ -54,10 +54,11 @@ pub fn pack<'a>(lengths: &Lengths, options: &PackOptions, costs: impl Into<Prici
     check_micro_batches(options.num_micro_batches)?;
     check_range("max_tokens", i64::from(max_tokens), 1, MAX_TOKENS)?;
     if global_batches != 1 && method != Method::FixedLength {
-        let requirement = "a window other than 1 needs method=\"fixed_length\"";
-        return Err(Error::Combination { argument: "window", requirement });
+        let requirement = "other than 1 need method=\"fixed_length\"";
+        return Err(Error::Combination { argument: "global_batches", requirement });
     }
-    check_range("window", saturating_i64(global_batches), 1, (MAX_MICRO_BATCHES / options.num_micro_batches) as i64)?;
+    let most_batches = (MAX_MICRO_BATCHES / options.num_micro_batches) as i64;
+    check_range("global_batches", saturating_i64(global_batches), 1, most_batches)?;
     costs.check(lengths)?;
     let num_micro_batches = options.num_micro_batches * global_batches;
     let keeps_whole = !matches!(method, Method::Original | Method::FixedLength);
@@ -77,10 +78,9 @@ pub fn pack<'a>(lengths: &Lengths, options: &PackOptions, costs: impl Into<Prici
             Packing { global_batches, ..fixed_length::pack(lengths, num_micro_batches, max_tokens, cost_model) }
         }
         Method::VarLength => var_length::pack(lengths, num_micro_batches, max_tokens, cost_model),
-        Method::VarLengthFast => var_length_fast::pack(lengths, num_micro_batches, max_tokens, cost_model),
         Method::Refined => refined::pack(lengths, num_micro_batches, max_tokens, cost_model),
     };
-    finish(packing.scored(cost_model), lengths, options, false)
+    finish(packing, lengths, options, false)
 }
 
 /// Documents whose costs are given, and nothing else about them than their tokens.
@@ -100,7 +100,7 @@ fn pack_given(
         Method::Original => return Ok(original::pack(lengths, num_micro_batches, max_tokens, costs.into())),
         Method::VarLength => priced.level(priced.place()),
         Method::Refined => priced.refine_from(priced.place()),
-        Method::FixedLength | Method::VarLengthFast => {
+        Method::FixedLength => {
             let requirement = "goes by lengths alone: given costs need \"var_length\", \"refined\" or \"original\"";
             return Err(Error::Combination { argument: "method", requirement });
         }

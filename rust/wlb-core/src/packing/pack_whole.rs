@@ -51,8 +51,8 @@ pub fn pack_whole<'a>(
     check_range("multiple_of", saturating_i64(multiple_of), 1, MAX_MICRO_BATCHES as i64)?;
     check_range("max_tokens", i64::from(options.max_tokens), 1, MAX_TOKENS)?;
     if options.global_batches != 1 {
-        let requirement = "a window other than 1 needs num_micro_batches";
-        return Err(Error::Combination { argument: "window", requirement });
+        let requirement = "other than 1 need num_micro_batches";
+        return Err(Error::Combination { argument: "global_batches", requirement });
     }
     let pack_into = |multiples: usize| {
         // Too many are refused by `pack`.

@@ -128,7 +128,6 @@ impl Placement {
             length_fallbacks: self.length_fallbacks,
             largest_cost,
             columns: None,
-            by_model: Vec::new(),
             ranks: None,
             padding: None,
             certificate: Certificate::default(),

@@ -9,7 +9,6 @@ use crate::packing::plan::Packing;
 use super::bins::Bins;
 use super::documents::Documents;
 use super::exchange::exchange;
-use super::minimax::even_out;
 use super::steepest::steepest;
 
 /// A plan is left as it is once its maximum is this close to the lower bound.
@@ -37,12 +36,8 @@ pub(in crate::packing) fn pack(
         bins.place(document.index as usize, document.length, document.cost);
     }
     let placement = improve(bins.placement, || documents);
-    even_out(placement, lengths, cost_model, max_tokens).into_packing(
-        Some(Method::Refined),
-        max_tokens,
-        cost_model,
-        |index| Piece::whole(index, lengths[index]),
-    )
+    let piece = |index| Piece::whole(index, lengths[index]);
+    placement.into_packing(Some(Method::Refined), max_tokens, cost_model, piece)
 }
 
 /// A plan no worse than `start`: every document placed there is placed, and the maximum cost is not higher. What was

@@ -9,7 +9,6 @@ use crate::packing::placement::Placement;
 use crate::packing::plan::Packing;
 
 use super::bins::Bins;
-use super::minimax::even_out;
 
 /// Longest first, each document to the micro-batch with the least cost.
 ///
@@ -27,10 +26,6 @@ pub(in crate::packing) fn pack(
     for (length, index) in longest_first(lengths) {
         bins.place(index, length, costs[index]);
     }
-    even_out(bins.placement, lengths, cost_model, max_tokens).into_packing(
-        Some(Method::VarLength),
-        max_tokens,
-        cost_model,
-        |index| Piece::whole(index, lengths[index]),
-    )
+    let piece = |index| Piece::whole(index, lengths[index]);
+    bins.placement.into_packing(Some(Method::VarLength), max_tokens, cost_model, piece)
 }
