@@ -9,7 +9,7 @@ PROOF ?= proof
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
              -not -path '*/target/*' -not -name '*.pyc' -not -name '*.so' -not -path 'rust/fuzz/*')
 
-.PHONY: demo test test-long test-trainers lint bench bench-peers compare proof proof-larger proof-bounded gpu headline reproduce loss-curves kills fuzz clean
+.PHONY: demo test test-long test-trainers lint bench bench-peers compare proof proof-larger proof-bounded gpu reproduce loss-curves kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.wlb-examples
@@ -44,25 +44,25 @@ lint: $(VENV)/.wlb-test
 
 ## Compare with the floor, and with the optimum; writes benches/records/ and docs/results.md. LENGTHS: .npy files for real balance.
 bench: $(VENV)/.wlb-bench
-	$(BIN)/python benches/engine.py $(if $(LENGTHS),--lengths $(LENGTHS))
-	$(BIN)/python benches/refined.py $(if $(LENGTHS),--lengths $(LENGTHS))
-	$(BIN)/python benches/results.py
+	$(BIN)/python -m benches.engine $(if $(LENGTHS),--lengths $(LENGTHS))
+	$(BIN)/python -m benches.refined $(if $(LENGTHS),--lengths $(LENGTHS))
+	$(BIN)/python -m benches.results
 
 ## Batches that are trained in one step, beside verl's plans; writes its record. LENGTHS: .npy files for real lengths beside synthetic ones.
 bench-peers: $(VENV)/.wlb-peers $(VENV)/peers
-	PYTHONPATH=$(VENV)/peers $(BIN)/python benches/whole_batch.py $(if $(LENGTHS),--lengths $(LENGTHS))
+	PYTHONPATH=$(VENV)/peers $(BIN)/python -m benches.whole_batch $(if $(LENGTHS),--lengths $(LENGTHS))
 
 ## Every goal of wlb beside its peers, measured in one run; writes docs/comparison.md and its record. LENGTHS as above.
 compare: $(VENV)/.wlb-peers $(VENV)/peers
-	PYTHONPATH=$(VENV)/peers $(BIN)/python benches/compare.py $(if $(LENGTHS),--lengths $(LENGTHS)) $(COMPARE_FLAGS)
-	$(BIN)/python benches/results.py
+	PYTHONPATH=$(VENV)/peers $(BIN)/python -m benches.compare $(if $(LENGTHS),--lengths $(LENGTHS)) $(COMPARE_FLAGS)
+	$(BIN)/python -m benches.results
 
 ## A gain on a clock, and the prediction beside it: a small model trained on this machine; writes docs/proof.md, or the
 ## page that PROOF names. LENGTHS: one .npy.
 proof: $(VENV)/.wlb-studies
 	$(BIN)/python -m studies.proof $(if $(LENGTHS),--lengths $(LENGTHS)) --page docs/$(PROOF).md \
 	    --picture docs/$(PROOF).png --record benches/records/$(PROOF).json $(PROOF_FLAGS)
-	$(BIN)/python benches/results.py
+	$(BIN)/python -m benches.results
 
 ## The same of a model that is twice as large, in 45 minutes; writes docs/proof_larger.md. LENGTHS and PROOF_FLAGS as above.
 proof-larger:
@@ -78,10 +78,6 @@ proof-bounded:
 gpu: $(VENV)/.wlb-studies
 	$(BIN)/python -m studies.gpu $(GPU_FLAGS)
 
-## What wlb is worth over the best layout without it, predicted; writes docs/headline.md. LENGTHS: .npy files.
-headline: $(VENV)/.wlb-studies
-	$(BIN)/python -m studies.headline $(LENGTHS) --page docs/headline.md --record benches/records/headline.json $(HEADLINE_FLAGS)
-
 ## Does packing change what is learnt? A small look in wlb-losses/; LOSS_CURVES_FLAGS="--seeds 20 --batches 56" is the study.
 loss-curves: $(VENV)/.wlb-studies
 	$(BIN)/python -m studies.loss_curves $(LOSS_CURVES_FLAGS)
@@ -92,7 +88,7 @@ reproduce: $(VENV)/.wlb-studies
 
 ## Kill the example trainer at 200 random moments, half of them in a save, and compare with a run that nobody killed.
 kills: $(VENV)/.wlb-examples
-	$(BIN)/python benches/kills.py $(KILLS_FLAGS)
+	$(BIN)/python -m studies.trainer.kills $(KILLS_FLAGS)
 
 ## Fuzz each target for FUZZ_SECONDS; needs a nightly toolchain and `cargo install cargo-fuzz`.
 fuzz:

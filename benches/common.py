@@ -29,7 +29,6 @@ from rich.table import Table
 import wlb
 
 # A bench may import studies/ and what tests share, which are not installed.
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
 RECORDS = Path(__file__).parent / "records"
 DOCS = Path(__file__).parents[1] / "docs"

@@ -1,8 +1,8 @@
 """Every goal of wlb beside its peers, measured in one run.
 
     make compare [LENGTHS="x.npy ..."]             # sets everything up, then:
-    python benches/compare.py [--lengths x.npy ...]
-    python benches/compare.py --only early sharding [--lengths ...]    # these parts alone; writes nothing
+    python -m benches.compare [--lengths x.npy ...]
+    python -m benches.compare --only early sharding [--lengths ...]    # these parts alone; writes nothing
 
 Prints one line per goal: the peer, wlb, the goal, met or missed; then every packer on the same inputs
 (`peers.py`). Writes docs/comparison.md and benches/records/comparison.json. Everything is measured here, by the
@@ -20,16 +20,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import dynamic_cp
-import few_documents
-import fuzzing
-import goals
-import peers
-import refined
-import release
-import sharding
-import whole_batch
-from common import (
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benches import dynamic_cp, few_documents, fuzzing, goals, peers, refined, release, sharding, whole_batch
+from benches.common import (
     CONTEXT,
     DOCS,
     Lengths,
@@ -45,10 +41,7 @@ from common import (
     tables,
     write_record,
 )
-from goals import NOTES, SECTIONS, Line
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from benches.goals import NOTES, SECTIONS, Line
 
 # --- what is measured ------------------------------------------------------------------------------------------------
 
@@ -98,7 +91,7 @@ def release_rows(streams: dict[str, Lengths], steps: int, progress: Progress) ->
 def early(given: Namespace, progress: Progress) -> Iterator[Line]:
     """Long streams: on short ones the prices are too few for the second decimal."""
     try:
-        from early import measure
+        from benches.early import measure
     except ImportError as error:  # torch, whose sampler reads ahead
         return goals.missing_early_lines(f"{error.name} is not installed")
     rows: list[Row] = []

@@ -1,6 +1,6 @@
 """Documents that bring their own costs: how level the step is, how long the plan takes, and how far the optimum is.
 
-    python benches/costs.py   # prints the tables, writes benches/records/costs.json
+    python -m benches.costs   # prints the tables, writes benches/records/costs.json
 
 Level: two resources, 512 documents, 16 micro-batches, no document above 5 % of a mean micro-batch, in several mixtures.
 Time: 8,700 documents, 64 micro-batches, beside the same batch packed by length, burst by burst in turn. Optimum: small
@@ -18,11 +18,23 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-from common import CONTEXT, COST, Row, machine, options, parse, rounded, samples, synthetic, tables, write_record
 from numpy.typing import NDArray
 from rich.table import Table
 
 import wlb
+from benches.common import (
+    CONTEXT,
+    COST,
+    Row,
+    machine,
+    options,
+    parse,
+    rounded,
+    samples,
+    synthetic,
+    tables,
+    write_record,
+)
 
 Costs = NDArray[np.float64]
 SEEDS = 20

@@ -1,6 +1,6 @@
 """What a micro-batch of 128K tokens takes from rows of Hugging Face's datasets: from their tables, and item by item.
 
-    python benches/data_path.py                  # prints the table, writes benches/records/data_path.json
+    python -m benches.data_path                  # prints the table, writes benches/records/data_path.json
 
 Tables show the least and the median, the record keeps every sample, in time of the CPU, which other programs on the
 machine lengthen less. What planning and collating take beside a step: `overhead.py`.
@@ -15,11 +15,11 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from common import CONTEXT, machine, options, parse, synthetic, write_record
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from benches.common import CONTEXT, machine, options, parse, synthetic, write_record
 from wlb.torch.data import Documents, collate
 
 

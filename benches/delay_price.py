@@ -1,7 +1,7 @@
 """A tuned price of delay on documents that it was not tuned on, beside the default, and the luckiest of one order.
 
-    python benches/delay_price.py                      # synthetic lengths; prints a table and writes the record
-    python benches/delay_price.py --lengths x.npy ...  # real ones instead
+    python -m benches.delay_price                      # synthetic lengths; prints a table and writes the record
+    python -m benches.delay_price --lengths x.npy ...  # real ones instead
 
 A stream is the documents in random order, split at the context, as in release.py. A price is tuned on one stream and
 measured on four others, again for twelve streams. *One order*: the price with the least mean imbalance on the stream
@@ -17,7 +17,10 @@ import itertools
 from typing import Any
 
 import numpy as np
-from common import (
+from rich.table import Table
+
+import wlb
+from benches.common import (
     CONTEXT,
     Lengths,
     Row,
@@ -32,11 +35,8 @@ from common import (
     tables,
     write_record,
 )
-from rich.table import Table
-
-import wlb
 from wlb._core import DELAY_PRICE
-from wlb.simulation.reading import Reading
+from wlb_tools.simulation.stream import Reading
 
 STEPS = 32  # global batches of a stream
 TUNED_ON, MEASURED_ON = range(12), range(100, 104)  # seeds: a price that is lucky once in ten streams has to be seen

@@ -1,7 +1,7 @@
 """Dynamic-CP planning beside Megatron-Core's planners: time, critical path, memory; same documents, same run.
 
-    python benches/dynamic_cp.py                         # prints the table, writes benches/records/dynamic_cp.json
-    python benches/dynamic_cp.py --lengths wheels.npy    # also of documents with these lengths
+    python -m benches.dynamic_cp                         # prints the table, writes benches/records/dynamic_cp.json
+    python -m benches.dynamic_cp --lengths wheels.npy    # also of documents with these lengths
 
 Documents: log-normal lengths (median 3K, sigma 1.6, at most 128K), plus 0.8 % of 128K ("long tail"); and, in the rows
 of wlb alone, others, each source by itself: log-normal ones (mean 8 and sigma 1.3 of the logarithm, "log-normal") and
@@ -35,13 +35,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Lengths, bars, machine, options, package_version, parse, read_lengths, tables, write_record
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 import wlb
-from wlb.simulation import planner_options
+import wlb_tools
+from benches.common import Lengths, bars, machine, options, package_version, parse, read_lengths, tables, write_record
+from wlb_tools.simulation import planner_options
 
 WORLD, STAGES, TOKENS = 64, 8, 8192
 LONGEST = 131072
@@ -49,7 +50,7 @@ WORLDS = (24, 32, 48, 64, 96, 128, 768)
 EVEN = (0.0, 0.01, 0.03)  # parts of the step's time
 OVERHEADS = (0.0, 1e-3, 5e-3, 20e-3)  # seconds of every micro-batch on every stage
 SEVEN_US = {"cp_seconds_per_token": 7e-6, "cp_seconds_per_exchange": 0.0}  # exchange of a token
-LAYOUT = wlb.ParallelLayout(tp=8, cp=8, dp=WORLD // 8, pp=STAGES)
+LAYOUT = wlb_tools.ParallelLayout(tp=8, cp=8, dp=WORLD // 8, pp=STAGES)
 COSTS = {
     "13B": wlb.CostModel.from_flops(
         hidden_size=5120,
@@ -239,8 +240,8 @@ def measure_free(source: str, documents: Source, seeds: int) -> list[dict[str, A
 def measure_priced(source: str, documents: Source, seeds: int) -> list[dict[str, Any]]:
     """The 13B rows again, with exchange inside groups at a price."""
     rows: list[dict[str, Any]] = []
-    cluster = wlb.Scenario(
-        model=wlb.ModelConfig.preset("llama2-13b"), layout=LAYOUT, hardware=wlb.Hardware.preset("h100")
+    cluster = wlb_tools.Scenario(
+        model=wlb.ModelConfig.preset("llama2-13b"), layout=LAYOUT, hardware=wlb_tools.Hardware.preset("h100")
     )
     for count in (2048, 256):
         batches = [documents(count, seed) for seed in range(seeds)]

@@ -1,6 +1,6 @@
 """What reading ahead buys: documents that come before their turn (`max_early`), against those that only wait.
 
-    python benches/early.py [--lengths x.npy ...]    # prints a table, writes the record
+    python -m benches.early [--lengths x.npy ...]    # prints a table, writes the record
 
 A stream is as in release.py, read by `BalancedBatchSampler`. Displacement is the mean, over tokens, of the iterations
 between the one in which a document comes in order and the one in which it is trained, before or after it
@@ -15,7 +15,10 @@ from __future__ import annotations
 from operator import itemgetter
 
 import numpy as np
-from common import (
+from rich.table import Table
+
+import wlb
+from benches.common import (
     CONTEXT,
     Lengths,
     Row,
@@ -29,9 +32,6 @@ from common import (
     tables,
     write_record,
 )
-from rich.table import Table
-
-import wlb
 from wlb.torch.data import BalancedBatchSampler
 
 PRICES = (0.2, 0.1, 0.07, 0.05, 0.04, 0.03, 0.022, 0.016, 0.011)

@@ -1,7 +1,7 @@
 """How fast the engine is, beside numpy.sort and a plain loop; `make compare` sets it beside other packers.
 
-    python benches/engine.py                      # prints the table, writes benches/records/engine.json
-    python benches/engine.py --lengths x.npy ...  # adds balance on real lengths, streamed at 128K x 16
+    python -m benches.engine                      # prints the table, writes benches/records/engine.json
+    python -m benches.engine --lengths x.npy ...  # adds balance on real lengths, streamed at 128K x 16
 
 Everything is measured from Python, numpy int64 in, in one process. Timings on shared machines are noisy: read the
 ratios. The plain loop packs the same lengths in Python, longest first with a heap; what it takes moves with the clock
@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import (
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import wlb
+from benches.common import (
     CONTEXT,
     COST,
     Lengths,
@@ -31,11 +36,6 @@ from common import (
     synthetic,
     write_record,
 )
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
-import wlb
 
 TIGHT = 1.02  # max_tokens over the mean where the limit is meant to bind
 

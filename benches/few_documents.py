@@ -1,6 +1,6 @@
 """Steps of few documents under Dynamic-CP, beside what anybody would do first: longest first, in groups of one size.
 
-    python benches/few_documents.py     # prints the table, writes benches/records/few_documents.json
+    python -m benches.few_documents     # prints the table, writes benches/records/few_documents.json
 
 4 to 30 documents, one of five long, on 2 to 24 ranks a stage, 1 to 4 stages, groups of powers of two or of any number
 of ranks, exchange free or at a price, hidden behind attention or not: all drawn at random. The peer divides every
@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from common import Lengths, Row, bars, machine, options, parse, rounded, tables, write_record
 from numpy.typing import NDArray
 from rich.progress import Progress
 from rich.table import Table
 
 import wlb
+from benches.common import Lengths, Row, bars, machine, options, parse, rounded, tables, write_record
 
 LINEAR = 3000.0  # seconds of a token, where a pair takes 1
 COST = wlb.CostModel(attention=1.0, linear=LINEAR)

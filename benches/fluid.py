@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import highspy
 import numpy as np
-from common import CONTEXT, Lengths
 
 import wlb
+from benches.common import CONTEXT, Lengths
 
 LENGTHS = np.unique(np.concatenate([[1, 4096], np.geomspace(8192, CONTEXT, 25).round()])).astype(np.int64)
 ABOVE = (1.05, 1.15, 1.3)  # levels above the longest document, relative to its cost

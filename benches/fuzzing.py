@@ -7,11 +7,11 @@ import time
 from typing import Any
 
 import numpy as np
-from common import Lengths
 from rich.progress import Progress
 
 import wlb
-from oracles.dynamic_cp import violations
+from benches.common import Lengths
+from tests.oracles.dynamic_cp import violations
 
 FUZZED_AT_ONCE = 3_000
 

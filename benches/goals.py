@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 
-import few_documents
 import numpy as np
-import release
-import whole_batch
-from common import Row
+
+from benches import few_documents, release, whole_batch
+from benches.common import Row
 
 NEEDS = "needs real lengths"
 SECTIONS = {
@@ -47,7 +46,7 @@ NOTES = {
     "few": "Drawn at random: groups of powers of two or of any number of ranks, exchange free or at a price, 1 to 4 "
     "stages. Longest first may try all sizes of groups, one for the whole step, and all numbers of micro-batches up to "
     "twice the least; documents go, the longest first, where they are done first. Both are judged by one simulation. "
-    "`python benches/few_documents.py` prints the steps in which it is over 1 % shorter.",
+    "`python -m benches.few_documents` prints the steps in which it is over 1 % shorter.",
     "release 1.5": "Imbalance is graded by the cost model that the packer plans with: a wrong model is not seen here. "
     "Queue thresholds and prices are chosen on the very stream that they are shown for; *default* is the price that is "
     "not chosen at all. *Steps to*: work of the heaviest step, over the mean step. *Attention at 0.55* has attention "

@@ -1,6 +1,6 @@
 """Costs from measured times: how many it takes, what measuring costs, and what a wrong start ends at.
 
-    python benches/learning.py                   # prints the tables, writes benches/records/learning.json
+    python -m benches.learning                   # prints the tables, writes benches/records/learning.json
 
 Three questions. How far off is a fit on times with noise, for micro-batches that it has not seen? What does `StepTimer`
 cost, as a share of a training step? And training from an attention rate that is wrong by a factor of four, with real
@@ -14,13 +14,11 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import COST, machine, options, parse, rounded, synthetic, write_record
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -29,9 +27,8 @@ from torch.utils.data import DataLoader
 
 import wlb
 import wlb.torch as wt
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "torch"))
-import processes
+from benches.common import COST, machine, options, parse, rounded, synthetic, write_record
+from tests.torch import processes
 
 CONTEXT = 1024
 KNOWN, STEPS, EVERY = 100, 300, 25

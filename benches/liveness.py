@@ -1,7 +1,7 @@
 """What waits where documents do not fit well: with admission (what the readers do) and without.
 
-    python benches/liveness.py                        # lengths close to the paper's histogram
-    python benches/liveness.py --lengths x.npy        # real ones; writes benches/records/liveness.json
+    python -m benches.liveness                        # lengths close to the paper's histogram
+    python -m benches.liveness --lengths x.npy        # real ones; writes benches/records/liveness.json
 
 Two questions. How much waits in a packer, and how long, at a context of 2,048 and memory for 1 and 1.5 contexts, if
 full global batches are pushed whatever waits, and if a `BalancedBatchSampler` reads? And how much do a `BalancedStream`
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import COST, options, parse, read_lengths, synthetic, write_record
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import wlb
+from benches.common import COST, options, parse, read_lengths, synthetic, write_record
 from wlb.torch.data import BalancedBatchSampler, BalancedStream, collate
 
 CONTEXT, MICRO_BATCHES, STEPS = 2048, 16, 1500

@@ -1,6 +1,6 @@
 """Every family of models that `wlb.ModelConfig.from_hugging_face` knows, beside transformers' own model.
 
-    python benches/models.py [--record FILE] [--page FILE]
+    python -m benches.models [--record FILE] [--page FILE]
 
 Parameters of the family's default config at full size; forward FLOPs of a tiny one, counted as
 `tests/oracles/transformers_models.py` says. Writes docs/families.md.
@@ -11,11 +11,10 @@ from __future__ import annotations
 from importlib.metadata import version
 from pathlib import Path
 
-from common import DOCS, Row, bars, options, write_record
-
 import wlb
-from oracles import transformers_models as real
-from wlb.cluster.models import (
+from benches.common import DOCS, Row, bars, options, write_record
+from tests.oracles import transformers_models as real
+from wlb.models import (
     Attention,
     Block,
     FeedForward,
@@ -107,7 +106,7 @@ def page(record: Row) -> str:
     lines = [
         "# Families of models",
         "",
-        "Written by `python benches/models.py`, which compares every family that",
+        "Written by `python -m benches.models`, which compares every family that",
         "`wlb.ModelConfig.from_hugging_face` knows with the model that transformers"
         f" {record['transformers']} builds (torch {record['torch']});",
         "the raw record is [benches/records/models.json](../benches/records/models.json). What is compared, and what",

@@ -1,6 +1,6 @@
 """What wlb costs inside each trainer, beside a step of 3 s and beside the trainer's own loader on the same documents.
 
-    python benches/overhead.py --lengths wheels_py.npy      # prints the table, writes benches/records/overhead.json
+    python -m benches.overhead --lengths wheels_py.npy      # prints the table, writes benches/records/overhead.json
 
 A step is 64 micro-batches of 32K tokens on 8 data-parallel ranks. Measured is the first, which plans all 64, and
 reads and collates its own 8 in the training process, without workers. Documents have the given lengths (lognormal ones
@@ -14,7 +14,6 @@ other programs on the machine lengthen less than those of a clock.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 import warnings
@@ -30,11 +29,11 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import Lengths, Row, bars, machine, options, parse, read_lengths, rounded, tables, write_record
 from rich.table import Table
 from torch.utils.data import DataLoader
 
 import wlb
+from benches.common import Lengths, Row, bars, machine, options, parse, read_lengths, rounded, tables, write_record
 from wlb.torch.data import BalancedBatchSampler, Documents, StepLoader, collate
 
 RANKS, OF_A_RANK, CONTEXT = 8, 8, 32768
@@ -177,11 +176,10 @@ def torchtitan(corpus: Corpus, stack: ExitStack) -> Loaders:
 
 def megatron(corpus: Corpus, stack: ExitStack) -> Loaders:
     """On one rank alone, since its ranks tell each other what they plan: a plan of 8 micro-batches, not of 64."""
-    sys.path.append(str(Path(__file__).parents[1] / "tests" / "trainers"))
-    import megatron_run  # of tests/trainers: the CPU where Megatron-Core names the GPU
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
+    from tests.trainers import megatron_run  # the CPU where Megatron-Core names the GPU
     from wlb.integrations.megatron import data_iterator
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

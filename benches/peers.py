@@ -37,11 +37,11 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
-from common import CONTEXT, COST, Lengths, read_lengths, synthetic
 from rich.progress import Progress
 from rich.table import Table
 
 import wlb
+from benches.common import CONTEXT, COST, Lengths, read_lengths, synthetic
 
 # How many documents these trainers hand their packer at a time.
 TRL_BATCH = LLAMA_FACTORY_BATCH = 1000
@@ -248,12 +248,12 @@ def heapq_algorithm_1(lengths: Lengths) -> list[list[int]]:
 
 
 def highs(stream: Stream) -> Result:
-    import studies.exact  # needs the solver
+    import benches.exact  # needs the solver
 
     result = Result(steps=[], seconds=[])
     optimal = 0
     for lengths in stream.batches[:SOLVER_BATCHES]:
-        solution = studies.exact.solve(lengths, time_limit=stream.solver_seconds, **SIZES)
+        solution = benches.exact.solve(lengths, time_limit=stream.solver_seconds, **SIZES)
         optimal += solution.optimal
         result.seconds.append(solution.seconds)
         result.steps.append([batch.lengths for batch in solution.packing.micro_batches])

@@ -1,6 +1,6 @@
 """When costs are not certain: one cost model, a range of them, or a fit that is a little wrong.
 
-    python benches/ranges.py [--lengths ...]        # two tables for each set of lengths; writes records/ranges.json
+    python -m benches.ranges [--lengths ...]        # two tables for each set of lengths; writes records/ranges.json
 
 A 7B Llama on a stream of global batches of 16 x 128K tokens, `max_tokens` of 1.5 contexts, `release="adaptive"`. A
 packer is told a rate of attention, relative to the linear part's, or a range of rates; its plans are then graded at
@@ -16,7 +16,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from common import (
+from rich.console import Console
+from rich.table import Table
+
+import wlb
+from benches.common import (
     CONTEXT,
     Lengths,
     Row,
@@ -31,10 +35,6 @@ from common import (
     tables,
     write_record,
 )
-from rich.console import Console
-from rich.table import Table
-
-import wlb
 
 MICRO_BATCHES = 16
 TRUE_RATES = (0.4, 0.55, 0.67, 0.92, 1.4, 2.1)

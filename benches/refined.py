@@ -1,12 +1,12 @@
 """How far packings are from the optimum where max_tokens binds: var_length, refined, and a solver with a time limit.
 
-    python benches/refined.py                      # prints the tables, writes benches/records/refined.json
-    python benches/refined.py --lengths x.npy ...  # also on real lengths, split at 16K, 32K and 128K
-    python benches/refined.py --scaling            # only times, up to 100,000 micro-batches
+    python -m benches.refined                      # prints the tables, writes benches/records/refined.json
+    python -m benches.refined --lengths x.npy ...  # also on real lengths, split at 16K, 32K and 128K
+    python -m benches.refined --scaling            # only times, up to 100,000 micro-batches
 
 50 to 500 documents in 4 to 64 micro-batches that may hold little more than the mean. Only instances where Algorithm 1
 could not always follow the cost are kept. The optimum is rarely known: the yardstick is the greater of two lower
-bounds, the solver's (HiGHS, `studies.exact`) and the packing's own (`Packing.lower_bound`).
+bounds, the solver's (HiGHS, `benches.exact`) and the packing's own (`Packing.lower_bound`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import COST, Lengths, bars, machine, options, parse, samples, synthetic, tables, write_record
 from rich.console import Console
 from rich.table import Table
 
-import studies.exact
+import benches.exact
 import wlb
+from benches.common import COST, Lengths, bars, machine, options, parse, samples, synthetic, tables, write_record
 
 DOCUMENTS = (50, 100, 200, 350, 500)
 MICRO_BATCHES = (4, 8, 16, 32, 64)
@@ -117,7 +117,7 @@ def measure(name: str, lengths: Lengths, options: dict[str, Any], seconds: float
     bound = refined.lower_bound
     row["without_tokens"] = max(float(refined.costs.mean()), float(COST.cost(lengths).max())) / bound - 1.0
     try:
-        solution = studies.exact.solve(lengths, time_limit=seconds, **options)
+        solution = benches.exact.solve(lengths, time_limit=seconds, **options)
     except wlb.WlbError:  # nothing found in time
         solution = None
     if solution is not None:

@@ -1,7 +1,7 @@
 """What waiting buys: release="adaptive" against Algorithm 1 with one to three tuned queues.
 
-    python benches/release.py                      # synthetic lengths; prints tables, writes the record and the picture
-    python benches/release.py --lengths x.npy ...  # real ones before them; the picture is of the first
+    python -m benches.release                      # synthetic lengths; prints tables, writes the record and the picture
+    python -m benches.release --lengths x.npy ...  # real ones before them; the picture is of the first
 
 A stream is the documents in random order, split at the context, as many epochs as the steps need (each in a new
 order), in global batches of context x micro-batches tokens. Imbalance is over all steps of the stream, delay over all
@@ -22,7 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import (
+from rich.console import Console
+from rich.table import Table
+
+import wlb
+from benches.common import (
     CONTEXT,
     QUEUES,
     STYLE,
@@ -42,10 +46,6 @@ from common import (
     synthetic,
     write_record,
 )
-from rich.console import Console
-from rich.table import Table
-
-import wlb
 
 MICRO_BATCHES = (4, 16, 64)
 COSTS = {efficiency: llama_7b(efficiency) for efficiency in (1.0, 0.55)}  # by attention efficiency
@@ -377,7 +377,7 @@ def drawn(row: Row, rows: list[Row]) -> bool:
 
 def fluid_bound(lengths: Lengths, row: Row) -> float | None:
     """No rule that meets the goal's balance waits less, with infinitely many micro-batches."""
-    from fluid import least_delay
+    from benches.fluid import least_delay
 
     _, mean, p95 = GOALS[row["room"]]
     return least_delay(lengths, COSTS[row["attention_efficiency"]], row["room"], mean=mean, p95=p95)

@@ -1,6 +1,6 @@
 """One page of what was measured last: what, when, on which machine, at which commit.
 
-    python benches/results.py     # reads benches/records/, writes docs/results.md
+    python -m benches.results     # reads benches/records/, writes docs/results.md
 
 `make compare`, `make bench` and `make proof` end with it. It measures nothing and copies no figure by hand: what they
 found stands in their records, which are its only source.
@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from common import DOCS, RECORDS, Row, markdown, options
-from engine import speed_table
 from rich.table import Table
+
+from benches.common import DOCS, RECORDS, Row, markdown, options
+from benches.engine import speed_table
 
 
 def comparison(record: Row) -> Iterator[str]:

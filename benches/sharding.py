@@ -1,7 +1,7 @@
 """Ways to shard beside each other: keys to fetch, segments, pairs, predicted latency, and time of planning.
 
-    python benches/sharding.py --lengths lengths.npy      # int array of document lengths; without: synthetic ones
-    python benches/sharding.py --profile my_gpu.json      # a measured kernel instead of the analytic H100
+    python -m benches.sharding --lengths lengths.npy      # int array of document lengths; without: synthetic ones
+    python -m benches.sharding --profile my_gpu.json      # a measured kernel instead of the analytic H100
 
 `best hybrid` of the first table is the threshold under which the busiest rank fetches the fewest keys, all distinct
 lengths tried, with pairs as even as `auto` keeps them. A full gather brings a rank the keys of all others.
@@ -19,11 +19,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from common import COST, Row, machine, options, parse, rounded, samples, sources, synthetic, tables, write_record
 from numpy.typing import NDArray
 from rich.table import Table
 
 import wlb
+from benches.common import (
+    COST,
+    Row,
+    machine,
+    options,
+    parse,
+    rounded,
+    samples,
+    sources,
+    synthetic,
+    tables,
+    write_record,
+)
 
 CP_SIZES = (2, 4, 8, 16)
 MICRO_BATCHES = 16

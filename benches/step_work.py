@@ -1,7 +1,7 @@
 """What it costs to bound the work of a step: `max_step_cost` of the adaptive release, beside a higher price of delay.
 
-    python benches/step_work.py                      # synthetic lengths; prints a table, writes the record
-    python benches/step_work.py --lengths x.npy ...  # real ones instead
+    python -m benches.step_work                      # synthetic lengths; prints a table, writes the record
+    python -m benches.step_work --lengths x.npy ...  # real ones instead
 
 Streams are those of release.py, read as training reads them (no more than the packer admits), in orders of several
 seeds. Lost time is the sum of the steps' heaviest micro-batches over the sum of their means; variation and the heaviest
@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from common import (
+from rich.table import Table
+
+import wlb
+from benches.common import (
     CONTEXT,
     COST,
     Lengths,
@@ -30,10 +33,7 @@ from common import (
     tables,
     write_record,
 )
-from rich.table import Table
-
-import wlb
-from wlb.simulation.reading import Reading
+from wlb_tools.simulation.stream import Reading
 
 MICRO_BATCHES = (4, 16)
 STEPS = 200

@@ -1,6 +1,6 @@
 """Which plan when: time of a step against delay and memory, for every plan that wlb makes.
 
-    python benches/tradeoff.py [--lengths x.npy]    # prints the table, writes the record and docs/tradeoff.png
+    python -m benches.tradeoff [--lengths x.npy]    # prints the table, writes the record and docs/tradeoff.png
 
 One pipeline of 4 stages with 16 GPUs each, 1F1B; global batches of 16 x 128K tokens; a 7B Llama, attention at 0.55 of
 the GEMMs' rate; exchange between the ranks of a group is free, which is the best case of Dynamic-CP. A static plan has
@@ -24,7 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import (
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import wlb
+from benches.common import (
     CONTEXT,
     COST,
     QUEUES,
@@ -46,12 +51,7 @@ from common import (
     tables,
     write_record,
 )
-from release import PRICES
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
-import wlb
+from benches.release import PRICES
 
 MICRO_BATCHES, GPUS, STAGES = 16, 16, 4
 ROOMS = (1.1, 1.5, 2.0)  # max_tokens in contexts

@@ -1,7 +1,7 @@
 """A batch that is trained whole in one step (fine-tuning, reinforcement learning), beside verl.
 
     make bench-peers [LENGTHS="x.npy ..."]                                # sets everything up, and runs this as well
-    PYTHONPATH=.venv/peers python benches/whole_batch.py [--lengths ...]  # a table; writes records/whole_batch.json
+    PYTHONPATH=.venv/peers python -m benches.whole_batch [--lengths ...]  # a table; writes records/whole_batch.json
 
 Every sample of a batch is trained, in micro-batches of at most `--max-tokens`, and all data-parallel ranks run equally
 many. wlb makes one plan for all ranks: `pack(num_micro_batches=None, dp_size=ranks, sync=...)`, and, beside it,
@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import COST, Lengths, bars, machine, options, parse, read_lengths, samples, tables, write_record
-from peers import verl_balancing
 from rich.table import Table
 
 import wlb
+from benches.common import COST, Lengths, bars, machine, options, parse, read_lengths, samples, tables, write_record
+from benches.peers import verl_balancing
 
 Plan = list[list[list[int]]]  # by rank, by round: the samples
 Row = dict[str, Any]

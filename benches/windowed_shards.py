@@ -1,6 +1,6 @@
 """Shards of models whose layers have sliding windows: what it costs that `wlb.shard` weighs full pairs.
 
-    python benches/windowed_shards.py --lengths wheels_py.npy wheels_doc.npy man_man.npy
+    python -m benches.windowed_shards --lengths wheels_py.npy wheels_doc.npy man_man.npy
 
 One shard serves all layers. `auto` and `per_document` make the pairs of full layers even, and those of windowed layers
 as they fall. *Pairs*: those of the busiest rank over the mean rank's in a windowed layer, and in a full one. *Lost*:
@@ -11,12 +11,12 @@ shard could win more than this by weighing windows.
 from __future__ import annotations
 
 import numpy as np
-from common import Row, machine, options, parse, rounded, sources, tables, write_record
 from numpy.typing import NDArray
 from rich.table import Table
-from sharding import CP_SIZES, micro_batches
 
 import wlb
+from benches.common import Row, machine, options, parse, rounded, sources, tables, write_record
+from benches.sharding import CP_SIZES, micro_batches
 
 MODELS = {
     # Shapes as their config.json has them.

@@ -1,37 +1,22 @@
 """A small Llama (RMSNorm, RoPE, grouped-query attention, SwiGLU) over packed documents: `[tokens, hidden]`.
 
-What is special for packed sequences is little: positions come with the batch, and attention takes the shard. The rest
-is how torch splits a decoder: stages for the pipeline, a tensor-parallel plan, FSDP; experts are in `experts.py`.
+Packing changes three things in a model. Positions come with the micro-batch, because each document begins at 0.
+Attention takes the shard, which says where documents begin and which tokens this rank has. And there is no batch
+dimension: a micro-batch is one run of tokens, as long as its documents are.
 """
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
-from torch.utils.checkpoint import checkpoint
 
 import wlb
-from experts import Mixture, contexts_of_checkpoint
-from wlb.torch.attention import context_parallel_attention
-from wlb.torch.gradients import sum_gradients
-from wlb.torch.groups import data_and_context
+import wlb.torch as wt
 
 
 @dataclass(frozen=True)
@@ -40,14 +25,11 @@ class LlamaConfig:
 
     Args:
         hidden_size: hidden size.
-        ffn_hidden_size: hidden size of the feed-forward network; of one expert where there are several.
+        ffn_hidden_size: hidden size of the feed-forward network.
         num_layers: layers.
         num_heads: query heads.
         num_kv_heads: key and value heads.
         vocab_size: different tokens.
-        num_experts: feed-forward networks of a layer, of which a token visits some; 1: one for all.
-        experts_per_token: experts that a token visits.
-        shared_ffn_hidden_size: hidden size of one more that every token visits; 0: there is none.
         rope_theta: base of the rotary embedding.
         norm_eps: added to the variance in norms.
     """
@@ -58,35 +40,18 @@ class LlamaConfig:
     num_heads: int = 8
     num_kv_heads: int = 4
     vocab_size: int = 257
-    num_experts: int = 1
-    experts_per_token: int = 1
-    shared_ffn_hidden_size: int = 0
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
 
     @property
     def head_dim(self) -> int:
-        """Of queries, keys and values."""
+        """Size of a head of queries, keys and values."""
         return self.hidden_size // self.num_heads
 
     def shape(self) -> dict[str, int]:
-        """Arguments of `wlb.CostModel.from_flops` and `wlb.torch.flops.model_flops`: what one token meets."""
-        names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size")
-        met = self.experts_per_token * self.ffn_hidden_size + self.shared_ffn_hidden_size
-        return {name: getattr(self, name) for name in names} | {"ffn_hidden_size": met}
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """How attention runs over the context-parallel ranks; which they are comes with the micro-batch."""
-
-    transport: Any = "all_gather"
-    ulysses_size: int | None = None
-
-    def of(self, shard: wlb.Shard) -> dict[str, Any]:
-        """What attention takes for a micro-batch: a group smaller than `ulysses_size` exchanges heads as a whole."""
-        ulysses_size = None if self.ulysses_size is None else min(self.ulysses_size, shard.cp_size)
-        return {"transport": self.transport, "ulysses_size": ulysses_size}
+        """Arguments of `wlb.CostModel.from_flops`."""
+        names = ("hidden_size", "ffn_hidden_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size")
+        return {name: getattr(self, name) for name in names}
 
 
 def rotary(position_ids: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
@@ -104,9 +69,9 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: LlamaConfig, options: AttentionOptions) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_dim, self.options = config.head_dim, options
+        self.head_dim = config.head_dim
         self.wq = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
         self.wk = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
         self.wv = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
@@ -115,15 +80,9 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], shard: wlb.Shard, group: dist.ProcessGroup | None = None
     ) -> Tensor:
-        # Under tensor parallelism each rank has some of the heads, hence -1.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q, k = rotate(q, rope), rotate(k, rope)
-        # A rank may have tokens that are none of the micro-batch, see `LlamaStage.forward`.
-        idle = len(q) - int(shard.tokens_per_rank[0 if group is None else dist.get_rank(group)])
-        if idle > 0:
-            q, k, v = q[:-idle], k[:-idle], v[:-idle]
-        attended = context_parallel_attention(q, k, v, shard, group=group, **self.options.of(shard))
-        return self.wo(F.pad(attended.flatten(1), (0, 0, 0, idle)))
+        attended = wt.context_parallel_attention(rotate(q, rope), rotate(k, rope), v, shard, group=group)
+        return self.wo(attended.flatten(1))
 
 
 class FeedForward(nn.Module):
@@ -138,52 +97,34 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: LlamaConfig, options: AttentionOptions) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attention = Attention(config, options)
+        self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        sizes, self.shared = (config.hidden_size, config.ffn_hidden_size), None
-        if config.num_experts == 1:
-            self.ffn: nn.Module = FeedForward(*sizes)
-        else:
-            self.ffn = Mixture(*sizes, config.num_experts, config.experts_per_token)
-            if config.shared_ffn_hidden_size:
-                self.shared = FeedForward(config.hidden_size, config.shared_ffn_hidden_size)
+        self.ffn = FeedForward(config.hidden_size, config.ffn_hidden_size)
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], shard: wlb.Shard, group: dist.ProcessGroup | None
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, shard, group)
-        normed = self.ffn_norm(x)
-        x = x + self.ffn(normed)
-        return x if self.shared is None else x + self.shared(normed)
+        return x + self.ffn(self.ffn_norm(x))
 
 
 class LlamaStage(nn.Module):
-    """Some consecutive layers; the first stage embeds, the last one gives logits. One stage of one is the whole model.
+    """Some consecutive layers. The first stage embeds, the last one gives logits; stage 0 of 1 is the whole model.
 
-    Parameters have the names that they have in the whole model, so a checkpoint does not know about pipelines.
+    Parameters have the names that they have in the whole model, so a checkpoint fits any number of stages.
     """
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        *,
-        stage: int = 0,
-        num_stages: int = 1,
-        options: AttentionOptions | None = None,
-        checkpoint_activations: bool = False,
-    ) -> None:
+    def __init__(self, config: LlamaConfig, *, stage: int = 0, num_stages: int = 1) -> None:
         super().__init__()
-        options = options or AttentionOptions()
-        self.config, self.checkpoint_activations = config, checkpoint_activations
+        self.config = config
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
-        self.tensor_mesh: DeviceMesh | None = None
         first, end = (config.num_layers * s // num_stages for s in (stage, stage + 1))
         if self.is_first:
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleDict({str(layer): Block(config, options) for layer in range(first, end)})
+        self.layers = nn.ModuleDict({str(layer): Block(config) for layer in range(first, end)})
         if self.is_last:
             self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -195,111 +136,29 @@ class LlamaStage(nn.Module):
 
         Args:
             x: int64[tokens] on the first stage, else float[tokens, hidden].
-            position_ids: int64[tokens].
-            shard: of the micro-batch.
+            position_ids: int64[tokens], inside the documents.
+            shard: how the micro-batch is divided over context-parallel ranks.
             group: the context-parallel ranks that hold it; None for one alone.
 
         Returns:
             Float[tokens, hidden], or on the last stage logits [tokens, vocabulary].
         """
-        # A rank may have no token of a short document. DTensor cannot reshape a sharded dimension of size 0, so under
-        # tensor parallelism an idle token takes its place here; nothing looks at it, and its gradient is 0.
-        tokens = len(x)
-        if tokens == 0 and self.tensor_mesh is not None:
-            x, position_ids = x.new_zeros(1, *x.shape[1:]), position_ids.new_zeros(1)
         rope = rotary(position_ids, self.config)
         if self.is_first:
             x = self.embedding(x)
-        elif self.tensor_mesh is not None:
-            # Between stages all tensor-parallel ranks hold all tokens: any number of tokens splits over them here.
-            x = DTensor.from_local(x, self.tensor_mesh, [Replicate()]).redistribute(placements=[Shard(0)])
         for block in self.layers.values():
-            if self.checkpoint_activations:
-                options = {"use_reentrant": False, "context_fn": contexts_of_checkpoint}
-                x = checkpoint(block, x, rope, shard, group, **options)
-            else:
-                x = block(x, rope, shard, group)
-        if self.is_last:
-            x = self.head(self.norm(x))
-        x = x.full_tensor() if isinstance(x, DTensor) else x
-        return x if len(x) == tokens else x[:0]
+            x = block(x, rope, shard, group)
+        return self.head(self.norm(x)) if self.is_last else x
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """The same weights for the same name and seed, however the model is split."""
+        """Sets weights that depend on their names and the seed alone: however the model is split, they are the same."""
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
                 continue
             generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
             std = self.config.hidden_size**-0.5
-            if name.endswith(("wo.weight", "w2.weight", "w2")):
+            if name.removesuffix(".weight").endswith(("wo", "w2")):
                 std /= (2 * self.config.num_layers) ** 0.5
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-
-
-def tensor_parallel_plan(stage: LlamaStage) -> dict[str, ParallelStyle]:
-    """Column- and row-parallel matrices; between them activations are split over tokens (sequence parallelism).
-
-    Everything between is a DTensor: it knows how many tokens there are, so their number need not divide by the ranks.
-    """
-    plan: dict[str, ParallelStyle] = {}
-    if stage.is_first:
-        plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=False)
-    for layer in stage.layers:
-        block = f"layers.{layer}"
-        plan |= {
-            f"{block}.attention_norm": SequenceParallel(sequence_dim=0),
-            f"{block}.attention": PrepareModuleInput(
-                input_layouts=(Shard(0), None, None, None), desired_input_layouts=(Replicate(), None, None, None)
-            ),
-            **{f"{block}.attention.{w}": ColwiseParallel() for w in ("wq", "wk", "wv")},
-            f"{block}.attention.wo": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
-            f"{block}.ffn_norm": SequenceParallel(sequence_dim=0),
-            f"{block}.ffn": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),
-            **{f"{block}.ffn.{w}": ColwiseParallel() for w in ("w1", "w3")},
-            f"{block}.ffn.w2": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
-        }
-    if stage.is_last:
-        plan["norm"] = SequenceParallel(sequence_dim=0)
-        plan["head"] = ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate())
-    return plan
-
-
-def parallelize(
-    stage: LlamaStage,
-    mesh: DeviceMesh,
-    *,
-    dtype: torch.dtype = torch.float32,
-    experts: DeviceMesh | None = None,
-) -> LlamaStage:
-    """Tensor and expert parallelism, then FSDP over all ranks that hold the same parameters (dp and cp).
-
-    Args:
-        stage: with its weights, on its device.
-        mesh: from `wlb.torch.groups.build_mesh`.
-        dtype: of computation; parameters, gradients and the optimizer stay float32.
-        experts: from `wlb.torch.groups.expert_ranks`, to divide experts over its "ep"; those of one rank are then held
-            by its "edp" only.
-    """
-    if mesh["tp"].size() > 1:
-        stage.tensor_mesh = mesh["tp"]
-        parallelize_module(stage, mesh["tp"], tensor_parallel_plan(stage))
-    # Inputs as they come: activations are of that type already, and rotary angles have to stay float32.
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # Weights stay whole for a step: torch's pipeline stages sum gradients at its end and keep what a backward gathered.
-    # Resharding after forwards would free weights where activations are most, but every backward would gather them
-    # again, and ranks would wait for each other there.
-    options: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": False}
-    ranks = data_and_context(mesh)
-    for block in stage.layers.values():
-        if experts is not None:
-            block.ffn.divide(experts["ep"])
-            # Each matrix is sharded, not the stack of them: a rank may have fewer experts than there are ranks.
-            fully_shard(
-                block.ffn.experts, mesh=experts["edp"], shard_placement_fn=lambda parameter: Shard(1), **options
-            )
-        fully_shard(block, mesh=ranks, **options)
-    fully_shard(stage, mesh=ranks, **options)
-    sum_gradients(stage)
-    return stage

@@ -18,14 +18,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
+from baselines import BaselineLoader
+from corpus import read_corpus
 from cyclopts import Parameter, run
 from cyclopts.types import PositiveInt
 from rich.console import Console
 from rich.table import Table
 
 import wlb
-from baselines import BaselineLoader
-from corpus import read_corpus
 from llama import LlamaConfig
 
 TRAIN = Path(__file__).parent / "train.py"

@@ -3,7 +3,6 @@
 Run from a checkout, with ``pip install '.[studies]'``:
 
 - ``python -m studies.paper``: the tables and figures of WLB-LLM and Dynamic-CP beside ours (docs/reproduce.md).
-- ``python -m studies.headline``: the best layout with wlb over the best without (docs/headline.md).
+- `studies.trainer`: a trainer with every option of wlb, for studies and tests.
 - ``python -m studies.loss_curves``: does packing change what is learnt? (docs/loss_curves.md)
-- `studies.exact`: the optimal packing, by a solver, for benches and tests.
 """

@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import pytest
 
 import wlb
+import wlb_tools
 from wlb import _choices, _core
 
 STUB = ast.parse((Path(wlb.__file__).parent / "_core.pyi").read_text())
@@ -32,12 +34,22 @@ def test_import_is_light() -> None:
     output = subprocess.run(program, check=True, capture_output=True, timeout=500).stdout
     loaded = {name.partition(".")[0] for name in json.loads(output)}
     assert "wlb" in loaded
-    assert not loaded & {"torch", "matplotlib", "cyclopts", "jinja2", "rich", "hypothesis", "highspy", "scipy"}
+    assert not loaded & {
+        "torch",
+        "matplotlib",
+        "cyclopts",
+        "jinja2",
+        "rich",
+        "hypothesis",
+        "highspy",
+        "scipy",
+        "wlb_tools",
+    }
 
 
-@pytest.mark.parametrize("name", wlb.__all__)
-def test_every_name_is_documented(name: str) -> None:
-    value = getattr(wlb, name)
+@pytest.mark.parametrize(("house", "name"), [(house, name) for house in (wlb, wlb_tools) for name in house.__all__])
+def test_every_name_is_documented(house: ModuleType, name: str) -> None:
+    value = getattr(house, name)
     if not isinstance(value, str):
         documentation = inspect.getdoc(value)
         assert documentation
@@ -86,6 +98,11 @@ def test_choices_are_typed_as_the_core_has_them() -> None:
     assert core == set(CHOICES)
     for name, choice in CHOICES.items():
         assert getattr(_core, name) == get_args(getattr(_choices, choice))
+
+
+def test_the_tools_have_no_other_names() -> None:
+    with pytest.raises(AttributeError, match="'wlb_tools' has no attribute 'pack'"):
+        wlb_tools.pack  # noqa: B018
 
 
 def test_errors_are_value_errors() -> None:

@@ -14,7 +14,7 @@ without padding (:func:`shard`).
 The same lengths give the same plan, byte for byte, on every rank. Only numpy is required.
 """
 
-from wlb import _arrays, _core, profile
+from wlb import _arrays, _core, profiles
 from wlb import timings as timings
 from wlb._attach import attach
 from wlb._core import (
@@ -54,22 +54,10 @@ from wlb._results import (
     TunedPoint,
     TuneResult,
 )
-from wlb.cluster import (
-    Hardware,
-    Link,
-    ModelConfig,
-    ParallelLayout,
-    RankMemory,
-    StageSeconds,
-    data_parallel_seconds,
-    max_tokens,
-    memory_per_rank,
-    stage_seconds,
-)
-from wlb.simulation import Scenario, Simulation, simulate
+from wlb.models import ModelConfig
 
 # The engine imports nothing of Python's, and knows no files: what it calls is handed down to it.
-_core.hand_down(_arrays.integers, _arrays.floats, profile.read)
+_core.hand_down(_arrays.integers, _arrays.floats, profiles.read)
 
 __all__ = [
     "BUILD_PROFILE",
@@ -80,23 +68,16 @@ __all__ = [
     "CpGroup",
     "DynamicCpPlan",
     "DynamicMicroBatch",
-    "Hardware",
     "KernelModel",
-    "Link",
     "MicroBatch",
     "ModelConfig",
     "Packer",
     "PackerMetrics",
     "Packing",
-    "ParallelLayout",
     "PipelineSteps",
     "PipelineTimeline",
-    "RankMemory",
     "RankShard",
-    "Scenario",
     "Shard",
-    "Simulation",
-    "StageSeconds",
     "StateError",
     "TuneResult",
     "TunedPoint",
@@ -104,19 +85,14 @@ __all__ = [
     "__version__",
     "attach",
     "batch_offsets",
-    "data_parallel_seconds",
-    "max_tokens",
-    "memory_per_rank",
     "order_micro_batches",
     "pack",
     "pairs",
     "plan_dynamic_cp",
     "shard",
-    "simulate",
     "simulate_pipeline",
     "simulate_steps",
     "split_documents",
-    "stage_seconds",
     "tune_delay_price",
     "tune_outlier_thresholds",
 ]

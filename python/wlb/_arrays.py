@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,16 +15,13 @@ from numpy.typing import NDArray
 
 from wlb._core import WlbError
 
-_PART = 1 << 18
-"""Numbers that numpy takes at a time: it listens to no signal, Python does in between."""
-
 
 def integers(argument: str, values: Any) -> NDArray[np.int64]:
     """int64[n] of any integers."""
     array = _array(argument, values, 1, 1)
     kind, itemsize = array.dtype.kind, array.dtype.itemsize
     if kind == "i" or (kind == "u" and (itemsize < 8 or array.max(initial=0) < 2**63)):
-        return _converted(array, np.int64)
+        return array.astype(np.int64, order="C")
     if kind in "fOu" and not array.size:  # what numpy makes of an empty list
         return np.zeros(0, np.int64)
     # What int64 cannot hold, Python's integers, and what has no place here.
@@ -38,18 +34,16 @@ def floats(argument: str, values: Any, least: int, most: int) -> NDArray[np.floa
     if array.dtype.kind not in "iuf":
         raise _refused(argument, f"must be real numbers, not {array.dtype}", given=values)
     with np.errstate(over="ignore"):  # what is above float64 becomes infinite, and is refused by its index
-        return _converted(array, np.float64)
+        return array.astype(np.float64, order="C")
 
 
 def _array(argument: str, values: Any, least: int, most: int) -> NDArray[Any]:
     """An array of so many dimensions, of whatever dtype numpy gives it."""
     if isinstance(values, np.ma.MaskedArray):  # asarray would drop the mask, and pack what the caller masked out
         raise _refused(argument, "is a masked array: fill it or drop what is masked")
-    # What a signal's handler raises meanwhile is not the list's fault.
-    listed = isinstance(values, list | tuple)
-    wrong = (TypeError, ValueError, OverflowError) if listed else Exception
+    wrong = (TypeError, ValueError, OverflowError) if isinstance(values, list | tuple) else Exception
     try:
-        array = _of_long_list(values) if listed and len(values) > _PART else np.asarray(values)
+        array = np.asarray(values)
     except MemoryError:
         raise
     except wrong as cause:  # whatever numpy, or the object's own `__array__`, raises: wrong input
@@ -63,39 +57,13 @@ def _array(argument: str, values: Any, least: int, most: int) -> NDArray[Any]:
     raise _refused(argument, f"must be {wanted}-dimensional, but its shape is ({shape})")
 
 
-def _of_long_list(values: list[Any] | tuple[Any, ...]) -> NDArray[Any]:
-    """`numpy.asarray` in parts, if these are numbers."""
-    parts = []
-    for first in range(0, len(values), _PART):
-        parts.append(np.asarray(values[first : first + _PART]))
-        if parts[-1].ndim != 1 or parts[-1].dtype not in (np.int64, np.float64):
-            return np.asarray(values)
-    return np.concatenate(parts) if len({part.dtype for part in parts}) == 1 else np.asarray(values)
-
-
-def _converted(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
-    """A copy of that dtype, in C order."""
-    if array.size <= _PART:
-        return array.astype(dtype, order="C")
-    result = np.empty(array.shape, dtype)
-    rows = max(_PART * len(array) // array.size, 1)
-    for first in range(0, len(array), rows):
-        result[first : first + rows] = array[first : first + rows]
-    return result
-
-
-def _items(array: NDArray[Any]) -> Iterator[Any]:
-    for first in range(0, array.size, _PART):
-        yield from array[first : first + _PART].tolist()
-
-
 def _item_by_item(argument: str, values: Any, array: NDArray[Any]) -> NDArray[np.int64]:
     """So that an error can name the culprit: only Python integers in an object array are no wrong input."""
     # What the caller wrote, where that can be listed: numpy turns a list with 2**63 in it into floats.
     written = _is_iterable(values) and not isinstance(values, np.ndarray)
     found = []
     not_an_integer: tuple[int, Any] | None = None
-    for index, item in enumerate(values if written else _items(array)):
+    for index, item in enumerate(values if written else array.tolist()):
         if _is_integer(item):
             found.append(operator.index(item))
             if not -(2**63) <= found[-1] < 2**63:

@@ -6,7 +6,7 @@ its continuation (which rank of how many this is, the documents that there are),
 the state that it left and the one before it, and the pieces of documents that this rank trained). After a crash the run
 goes on from a checkpoint; the lines of the steps that are trained anew supersede the ones before.
 
-`wlb.audit` reads them all.
+`wlb_tools.audit` reads them all.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import wlb
-from wlb.torch.profiling.records import Lines
+from wlb_tools.profiling.records import Lines
 
 Row = dict[str, Any]
 Item = tuple[str, Callable[[], Row]]  # its name, which is another for everything that is measured otherwise; the work

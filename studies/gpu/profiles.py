@@ -14,7 +14,7 @@ import wlb
 from studies.gpu.attention import Layer, Lengths, packed
 from studies.gpu.items import Budget, Item, Row
 from studies.gpu.step import Trained
-from wlb.torch.profiling import Grid, Profiler, held_out_errors
+from wlb_tools.profiling import Grid, Profiler, held_out_errors
 
 MODELS = ("llama2-7b", "llama3-8b", "step")
 """The first has as many key heads as heads, the second fewer; the last is the model that the piece *step* trains."""

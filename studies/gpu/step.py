@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,13 +19,9 @@ import torch
 import wlb
 from studies.gpu.attention import Lengths
 from studies.gpu.items import Item, Row
+from studies.trainer.llama import LlamaConfig, LlamaStage
 from wlb.torch.attention import prepare_attention
 from wlb.torch.loss import token_normalized_loss
-
-# The model of the examples.
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-from llama import LlamaConfig, LlamaStage
 
 RANKS = 4
 STEPS = 4

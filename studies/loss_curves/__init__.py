@@ -14,10 +14,3 @@ of equivalence in :mod:`studies.loss_curves.statistics`.
 """
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-# The model of the examples; the machine of the benches.
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benches"))

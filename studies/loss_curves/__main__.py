@@ -18,12 +18,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from common import machine, rounded
 from cyclopts import App, Parameter
 from cyclopts.types import PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.progress import Progress
 
+from benches.common import machine, rounded
 from studies.loss_curves import page
 from studies.loss_curves.arms import ARMS, BY_TOKENS, REMEDIES, Packs, Step
 from studies.loss_curves.corpus import Corpus, read

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from common import CONTEXT, llama_7b
 from numpy.typing import NDArray
 
 import wlb
-from wlb.simulation.methods import next_fit
+from benches.common import CONTEXT, llama_7b
 from wlb.torch.data import BalancedBatchSampler, Piece
+from wlb_tools.simulation.methods import next_fit
 
 MAX_MEAN_DELAY: Final = 0.6  # iterations: thresholds and price are tuned for it, as `wlb tune` does
 

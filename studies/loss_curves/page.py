@@ -16,7 +16,8 @@ from studies.loss_curves.statistics import Paired
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
-from common import STYLE, WLB
+
+from benches.common import STYLE, WLB
 
 Row = dict[str, Any]
 Losses = dict[str, NDArray[np.float64]]  # of each arm: float [seeds, buckets]

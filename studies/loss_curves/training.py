@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 import wlb
-from llama import Attention, AttentionOptions, LlamaConfig, LlamaStage, rotate
 from studies.loss_curves.arms import Step
+from studies.trainer.llama import Attention, AttentionOptions, LlamaConfig, LlamaStage, rotate
 from wlb.torch.data import Documents, PackedBatch, collate
 from wlb.torch.loss import token_normalized_loss
 

@@ -1,7 +1,7 @@
 """The papers' tables and figures, side by side with ours.
 
 Each entry of :data:`RESULTS` makes one from a :class:`Study`. Nothing here decides anything: plans are those of
-`wlb.simulation`, on the paper's cluster (`published.py`) under stated inputs (`inputs.py`).
+`wlb_tools.simulation`, on the paper's cluster (`published.py`) under stated inputs (`inputs.py`).
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ import wlb
 from studies.paper import RESULTS, Study
 from studies.paper.figures import draw
 from studies.paper.page import report
-from wlb.cli.errors import CliError
-from wlb.cli.inputs.documents import read_documents
-from wlb.cli.output.console import Output
+from wlb_tools.command.errors import CliError
+from wlb_tools.command.inputs.documents import read_documents
+from wlb_tools.command.output.console import Output
 
 PROGRAM = "python -m studies.paper"
 ALL = "all"

@@ -20,13 +20,13 @@ from studies.paper.published import DYNAMIC_CP
 from studies.paper.results import Result, Row, influence, row
 from studies.paper.study import Source, Study
 from wlb._core import CostModel, KernelModel, batch_offsets, plan_dynamic_cp, shard, simulate_pipeline, simulate_steps
-from wlb.cluster.collectives import Communicator
-from wlb.cluster.data_parallel import data_parallel_seconds
-from wlb.cluster.hardware import Hardware
-from wlb.cluster.memory import KEY_GRADIENT_BYTES, kv_width
-from wlb.cluster.models import ModelConfig
-from wlb.cluster.parallel import ParallelLayout
-from wlb.cluster.step_time import stage_seconds
+from wlb.models import ModelConfig
+from wlb_tools.cluster.collectives import Communicator
+from wlb_tools.cluster.data_parallel import data_parallel_seconds
+from wlb_tools.cluster.hardware import Hardware
+from wlb_tools.cluster.memory import KEY_GRADIENT_BYTES, kv_width
+from wlb_tools.cluster.parallel import ParallelLayout
+from wlb_tools.cluster.step_time import stage_seconds
 
 Floats = NDArray[np.float64]
 Seed = tuple[int, int]
@@ -287,7 +287,7 @@ def _exchange(cluster: _Cluster) -> tuple[float, float]:
     width = 2 * kv_width(cluster.model.attention, layout)
     gathers, scatters = 3, 1  # forward, recomputed forward, backward; gradients
     layers = cluster.model.num_layers
-    per_token = layers * width * (gathers * layout.activation_bytes + scatters * KEY_GRADIENT_BYTES) / link.bandwidth
+    per_token = layers * width * (gathers * layout.number_bytes + scatters * KEY_GRADIENT_BYTES) / link.bandwidth
     return per_token, layers * (gathers + scatters) * link.latency
 
 

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from studies.paper import Result, Row
 from studies.paper.page import decimals, number, published
-from wlb.cli.output.figures.style import INK, ORIGINAL, WLB, WLB_PALE, drawing
+from wlb_tools.command.output.figures.style import INK, ORIGINAL, WLB, WLB_PALE, drawing
 
 _ROW_HEIGHT = 0.36  # inches
 

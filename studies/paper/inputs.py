@@ -1,10 +1,11 @@
 """What the paper does not publish and a reproduction needs, each with its value, its reason and its range.
 
 The central values were chosen before any result was seen, by one rule: what the paper says, else the default of
-`wlb.simulate`. The band of a result is its least and greatest over :func:`points`: every value of :data:`SWEEP` alone,
-and draws of all of them together. After a first run `crossing` joined the sweep, since Fixed-4D turned out to compute
-more than Plain-4D, and so did the draws; no central value was changed. Later what the paper does say left the sweep
-(:data:`PUBLISHED`, one virtual stage, tensor-parallel communication that nothing hides): the bands became narrower.
+`wlb_tools.simulate`. The band of a result is its least and greatest over :func:`points`: every value of :data:`SWEEP`
+alone, and draws of all of them together. After a first run `crossing` joined the sweep, since Fixed-4D turned out to
+compute more than Plain-4D, and so did the draws; no central value was changed. Later what the paper does say left the
+sweep (:data:`PUBLISHED`, one virtual stage, tensor-parallel communication that nothing hides): the bands became
+narrower.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from studies.paper.published import MEAN_DELAY, Configuration
 from wlb._core import KernelModel, batch_offsets, split_documents
-from wlb.cluster.hardware import Hardware
-from wlb.cluster.models import ModelConfig
-from wlb.cluster.parallel import ParallelLayout
-from wlb.simulation import Scenario
+from wlb.models import ModelConfig
+from wlb_tools.cluster.hardware import Hardware
+from wlb_tools.cluster.parallel import ParallelLayout
+from wlb_tools.simulation import Scenario
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,7 @@ SWEEP = (
     Input(
         "outlier queues", "num_queues", (1, 3), "table 2 has no gain from a third; thresholds are tuned, not published"
     ),
-    Input("linear part, share of peak", "gemm_efficiency", (0.5, 0.8), "as wlb.Hardware assumes"),
+    Input("linear part, share of peak", "gemm_efficiency", (0.5, 0.8), "as wlb_tools.Hardware assumes"),
     Input("attention's rate, of the default", "attention_rate", (0.6, 1.2), "0.6: FlashAttention-2 on a H100"),
     Input("error of the kernel model", "kernel_error", (0.0, 0.1), "a profile of another day"),
     Input("noise of a pass", "noise", (0.0, 0.05), "clocks and network of a shared cluster"),

@@ -16,10 +16,10 @@ from studies.paper.results import Facts, Kind, Result, Row, row
 from studies.paper.solver import solved
 from studies.paper.study import CHOICE, Source, Study, run
 from wlb._core import batch_offsets
-from wlb.simulation import Variant
-from wlb.simulation.static import StaticOutcome, score, shard_run, static
-from wlb.simulation.stream import GlobalBatches
-from wlb.simulation.trained import PackedRun
+from wlb_tools.simulation import Variant
+from wlb_tools.simulation.static import StaticOutcome, score, shard_run, static
+from wlb_tools.simulation.stream import GlobalBatches
+from wlb_tools.simulation.trained import PackedRun
 
 LATENCY = "imbalance of forward latency"
 ATTENTION = "imbalance of attention work"

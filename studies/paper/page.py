@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from studies.paper import SWEEP, Result, Row
-from wlb.cli.output.report import Block, Headline, Paragraphs, Picture, Report, Table
+from wlb_tools.command.output.report import Block, Headline, Paragraphs, Picture, Report, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,14 +14,14 @@ from studies.paper.published import CONFIGURATIONS, FIGURE_15
 from studies.paper.results import Facts, Result, holds_at, influence, row
 from studies.paper.study import CHOICE, Source, Study
 from wlb._core import batch_offsets
-from wlb.cluster.parallel import ParallelLayout
-from wlb.cluster.step_time import stage_seconds
-from wlb.simulation import Scenario
-from wlb.simulation.methods import original
-from wlb.simulation.static import shard_run
-from wlb.simulation.stream import GlobalBatches
-from wlb.simulation.trained import PackedRun, collect
-from wlb.simulation.variants import Strategy
+from wlb_tools.cluster.parallel import ParallelLayout
+from wlb_tools.cluster.step_time import stage_seconds
+from wlb_tools.simulation import Scenario
+from wlb_tools.simulation.methods import original
+from wlb_tools.simulation.static import shard_run
+from wlb_tools.simulation.stream import GlobalBatches
+from wlb_tools.simulation.trained import PackedRun, collect
+from wlb_tools.simulation.variants import Strategy
 
 CP_SIZE = 4
 _STRATEGIES: dict[str, tuple[Strategy, ...]] = {

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from studies.exact import ExactSolution, solve
+from benches.exact import ExactSolution, solve
 from wlb._core import CostModel, WlbError
-from wlb.simulation.methods import Setup, Step, document_ids
-from wlb.simulation.stream import GlobalBatches
-from wlb.simulation.trained import PackedRun, collect
+from wlb_tools.simulation.methods import Setup, Step, document_ids
+from wlb_tools.simulation.stream import GlobalBatches
+from wlb_tools.simulation.trained import PackedRun, collect
 
 _PAIRS = CostModel(attention=1.0, linear=0.0)
 """What formula (1) of the paper balances: attention, alone."""

@@ -14,8 +14,8 @@ from studies.paper.published import CONFIGURATIONS, FIGURE_12, FIGURE_13, FIGURE
 from studies.paper.results import Facts, Result, Row, holds_at, influence, row
 from studies.paper.study import METHODS, Study, ceiling, even, run
 from wlb._core import pairs
-from wlb.simulation import Outcome
-from wlb.simulation.static import static
+from wlb_tools.simulation import Outcome
+from wlb_tools.simulation.static import static
 
 OVER_PLAIN = "speed-up over Plain-4D"
 Table = dict[str, dict[str, float]]  # by configuration, by point

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from studies.paper.inputs import Inputs, Point, documents, points, scenario
 from studies.paper.published import Configuration
 from wlb._core import simulate_pipeline
-from wlb.simulation import Outcome, Simulation, Variant, simulate
-from wlb.simulation.static import StaticOutcome, score, static
-from wlb.simulation.variants import Strategy
+from wlb_tools.simulation import Outcome, Simulation, Variant, simulate
+from wlb_tools.simulation.static import StaticOutcome, score, static
+from wlb_tools.simulation.variants import Strategy
 
 CHOICE: tuple[Strategy, ...] = ("per_sequence", "per_document")
 """What the paper's adaptive sharding chooses between (section 5.3)."""

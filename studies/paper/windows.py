@@ -14,8 +14,8 @@ from studies.paper.packing import LATENCY, forward_latency
 from studies.paper.published import CONFIGURATIONS, FIGURE_6
 from studies.paper.results import Result, Row, holds_at, row
 from studies.paper.study import CHOICE, Source, Study, run
-from wlb.simulation import Variant
-from wlb.simulation.static import static
+from wlb_tools.simulation import Variant
+from wlb_tools.simulation.static import static
 
 LOSS = "training loss over that of one batch"
 WINDOWS = (1, 2, 4, 8, 16)

@@ -1,7 +1,8 @@
 """``make proof``: is training faster on a clock, and does the simulation say by how much?
 
 A small model, whose attention weighs as a 7B model's does at 128K, trains on the lengths of real documents, scaled to
-its context, under every method. The plans are those of :func:`wlb.simulate`; the clock, not a cost model, grades them:
+its context, under every method. The plans are those of :func:`wlb_tools.simulate`; the clock, not a cost model, grades
+them:
 
 - *processes*: each plan is trained by the example trainer on as many processes as the layout has ranks;
 - *slices*: layouts of more ranks than there are processors. What each rank computes of each micro-batch runs and is
@@ -13,7 +14,6 @@ Beside both stands what the simulation predicts from a profile of this machine a
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,15 +26,11 @@ from cyclopts.types import NonNegativeInt, PositiveInt
 from numpy.typing import NDArray
 
 import wlb
-from wlb.cluster import Overhead
-from wlb.simulation import VARIANTS, Outcome, Variant
-from wlb.simulation.variants import chosen
-
-# The trainer of the examples, its model and its documents; the machine and the records of the benches.
-sys.path.insert(0, str(Path(__file__).parents[2] / "benches"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-from llama import LlamaConfig
+import wlb_tools
+from studies.trainer.llama import LlamaConfig
+from wlb_tools.cluster import Overhead
+from wlb_tools.simulation import VARIANTS, Outcome, Variant
+from wlb_tools.simulation.variants import chosen
 
 CONTEXT_OF_7B = 131_072
 HEAD_DIM = 64
@@ -153,7 +149,7 @@ class Bench:
         here = np.maximum(1, np.round(pieces * (self.context / window)).astype(np.int64))
         return here[np.random.default_rng(self.seed).permutation(here.size)]
 
-    def stream(self, scaled: NDArray[np.int64], scenario: wlb.Scenario) -> NDArray[np.int64]:
+    def stream(self, scaled: NDArray[np.int64], scenario: wlb_tools.Scenario) -> NDArray[np.int64]:
         """So many of them as make `batches` global batches."""
         offsets = wlb.batch_offsets(scaled, tokens_per_batch=scenario.tokens_per_batch)
         if offsets.size <= self.batches:
@@ -168,23 +164,19 @@ class Bench:
         return self.micro_batches or layout.sizes["pp"]
 
     def scenario(
-        self, layout: Layout, hardware: wlb.Hardware, profile: Path, overhead: Overhead | None = None
-    ) -> wlb.Scenario:
+        self, layout: Layout, hardware: wlb_tools.Hardware, profile: Path, overhead: Overhead | None = None
+    ) -> wlb_tools.Scenario:
         """This model on these ranks."""
-        sizes, width = layout.sizes, self.bytes_per_number
-        return wlb.Scenario(
+        sizes = layout.sizes
+        return wlb_tools.Scenario(
             model=self.model,
             # As the trainer shards: parameters are gathered, and gradients summed, once a step.
-            layout=wlb.ParallelLayout(
-                **sizes,
-                fsdp="zero2",
-                parameter_bytes=width,
-                gradient_bytes=4,
-                activation_bytes=width,
+            layout=wlb_tools.ParallelLayout(
+                **sizes, fsdp="zero2", dtype="float32" if self.bytes_per_number == 4 else "bfloat16"
             ),
             hardware=hardware,
             context=self.context,
-            profile=profile,
+            kernel_model=profile,
             overhead=overhead or Overhead(),
             max_tokens=int(self.memory * self.context),
             cp_keys="needed",  # as the trainer's attention does
@@ -192,12 +184,12 @@ class Bench:
             num_micro_batches=None if self.micro_batches is None else self.micro_batches * sizes["dp"],
         )
 
-    def simulate(self, scaled: NDArray[np.int64], scenario: wlb.Scenario, names: list[str]) -> dict[str, Outcome]:
+    def simulate(self, scaled: NDArray[np.int64], scenario: wlb_tools.Scenario, names: list[str]) -> dict[str, Outcome]:
         """Every method's plan of the stream and its predicted times; without the methods that the ranks cannot run."""
         wanted = {name: METHODS[name] for name in names}
         possible = {name: variant for name, variant in wanted.items() if variant.obstacle(scenario) is None}
         stream = self.stream(scaled, scenario)
-        return dict(wlb.simulate(stream, scenario, variants=chosen(possible)).outcomes)
+        return dict(wlb_tools.simulate(stream, scenario, variants=chosen(possible)).outcomes)
 
 
 def placed(outcome: Outcome) -> Iterator[list[list[Any]]]:

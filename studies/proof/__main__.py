@@ -17,8 +17,6 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
 import torch
-from common import machine as this_machine
-from common import rounded, write_record
 from cyclopts import App, Parameter
 from cyclopts.types import PositiveInt
 from numpy.typing import NDArray
@@ -26,6 +24,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 import wlb
+import wlb_tools
+from benches.common import machine as this_machine
+from benches.common import rounded, write_record
 from studies.proof import (
     CONTEXT_OF_7B,
     METHODS,
@@ -41,10 +42,10 @@ from studies.proof import (
     system,
 )
 from studies.proof.figures import steady
-from wlb.cli.inputs.documents import read_documents
-from wlb.cli.inputs.options import plain
-from wlb.cluster.overhead import Overhead
-from wlb.simulation import Outcome
+from wlb_tools.cluster.overhead import Overhead
+from wlb_tools.command.inputs.documents import read_documents
+from wlb_tools.command.inputs.options import plain
+from wlb_tools.simulation import Outcome
 
 DRAWS = 100
 """Of repetitions, for how far other ones would be off."""
@@ -197,7 +198,7 @@ class Proof:
             "methods": made,
         }
 
-    def _machine(self, layout: Layout, scenario: wlb.Scenario, kind: str, known: Row) -> tuple[float, float]:
+    def _machine(self, layout: Layout, scenario: wlb_tools.Scenario, kind: str, known: Row) -> tuple[float, float]:
         """How many times as long as predicted known steps took, and what those take that others wait for."""
         alone = 1.0
         if known["waiting"] is not None:
@@ -206,7 +207,7 @@ class Proof:
         even = self._predicted_even(layout, scenario, kind, alone)
         return pace.of(np.array(known["even"]), even), alone
 
-    def _predicted_even(self, layout: Layout, scenario: wlb.Scenario, kind: str, alone: float) -> list[float]:
+    def _predicted_even(self, layout: Layout, scenario: wlb_tools.Scenario, kind: str, alone: float) -> list[float]:
         """Seconds of a step of even micro-batches of each sort; in slices, of one on its first rank, all stages."""
         sorts = pace.documents(self._bench.context)
         if kind == "slices":
@@ -220,7 +221,9 @@ class Proof:
         beside = layout.world_size - 1 if kind == "processes" and self._device == "cpu" else 0
         return min(beside, (os.cpu_count() or 1) - 1)
 
-    def _probed(self, layout: Layout, hardware: wlb.Hardware, kind: str) -> tuple[wlb.Scenario, probe.Probed]:
+    def _probed(
+        self, layout: Layout, hardware: wlb_tools.Hardware, kind: str
+    ) -> tuple[wlb_tools.Scenario, probe.Probed]:
         """This model on these ranks, attention as long as in the trainer; and what stages take beside."""
         task = self._bars.add_task(f"{layout}, probe", total=None)
         without = self._bench.scenario(layout, hardware, self._profile)
@@ -236,12 +239,12 @@ class Proof:
         self._bars.remove_task(task)
         return self._bench.scenario(layout, hardware, profile), found
 
-    def _of_steps(self, layout: Layout, without: wlb.Scenario, probed: probe.Probed, known: Row) -> Overhead:
+    def _of_steps(self, layout: Layout, without: wlb_tools.Scenario, probed: probe.Probed, known: Row) -> Overhead:
         """What stages take beside, with what ops, gathering and steps do where short steps were timed."""
         if not known.get("short"):
             return probed.overhead
 
-        def machine_of(scenario: wlb.Scenario) -> tuple[float, float]:
+        def machine_of(scenario: wlb_tools.Scenario) -> tuple[float, float]:
             return self._machine(layout, scenario, "processes", known)
 
         took = {int(size): {int(count): each for count, each in of.items()} for size, of in known["short"].items()}

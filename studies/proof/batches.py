@@ -10,18 +10,18 @@ import torch
 from numpy.typing import NDArray
 
 import wlb
-from corpus import read_corpus
-from wlb.simulation.outcome import Outcome, RankPart
+from studies.trainer.corpus import read_corpus
 from wlb.torch.attention import prepare_attention
 from wlb.torch.data import Document, PackedBatch
 from wlb.torch.data.collate import packed
+from wlb_tools.simulation.outcome import Outcome, RankPart
 
 _TEXT_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class Part:
-    """A :class:`wlb.simulation.outcome.RankPart` by itself, to be sent to the process that trains it."""
+    """A :class:`wlb_tools.simulation.outcome.RankPart` by itself, to be sent to the process that trains it."""
 
     documents: NDArray[np.int64]
     starts: NDArray[np.int64]

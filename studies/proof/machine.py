@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 import wlb
+import wlb_tools
 from studies.proof import HEAD_DIM, Bench, unaligned
 from wlb._core import pass_weights
-from wlb.torch.profiling import Grid, Profiler
+from wlb_tools.profiling import Grid, Profiler
 
 GIB = 2**30
 SHORTEST = 16
@@ -47,7 +48,7 @@ def grid(bench: Bench) -> Grid:
     return replace(round_ones, query_lengths=lengths, key_lengths=lengths, tokens=tokens)
 
 
-def hardware(bench: Bench, path: Path, link: wlb.Link, ranks: int) -> wlb.Hardware:
+def hardware(bench: Bench, path: Path, link: wlb_tools.Link, ranks: int) -> wlb_tools.Hardware:
     """The machine: the rate of its linear part is that of the profile's layer, and all its ranks are in one node."""
     measured = json.loads(path.read_text())
     linear, attention = wlb.CostModel.from_profile(path), wlb.KernelModel.from_profile(path)
@@ -58,7 +59,7 @@ def hardware(bench: Bench, path: Path, link: wlb.Link, ranks: int) -> wlb.Hardwa
     weight, _ = pass_weights("forward_backward")
     pairs = weight * 4 * attention.num_heads * HEAD_DIM * float(wlb.pairs(tokens)[0])
     relative = pairs / float(attention.segment_seconds(tokens, tokens, passes="forward_backward")[0]) / rate
-    return wlb.Hardware(
+    return wlb_tools.Hardware(
         name=str(measured["gpu"]),
         peak_flops=rate,
         memory_bytes=64 * GIB,

@@ -10,10 +10,11 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from common import STYLE, WLB
 from numpy.typing import NDArray
 
 import wlb
+import wlb_tools
+from benches.common import STYLE, WLB
 from studies.proof import METHODS, Bench, Layout, shared
 from studies.proof.figures import Gain, Run, gain, levels
 
@@ -45,7 +46,7 @@ def attention_share(bench: Bench, profile: Path) -> Row:
     def share(costs: wlb.CostModel, tokens: int) -> float:
         return float(costs.attention_cost([tokens])[0] / costs.cost([tokens])[0])
 
-    h100 = wlb.Hardware.preset("h100").cost_model(wlb.ModelConfig.preset("llama2-7b"))
+    h100 = wlb_tools.Hardware.preset("h100").cost_model(wlb.ModelConfig.preset("llama2-7b"))
     return {
         "flops": share(ours, bench.context),
         "seconds": share(measured, bench.context),
@@ -139,9 +140,9 @@ def _lines(record: Row, picture: str) -> Iterator[str]:
     yield ""
     yield (
         "`make proof` writes this page. A small model trains on the lengths of real documents under every method. The"
-        " plans are those of `wlb.simulate`, the clock grades them, and beside each gain stands what the simulation"
-        " predicted from a profile of this machine (`wlb profile`), a probe of the link between its ranks, and one of"
-        " what the trainer takes beside its layers, on micro-batches and steps that no method trains."
+        " plans are those of `wlb_tools.simulate`, the clock grades them, and beside each gain stands what the"
+        " simulation predicted from a profile of this machine (`wlb profile`), a probe of the link between its ranks,"
+        " and one of what the trainer takes beside its layers, on micro-batches and steps that no method trains."
     )
     yield ""
     yield (

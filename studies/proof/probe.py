@@ -23,13 +23,14 @@ import torch
 from numpy.typing import NDArray
 
 import wlb
+import wlb_tools
 from studies.proof import Bench, Layout, echo, shared, system, unaligned, uneven
 from studies.proof.batches import Text
 from studies.proof.pace import parts_of
 from studies.proof.slices import Stages, clock_of
-from wlb.cluster.overhead import Overhead, copied
-from wlb.cluster.step_time import StageSeconds
-from wlb.simulation.planner import of_size
+from wlb_tools.cluster.overhead import Overhead, copied
+from wlb_tools.cluster.step_time import StageSeconds
+from wlb_tools.simulation.planner import of_size
 
 Floats = NDArray[np.float64]
 REPEATS = 11
@@ -89,7 +90,7 @@ def shapes(bench: Bench, sizes: list[int]) -> list[tuple[int, list[int], str]]:
 
 def stages(
     bench: Bench,
-    scenario: wlb.Scenario,
+    scenario: wlb_tools.Scenario,
     sizes: list[int],
     *,
     device: torch.device,
@@ -100,8 +101,8 @@ def stages(
 
     Of each stage and pass the seconds beyond the profile's layers are a constant and so much for each token of the
     rank; of each layer a share of attention's seconds, and so much for each token that attends in two calls and for
-    each key that is picked from gathered ones (:attr:`wlb.cluster.Overhead.copies`); for the least sum of relative
-    errors.
+    each key that is picked from gathered ones (:attr:`wlb_tools.cluster.Overhead.copies`); for the least sum of
+    relative errors.
 
     Sharded document by document all tokens of a first rank attend in two calls, and no others do.
 
@@ -248,10 +249,10 @@ def group_sizes(layout: Layout) -> tuple[int, ...]:
 
 def of_steps(
     probed: Overhead,
-    scenario: wlb.Scenario,
+    scenario: wlb_tools.Scenario,
     tokens: int,
     seconds: Mapping[int, Mapping[int, float]],
-    machine: Callable[[wlb.Scenario], tuple[float, float]],
+    machine: Callable[[wlb_tools.Scenario], tuple[float, float]],
 ) -> Overhead:
     """With what an op, gathering and a step take beside: from steps of few and of more micro-batches of few tokens.
 
@@ -281,7 +282,7 @@ def of_steps(
 
 
 def _of_groups(
-    known: Overhead, scenario: wlb.Scenario, size: int, length: int, took: Mapping[int, float], alone: float
+    known: Overhead, scenario: wlb_tools.Scenario, size: int, length: int, took: Mapping[int, float], alone: float
 ) -> Overhead:
     """What these steps say: of an op from groups of one rank, of gathering from larger ones, of a step from its own."""
     (few, many), layout = sorted(took), of_size(scenario.layout, size)
@@ -305,7 +306,7 @@ def _of_groups(
     return known
 
 
-def pipeline_seconds(scenario: wlb.Scenario, passes: Passes, count: int, alone: float = 1.0) -> float:
+def pipeline_seconds(scenario: wlb_tools.Scenario, passes: Passes, count: int, alone: float = 1.0) -> float:
     """Predicted seconds of a step of `count` micro-batches that are all alike.
 
     With what ranks save that share a machine, of which others wait (:mod:`studies.proof.shared`).
@@ -321,7 +322,7 @@ def pipeline_seconds(scenario: wlb.Scenario, passes: Passes, count: int, alone: 
     return shared.less(float(timeline.seconds), waits, alone, ranks=layout.world_size) + scenario.step_end
 
 
-def waiting_seconds(scenario: wlb.Scenario, lengths: list[int], count: int) -> Floats:
+def waiting_seconds(scenario: wlb_tools.Scenario, lengths: list[int], count: int) -> Floats:
     """The two steps of :func:`studies.proof.processes.waiting`, predicted.
 
     Returns:
@@ -342,7 +343,7 @@ def waiting_seconds(scenario: wlb.Scenario, lengths: list[int], count: int) -> F
     return np.array([[full + alone.step_end, full - few], [full + alone.step_end, 0.0]])
 
 
-def pass_seconds(scenario: wlb.Scenario, lengths: list[int]) -> Passes:
+def pass_seconds(scenario: wlb_tools.Scenario, lengths: list[int]) -> Passes:
     """Of a micro-batch of these documents, which a group of context-parallel ranks shares."""
     shard = _sharded(scenario, lengths)
     attention = _attention(scenario, shard)
@@ -361,23 +362,23 @@ def pass_seconds(scenario: wlb.Scenario, lengths: list[int]) -> Passes:
     )
 
 
-def first_rank_seconds(scenario: wlb.Scenario, lengths: list[int]) -> Floats:
+def first_rank_seconds(scenario: wlb_tools.Scenario, lengths: list[int]) -> Floats:
     """float64[stages, 3]: what the first rank of the group computes of it, without what it sends or waits for."""
     shard = _sharded(scenario, lengths)
     return _computing(scenario, int(shard.tokens_per_rank[0]), _attention(scenario, shard)[:, 0])
 
 
-def _sharded(scenario: wlb.Scenario, lengths: list[int]) -> wlb.Shard:
+def _sharded(scenario: wlb_tools.Scenario, lengths: list[int]) -> wlb.Shard:
     return wlb.shard(lengths, cp_size=scenario.layout.cp, strategy="per_document")
 
 
-def _attention(scenario: wlb.Scenario, shard: wlb.Shard) -> Floats:
+def _attention(scenario: wlb_tools.Scenario, shard: wlb.Shard) -> Floats:
     """float64[2, ranks, kinds] of forward and backward in a layer, with what ranks copy."""
     seconds = np.stack([scenario.rank_seconds(shard, passes=one) for one in _PASSES])  # type: ignore[arg-type]
     return np.asarray(seconds + scenario.overhead.copying(copied(shard))[..., None])
 
 
-def _computing(scenario: wlb.Scenario, tokens: int, attention: Floats) -> Floats:
+def _computing(scenario: wlb_tools.Scenario, tokens: int, attention: Floats) -> Floats:
     """float64[stages, 3]: what a rank of so many tokens computes, whose `attention` is float64[2, kinds]."""
     forward, backward = attention
     each = scenario.stage_seconds([tokens], attention_forward=forward[None], attention_backward=backward[None])

@@ -25,17 +25,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import train
-import wlb
+import wlb_tools
 from studies.proof import Bench, Layout, placed, system
 from studies.proof.batches import Part, Text
 from studies.proof.pace import parts_of
-from wlb.simulation import Outcome
+from studies.trainer import train
 from wlb.torch.data import DynamicCpStep, Step
 from wlb.torch.flops import peak_flops
 from wlb.torch.groups import data_and_context
-from wlb.torch.profiling import probe_link
 from wlb.torch.timing import StepTimer
+from wlb_tools.profiling import probe_link
+from wlb_tools.simulation import Outcome
 
 Steps = list[list[list[Part]]]  # [steps][dp * cp ranks][micro-batches]
 TICK = "tick"
@@ -246,9 +246,9 @@ def waits_for_all(layout: Layout) -> bool:
     return layout.sizes["pp"] == 1
 
 
-def link_of(measured: Mapping[str, Any]) -> wlb.Link:
+def link_of(measured: Mapping[str, Any]) -> wlb_tools.Link:
     """What the probe found; on one rank, which has none, any."""
-    return wlb.Link(**measured.get("link", {"latency": 1e-6, "bandwidth": 1e12}))
+    return wlb_tools.Link(**measured.get("link", {"latency": 1e-6, "bandwidth": 1e12}))
 
 
 if __name__ == "__main__":

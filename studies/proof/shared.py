@@ -1,22 +1,23 @@
 """Ranks that share a machine: each is faster while others wait, since caches and memory are its own then.
 
-GPUs have their own, so that :func:`wlb.simulate` knows nothing of it. Where ranks are the processors of one machine a
-step of uneven ranks takes a little less than that says: what a rank computes while others wait takes `alone` times as
-long as beside busy ones. By how much changes from one minute to the next, since other machines have these caches, too:
-steps in which ranks wait much and little are timed in turn with the methods (:func:`studies.proof.processes.waiting`).
+GPUs have their own, so that :func:`wlb_tools.simulate` knows nothing of it. Where ranks are the processors of one
+machine a step of uneven ranks takes a little less than that says: what a rank computes while others wait takes `alone`
+times as long as beside busy ones. By how much changes from one minute to the next, since other machines have these
+caches, too: steps in which ranks wait much and little are timed in turn with the methods
+(:func:`studies.proof.processes.waiting`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from wlb.simulation import Outcome
+from wlb_tools.simulation import Outcome
 
 LEAST = 0.8
 """What `alone` was never below where hundreds of steps told it: of a few it may be anything."""
 
 WAITS = ("cp_wait", "dp_wait", "bubble")
-"""What the mean rank of a step waits for others, by :data:`wlb.simulation.ATTRIBUTION`."""
+"""What the mean rank of a step waits for others, by :data:`wlb_tools.simulation.ATTRIBUTION`."""
 
 
 def of_steps(outcome: Outcome, alone: float) -> Any:

@@ -2,8 +2,8 @@
 
 Every part of a micro-batch that a rank computes (its stage's forward, then its backward) runs by itself on one
 processor, methods taking turns step by step so that all see the same machine. How the ranks' times make a step is then
-for the schedule to say (:meth:`wlb.simulation.Outcome.at_measured`); what they would send each other takes what the
-link's probe says.
+for the schedule to say (:meth:`wlb_tools.simulation.Outcome.at_measured`); what they would send each other takes what
+the link's probe says.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llama import LlamaStage
 from studies.proof import Bench, echo
 from studies.proof.batches import Part, Text
-from wlb.simulation import Outcome
+from studies.trainer.llama import LlamaStage
 from wlb.torch.data import PackedBatch
 from wlb.torch.loss import token_normalized_loss
+from wlb_tools.simulation import Outcome
 
 Floats = NDArray[np.float64]
 WARM_UPS = 4

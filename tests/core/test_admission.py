@@ -39,6 +39,24 @@ def test_a_backlog_is_told_once_with_figures(release: str) -> None:
     assert packer.room == packer.admits([1]) == 0
 
 
+def test_what_shows_a_warning_may_use_the_packer() -> None:
+    """A push inside the warning comes first; the push that warned is made after it, and nothing is lost."""
+    packer = tight()
+    inner: list[wlb.Packing] = []
+
+    def show(*_: object, **__: object) -> None:
+        assert packer.pending == 0
+        inner.append(packer.push([7]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        outer = packer.push([60] * 200)
+    packings = [*inner, outer, *packer.flush()]
+    assert [packing.num_tokens for packing in inner] == [7]
+    assert sum(packing.num_tokens for packing in packings) == 7 + 200 * 60
+
+
 @pytest.mark.parametrize("as_error", ["on_backlog", "filter"])
 def test_a_push_that_is_refused_for_its_backlog_changes_nothing(as_error: str) -> None:
     packer = tight(on_backlog="error" if as_error == "on_backlog" else "warn")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import wlb
-from oracles.dynamic_cp import violations
+from tests.oracles.dynamic_cp import violations
 
 COST = wlb.CostModel(attention=1.0, linear=3000.0)
 LENGTHS = [700, 30, 45, 12, 3000, 90, 90, 60, 900, 15, 15, 400]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import wlb
-from plain import pieces_of, plain, plain_rank
+from tests.plain import pieces_of, plain, plain_rank
 
 # Pushes of anything, whatever waits: the bounds are tested in test_admission.py.
 pytestmark = pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import wlb
-from plain import plain
+from tests.plain import plain
 
 COST = wlb.CostModel(attention=1.0, linear=1.0)
 SIZES: dict[str, Any] = {"num_micro_batches": 2, "max_tokens": 1000, "cost_model": COST}

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import wlb
-import wlb.profile
-from profiles import profile
+import wlb.profiles
+from tests.profiles import profile
 
 PROFILE = profile()
 
@@ -151,7 +151,7 @@ def test_a_truncated_or_absent_profile_is_refused(path: Path, tmp_path: Path) ->
                 read(where)
 
 
-@pytest.mark.parametrize("name", wlb.profile.names())
+@pytest.mark.parametrize("name", wlb.profiles.names())
 def test_profiles_that_came_with_wlb_are_read(name: str) -> None:
     assert wlb.KernelModel.from_profile(name).source.startswith("measured: ")
     wlb.CostModel.from_profile(name)

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import wlb
-from wlb.simulation.reading import Reading
+from wlb_tools.simulation.stream import Reading
 
 # Pushes of anything, whatever waits: the bounds are tested in test_admission.py.
 pytestmark = pytest.mark.filterwarnings("ignore::wlb.BacklogWarning")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import wlb
-from plain import pieces_of
+from tests.plain import pieces_of
 from wlb import _core, testing
 
 Batch = tuple[list[int], dict[str, Any]]  # lengths, and the arguments num_micro_batches and max_tokens

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plans
 import pytest
 from numpy.typing import NDArray
 
 import wlb
-from plain import leftover_of, pieces_of
+from tests.core import plans
+from tests.plain import leftover_of, pieces_of
 
 WATCHDOG = 500  # seconds until a deadlock is called one
 

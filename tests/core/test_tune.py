@@ -6,6 +6,9 @@ That every point is what a packer does, and none is better: `rust/wlb-core/tests
 import dataclasses
 import inspect
 import pickle
+import signal
+import time
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from numpy.typing import NDArray
 import wlb
 from wlb import testing
 from wlb._core import MAX_MEAN_DELAY
-from wlb.simulation.reading import Reading
+from wlb_tools.simulation.stream import Reading
 
 POINT_FIELDS = [
     "imbalance_mean",
@@ -33,6 +36,29 @@ LEAST_SAVED = 0.01
 @pytest.mark.parametrize("tune", [wlb.tune_outlier_thresholds, wlb.tune_delay_price])
 def test_the_default_limit_of_the_delay_is_the_cores(tune: Any) -> None:
     assert inspect.signature(tune).parameters["max_mean_delay"].default == MAX_MEAN_DELAY
+
+
+@pytest.mark.parametrize("tune", [wlb.tune_outlier_thresholds, wlb.tune_delay_price])
+def test_a_signal_ends_the_search_between_two_candidates(tune: Any) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stop
+
+    lengths = np.exp(np.random.default_rng(0).normal(7.0, 1.2, 200_000)).astype(np.int64).clip(16, 131072)
+    cost = wlb.CostModel(attention=1e-9, linear=1e-5)
+    before = signal.signal(signal.SIGPROF, stop)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, 0.05)
+        began = time.process_time()
+        with pytest.raises(Stop):
+            tune(lengths, num_micro_batches=16, max_tokens=200_000, max_document_tokens=131072, cost_model=cost)
+        took = time.process_time() - began
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+    assert took < 5.0, "one candidate of about thirty, or one hundred"
 
 
 def measure(

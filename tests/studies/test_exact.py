@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import studies.exact
+import benches.exact
 import wlb
-from plain import pieces_of
+from tests.plain import pieces_of
 from wlb import testing
 
 SOLVER_TOLERANCE = 1e-6  # HiGHS' feasibility tolerance, relative to the largest cost
@@ -42,9 +42,9 @@ def test_no_assignment_is_better(lengths: list[int], cost: wlb.CostModel, n: int
     best = best_maximum(cost.cost(lengths).tolist(), lengths, **sizes)
     if best == float("inf"):
         with pytest.raises(wlb.WlbError):
-            studies.exact.solve(lengths, **sizes, cost_model=cost)
+            benches.exact.solve(lengths, **sizes, cost_model=cost)
         return
-    solution = studies.exact.solve(lengths, **sizes, cost_model=cost)
+    solution = benches.exact.solve(lengths, **sizes, cost_model=cost)
     slack = SOLVER_TOLERANCE * best
     assert solution.optimal
     assert abs(solution.objective - best) <= slack
@@ -71,7 +71,7 @@ def test_a_batch_of_forty(llama_cost: wlb.CostModel) -> None:
     rng = np.random.default_rng(0)
     lengths = np.exp(rng.uniform(np.log(100), np.log(30_000), 40)).astype(np.int64)
     sizes: dict[str, Any] = {"num_micro_batches": 4, "max_tokens": 80_000}
-    solution = studies.exact.solve(lengths, **sizes, cost_model=llama_cost, time_limit=0.5)
+    solution = benches.exact.solve(lengths, **sizes, cost_model=llama_cost, time_limit=0.5)
     greedy = wlb.pack(lengths, **sizes, cost_model=llama_cost)
     assert greedy.leftover.size == 0
     slack = SOLVER_TOLERANCE * solution.objective
@@ -101,17 +101,17 @@ def test_bad_arguments_are_named(argument: str, value: float | str, llama_cost: 
         argument: value,
     }
     with pytest.raises(wlb.WlbError) as raised:
-        studies.exact.solve([10, 20], cost_model=llama_cost, **arguments)
+        benches.exact.solve([10, 20], cost_model=llama_cost, **arguments)
     assert raised.value.argument == argument
 
 
 def test_no_time_limit(llama_cost: wlb.CostModel) -> None:
     sizes: dict[str, Any] = {"num_micro_batches": 2, "max_tokens": 100}
-    assert studies.exact.solve([10, 20, 30], **sizes, cost_model=llama_cost, time_limit=float("inf")).optimal
+    assert benches.exact.solve([10, 20, 30], **sizes, cost_model=llama_cost, time_limit=float("inf")).optimal
 
 
 def test_bad_lengths_are_named(llama_cost: wlb.CostModel) -> None:
     for lengths, index in ([10, 0], 1), ([10, 101], 1), ([-1], 0):
         with pytest.raises(wlb.WlbError) as raised:
-            studies.exact.solve(lengths, num_micro_batches=2, max_tokens=100, cost_model=llama_cost)
+            benches.exact.solve(lengths, num_micro_batches=2, max_tokens=100, cost_model=llama_cost)
         assert (raised.value.argument, raised.value.index) == ("lengths", index)

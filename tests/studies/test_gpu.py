@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes as forked
 import pytest
 import torch
 
 import wlb
+from tests.torch import processes as forked
 from wlb.torch.attention import kernels
 
 items, parity, step, transports = (

@@ -12,7 +12,6 @@ import pytest
 from numpy.typing import NDArray
 
 import wlb
-from profiles import profile
 from studies.paper import RESULTS, SWEEP, Inputs, Result, Study
 from studies.paper.corpora import CORPORA
 from studies.paper.dynamic_cp import Protocol, throughputs
@@ -31,6 +30,7 @@ from studies.paper.published import (
 )
 from studies.paper.results import Row, holds_at, influence, row
 from studies.paper.study import METHODS, ceiling, even, run
+from tests.profiles import profile
 
 SMALL = Study(steps=6, sweep=False, solver_seconds=0.5, solver_samples=1)
 TINY = Configuration("wlb-llm-550m", 16 * 1024, 2, 2, 4, 1)

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes as forked
 import pytest
 import torch
 
 import wlb
-from wlb.cluster.overhead import NO_OVERHEAD, Overhead
+import wlb_tools
+from tests.torch import processes as forked
 from wlb.torch.attention import context_parallel_attention
-from wlb.torch.profiling import LinkTimes, probe_link
+from wlb_tools.cluster.overhead import NO_OVERHEAD, Overhead
+from wlb_tools.profiling import LinkTimes, probe_link
 
 for needed in ("cyclopts", "matplotlib", "rich"):
     pytest.importorskip(needed)
@@ -43,10 +44,10 @@ def outcomes(layout: str, *names: str) -> dict[str, Any]:
     bench = BENCH
     lengths = np.random.default_rng(0).lognormal(3, 1, 400).astype(np.int64).clip(1, 64)
     layout = proof.Layout(layout)
-    scenario = wlb.Scenario(
+    scenario = wlb_tools.Scenario(
         model=bench.model,
-        layout=wlb.ParallelLayout(**layout.sizes, fsdp="zero2"),
-        hardware=wlb.Hardware.preset("h100"),
+        layout=wlb_tools.ParallelLayout(**layout.sizes, fsdp="zero2"),
+        hardware=wlb_tools.Hardware.preset("h100"),
         context=bench.context,
         max_tokens=128,
     )
@@ -680,12 +681,12 @@ def test_a_probe_finds_what_ops_gathering_and_steps_take(name: str) -> None:
     """Of steps that take what the simulation says they take with it."""
     layout, few = proof.Layout(name), probing.few_tokens(BENCH.context)
 
-    def scenario(group: int, count: int, overhead: Any) -> wlb.Scenario:
+    def scenario(group: int, count: int, overhead: Any) -> wlb_tools.Scenario:
         ranks = layout.sizes["dp"] * layout.sizes["cp"]
-        return wlb.Scenario(
+        return wlb_tools.Scenario(
             model=BENCH.model,
-            layout=wlb.ParallelLayout(pp=layout.sizes["pp"], cp=group, dp=ranks // group, fsdp="zero2"),
-            hardware=wlb.Hardware.preset("h100"),
+            layout=wlb_tools.ParallelLayout(pp=layout.sizes["pp"], cp=group, dp=ranks // group, fsdp="zero2"),
+            hardware=wlb_tools.Hardware.preset("h100"),
             context=few * group,
             num_micro_batches=count * (ranks // group),
             overhead=overhead,
@@ -703,7 +704,7 @@ def test_a_probe_finds_what_ops_gathering_and_steps_take(name: str) -> None:
         count = factor * layout.sizes["pp"]
         case = scenario(group, count, truth)
         lengths = np.full(case.micro_batches, few * group)
-        outcome = wlb.simulate(lengths, case, variants=("per_document",)).baseline
+        outcome = wlb_tools.simulate(lengths, case, variants=("per_document",)).baseline
         took = float(shared.of_steps(outcome, 0.9)[0])  # of which the waiting is that of ranks which share a machine
         seconds.setdefault(group, {})[count] = slower * took
 

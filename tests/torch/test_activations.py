@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import wlb
-from wlb.cluster.memory import activation_bytes
+import wlb_tools
+from wlb_tools.cluster.memory import activation_bytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -57,7 +58,7 @@ def test_a_layer_keeps_what_the_table_says(model_type: str, kv_heads: int) -> No
     measured = bytes_kept(built.layers[0], x, position_embeddings=rotation, position_ids=positions, attention_mask=None)
 
     model = wlb.ModelConfig.from_hugging_face(config)
-    layout = wlb.ParallelLayout(fused_ffn=False, activation_bytes=4)
+    layout = wlb_tools.ParallelLayout(fused_ffn=False, dtype="float32")
     cosines_and_sines = sum(angles.nbytes for angles in rotation)
     # Norms before blocks, or of what blocks give (OLMo 2, EXAONE 4); of each head, or of all together (OLMo 2).
     normalised = 2 * 64 + (64 + kv_heads * 8 if model.attention.qk_norm != "none" else 0)

@@ -1,11 +1,11 @@
 """Ranks with different plans are told, all of them, before anything hangs."""
 
 import numpy as np
-import processes
 import pytest
 import torch.distributed as dist
 
 import wlb
+from tests.torch import processes
 from wlb.torch.agreement import check_agreement
 
 COST = wlb.CostModel(attention=1.0, linear=1.0)

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wlb
+from tests.torch import processes
 from wlb.torch.attention import arguments, context_parallel_attention, kernels, merge, prepare_attention, routes
 from wlb.torch.attention.segments import Call
 from wlb.torch.data import DynamicCpLoader, PackedBatch

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import wlb
+from tests.torch import processes
 from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, Step, StepLoader, collate
 from wlb.torch.data.costs import CostSwitches
 

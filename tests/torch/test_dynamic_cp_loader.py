@@ -14,13 +14,13 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import wlb
+from tests.torch import processes
 from wlb._seal import seal
 from wlb.torch.attention import max_cp_size
 from wlb.torch.data import (

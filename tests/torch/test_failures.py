@@ -15,14 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import faults
-import processes
 import pytest
 import torch
 import torch.distributed as dist
-from faults import KINDS, PLACES
 
 import wlb
+from tests.torch import faults, processes
+from tests.torch.faults import KINDS, PLACES
 from wlb.torch import heartbeat
 from wlb.torch.data import PackedBatch, collate
 from wlb.torch.gradients import all_reduce_gradients

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import wlb
 import wlb.torch as wt
+from tests.torch import processes
 
 RNG = np.random.default_rng(3)
 LENGTHS = np.minimum(8 + RNG.pareto(1.2, 300) * 20, 300).astype(int)

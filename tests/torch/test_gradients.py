@@ -14,7 +14,6 @@ from typing import Any
 import accelerate
 import lightning
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import wlb
+from tests.torch import processes
 from wlb.torch.gradients import all_reduce_gradients, sum_gradients
 from wlb.torch.loss import IGNORE, count_valid_tokens, token_normalized_loss
 

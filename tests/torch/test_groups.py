@@ -3,12 +3,12 @@
 from datetime import timedelta
 from typing import Any
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
 
 import wlb
+from tests.torch import processes
 from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context
 
 

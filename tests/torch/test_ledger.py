@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import wlb
-from wlb.audit import audit
+from tests.torch import processes
 from wlb.ledger import Pieces, as_line
 from wlb.torch.data import (
     BalancedBatchSampler,
@@ -27,6 +26,7 @@ from wlb.torch.data import (
     StepLoader,
     collate,
 )
+from wlb_tools.audit import audit
 
 RNG = np.random.default_rng(5)
 LENGTHS = np.where(RNG.random(90) < 0.85, RNG.integers(1, 20, 90), RNG.integers(30, 90, 90))
@@ -357,7 +357,7 @@ def test_a_changed_byte_is_seen(tmp_path: Path) -> None:
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     pytest.importorskip("cyclopts")
     pytest.importorskip("rich")
-    from wlb.cli import main
+    from wlb_tools.command import main
 
     def run(*argv: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:

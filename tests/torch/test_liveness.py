@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 import wlb
-from wlb.audit import audit
 from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, Ledger, StepLoader, collate
+from wlb_tools.audit import audit
 
 CONTEXT, MICRO_BATCHES = 64, 4
 COST = wlb.CostModel(attention=1.0, linear=20.0)

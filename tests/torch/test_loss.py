@@ -1,7 +1,6 @@
 """The loss is the mean over all tokens, however they are packed; FLOPs come from true lengths."""
 
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import wlb
-from wlb.cluster.models import Attention, FeedForward, Layer, Mask
+from tests.torch import processes
+from wlb.models import Attention, FeedForward, Layer, Mask
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.gradients import sum_gradients
 from wlb.torch.groups import build_mesh

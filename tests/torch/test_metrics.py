@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import wlb
 import wlb.torch as wt
+from tests.torch import processes
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 400)
 

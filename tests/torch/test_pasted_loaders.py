@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch.distributed as dist
 
 import wlb
 import wlb.torch.data  # before the processes fork: importing it takes most of their time
-from wlb.cli.output import loaders
+from tests.torch import processes
+from wlb_tools.command.output import loaders
 
 COST = wlb.CostModel(attention=1.0, linear=100.0)
 PLAN = functools.partial(

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import wlb
+from tests.torch import processes
 from wlb.torch.pipeline import (
     PeerFailed,
     PipelineMicroBatch,

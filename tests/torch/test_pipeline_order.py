@@ -15,7 +15,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 import wlb
-from plain import Op, orders_of
+from tests.plain import Op, orders_of
 from wlb.torch.pipeline import stages_of_rank
 
 KINDS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}

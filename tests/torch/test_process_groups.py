@@ -2,10 +2,11 @@
 
 import os
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.torch import processes
 
 
 def add_up(rank: int) -> float:

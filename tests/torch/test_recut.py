@@ -6,13 +6,13 @@ import itertools
 from typing import Any
 
 import numpy as np
-import processes as forked
 import pytest
 import torch
 import torch.distributed as dist
 
 import wlb
 import wlb.torch as wt
+from tests.torch import processes as forked
 
 LENGTHS = [[37, 1, 12, 5, 1, 64], [3], [1, 1], [200]]  # fewer tokens than ranks, too
 CUTS: list[dict[str, Any]] = [

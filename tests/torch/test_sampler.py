@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import wlb
+from tests.torch import processes
 from wlb._seal import seal
-from wlb.audit import audit
 from wlb.torch.data import BalancedBatchSampler, Documents, Ledger, PackedBatch, Piece, Step, StepLoader, collate
 from wlb.torch.data.permutation import Permutation
+from wlb_tools.audit import audit
 
 COST = wlb.CostModel(attention=1e-3, linear=1e-2)
 RNG = np.random.default_rng(0)

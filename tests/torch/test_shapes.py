@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import wlb
 import wlb.torch as wt
+from tests.torch import processes
 from wlb.torch.data import (
     IGNORE,
     BalancedBatchSampler,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import wlb
 import wlb.torch as wt
 from wlb import testing
-from wlb.simulation.reading import Reading
+from wlb_tools.simulation.stream import Reading
 
 
 @settings(max_examples=100)

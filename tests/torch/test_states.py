@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 import wlb
+from tests.torch import processes
 from wlb._seal import seal
 from wlb.torch.data import (
     BalancedBatchSampler,

@@ -14,11 +14,11 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch.distributed as dist
 
 import wlb
+from tests.torch import processes
 from wlb._seal import seal
 from wlb.torch.data import IGNORE, BalancedStream, Document, PackedBatch, Step, collate
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch.distributed.pipelining import schedules
 
 import wlb
 import wlb.torch as wt
+from tests.torch import processes
 
 
 class Clock:

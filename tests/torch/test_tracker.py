@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import wlb
 import wlb.torch as wt
+from tests.torch import processes
 from wlb._seal import seal
 from wlb.torch.data.work import PlannedWork, replan_as
 

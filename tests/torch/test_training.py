@@ -8,7 +8,6 @@ from typing import Any
 
 import accelerate
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import wlb
 import wlb.torch as wt
+from tests.torch import processes
 from wlb.torch.data import IGNORE, PackedBatch
 
 VOCABULARY = 13

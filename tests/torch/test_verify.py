@@ -11,11 +11,9 @@ from typing import Any
 
 import accelerate
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
-from test_training import LENGTHS, Network, documents, loader
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import wlb
 import wlb.torch as wt
+from tests.torch import processes
+from tests.torch.test_training import LENGTHS, Network, documents, loader
 from wlb.torch.data import IGNORE, PackedBatch, Step
 
 

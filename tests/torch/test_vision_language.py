@@ -1,15 +1,11 @@
 """The example with two resources: both level, and nothing learnt otherwise."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-import vision_language as example  # noqa: E402
+from examples import vision_language as example  # noqa: E402
 
 
 def test_both_resources_are_level_and_gradients_are_those_of_one_document_at_a_time() -> None:

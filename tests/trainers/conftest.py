@@ -2,8 +2,9 @@
 
 import os
 
-import processes
 import torch
+
+from tests.torch import processes
 
 torch.set_num_threads(1)
 os.environ |= processes.ENVIRONMENT

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_run import CONTEXT, VOCABULARY, Run, build, documents, initialize, of_page, on_cpu
-from page import block
+
+from tests.trainers.megatron_run import CONTEXT, VOCABULARY, Run, build, documents, initialize, of_page, on_cpu
+from tests.trainers.page import block
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

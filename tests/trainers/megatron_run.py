@@ -26,9 +26,10 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from page import block
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from tests.trainers.page import block
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

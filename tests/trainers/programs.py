@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch.distributed as dist
-from text_corpus import Row, planned, reference, tokenizer
 from transformers import Trainer
 
-from small_corpus import StopAt, flat, llama, outcome
+from tests.torch import processes
+from tests.trainers.small_corpus import StopAt, flat, llama, outcome
+from tests.trainers.text_corpus import Row, planned, reference, tokenizer
 
 STEPS = 20
 Program = Callable[[Path, Path, dict[str, Any]], None]  # of a model's folder, an output folder, options of `balance`

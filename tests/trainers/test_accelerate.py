@@ -11,7 +11,6 @@ from typing import Any
 
 import accelerate
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wlb
 import wlb.torch as wt
-from small_corpus import CONTEXT, LENGTHS, documents, llama, rows_of_steps, train_alone
+from tests.torch import processes
+from tests.trainers.small_corpus import CONTEXT, LENGTHS, documents, llama, rows_of_steps, train_alone
 
 STEPS = 20
 EPOCHS = 2

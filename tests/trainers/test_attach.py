@@ -12,11 +12,11 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from test_balance import arguments, documents, llama, together
-from test_training import Network, flat, loader, reference
 from transformers import Trainer
 
 import wlb
+from tests.torch.test_training import Network, flat, loader, reference
+from tests.trainers.test_balance import arguments, documents, llama, together
 from wlb.integrations.lightning import BalancedDataModule
 
 

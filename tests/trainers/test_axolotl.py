@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 import yaml
-from page import block
-from programs import check_losses, check_resuming, save_model
-from text_corpus import texts, tokenised
 
+from tests.trainers.page import block
+from tests.trainers.programs import check_losses, check_resuming, save_model
+from tests.trainers.text_corpus import texts, tokenised
 from wlb._errors import WlbError
 
 pytest.importorskip("axolotl")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,7 +29,8 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 
 import wlb
-from small_corpus import (
+from tests.torch import processes
+from tests.trainers.small_corpus import (
     CONTEXT,
     LENGTHS,
     VOCABULARY,

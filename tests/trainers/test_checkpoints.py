@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
-from test_train import CONFIG, SETTINGS, checkpoints, example, rows, run
 from torch.distributed.checkpoint.api import CheckpointException
 
-from wlb.audit import audit
+from tests.torch import processes
+from tests.trainers.test_train import CONFIG, SETTINGS, checkpoints, example, rows, run
 from wlb.torch.data import Step, collate
 from wlb.torch.groups import build_mesh
+from wlb_tools.audit import audit
 
 STATE: dict[str, Any] = {"weights": torch.arange(500.0), "data": "where the next step begins", "done": 3}
 

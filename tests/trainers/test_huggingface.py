@@ -7,7 +7,6 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,9 +20,10 @@ from transformers import (
     TrainingArguments,
 )
 
-import small_corpus
 import wlb
-from small_corpus import VOCABULARY
+from tests.torch import processes
+from tests.trainers import small_corpus
+from tests.trainers.small_corpus import VOCABULARY
 from wlb.integrations.huggingface import MicroBatchCallback, MicroBatchLoader
 from wlb.torch.data import BalancedBatchSampler, StepLoader, collate
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import lightning
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,7 +27,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 import wlb
-from small_corpus import (
+from tests.torch import processes
+from tests.trainers.small_corpus import (
     CONTEXT,
     LENGTHS,
     VOCABULARY,

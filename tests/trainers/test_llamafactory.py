@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import yaml
-from page import block
-from programs import check_losses, check_resuming, save_model
-from text_corpus import texts, tokenised
 
 import wlb
+from tests.trainers.page import block
+from tests.trainers.programs import check_losses, check_resuming, save_model
+from tests.trainers.text_corpus import texts, tokenised
 from wlb._errors import WlbError
 
 pytest.importorskip("llamafactory")

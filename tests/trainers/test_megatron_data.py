@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page import block
-from processes import run as run_processes
+
+from tests.torch.processes import run as run_processes
+from tests.trainers.page import block
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
@@ -21,10 +22,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron_run import CONTEXT, Run, alone, build, configuration, documents, initialize, on_cpu
 
 import wlb
 import wlb.torch as wt
+from tests.trainers.megatron_run import CONTEXT, Run, alone, build, configuration, documents, initialize, on_cpu
 from wlb.integrations import megatron
 from wlb.integrations.megatron import refusals
 from wlb.integrations.megatron.costs import cost_of

@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import run as run_processes
+
+from tests.torch.processes import run as run_processes
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from megatron_run import Run, initialize, on_cpu
-
 import wlb
+from tests.trainers.megatron_run import Run, initialize, on_cpu
 from wlb.integrations import megatron
 from wlb.integrations.megatron.groups import largest_group
 

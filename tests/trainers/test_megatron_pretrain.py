@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import RankFailed
-from processes import run as run_processes
+
+from tests.torch.processes import RankFailed
+from tests.torch.processes import run as run_processes
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from megatron_pretrain import train
-from megatron_run import Run
-from test_megatron_training import plain
+from tests.trainers.megatron_pretrain import train
+from tests.trainers.megatron_run import Run
+from tests.trainers.test_megatron_training import plain
 
 pytest.importorskip("tensorboard")
 

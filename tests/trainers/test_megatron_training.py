@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import RankFailed
-from processes import run as run_processes
+
+from tests.torch.processes import RankFailed
+from tests.torch.processes import run as run_processes
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core import utils as megatron_utils
-from megatron_run import Result, Run, alone, documents, hybrid, hybrid_pieces, reference, train
+
+from tests.trainers.megatron_run import Result, Run, alone, documents, hybrid, hybrid_pieces, reference, train
 
 Layout = tuple[int, Run]
 

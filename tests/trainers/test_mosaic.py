@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch.distributed as dist
-from page import block
 from transformers import Trainer, TrainingArguments
 
 import wlb
 import wlb.torch as wt
-from small_corpus import llama
+from tests.torch import processes
+from tests.trainers.page import block
+from tests.trainers.small_corpus import llama
 from wlb.integrations.huggingface import balance
 from wlb.integrations.mosaic import streams_of
 

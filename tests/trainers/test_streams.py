@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch.distributed as dist
-from page import block
 
 import wlb
 import wlb.torch as wt
-from small_corpus import llama
+from tests.torch import processes
+from tests.trainers.page import block
+from tests.trainers.small_corpus import llama
 from wlb.integrations.huggingface import streams_of
 
 datasets = pytest.importorskip("datasets")

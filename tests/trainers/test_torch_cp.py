@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 import torch._dynamo  # FlexAttention imports it: once here, instead of in each process
@@ -18,6 +17,7 @@ from torch.distributed.tensor.experimental._attention import (
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import wlb
+from tests.torch import processes
 from wlb.integrations.torch_cp import ShardLoadBalancer, document_mask, padded_lengths
 
 LENGTHS = [1, 300, 2, 61]  # 148 tokens of padding follow

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
-import titan
 import torch
+
+from tests.trainers import titan  # before any other file of torchtitan is read
+
+# isort: split
 from datasets import Dataset
-from page import block
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import CompileConfig
@@ -26,7 +27,9 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
 import wlb
-from small_corpus import CONTEXT, LENGTHS
+from tests.torch import processes
+from tests.trainers.page import block
+from tests.trainers.small_corpus import CONTEXT, LENGTHS
 from wlb.integrations import versions
 from wlb.integrations.torchtitan import WlbDataLoader, balance, proof
 from wlb.integrations.torchtitan.costs import cost_of_model

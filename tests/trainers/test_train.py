@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,22 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-import checkpoints
-import llama
-import train as example
-from llama import LlamaConfig
-from wlb.audit import audit
+from studies.trainer import checkpoints, llama
+from studies.trainer import train as example
+from studies.trainer.llama import LlamaConfig
+from tests.torch import processes
 from wlb.torch.data import collate
 from wlb.torch.groups import build_mesh
 from wlb.torch.loss import token_normalized_loss
 from wlb.torch.pipeline import pipeline_step
+from wlb_tools.audit import audit
 
 CONFIG = LlamaConfig(hidden_size=32, ffn_hidden_size=48, num_layers=8, num_heads=4, num_kv_heads=2, vocab_size=257)
 SETTINGS = example.Settings(

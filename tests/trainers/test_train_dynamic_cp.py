@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
-from test_train import (
+
+import wlb
+from tests.torch import processes
+from tests.trainers.test_train import (
     CONFIG,
     SETTINGS,
     check_going_on,
@@ -25,8 +27,6 @@ from test_train import (
     trained_whole,
     whole_gradients,
 )
-
-import wlb
 from wlb.torch.data import DynamicCpLoader, collate
 from wlb.torch.groups import data_and_context
 from wlb.torch.loss import token_normalized_loss

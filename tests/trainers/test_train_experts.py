@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from test_train import (
+
+from studies.trainer import experts
+from tests.torch import processes
+from tests.trainers.test_train import (
     CONFIG,
     MICRO_BATCHES,
     SETTINGS,
@@ -26,9 +28,7 @@ from test_train import (
     rows,
     run,
 )
-from test_train_dynamic_cp import DYNAMIC, dynamic_gradients, one_process
-
-import experts
+from tests.trainers.test_train_dynamic_cp import DYNAMIC, dynamic_gradients, one_process
 from wlb._core import WlbError
 from wlb.torch.data import collate
 from wlb.torch.groups import data_and_context, expert_ranks

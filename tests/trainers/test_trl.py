@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
-from page import block
-from text_corpus import LENGTHS, Row, planned, reference, texts, tokenised, tokenizer
 
 import wlb
-from small_corpus import CONTEXT, StopAt, flat, llama, loss_of_one, outcome
+from tests.torch import processes
+from tests.trainers.page import block
+from tests.trainers.small_corpus import CONTEXT, StopAt, flat, llama, loss_of_one, outcome
+from tests.trainers.text_corpus import LENGTHS, Row, planned, reference, texts, tokenised, tokenizer
 from wlb.integrations.huggingface import balance
 from wlb.integrations.rows import Rows
 from wlb.integrations.streams import streams_of

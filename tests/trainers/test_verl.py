@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.distributed as dist
-from page import block
 
 import wlb
+from tests.torch import processes
+from tests.trainers.page import block
 from wlb.integrations import rl
 from wlb.integrations import verl as ours
 

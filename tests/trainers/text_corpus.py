@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from small_corpus import CONTEXT, llama, train_alone
+from tests.trainers.small_corpus import CONTEXT, llama, train_alone
 from wlb.torch.data import Piece
 
 WORDS = [f"w{number}" for number in range(60)]

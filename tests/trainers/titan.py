@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 
-import small_corpus
+from tests.trainers import small_corpus
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-trainers installs it")
 

@@ -6,13 +6,14 @@ import torch
 from numpy.typing import ArrayLike
 
 import wlb
+from wlb._core import PEAK_FLOPS
 from wlb._errors import error
-from wlb.cluster.hardware import Hardware, presets
 
 # Dense bf16 tensor-core peak of one GPU, FLOP/s, from NVIDIA's data sheets. Of the entries whose words are all among
 # those of the driver's name, the longest counts.
 PEAK_BF16 = {
-    **{name.upper(): Hardware.preset(name).peak_flops for name in presets()},
+    **{generation.upper(): peak for generation, peak in PEAK_FLOPS.items()},
+    "GB200": 2.5e15,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H200 NVL": 835e12,

@@ -1,6 +1,5 @@
 //! Documents from the costliest to the cheapest.
 
-use crate::interrupt::{Meter, STEPS, check};
 use crate::longest_first::sort;
 
 /// Bits of a cost that are sorted in linear time: two passes. What they do not tell apart is compared.
@@ -19,7 +18,6 @@ pub(crate) fn costliest_first(costs: &[f64]) -> impl Iterator<Item = usize> + us
     let shift = (u64::BITS - (most - least).leading_zeros()).saturating_sub(BITS);
     let key = |cost: f64| (most - if cost > floor { cost } else { floor }.to_bits()) >> shift;
     let keys: Vec<u64> = costs.iter().zip(0..).map(|(&cost, at)| key(cost) << 32 | at).collect();
-    check();
     let mut sorted = sort(keys, BITS);
     let cost = |key: u64| costs[key as u32 as usize];
     let mut end = 1;
@@ -34,14 +32,7 @@ pub(crate) fn costliest_first(costs: &[f64]) -> impl Iterator<Item = usize> + us
         end += sorted[end..].partition_point(|&other| other >> 32 == key >> 32);
         sorted[start..end].sort_unstable_by(|&a, &b| cost(b).total_cmp(&cost(a)).then(a.cmp(&b)));
     }
-    // Each of them is then placed.
-    let (mut meter, long) = (Meter::default(), sorted.len() >= STEPS);
-    sorted.into_iter().map(move |key| {
-        if long {
-            meter.spend(1);
-        }
-        key as u32 as usize
-    })
+    sorted.into_iter().map(|key| key as u32 as usize)
 }
 
 /// The least cost above zero, and the greatest; twice zero where there is none.

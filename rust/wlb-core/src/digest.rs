@@ -4,23 +4,18 @@ use std::io::{self, Write};
 
 use serde::Serialize;
 
-use crate::interrupt::Meter;
-
 /// Bytes that are hashed at once: few calls, and no second copy of what is hashed.
 const AT_ONCE: usize = 1 << 16;
-/// Bytes that take about as long as a step of other work.
-const BYTES_A_STEP: usize = 4;
 
-/// BLAKE3 of bytes that come bit by bit; can be interrupted.
+/// BLAKE3 of bytes that come bit by bit.
 pub(crate) struct Digest {
     hasher: blake3::Hasher,
     waiting: Vec<u8>,
-    meter: Meter,
 }
 
 impl Digest {
     pub(crate) fn new() -> Self {
-        Self { hasher: blake3::Hasher::new(), waiting: Vec::new(), meter: Meter::default() }
+        Self { hasher: blake3::Hasher::new(), waiting: Vec::new() }
     }
 
     #[inline]
@@ -33,7 +28,6 @@ impl Digest {
 
     fn take_in(&mut self) {
         self.hasher.update(&self.waiting);
-        self.meter.spend(self.waiting.len() / BYTES_A_STEP);
         self.waiting.clear();
     }
 

@@ -143,7 +143,7 @@ pub enum Error {
     #[allow(missing_docs)]
     State { path: String, problem: String },
 
-    /// The check that the caller gave ended the work ([`crate::interruptible`]).
+    /// The caller's `keep_going` said no between two candidates of tuning ([`crate::packing::tune`]).
     #[error("interrupted")]
     Interrupted,
 

@@ -2,10 +2,8 @@
 
 use std::cmp::Ordering;
 
-use crate::interrupt::Meter;
-
-/// Micro-batches from which on the steps of a search are counted towards the next check. With fewer, a search is short
-/// enough to be counted with what is placed, and counting is a tenth of all work.
+/// Micro-batches from which on the steps of a search are counted. With fewer, a search is short, and counting is a tenth
+/// of all work.
 const COUNTED_FROM: usize = 1024;
 
 /// Steps after which a search among so many goes on from a sample.
@@ -25,7 +23,6 @@ pub(crate) struct Ladder {
     finger: u32,
     /// Where the last searches ended for those that came back, of either kind.
     back: [u32; 2],
-    meter: Meter,
 }
 
 #[derive(Clone, Copy)]
@@ -52,8 +49,7 @@ impl Ladder {
     fn sorted(order: Vec<(f64, u32)>) -> Self {
         let end = order.len() as u32;
         let rung = Rung { weight: f64::INFINITY, lighter: end, heavier: end };
-        let mut ladder =
-            Self { rungs: vec![rung; order.len() + 1], finger: end, back: [end; 2], meter: Meter::default() };
+        let mut ladder = Self { rungs: vec![rung; order.len() + 1], finger: end, back: [end; 2] };
         for (weight, index) in order {
             ladder.rungs[index as usize].weight = weight;
             ladder.insert_below(index, end);
@@ -189,9 +185,6 @@ impl Ladder {
                 above = if self.is_below(sampled, above) { sampled } else { above };
             }
         }
-        if COUNTED {
-            self.meter.spend(steps);
-        }
         self.insert_below(index, above);
         self.finger = index;
     }
@@ -200,7 +193,6 @@ impl Ladder {
     #[cold]
     fn sampled_above(&mut self, index: u32) -> u32 {
         let stride = self.rungs.len().isqrt();
-        self.meter.spend(stride);
         let is_above = |&other: &u32| {
             let is_in = self.rungs[other as usize].heavier != other;
             is_in && other != index && !self.is_below(other, index)

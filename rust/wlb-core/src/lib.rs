@@ -32,7 +32,6 @@ mod costliest_first;
 mod digest;
 pub mod dynamic_cp;
 pub mod error;
-mod interrupt;
 mod ladder;
 pub mod lengths;
 pub mod limits;
@@ -44,7 +43,6 @@ pub mod sharding;
 
 pub use cost::{CostModel, Mask};
 pub use error::{Error, Result};
-pub use interrupt::interruptible;
 pub use lengths::Lengths;
 pub use packing::{Leftover, Method, PackOptions, Packing, pack, pack_whole};
 pub use pipeline::{Pipeline, Schedule};

@@ -1,7 +1,5 @@
 //! Documents from longest to shortest.
 
-use crate::interrupt::{Meter, STEPS, check, parts};
-
 /// Below this a comparison sort is faster than clearing the radix counters.
 const SMALL: usize = 256;
 const DIGIT_BITS: u32 = 11;
@@ -21,32 +19,11 @@ where
     I: Iterator<Item = (usize, i32)>,
 {
     // The complement of the length above the index: ascending keys are descending lengths, ties by index.
-    let mut keys = documents.map(|(index, length)| u64::from(!(length as u32)) << 32 | index as u64);
-    let keys = collect(&mut keys);
-    check();
-    // Each of them is then placed, or something like it.
-    let (mut meter, long) = (Meter::default(), keys.len() >= STEPS);
+    let keys: Vec<u64> = documents.map(|(index, length)| u64::from(!(length as u32)) << 32 | index as u64).collect();
     // Lengths are positive int32: the complement's unused high bits are all ones.
     let longest = keys.iter().map(|key| !((key >> 32) as u32)).max().unwrap_or(0);
-    sort(keys, 32 - longest.leading_zeros()).into_iter().map(move |key| {
-        if long {
-            meter.spend(1);
-        }
-        (!((key >> 32) as u32) as i32, key as u32 as usize)
-    })
-}
-
-/// All that an iterator gives, with a check now and then.
-fn collect(values: &mut impl Iterator<Item = u64>) -> Vec<u64> {
-    let mut collected = Vec::with_capacity(values.size_hint().0);
-    loop {
-        let before = collected.len();
-        collected.extend(values.by_ref().take(STEPS));
-        if collected.len() < before + STEPS {
-            return collected;
-        }
-        check();
-    }
+    let sorted = sort(keys, 32 - longest.leading_zeros());
+    sorted.into_iter().map(|key| (!((key >> 32) as u32) as i32, key as u32 as usize))
 }
 
 /// Ascending keys, if those that have the same `bits` above the lowest 32 come in order of these.
@@ -60,21 +37,17 @@ pub(crate) fn sort(mut keys: Vec<u64>, bits: u32) -> Vec<u64> {
     while shift < 32 + bits {
         let digit = |key: u64| (key >> shift) as usize % DIGITS;
         let mut cursors = [0_u32; DIGITS];
-        for part in parts(&keys) {
-            for &key in part {
-                cursors[digit(key)] += 1;
-            }
+        for &key in &keys {
+            cursors[digit(key)] += 1;
         }
         let mut total = 0;
         for cursor in &mut cursors {
             (*cursor, total) = (total, total + *cursor);
         }
-        for part in parts(&keys) {
-            for &key in part {
-                let cursor = &mut cursors[digit(key)];
-                scratch[*cursor as usize] = key;
-                *cursor += 1;
-            }
+        for &key in &keys {
+            let cursor = &mut cursors[digit(key)];
+            scratch[*cursor as usize] = key;
+            *cursor += 1;
         }
         std::mem::swap(&mut keys, &mut scratch);
         shift += DIGIT_BITS;

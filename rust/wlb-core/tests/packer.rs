@@ -3,6 +3,8 @@
 
 mod common;
 
+use std::cell::Cell;
+
 use common::naive;
 use common::strategies::{checked, config, cost_model, lengths, method, pack_options, plain_config, stream};
 use common::stream::{Event, run};
@@ -153,8 +155,8 @@ proptest! {
         let options = TuneOptions { packer: packer.clone(), max_mean_delay, max_early: 0 };
         let lengths = checked(&lengths);
         let tuned = match num_queues {
-            Some(num_queues) => tune_outlier_thresholds(&lengths, num_queues, &options),
-            None => tune_delay_price(&lengths, &options),
+            Some(num_queues) => tune_outlier_thresholds(&lengths, num_queues, &options, &|| true),
+            None => tune_delay_price(&lengths, &options, &|| true),
         }
         .unwrap();
         let mut all = tuned.pareto.clone();
@@ -199,7 +201,7 @@ proptest! {
         let packer = PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, ..simple(n, vec![], max_delay) };
         let (packer, tokens_per_batch) = reading(packer, share);
         let options = TuneOptions { packer: packer.clone(), max_mean_delay, max_early: 0 };
-        let tuned = tune_delay_price(&checked(&lengths), &options).unwrap();
+        let tuned = tune_delay_price(&checked(&lengths), &options, &|| true).unwrap();
         let default = Release::Adaptive.default_price();
         let at = |price: Option<f64>, documents: &[i32]| {
             let (release, delay_price) = (Release::Adaptive, price);
@@ -399,4 +401,19 @@ fn forged_metrics_are_refused() {
         assert_ne!(forged, text);
         assert!(matches!(Packer::load(&forged), Err(Error::State { .. })), "{forged}");
     }
+}
+
+/// The search asks before every candidate, and ends at the first no.
+#[test]
+fn tuning_ends_when_its_caller_says_so() {
+    let (packer, _) = reading(simple(2, vec![], Some(4)), 0.5);
+    let options = TuneOptions { packer, max_mean_delay: 1.0, max_early: 0 };
+    let lengths = checked(&[100; 50]);
+    let left = Cell::new(3);
+    let keep_going = || left.replace(left.get() - 1) > 0;
+    assert_eq!(tune_delay_price(&lengths, &options, &keep_going), Err(Error::Interrupted));
+    assert_eq!(left.get(), -1);
+    left.set(3);
+    assert_eq!(tune_outlier_thresholds(&lengths, 2, &options, &keep_going), Err(Error::Interrupted));
+    assert_eq!(left.get(), -1);
 }

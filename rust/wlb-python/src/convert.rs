@@ -13,8 +13,7 @@ use wlb_core::limits::MAX_TOKENS;
 use crate::error::{raise, refuse};
 use crate::results::declaration;
 
-/// Numbers that are read at a time: a copy of them stays in a cache until it is checked, and signals are looked for
-/// after it.
+/// Numbers that are read at a time: a copy of them stays in a cache until it is checked.
 const PART: usize = 1 << 16;
 
 /// Lengths of documents: copied, and the copy checked, because other threads may write to the array; numpy does so
@@ -33,11 +32,12 @@ fn lengths_of<T: Element + Copy + Into<i64>>(
 ) -> PyResult<Lengths> {
     let mut lengths = Lengths::with_capacity(array.len());
     let mut copy = Vec::with_capacity(array.len().min(PART));
-    in_parts(array, |part| {
+    // SAFETY: no Python runs meanwhile, and the GIL is held. That the memory is aligned and contiguous is checked.
+    for part in unsafe { array.as_slice() }?.chunks(PART) {
         copy.clear();
         copy.extend(part.iter().map(|&length| length.into()));
-        lengths.extend(argument, &copy).map_err(raise)
-    })?;
+        lengths.extend(argument, &copy).map_err(raise)?;
+    }
     Ok(lengths)
 }
 
@@ -61,30 +61,8 @@ fn is_plain<T: Element>(array: &Bound<'_, PyArrayDyn<T>>) -> bool {
 }
 
 fn copied<T: Element + Copy>(array: &Bound<'_, PyArrayDyn<T>>) -> PyResult<Vec<T>> {
-    let mut values = Vec::with_capacity(array.len());
-    in_parts(array, |part| {
-        values.extend_from_slice(part);
-        Ok(())
-    })?;
-    Ok(values)
-}
-
-/// Gives the numbers of an array, in C order, part by part. Signals are handled in between; a handler may do anything,
-/// also to the array, so where it lies is asked for each.
-fn in_parts<T: Element>(array: &Bound<'_, PyArrayDyn<T>>, mut take: impl FnMut(&[T]) -> PyResult<()>) -> PyResult<()> {
-    for first in (0..).step_by(PART) {
-        // SAFETY: read until `take` is done, which runs no Python, with the GIL. That the memory is aligned and
-        // contiguous is checked.
-        let values = unsafe { array.as_slice() }?;
-        let Some(part) = values.get(first..values.len().min(first + PART)).filter(|part| !part.is_empty()) else {
-            break;
-        };
-        take(part)?;
-        if part.len() == PART {
-            array.py().check_signals()?;
-        }
-    }
-    Ok(())
+    // SAFETY: no Python runs meanwhile, and the GIL is held. That the memory is aligned and contiguous is checked.
+    Ok(unsafe { array.as_slice() }?.to_vec())
 }
 
 /// Any float64 values.
@@ -220,7 +198,7 @@ pub(crate) fn narrow(argument: &'static str, object: &Bound<'_, PyAny>, requirem
 
 /// The text of a measured profile: a path, or a name that came with wlb.
 pub(crate) fn profile(path_or_name: &Bound<'_, PyAny>) -> PyResult<String> {
-    declaration(path_or_name.py(), "wlb.profile.read")?.call1((path_or_name,))?.extract()
+    declaration(path_or_name.py(), "wlb.profiles.read")?.call1((path_or_name,))?.extract()
 }
 
 /// One of the choices that the core has under a name.

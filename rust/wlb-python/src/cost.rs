@@ -12,9 +12,9 @@ use wlb_core::packing::Pricing;
 use crate::arguments::{self, Table, functions};
 use crate::convert::{choice, integer, integers, profile, read_lengths, sizes};
 use crate::error::{raise, refuse};
+use crate::gil::run;
 use crate::plain::{Array, Tuple, hashed_by, pickled_as_json, properties};
 use crate::results::answer;
-use crate::run::run;
 
 /// Costs of so many documents, one by one, if they are given.
 pub(crate) fn document_costs(
@@ -256,7 +256,7 @@ functions! {
     /// Cost from a measured profile: a JSON file, or the name of one that came with wlb.
     ///
     /// Args:
-    ///     path_or_name: path of a ``.json`` file, or a name in ``wlb.profile.names()``.
+    ///     path_or_name: path of a ``.json`` file, or a name in ``wlb.profiles.names()``.
     ///     passes: "forward", "backward" or "forward_backward" (their sum).
     ///
     /// Raises:
@@ -350,7 +350,7 @@ functions! {
         let fitted = run(py, documents.saturating_add(64 * count), move || {
             let rows: Vec<&[i32]> = rows.iter().map(|row| &row[..]).collect();
             Model::fit(&rows, &seconds, &options)
-        })?;
+        });
         let (model, fit) = fitted.map_err(raise)?;
         let by_name = |value: fn(&FittedTerm) -> f64| -> Vec<(String, f64)> {
             fit.terms.iter().map(|term| (term.name.clone(), value(term))).collect()

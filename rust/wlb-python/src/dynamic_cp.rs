@@ -8,9 +8,9 @@ use crate::arguments::functions;
 use crate::convert::choice;
 use crate::cost::{CostModel, document_costs, pricing};
 use crate::error::{raise, refuse};
+use crate::gil::run;
 use crate::plain::{Array, Table, Tuple, column};
 use crate::results::answer;
-use crate::run::run;
 
 functions! {
     /// Plans one step with dynamic context parallelism: every micro-batch divides the ranks into groups as its
@@ -134,7 +134,7 @@ functions! {
         };
         let plan = run(py, lengths.len().max(world_size), || {
             core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, costs)
-        })?
+        })
         .map_err(raise)?;
         let of_groups = |tokens: fn(&core::DynamicCpPlan, usize) -> i64| {
             Array::<Vec<i64>>((0..plan.groups.len()).map(|group| tokens(&plan, group)).collect())
@@ -145,7 +145,7 @@ functions! {
         answer!(py, "DynamicCpPlan", plan {
             world_size, num_stages, num_virtual_stages, max_tokens_per_rank, max_documents, seconds, p2p_seconds,
             lower_bound, balanced_seconds;
-            _digest: run(py, lengths.len().max(world_size), || plan.digest())?,
+            _digest: run(py, lengths.len().max(world_size), || plan.digest()),
             _first_ranks: column(&plan.groups, |group| group.first_rank as i32),
             _cp_sizes: column(&plan.groups, |group| group.cp_size as i32),
             _tokens_per_rank: tokens_per_rank,
@@ -205,7 +205,7 @@ functions! {
             ..DynamicCpOptions::new(world_size, num_stages, tokens)
         };
         let step = || core::step_seconds_by_column(&groups, &seconds, columns, &offsets, &options);
-        Ok(run(py, groups.len().max(world_size), step)?.map_err(raise)?.into_iter().sum())
+        Ok(run(py, groups.len().max(world_size), step).map_err(raise)?.into_iter().sum())
     }
 }
 

@@ -55,7 +55,7 @@ functions! {
     /// The model of a measured profile; exact at every point of its grid.
     ///
     /// Args:
-    ///     path_or_name: path of a ``.json`` file, or a name in ``wlb.profile.names()``.
+    ///     path_or_name: path of a ``.json`` file, or a name in ``wlb.profiles.names()``.
     ///     num_heads: query heads of one GPU where they are others than the profile's: times are in proportion.
     ///
     /// Raises:

@@ -11,14 +11,13 @@ mod convert;
 mod cost;
 mod dynamic_cp;
 mod error;
-mod json;
+mod gil;
 mod kernel;
 mod packer;
 mod packing;
 mod pipeline;
 mod plain;
 mod results;
-mod run;
 mod sharding;
 mod tune;
 

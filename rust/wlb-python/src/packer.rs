@@ -1,12 +1,11 @@
 //! `wlb.Packer`.
 
 use std::ffi::CString;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use numpy::PyArray1;
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRecursionError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use wlb_core::CostModel as Model;
@@ -19,11 +18,10 @@ use crate::arguments::{self, functions};
 use crate::convert::choice;
 use crate::cost::{CostModel, read_costs, read_costs_if_any};
 use crate::error::{BacklogWarning, StateError, raise};
-use crate::json::{Problem, dumps, loads};
+use crate::gil::{RELEASE_FROM, run};
 use crate::packing::{Packing, ranks};
 use crate::plain::{Pickle, Tuple, properties};
 use crate::results::answer;
-use crate::run::{DETACH_FROM, calling_out, is_called_out, run};
 
 /// Packs a stream of global batches, holding outliers back until they can be balanced.
 ///
@@ -91,11 +89,8 @@ use crate::run::{DETACH_FROM, calling_out, is_called_out, run};
 /// WLB-LLM, section 4 and Algorithm 1.
 #[pyclass(frozen, module = "wlb")]
 pub(crate) struct Packer {
-    /// Held only with the GIL, and never while waiting for it: a process that forks copies no locked lock.
-    core: Mutex<Core>,
-    /// The process in which a thread changes the core; 0 if none does. A forked child may find its parent's id here,
-    /// and the core as it was before: changes without the GIL are made on a copy.
-    changing: AtomicU32,
+    /// Locked only with the GIL and for a moment, so that a process that forks copies no locked lock.
+    core: Mutex<Arc<Core>>,
     on_backlog: OnBacklog,
     /// Whether the warning was given.
     warned: AtomicBool,
@@ -103,64 +98,85 @@ pub(crate) struct Packer {
 
 impl Packer {
     fn new_from(core: Core, on_backlog: OnBacklog) -> Self {
-        Self { core: Mutex::new(core), changing: AtomicU32::new(0), on_backlog, warned: AtomicBool::new(false) }
+        Self { core: Mutex::new(Arc::new(core)), on_backlog, warned: AtomicBool::new(false) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Core> {
+    fn lock(&self) -> MutexGuard<'_, Arc<Core>> {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the core, one caller at a time; without the GIL, on a copy, if there is enough to do. A signal handler
-    /// that raises ends that, and nothing is changed.
+    /// Changes the core; without the GIL, on a copy, if there is enough to do.
     ///
     /// # Arguments
     /// * `new` - pieces that come to those that wait.
-    fn change<T: Send>(&self, py: Python<'_>, new: usize, change: impl FnOnce(&mut Core) -> T + Send) -> PyResult<T> {
-        let _turn = self.take_turn(py)?;
-        let size = self.size(new);
-        if size < DETACH_FROM {
-            return Ok(change(&mut self.lock()));
+    fn change<T: Send>(&self, py: Python<'_>, new: usize, change: impl Fn(&mut Core) -> T + Send + Sync) -> T {
+        if self.size(new) < RELEASE_FROM {
+            return change(Arc::make_mut(&mut self.lock()));
         }
-        let (result, changed) = self.on_a_copy(py, size, change)?;
-        *self.lock() = changed;
-        Ok(result)
+        loop {
+            let (result, before, after) = self.on_a_copy(py, new, &change);
+            if self.replace(&before, after) {
+                return result;
+            }
+        }
     }
 
-    fn on_a_copy<T: Send>(
-        &self,
-        py: Python<'_>,
-        size: usize,
-        change: impl FnOnce(&mut Core) -> T + Send,
-    ) -> PyResult<(T, Core)> {
-        let mut copy = self.lock().clone();
-        run(py, size, move || {
-            let result = change(&mut copy);
-            (result, copy)
-        })
-    }
-
-    /// Changes the core unless too much waits afterwards and that is an error, or the warning is made one.
+    /// Changes the core unless too much waits afterwards and that is an error, or the warning is made an error.
     fn change_within_bounds<T: Send>(
         &self,
         py: Python<'_>,
         new: usize,
-        change: impl FnOnce(&mut Core) -> wlb_core::Result<T> + Send,
+        change: impl Fn(&mut Core) -> wlb_core::Result<T> + Send + Sync,
     ) -> PyResult<T> {
-        let _turn = self.take_turn(py)?;
-        let (result, changed) = self.on_a_copy(py, self.size(new), change)?;
-        let result = result.map_err(raise)?;
-        if let Some(backlog) = changed.backlog() {
-            match self.on_backlog {
-                OnBacklog::Error => return Err(raise(backlog)),
-                OnBacklog::Warn => {
-                    let message = CString::new(backlog.to_string())?;
-                    calling_out(|| PyErr::warn(py, &py.get_type::<BacklogWarning>(), &message, 1))?;
-                    self.warned.store(true, Ordering::Relaxed);
+        loop {
+            let (result, before, after) = self.on_a_copy(py, new, &change);
+            let result = result.map_err(raise)?;
+            if let Some(backlog) = after.backlog() {
+                match self.on_backlog {
+                    OnBacklog::Error => return Err(raise(backlog)),
+                    OnBacklog::Warn => self.warn(py, &backlog.to_string())?,
                 }
             }
+            if self.replace(&before, after) {
+                return Ok(result);
+            }
         }
-        *self.lock() = changed;
-        Ok(result)
+    }
+
+    /// What a change gives, the core before it, and the core after it.
+    fn on_a_copy<T: Send>(
+        &self,
+        py: Python<'_>,
+        new: usize,
+        change: impl Fn(&mut Core) -> T + Send + Sync,
+    ) -> (T, Arc<Core>, Core) {
+        let before = Arc::clone(&self.lock());
+        let size = self.size(new);
+        run(py, size, move || {
+            let mut after = Core::clone(&before);
+            (change(&mut after), before, after)
+        })
+    }
+
+    /// Takes over a changed copy, unless another thread changed the core since it was copied: then the change has to
+    /// be made again, on the core as it is now.
+    fn replace(&self, before: &Arc<Core>, after: Core) -> bool {
+        let mut core = self.lock();
+        let is_latest = Arc::ptr_eq(&core, before);
+        if is_latest {
+            *core = Arc::new(after);
+        }
+        is_latest
+    }
+
+    /// Warns once; what shows the warning may use the packer.
+    fn warn(&self, py: Python<'_>, backlog: &str) -> PyResult<()> {
+        if self.warned.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        let message = CString::new(backlog)?;
+        PyErr::warn(py, &py.get_type::<BacklogWarning>(), &message, 1)
+            .inspect_err(|_| self.warned.store(false, Ordering::Relaxed))
     }
 
     /// Whether so many new tokens may make more wait than the bounds allow, and nobody knows yet.
@@ -176,34 +192,6 @@ impl Packer {
     fn size(&self, new: usize) -> usize {
         let core = self.lock();
         new.saturating_add(core.pending()).saturating_add(core.config().num_micro_batches)
-    }
-
-    fn take_turn(&self, py: Python<'_>) -> PyResult<Turn<'_>> {
-        let process = std::process::id();
-        loop {
-            let holder = self.changing.load(Ordering::Acquire);
-            let free = holder != process;
-            if free && self.changing.compare_exchange(holder, process, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-                return Ok(Turn(&self.changing));
-            }
-            // The call that holds the turn may be the one that the handler interrupts: it would wait for itself.
-            if is_called_out() {
-                let problem = "a signal handler, or what shows a warning, cannot change the packer while a call that changes \
-                               it is under way";
-                return Err(PyRuntimeError::new_err(problem));
-            }
-            py.check_signals()?;
-            py.detach(|| std::thread::sleep(Duration::from_micros(50)));
-        }
-    }
-}
-
-/// Ends a caller's turn, also when it panics.
-struct Turn<'a>(&'a AtomicU32);
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        self.0.store(0, Ordering::Release);
     }
 }
 
@@ -291,14 +279,14 @@ impl Packer {
     #[pyo3(signature = (state, on_backlog = "warn"))]
     fn from_state_dict(state: &Bound<'_, PyAny>, on_backlog: &str) -> PyResult<Self> {
         let json = to_json(state)?;
-        let core = run(state.py(), json.len() / BYTES_A_PIECE, || Core::load(&json))?.map_err(raise)?;
+        let core = run(state.py(), json.len() / BYTES_A_PIECE, || Core::load(&json)).map_err(raise)?;
         Ok(Self::new_from(core, choice(on_backlog)?))
     }
 
     /// A packer that goes on from here by itself, with the same configuration; O(pending), and much cheaper than a
     /// state.
     fn copy(&self) -> Self {
-        Self::new_from(self.lock().clone(), self.on_backlog)
+        Self::new_from(Core::clone(&self.lock()), self.on_backlog)
     }
 
     /// A packer with this one's configuration in which nothing waits yet.
@@ -321,16 +309,16 @@ impl Packer {
     ///
     /// Returns:
     ///     Packing; empty if nothing waits. Its ``assignment`` is empty.
-    fn drain(&self, py: Python<'_>) -> PyResult<Packing> {
-        self.change(py, 0, Core::drain).map(Packing::from)
+    fn drain(&self, py: Python<'_>) -> Packing {
+        self.change(py, 0, Core::drain).into()
     }
 
     /// Empties everything at the end of the stream, in as many global batches as it takes.
     ///
     /// Returns:
     ///     list[Packing]; empty if nothing was pending.
-    fn flush(&self, py: Python<'_>) -> PyResult<Vec<Packing>> {
-        Ok(self.change(py, 0, Core::flush)?.into_iter().map(Packing::from).collect())
+    fn flush(&self, py: Python<'_>) -> Vec<Packing> {
+        self.change(py, 0, Core::flush).into_iter().map(Packing::from).collect()
     }
 
     /// Balance, delay and memory since the stream began.
@@ -354,9 +342,9 @@ impl Packer {
     /// Holds documents, not shards: ``num_micro_batches`` and every parallel size may change on resume. Save it with
     /// the position of the data set that was *consumed*, not prefetched.
     fn state_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let core = self.lock().clone();
-        let text = run(py, core.pending(), || core.save())?;
-        loads(py, &text)
+        let core = Arc::clone(&self.lock());
+        let text = run(py, core.pending(), || core.save());
+        py.import("json")?.call_method1("loads", (text,))
     }
 
     fn __repr__(&self) -> String {
@@ -478,7 +466,7 @@ functions! {
         let packing = if self.is_watched(&lengths) {
             self.change_within_bounds(py, pieces, push)
         } else {
-            self.change(py, pieces, push)?.map_err(raise)
+            self.change(py, pieces, push).map_err(raise)
         };
         packing.map(Packing::from)
     }
@@ -548,7 +536,7 @@ functions! {
         state: &Bound<'_, PyAny>, *, allow_config_change = false,
     ) -> PyResult<()> {
         let json = to_json(state)?;
-        let loaded = self.change(py, json.len() / BYTES_A_PIECE, |core| core.restore(&json, allow_config_change))?;
+        let loaded = self.change(py, json.len() / BYTES_A_PIECE, |core| core.restore(&json, allow_config_change));
         loaded.map_err(raise)
     }
 
@@ -567,7 +555,7 @@ functions! {
     /// Raises:
     ///     WlbError: sums of such costs could overflow, or documents bring their costs. The packer is unchanged.
     fn set_cost_model[&self, py: Python<'_>](cost_model by read_costs: Model) -> PyResult<()> {
-        self.change(py, 0, |core| core.set_cost_model(cost_model))?.map_err(raise)
+        self.change(py, 0, |core| core.set_cost_model(cost_model.clone())).map_err(raise)
     }
 }
 
@@ -628,16 +616,22 @@ const BYTES_A_PIECE: usize = 16;
 
 /// The JSON text of a state. What JSON cannot hold is no state.
 fn to_json(state: &Bound<'_, PyAny>) -> PyResult<String> {
+    let py = state.py();
     let refuse = |problem: String| {
         let error = StateError::new_err(format!("state: {problem}"));
         // Cannot fail: exceptions take attributes.
-        error.value(state.py()).setattr("argument", "state").map_or_else(|error| error, |()| error)
+        error.value(py).setattr("argument", "state").map_or_else(|error| error, |()| error)
     };
     if !state.is_instance_of::<PyDict>() {
         return Err(refuse(format!("is a {}, not a dict", state.get_type().name()?)));
     }
-    dumps(state).map_err(|problem| match problem {
-        Problem::Value(problem) => refuse(format!("is not plain JSON values ({problem})")),
-        Problem::Raised(error) => error,
-    })
+    let options = PyDict::new(py);
+    options.set_item("allow_nan", false)?;
+    let text = py.import("json")?.call_method("dumps", (state,), Some(&options)).map_err(|error| {
+        let is_wrong = error.is_instance_of::<PyTypeError>(py)
+            || error.is_instance_of::<PyValueError>(py)
+            || error.is_instance_of::<PyRecursionError>(py);
+        if is_wrong { refuse(format!("is not plain JSON values ({})", error.value(py))) } else { error }
+    })?;
+    text.extract()
 }

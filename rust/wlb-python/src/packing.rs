@@ -14,8 +14,8 @@ use crate::arguments::{self, functions};
 use crate::convert::choice;
 use crate::cost::{document_costs, pricing, read_costs_if_any};
 use crate::error::raise;
+use crate::gil::run;
 use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pickled_as_part, properties};
-use crate::run::run;
 
 functions! {
     /// Packs one global batch of documents into micro-batches.
@@ -129,14 +129,14 @@ functions! {
             };
             return run(py, lengths.len().saturating_add(micro_batches), || {
                 core::pack_for_ranks(&lengths, &options, pricing)
-            })?
+            })
             .map(padded)
             .map_err(explained);
         }
         run(py, lengths.len().saturating_add(micro_batches), || match num_micro_batches {
             None => core::pack_whole(&lengths, multiple_of, &options, pricing),
             Some(_) => core::pack(&lengths, &options, pricing),
-        })?
+        })
         .map(padded)
         .map_err(explained)
     }
@@ -235,12 +235,12 @@ impl Packing {
     /// columns. Of a range of cost models, none has a smaller ``imbalance``, times the mean cost. O(n log n) when it is
     /// first asked for.
     #[getter]
-    fn lower_bound(&self, py: Python<'_>) -> PyResult<f64> {
+    fn lower_bound(&self, py: Python<'_>) -> f64 {
         run(py, self.0.pieces.len(), || self.0.lower_bound())
     }
 
     /// Hex hash of where every token goes: equal on two ranks iff every token goes to the same place. O(documents).
-    fn digest(&self, py: Python<'_>) -> PyResult<String> {
+    fn digest(&self, py: Python<'_>) -> String {
         run(py, self.0.pieces.len(), || self.0.digest())
     }
 
@@ -288,7 +288,7 @@ functions! {
         let given = document_costs(costs, limits.as_deref(), lengths.len())?;
         let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
         let score = || core::Packing::from_assignment(&lengths, &assignment, num_micro_batches, max_tokens, pricing);
-        run(py, lengths.len().saturating_add(num_micro_batches), score)?.map(Self::from).map_err(raise)
+        run(py, lengths.len().saturating_add(num_micro_batches), score).map(Self::from).map_err(raise)
     }
 
     /// Deals the micro-batches of each step to data-parallel ranks: equal counts, balanced costs, in schedule order.
@@ -309,7 +309,7 @@ functions! {
         let ranks = usize::try_from(dp_size).map_err(|_| {
             raise(wlb_core::Error::Indivisible { argument: "dp_size", value: dp_size, total: per_step })
         })?;
-        let dealt = run(py, self.0.num_micro_batches(), || self.0.deal(ranks))?.map_err(raise)?;
+        let dealt = run(py, self.0.num_micro_batches(), || self.0.deal(ranks)).map_err(raise)?;
         let dealt = PyArray1::from_vec(py, dealt.into_iter().map(|micro_batch| micro_batch as i64).collect());
         Ok(match global_batches {
             1 => dealt.reshape([ranks, per_step / ranks])?.into_any(),
@@ -397,7 +397,7 @@ functions! {
     /// Raises:
     ///     WlbError: a length or ``tokens_per_batch`` out of range.
     fn batch_offsets[py: Python<'_>](lengths, *, tokens_per_batch) -> PyResult<Array<Vec<i64>>> {
-        let offsets = run(py, lengths.len(), || core::batch_offsets(&lengths, tokens_per_batch))?.map_err(raise)?;
+        let offsets = run(py, lengths.len(), || core::batch_offsets(&lengths, tokens_per_batch)).map_err(raise)?;
         Ok(Array(offsets.into_iter().map(|offset| offset as i64).collect()))
     }
 
@@ -450,12 +450,9 @@ functions! {
         lengths, *, max_document_tokens,
     ) -> PyResult<(Array<Vec<i64>>, Array<Vec<i32>>, Array<Vec<i64>>)> {
         let limit = i64::from(max_document_tokens);
-        let pieces = run(py, lengths.len(), || core::split_documents(&lengths, limit))?.map_err(raise)?;
-        let documents = ids(&pieces);
-        py.check_signals()?;
-        let starts = starts(&pieces);
-        py.check_signals()?;
-        Ok((Array(documents), Array(starts), Array(pieces.iter().map(|piece| i64::from(piece.length)).collect())))
+        let pieces = run(py, lengths.len(), || core::split_documents(&lengths, limit)).map_err(raise)?;
+        let lengths = pieces.iter().map(|piece| i64::from(piece.length)).collect();
+        Ok((Array(ids(&pieces)), Array(starts(&pieces)), Array(lengths)))
     }
 }
 

@@ -9,9 +9,9 @@ use wlb_core::pipeline::{self as core, Buffers, Detail, Pipeline, PipelineOption
 use crate::arguments::functions;
 use crate::convert::{choice, count, floats_of_shape};
 use crate::error::{raise, refuse, refuse_entry};
+use crate::gil::{RELEASE_FROM, run};
 use crate::plain::{Array, Table, column};
 use crate::results::answer;
-use crate::run::{DETACH_FROM, run};
 
 /// What a simulation was asked for: arrays of one step of one pipeline, or of many with leading dimensions.
 struct Question {
@@ -183,7 +183,7 @@ functions! {
             let (times, activation) = question.part(0)?;
             Pipeline::new(&question.options)?.simulate(&times, activation)
         };
-        let timeline = run(py, question.cells(), simulate)?.map_err(|error| question.raise(error, 0))?;
+        let timeline = run(py, question.cells(), simulate).map_err(|error| question.raise(error, 0))?;
         let options = &question.options;
         let core::Timeline { summary, records, .. } = &timeline;
         answer!(py, "PipelineTimeline", options {
@@ -254,7 +254,7 @@ functions! {
                 .map(|index| one(index).map_err(|error| (error, index)))
                 .collect::<Result<Vec<_>, _>>()
         };
-        let replicas = run(py, question.cells(), simulate)?.map_err(|(error, part)| question.raise(error, part))?;
+        let replicas = run(py, question.cells(), simulate).map_err(|(error, part)| question.raise(error, part))?;
         let totals: Vec<_> = replicas.chunks(dp_size).map(StepTotals::new).collect();
         let (schedule, shape) = (question.options.schedule, [totals.len(), dp_size, question.options.num_stages]);
         let of_ranks =
@@ -311,7 +311,7 @@ functions! {
         };
         let options = PipelineOptions { num_micro_batches: total / ranks, ..question.options };
         let place = || core::order_micro_batches(&options, &question.part(0)?.0, ranks);
-        let order = run(py, DETACH_FROM, place)?.map_err(|error| question.raise(error, 0))?;
+        let order = run(py, RELEASE_FROM, place).map_err(|error| question.raise(error, 0))?;
         Ok(Table(order.into_iter().map(|micro_batch| micro_batch as i64).collect(), [ranks, total / ranks]))
     }
 }

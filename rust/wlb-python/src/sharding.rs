@@ -15,9 +15,9 @@ use crate::arguments::functions;
 use crate::convert::{choice, size};
 use crate::cost::mask;
 use crate::error::{raise, refuse};
+use crate::gil::run;
 use crate::kernel::KernelModel;
 use crate::plain::{Array, Pickle, hashed_by, pickled_as_part, properties};
-use crate::run::run;
 
 functions! {
     /// Shards one micro-batch over the ranks of a context-parallel group, without padding.
@@ -100,7 +100,7 @@ impl Shard {
             let options = options.resolve(lengths, kernel, cp_seconds_per_key)?;
             Ok(Self { plan: Arc::new(core::shard(lengths, &options)?), options })
         };
-        run(py, lengths.len().saturating_mul(options.cp_size), cut)?.map_err(raise)
+        run(py, lengths.len().saturating_mul(options.cp_size), cut).map_err(raise)
     }
 
     fn ranks(&self) -> Range<usize> {
@@ -167,7 +167,7 @@ impl Shard {
     }
 
     /// Hex hash of which token lies where: equal on two ranks iff their shards are equal.
-    fn digest(&self, py: Python<'_>) -> PyResult<String> {
+    fn digest(&self, py: Python<'_>) -> String {
         run(py, self.plan.lengths.len().saturating_mul(self.plan.cp_size()), || self.plan.digest())
     }
 

@@ -1,5 +1,7 @@
 //! `wlb.tune_outlier_thresholds` and `wlb.tune_delay_price`.
 
+use std::cell::RefCell;
+
 use pyo3::prelude::*;
 use wlb_core::packing::stream::{PackerConfig, Release, StepShape};
 use wlb_core::packing::tune::{self, Sample, TuneOptions, Tuned, TunedPoint};
@@ -12,7 +14,6 @@ use crate::packer::{column_limits, config, table};
 use crate::packing::ranks;
 use crate::plain::Tuple;
 use crate::results::answer;
-use crate::run::{DETACH_FROM, run};
 
 functions! {
     /// Finds thresholds for a :class:`Packer` on a sample of lengths.
@@ -53,8 +54,10 @@ functions! {
             config(Release::Fifo, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
         let options = options(PackerConfig { shape, ..packer }, &costs, limits, max_mean_delay, 0)?;
         let sample = Sample { lengths: &lengths, costs: table(&costs) };
-        let tuned = run(py, DETACH_FROM, || tune::tune_outlier_thresholds(sample, num_queues, &options))?;
-        result(py, &tuned.map_err(raise)?)
+        let tune = |keep_going: &dyn Fn() -> bool| {
+            tune::tune_outlier_thresholds(sample, num_queues, &options, keep_going)
+        };
+        result(py, &listening(py, tune)?)
     }
 
     /// Finds the price of delay for a :class:`Packer` with ``release="adaptive"`` on a sample of lengths.
@@ -108,9 +111,25 @@ functions! {
         )?;
         let options = options(PackerConfig { shape, ..packer }, &costs, None, max_mean_delay, max_early)?;
         let sample = Sample { lengths: &lengths, costs: table(&costs) };
-        let tuned = run(py, DETACH_FROM, || tune::tune_delay_price(sample, &options))?;
-        result(py, &tuned.map_err(raise)?)
+        let tune = |keep_going: &dyn Fn() -> bool| tune::tune_delay_price(sample, &options, keep_going);
+        result(py, &listening(py, tune)?)
     }
+}
+
+/// Tunes without the GIL, and handles signals between two candidates: Ctrl-C ends the search.
+fn listening(
+    py: Python<'_>,
+    tune: impl FnOnce(&dyn Fn() -> bool) -> wlb_core::Result<Tuned> + Send,
+) -> PyResult<Tuned> {
+    let (tuned, raised) = py.detach(|| {
+        let raised = RefCell::new(None);
+        let keep_going = || {
+            *raised.borrow_mut() = Python::attach(|py| py.check_signals()).err();
+            raised.borrow().is_none()
+        };
+        (tune(&keep_going), raised.into_inner())
+    });
+    tuned.map_err(|error| raised.unwrap_or_else(|| raise(error)))
 }
 
 fn options(

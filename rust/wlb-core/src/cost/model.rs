@@ -3,7 +3,6 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::interrupt::{Meter, check};
 use crate::lengths::Lengths;
 use crate::limits::MAX_MICRO_BATCHES;
 
@@ -228,7 +227,6 @@ impl CostModel {
     /// # Complexity
     /// O(n) a term, vectorised for rates; O(n log k) for a table of `k` knots.
     pub fn costs(&self, lengths: &[i32]) -> Vec<f64> {
-        check();
         let document = self.document;
         match (&self.attention, &self.linear, self.mask) {
             // The choices hoisted out of the loops.
@@ -238,7 +236,6 @@ impl CostModel {
             (Curve::Rate(a), Curve::Rate(b), Mask::Causal) => {
                 let mut costs: Vec<f64> = lengths.iter().map(|&d| a * Mask::Causal.pairs_f64(d)).collect();
                 for (mask, rate) in self.local_terms() {
-                    check();
                     match mask {
                         LocalMask::Window(size) => {
                             add(&mut costs, lengths, |d| rate * LocalMask::Window(size).pairs_f64(d))
@@ -252,15 +249,7 @@ impl CostModel {
                 add(&mut costs, lengths, |_| document);
                 costs
             }
-            _ => {
-                let mut meter = Meter::default();
-                let cost = |&length| {
-                    // Two searches of a table.
-                    meter.spend(8);
-                    self.cost(length)
-                };
-                lengths.iter().map(cost).collect()
-            }
+            _ => lengths.iter().map(|&length| self.cost(length)).collect(),
         }
     }
 

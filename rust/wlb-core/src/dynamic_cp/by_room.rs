@@ -2,8 +2,6 @@
 
 use std::cmp::Ordering;
 
-use crate::interrupt::Meter;
-
 const NONE: u32 = u32::MAX;
 
 /// A search tree by weight, ties by index, each node with the most room of all beneath it (a treap: Seidel and Aragon,
@@ -14,7 +12,6 @@ const NONE: u32 = u32::MAX;
 pub(super) struct ByRoom {
     nodes: Vec<Node>,
     root: u32,
-    meter: Meter,
 }
 
 #[derive(Clone, Copy)]
@@ -36,7 +33,7 @@ impl ByRoom {
             Node { weight, room, most: room, priority: priority(index as u32), lighter, heavier }
         };
         let nodes: Vec<Node> = blocks.enumerate().map(node).collect();
-        let mut tree = Self { root: NONE, meter: Meter::default(), nodes };
+        let mut tree = Self { root: NONE, nodes };
         for index in 0..tree.nodes.len() as u32 {
             tree.root = tree.inserted(tree.root, index);
         }
@@ -118,7 +115,6 @@ impl ByRoom {
     }
 
     fn inserted(&mut self, at: u32, index: u32) -> u32 {
-        self.meter.spend(1);
         if at == NONE {
             return index;
         }
@@ -134,7 +130,6 @@ impl ByRoom {
     }
 
     fn removed(&mut self, at: u32, index: u32) -> u32 {
-        self.meter.spend(1);
         let node = self.nodes[at as usize];
         if at == index {
             return self.joined(node.lighter, node.heavier);
@@ -146,7 +141,6 @@ impl ByRoom {
 
     /// Those of a subtree that come before a block that is not in it, and the others.
     fn split(&mut self, at: u32, index: u32) -> (u32, u32) {
-        self.meter.spend(1);
         if at == NONE {
             return (NONE, NONE);
         }
@@ -162,7 +156,6 @@ impl ByRoom {
 
     /// Two subtrees, of which one is all before the other, in one.
     fn joined(&mut self, a: u32, b: u32) -> u32 {
-        self.meter.spend(1);
         match [a, b].map(|at| self.nodes.get(at as usize).copied()) {
             [None, _] => b,
             [_, None] => a,

@@ -1,6 +1,5 @@
 //! Groups of documents that cost several resources: made level in all columns at once, and halved.
 
-use crate::interrupt::Meter;
 use crate::packing::Padding;
 
 use super::by_column::ByColumn;
@@ -151,7 +150,6 @@ impl<'a> Division<'a> {
         let power = |full: f64| (full * full) * (full * full);
         let mut powers: Vec<f64> =
             weighed.iter().zip(&division.seconds).map(|(weighed, seconds)| power(seconds * weighed.0)).collect();
-        let mut meter = Meter::default();
         let mut placed = vec![false; by_column.order.len()];
         let add = |division: &mut Self, document: u32, group: usize, powers: &mut [f64]| {
             let Place { first_rank, cp_size, .. } = division.groups[group];
@@ -174,7 +172,6 @@ impl<'a> Division<'a> {
             if placed[document as usize] {
                 continue;
             }
-            meter.spend(division.groups.len());
             let row = by_column.row(document);
             let tokens = &row[columns - 1];
             let (mut found, mut least) = (None, f64::INFINITY);
@@ -244,10 +241,8 @@ fn opened(by_column: &ByColumn, targets: &[Vec<f64>], base: usize) -> (Vec<Place
     let world = FreeRanks::new(memory.world_size, memory.node());
     let mut free = vec![world; num_micro_batches];
     let mut used = vec![0; num_micro_batches];
-    let mut meter = Meter::default();
     let (mut opened, mut groups) = (Vec::new(), Vec::new());
     for (size, document) in large {
-        meter.spend(num_micro_batches);
         let row = by_column.row(document);
         // Where it exceeds the targets least; of those, where most ranks are free.
         let late = |j: usize| {

@@ -1,7 +1,6 @@
 //! A step of several columns made faster: documents change places between groups.
 
 use crate::error::Result;
-use crate::interrupt::Meter;
 
 use super::by_column::{ByColumn, Clock};
 use super::cost::Load;
@@ -47,9 +46,7 @@ pub(super) fn exchange(
     let close = clock.seconds(targets)? * CLOSE;
     let mut slopes = vec![Vec::new(); slowest.len()];
     let ops = clock.pipeline.num_ops() * slowest.len();
-    let mut meter = Meter::default();
     'search: while best > close {
-        meter.spend(2 * ops);
         clock.slopes(&slowest, &mut slopes);
         for (column, micro_batch) in lacking(&slowest, targets, &slopes).into_iter().take(ATTEMPTS) {
             let mut tries =
@@ -60,7 +57,6 @@ pub(super) fn exchange(
                 if gain > -GAIN * best || looks < ops {
                     break;
                 }
-                meter.spend(2 * ops);
                 looks -= ops;
                 let before = division.clone_of(&[tried.giver, tried.partner]);
                 division.apply(&tried);

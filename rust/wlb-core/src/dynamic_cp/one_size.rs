@@ -8,7 +8,6 @@
 use std::iter::Peekable;
 
 use crate::error::Result;
-use crate::interrupt::Meter;
 use crate::pipeline::Pipeline;
 
 use super::cost::Load;
@@ -111,9 +110,7 @@ impl<'a> Placed<'a> {
         let mut opened: Vec<(usize, Load)> = Vec::new();
         let mut seconds = vec![problem.cost.micro_batch_seconds; count * groups];
         let mut group_of = Vec::with_capacity(problem.documents.len());
-        let mut meter = Meter::default();
         for document in &problem.documents {
-            meter.spend(opened.len() + empty.len());
             let fresh = empty.iter_mut().filter_map(|groups| groups.peek().map(|&group| (group, Load::default())));
             let all = opened.iter().copied().chain(fresh).enumerate();
             let with = all.filter_map(|(at, (group, load))| {

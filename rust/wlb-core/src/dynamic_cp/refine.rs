@@ -1,7 +1,5 @@
 //! A plan made faster: its groups, the order of its micro-batches, and, of few documents, where each is.
 
-use crate::interrupt::Meter;
-
 use super::draft::{Draft, Group};
 use super::problem::Problem;
 use super::tighten::{Share, Shares};
@@ -18,14 +16,12 @@ pub(super) struct Refined<'a> {
 impl<'a> Refined<'a> {
     /// Every micro-batch of a draft in groups that take no longer, and mostly less.
     pub(super) fn new(problem: &'a Problem, draft: &Draft, order: &[usize]) -> Self {
-        let mut meter = Meter::default();
         let mut tightened = |&j: &usize| {
             let groups: Vec<Share> =
                 (draft.offsets[j]..draft.offsets[j + 1]).map(|group| share(problem, draft, group)).collect();
             let seconds = groups.iter().map(|group| group.seconds).fold(0.0, f64::max);
             let shares = Shares { groups, seconds };
             let documents = shares.documents();
-            meter.spend(documents.len() * shares.groups.len());
             Shares::of(problem, &documents, seconds).unwrap_or(shares)
         };
         Self { problem, micro_batches: order.iter().map(&mut tightened).collect() }

@@ -1,7 +1,6 @@
 //! How long a plan takes.
 
 use crate::error::{Error, Result};
-use crate::interrupt::Meter;
 use crate::packing::Sync;
 use crate::pipeline::{Kind, Pipeline};
 
@@ -117,9 +116,7 @@ pub(super) fn of_groups(pipeline: &Pipeline, groups: &[Group], offsets: &[usize]
     // The rank of the pipeline, then of the stage. Of a micro-batch only its latest end is ever waited for.
     let mut clocks = vec![0.0_f64; num_stages * world_size];
     let mut ends = vec![0.0_f64; num_micro_batches * world_size];
-    let mut meter = Meter::default();
     for (op, rank, waits) in pipeline.program() {
-        meter.spend(world_size);
         let j = op.micro_batch as usize;
         let clocks = &mut clocks[rank * world_size..][..world_size];
         let ends = &mut ends[j * world_size..][..world_size];

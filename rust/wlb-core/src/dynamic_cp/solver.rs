@@ -7,8 +7,6 @@
 //! costliest first; and longest first only if they do not fit so. Then every block is halved, and its halves again,
 //! while halves of equal work can be found in it ([`Halving`]): less to exchange, same time.
 
-use crate::interrupt::Meter;
-
 use super::block::{Block, Sizes};
 use super::cost::Load;
 use super::draft::Draft;
@@ -78,10 +76,8 @@ impl<'a> Blocks<'a> {
         fullest.sort_by(|&a, &b| targets[b].total_cmp(&targets[a]));
         let mut places: Vec<Place> = fullest.into_iter().map(|j| Place::new(j, targets[j] * SLACK, &world)).collect();
         let mut free = vec![world; targets.len()];
-        let mut meter = Meter::default();
         // They come in falling sizes, so each power of two is aligned.
         for (place, size) in problem.large(base, full) {
-            meter.spend(targets.len());
             let document = &problem.documents[place];
             let seconds = problem.cost.seconds(&document.load, size);
             // Where it exceeds the target least; of those, where most ranks are free.
@@ -139,7 +135,6 @@ impl<'a> Blocks<'a> {
         let mut by_time = Sizes::new(blocks, in_order || !makes_room, weight, room);
         let (mut by_room, mut with_room): (Option<Sizes>, Option<Sizes>) = (None, None);
         let mut without_room = 0;
-        let mut meter = Meter::default();
         // A document takes the same time more on every block of a size where exchange is free; where it costs, about
         // the same. 12, 24 or 48 ranks have no more blocks of a size than this.
         let many = if problem.cost.is_free() { 1 } else { targets.len() };
@@ -177,7 +172,6 @@ impl<'a> Blocks<'a> {
                 for of_size in with_room.as_ref().unwrap_or(&by_time).ascending() {
                     let mut fitting = 0;
                     for at in of_size {
-                        meter.spend(1);
                         let block = &blocks[at];
                         // Later than the least, whatever the documents hide of each other's exchange; but for rounding.
                         let later = |(_, least): &(usize, Block)| {
@@ -251,14 +245,12 @@ impl<'a> Blocks<'a> {
             of_micro_batch[block.micro_batch as usize].push((block.first_rank, index as u32));
         }
         let mut draft = Draft { documents: Vec::with_capacity(documents.len()), ..Draft::default() };
-        let mut meter = Meter::default();
         let mut halving = Halving::new(problem);
         draft.offsets.push(0);
         for (blocks_of, &limit) in of_micro_batch.iter_mut().zip(&limits) {
             blocks_of.sort_unstable();
             for &(_, index) in &*blocks_of {
                 let index = index as usize;
-                meter.spend(1 + (starts[index + 1] - starts[index]) as usize);
                 let range = starts[index] as usize..starts[index + 1] as usize;
                 halving.halve(&blocks[index], &mut documents[range], limit * SLACK, &mut draft);
             }
@@ -283,9 +275,7 @@ impl Problem {
     fn large(&self, base: usize, full: f64) -> Vec<(usize, usize)> {
         let mut large = Vec::new();
         let mut most = self.largest_group;
-        let mut meter = Meter::default();
         for (place, document) in self.documents.iter().enumerate() {
-            meter.spend(1);
             let size = self.wanted(&document.load, base, most, full);
             if size > base {
                 large.push((place, size));

@@ -1,7 +1,6 @@
 //! A packing that somebody else made, scored like ours.
 
 use crate::error::{Error, Result, check_range};
-use crate::interrupt::Meter;
 use crate::lengths::Lengths;
 use crate::limits::MAX_TOKENS;
 
@@ -57,12 +56,7 @@ impl Packing {
             let value = assignment[index] as f64;
             return Err(Error::Entry { argument, index, value, requirement });
         }
-        let mut meter = Meter::default();
-        let placed = assignment.iter().map(|&micro_batch| {
-            meter.spend(1);
-            usize::try_from(micro_batch).ok()
-        });
-        let placed = placed.enumerate();
+        let placed = assignment.iter().map(|&micro_batch| usize::try_from(micro_batch).ok()).enumerate();
         let piece = |index: usize| Piece::whole(index, lengths[index]);
         let packing = match costs {
             Pricing::Model(cost_model) => {
@@ -95,9 +89,7 @@ impl Packing {
             }
         };
         let mut tokens = vec![0_i64; num_micro_batches];
-        let mut meter = Meter::default();
         let fits = |(j, length): (&i64, &i32)| {
-            meter.spend(1);
             usize::try_from(*j).is_err() || {
                 tokens[*j as usize] += i64::from(*length);
                 tokens[*j as usize] <= i64::from(max_tokens)

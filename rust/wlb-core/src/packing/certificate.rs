@@ -19,7 +19,6 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::cost::CostModel;
 use crate::costliest_first::costliest_first;
-use crate::interrupt::Meter;
 
 use super::piece::Piece;
 
@@ -185,9 +184,7 @@ pub(super) fn raised(bins: Bins, pieces: &[Piece], costs: &[f64], from: f64, mos
     // Costs in units of what may be in the heaviest: then no sum overflows.
     let mut bound = ((from - bins.empty_cost) / unit).clamp(0.0, 1.0);
     let rounding = 4.0 * f64::EPSILON * (pieces.len() + bins.count) as f64;
-    let mut meter = Meter::default();
     for _ in 0..PASSES {
-        meter.spend(8 * (heads.len() + parts.len()));
         let Some(worst) = worst(&heads, &parts, bound, rounding) else { break };
         let before = bound;
         bound = enough(&heads, worst, bound, rounding);
@@ -217,11 +214,7 @@ fn divide(bins: Bins, pieces: &[Piece], costs: &[f64], unit: f64) -> (Vec<Head>,
         }
     }
     heads.push(Head { cost: 0.0, free_tokens: max_tokens, count: (bins.count - heads.len()) as f64 });
-    let mut meter = Meter::default();
-    parts.sort_unstable_by(|a, b| {
-        meter.spend(1);
-        a.density.total_cmp(&b.density)
-    });
+    parts.sort_unstable_by(|a, b| a.density.total_cmp(&b.density));
     (heads, parts)
 }
 
@@ -249,9 +242,7 @@ fn worst(heads: &[Head], parts: &[Part], bound: f64, rounding: f64) -> Option<As
     let (mut free_cost, mut slope) = (0.0, 0.0);
     let mut tokens: f64 = parts.iter().map(|part| part.tokens).sum();
     let (mut cost, mut most, mut found) = (0.0, 0.0, None);
-    let mut meter = Meter::default();
     for part in parts {
-        meter.spend(1);
         let price = part.density;
         cost += part.cost;
         tokens -= part.tokens;

@@ -1,7 +1,5 @@
 //! Where pieces of cut documents are put while a packing is made.
 
-use crate::interrupt::Meter;
-
 use super::certificate::Certificate;
 use super::columns::Columns;
 use super::options::Method;
@@ -56,9 +54,7 @@ impl Cuts {
         let mut largest_cost = 0.0_f64;
         let mut assignment = vec![-1; lengths.len()];
         let mut counts = vec![0_usize; self.tokens.len()];
-        let mut meter = Meter::default();
         for (at, &(micro_batch, piece)) in self.placed.iter().enumerate() {
-            meter.spend(1);
             let cost = match pricing {
                 Pricing::Model(_) => by_length[at],
                 // A part of a document has the part of its cost that it has of its tokens.

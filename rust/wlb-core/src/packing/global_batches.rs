@@ -1,7 +1,6 @@
 //! From a long list of documents to global batches.
 
 use crate::error::{Result, check_range};
-use crate::interrupt::Meter;
 use crate::lengths::Lengths;
 
 /// Cuts a stream into global batches of whole documents: as many as fit in `tokens_per_batch`, at least one each.
@@ -33,9 +32,7 @@ pub fn batch_offsets(lengths: &Lengths, tokens_per_batch: i64) -> Result<Vec<usi
     check_range("tokens_per_batch", tokens_per_batch, 1, i64::MAX)?;
     let mut offsets = vec![0];
     let mut tokens = 0_i64;
-    let mut meter = Meter::default();
     for (index, &length) in lengths.iter().enumerate() {
-        meter.spend(1);
         let length = i64::from(length);
         if index > 0 && tokens + length > tokens_per_batch {
             offsets.push(index);

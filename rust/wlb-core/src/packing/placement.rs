@@ -1,7 +1,6 @@
 //! Where whole documents are put while a packing is made.
 
 use crate::cost::CostModel;
-use crate::interrupt::parts;
 
 use super::certificate::Certificate;
 use super::options::Method;
@@ -90,10 +89,8 @@ impl Placement {
         let num_micro_batches = self.tokens.len();
         // One slot more: what is left over (-1) is counted in the first and cut off the front.
         let mut cursors = vec![0_usize; num_micro_batches + 1];
-        for part in parts(&self.assignment) {
-            for &micro_batch in part {
-                cursors[(micro_batch + 1) as usize] += 1;
-            }
+        for &micro_batch in &self.assignment {
+            cursors[(micro_batch + 1) as usize] += 1;
         }
         cursors[0] = 0;
         let mut offsets = Vec::with_capacity(num_micro_batches + 1);
@@ -104,15 +101,11 @@ impl Placement {
             offsets.push(total);
         }
         let mut pieces = vec![Piece { id: 0, start: 0, length: 0 }; total];
-        let mut index = 0;
-        for part in parts(&self.assignment) {
-            for &micro_batch in part {
-                if micro_batch >= 0 {
-                    let cursor = &mut cursors[(micro_batch + 1) as usize];
-                    pieces[*cursor] = piece(index);
-                    *cursor += 1;
-                }
-                index += 1;
+        for (index, &micro_batch) in self.assignment.iter().enumerate() {
+            if micro_batch >= 0 {
+                let cursor = &mut cursors[(micro_batch + 1) as usize];
+                pieces[*cursor] = piece(index);
+                *cursor += 1;
             }
         }
         Packing {

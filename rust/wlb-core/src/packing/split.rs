@@ -1,7 +1,6 @@
 //! Documents cut into pieces that are no longer than a limit.
 
 use crate::error::{Error, Result, check_range};
-use crate::interrupt::Meter;
 use crate::lengths::Lengths;
 use crate::limits::{MAX_CUTS, MAX_TOKENS};
 
@@ -38,9 +37,7 @@ pub fn split_documents(lengths: &Lengths, max_document_tokens: i64) -> Result<Ve
     check_range("max_document_tokens", max_document_tokens, 1, MAX_TOKENS)?;
     check_cuts(lengths, max_document_tokens as i32)?;
     let mut pieces = Vec::with_capacity(lengths.len());
-    let mut meter = Meter::default();
     for (index, &length) in lengths.iter().enumerate() {
-        meter.spend(2);
         pieces.extend(split(Piece { id: index as i64, start: 0, length }, max_document_tokens as i32));
     }
     Ok(pieces)

@@ -1,7 +1,6 @@
 //! How long a step takes: every op runs as soon as its rank is free and its inputs are there.
 
 use crate::error::Result;
-use crate::interrupt::Meter;
 
 use super::op::{Kind, Op};
 use super::program::{Instruction, NOTHING, Pipeline};
@@ -10,7 +9,6 @@ use super::times::{Detail, Times};
 /// Room to work in, kept between calls.
 #[derive(Clone, Debug, Default)]
 pub struct Buffers {
-    meter: Meter,
     ends: Vec<f64>,
     pub(super) clocks: Vec<f64>,
 }
@@ -69,7 +67,6 @@ impl Pipeline {
         parts: &mut Vec<f64>,
     ) -> f64 {
         let third = 1.0 / (3 * self.total_stages) as f64;
-        buffers.meter.spend(self.instructions.len());
         let Buffers { ends, clocks, .. } = buffers;
         clocks.clear();
         clocks.resize(self.num_ranks, 0.0);
@@ -109,7 +106,6 @@ impl Pipeline {
         buffers: &mut Buffers,
         mut visit: impl FnMut(&Instruction, f64, f64, f64),
     ) -> f64 {
-        buffers.meter.spend(self.instructions.len());
         let Buffers { ends, clocks, .. } = buffers;
         clocks.clear();
         clocks.resize(self.num_ranks, 0.0);
@@ -143,16 +139,16 @@ impl Pipeline {
         let cell = |instruction: &Instruction| of(instruction) * self.total_stages + instruction.op.stage as usize;
         match detail {
             Detail::MicroBatch => {
-                self.interruptible().for_each(|instruction| {
+                self.instructions.iter().for_each(|instruction| {
                     visit(instruction, of(instruction), equal(seconds[of(instruction)] / parts, instruction.op.kind))
                 });
             }
             Detail::Stage => {
-                self.interruptible().for_each(|instruction| {
+                self.instructions.iter().for_each(|instruction| {
                     visit(instruction, of(instruction), equal(seconds[cell(instruction)] / 3.0, instruction.op.kind))
                 });
             }
-            Detail::Pass => self.interruptible().for_each(|instruction| {
+            Detail::Pass => self.instructions.iter().for_each(|instruction| {
                 let passes = &seconds[cell(instruction) * 3..][..3];
                 let duration = match instruction.op.kind {
                     Kind::Forward => passes[0],

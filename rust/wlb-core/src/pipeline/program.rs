@@ -1,7 +1,6 @@
 //! A schedule made ready to be timed: any order of ops as one sequence in which nothing waits for what comes later.
 
 use crate::error::{Error, Result, check_range};
-use crate::interrupt::{Meter, parts};
 use crate::limits::{MAX_CELLS, MAX_STAGES};
 
 use super::op::{Kind, Op};
@@ -67,7 +66,6 @@ impl Pipeline {
         // Ranks that can go on; which op each of the others waits for.
         let mut ready: Vec<usize> = (0..orders.len()).rev().collect();
         let mut awaited = vec![None; orders.len()];
-        let mut meter = Meter::default();
         while let Some(rank) = ready.pop() {
             while let Some(&op) = orders[rank].get(next[rank]) {
                 let stage = op.stage as usize;
@@ -93,7 +91,6 @@ impl Pipeline {
                     // On its own rank it stands before, and nothing is sent.
                     input = if ranks[from] == rank { NOTHING } else { sender };
                 }
-                meter.spend(1);
                 instructions.push(Instruction { op, rank: rank as u16, input, previous: latest[rank] });
                 next[rank] += 1;
                 let place = instructions.len() as u32;
@@ -135,12 +132,6 @@ impl Pipeline {
             .map(|instruction| (instruction.op, usize::from(instruction.rank), instruction.input != NOTHING))
     }
 
-    /// The sequence, which a caller can interrupt on the way.
-    #[inline]
-    pub(super) fn interruptible(&self) -> impl Iterator<Item = &Instruction> {
-        parts(&self.instructions).flatten()
-    }
-
     /// Ops of a step.
     pub fn num_ops(&self) -> usize {
         self.instructions.len()
@@ -156,9 +147,7 @@ fn ranks_of_stages(orders: &[Vec<Op>], total_stages: usize, num_micro_batches: u
     const COMPLETE: [u8; 2] = [0b0011, 0b1101];
     let mut ranks = vec![usize::MAX; total_stages];
     let mut seen = vec![0_u8; num_micro_batches * total_stages];
-    let mut meter = Meter::default();
     for (rank, ops) in orders.iter().enumerate() {
-        meter.spend(ops.len());
         for (position, op) in ops.iter().enumerate() {
             let wrong = |problem| Err(Error::Order { rank, position, problem });
             let (micro_batch, stage) = (op.micro_batch as usize, op.stage as usize);

@@ -85,7 +85,7 @@ impl Pipeline {
         }
         let mut held = vec![0.0_f64; self.num_ranks];
         let mut peaks = held.clone();
-        self.interruptible().for_each(|&Instruction { op, rank, .. }| {
+        self.instructions.iter().for_each(|&Instruction { op, rank, .. }| {
             let rank = usize::from(rank);
             let amount = activation.map_or(1.0, |activation| activation[op.micro_batch as usize]);
             match op.kind {

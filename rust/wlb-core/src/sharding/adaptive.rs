@@ -8,7 +8,6 @@
 //! known too.
 
 use crate::cost::Passes;
-use crate::interrupt::Meter;
 use crate::lengths::Lengths;
 use crate::longest_first::longest_first;
 
@@ -36,7 +35,6 @@ pub(super) fn choose(lengths: &Lengths, options: &ShardOptions, model: &KernelMo
     let mut candidates = Vec::new();
     let (mut long_ticks, mut long_tokens) = (Vec::new(), Vec::new());
     let (mut number, mut next) = (0, 0);
-    let mut meter = Meter::default();
     let mut cursor = per_document::Cursor::new(cp_size);
     for (k, &(length, document)) in order.iter().enumerate() {
         if k == 0 || length < order[k - 1].0 {
@@ -49,7 +47,6 @@ pub(super) fn choose(lengths: &Lengths, options: &ShardOptions, model: &KernelMo
             }
             number += 1;
         }
-        meter.spend(cp_size);
         per_document::cut_document(&mut stopwatch, document, length, cursor.step(length));
     }
     let shortest = order.last().map_or(1, |&(length, _)| i64::from(length));
@@ -90,7 +87,6 @@ pub(super) fn choose(lengths: &Lengths, options: &ShardOptions, model: &KernelMo
                 break;
             }
             hybrid::deal(&mut room, length, |rank, start, taken| {
-                meter.spend(cp_size);
                 let keys = clock.keys(lengths, document, start + taken);
                 let of_segment = if taken == length {
                     whole

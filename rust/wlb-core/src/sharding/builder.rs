@@ -1,8 +1,6 @@
 //! Where a strategy puts what it cuts.
 
 use crate::cost::Mask;
-use crate::interrupt::{STEPS, check, parts};
-use crate::longest_first;
 
 use super::options::Strategy;
 use super::plan::{Segment, Shard};
@@ -63,12 +61,10 @@ impl Builder {
         let mut document_starts = Vec::with_capacity(lengths.len() + 1);
         let mut total = 0;
         document_starts.push(total);
-        for part in parts(lengths) {
-            document_starts.extend(part.iter().map(|length| {
-                total += length;
-                total
-            }));
-        }
+        document_starts.extend(lengths.iter().map(|length| {
+            total += length;
+            total
+        }));
         Self { lengths: lengths.to_vec(), document_starts, ranks: vec![Vec::new(); cp_size] }
     }
 
@@ -79,12 +75,7 @@ impl Builder {
     /// Brings what was pushed in any order into packed order.
     pub(super) fn sort(&mut self) {
         for segments in &mut self.ranks {
-            check();
-            if segments.len() < STEPS {
-                segments.sort_unstable_by_key(|segment| (segment.document, segment.start));
-            } else {
-                *segments = sorted(segments, &self.document_starts);
-            }
+            segments.sort_unstable_by_key(|segment| (segment.document, segment.start));
             segments.dedup_by(|later, earlier| {
                 let touches = earlier.document == later.document && earlier.end() == later.start;
                 if touches {
@@ -99,18 +90,6 @@ impl Builder {
         let Self { lengths, document_starts, ranks } = self;
         Shard { strategy, mask, lengths, document_starts, ranks }
     }
-}
-
-/// Many segments in packed order, by a sort that its caller can end.
-fn sorted(segments: &[Segment], document_starts: &[i32]) -> Vec<Segment> {
-    let position = |segment: &Segment| document_starts[segment.document as usize] + segment.start;
-    let keys = segments.iter().zip(0_u64..).map(|(segment, index)| (position(segment) as u64) << 32 | index);
-    let order = longest_first::sort(keys.collect(), i32::BITS - 1);
-    let mut sorted = Vec::with_capacity(segments.len());
-    for part in parts(&order) {
-        sorted.extend(part.iter().map(|&key| segments[key as u32 as usize]));
-    }
-    sorted
 }
 
 /// The rank that holds chunk `chunk` of `2*cp`: the head-tail pairing under which a causal document is balanced.

@@ -1,6 +1,5 @@
 //! Long documents per document, short ones whole: balance where it matters, long kernels where it does not.
 
-use crate::interrupt::Meter;
 use crate::longest_first::longest_first_of;
 
 use super::builder::{Builder, Ranks};
@@ -14,9 +13,7 @@ pub(super) fn cut(builder: &mut Builder, lengths: &[i32], threshold: i64) {
     let is_long = |document: &usize| i64::from(lengths[*document]) >= threshold;
     let long = || (0..lengths.len()).filter(is_long);
     let cursors = per_document::cursors(lengths, cp_size, long());
-    let mut meter = Meter::default();
     for document in long() {
-        meter.spend(cp_size);
         per_document::cut_document(builder, document, lengths[document], cursors[document]);
     }
 
@@ -26,7 +23,6 @@ pub(super) fn cut(builder: &mut Builder, lengths: &[i32], threshold: i64) {
     let short = (0..lengths.len()).filter(|document| !is_long(document));
     for (length, document) in longest_first_of(short.map(|document| (document, lengths[document]))) {
         deal(&mut room, length, |rank, start, taken| {
-            meter.spend(cp_size);
             builder.push(rank, document, start, taken);
         });
     }

@@ -1,6 +1,5 @@
 //! Chunks of every document: equal tokens and (almost) equal pairs on all ranks, without padding.
 
-use crate::interrupt::Meter;
 use crate::longest_first::{longest_first, longest_first_of};
 
 use super::builder::{Ranks, owner};
@@ -15,9 +14,7 @@ use super::builder::{Ranks, owner};
 /// else do not.
 pub(super) fn cut(ranks: &mut impl Ranks, lengths: &[i32]) {
     let cursors = cursors(lengths, ranks.cp_size(), 0..lengths.len());
-    let mut meter = Meter::default();
     for (document, (&length, &cursor)) in lengths.iter().zip(&cursors).enumerate() {
-        meter.spend(ranks.cp_size());
         cut_document(ranks, document, length, cursor);
     }
 }
@@ -82,9 +79,7 @@ pub(super) fn cut_dealing_tokens(ranks: &mut impl Ranks, lengths: &[i32]) {
         first_rank[document] = cursor;
         cursor = (cursor + lengths[document] as usize % chunks) % cp_size;
     }
-    let mut meter = Meter::default();
     for (document, &length) in lengths.iter().enumerate() {
-        meter.spend(chunks);
         let base = length / chunks as i32;
         for chunk in 0..chunks {
             ranks.push(owner(chunk, cp_size), document, chunk as i32 * base, base);

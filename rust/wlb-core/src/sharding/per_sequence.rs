@@ -1,7 +1,5 @@
 //! Chunks of the packed sequence, wherever documents begin: two for each rank, or one.
 
-use crate::interrupt::Meter;
-
 use super::builder::{Ranks, owner};
 
 /// Cuts the sequence into `2*cp` chunks, two for each rank: balanced for one document, badly unbalanced for many.
@@ -21,7 +19,6 @@ fn in_chunks(ranks: &mut impl Ranks, lengths: &[i32], chunks: usize, owner: impl
     let (base, longer) = (total / chunks as i32, total as usize % chunks);
     let size = |chunk: usize| base + i32::from(chunk < longer);
 
-    let mut meter = Meter::default();
     let (mut chunk, mut room) = (0, size(0));
     for (document, &length) in lengths.iter().enumerate() {
         let mut start = 0;
@@ -31,7 +28,6 @@ fn in_chunks(ranks: &mut impl Ranks, lengths: &[i32], chunks: usize, owner: impl
                 room = size(chunk);
             }
             let taken = room.min(length - start);
-            meter.spend(1);
             ranks.push(owner(chunk), document, start, taken);
             start += taken;
             room -= taken;

@@ -1,7 +1,5 @@
 //! Rates that many measured times agree on, whatever a few of them say.
 
-use crate::interrupt::check;
-
 use super::least_squares::System;
 
 /// Standard deviations from which on Huber's weights fall, and at which those of Tukey's bisquare end: 95 % as exact as
@@ -50,7 +48,6 @@ pub(super) fn agree(columns: &[Vec<f64>], among: &[usize], seconds: &[f64]) -> A
     };
     for bisquare in [false, true] {
         for _ in 0..MOST_TURNS {
-            check();
             let before = now.predicted.clone();
             weigh(&mut now, seconds, bisquare);
             now.rates = weighted(columns, &now, seconds).solve(among);

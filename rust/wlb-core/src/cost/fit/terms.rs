@@ -4,7 +4,6 @@ use crate::cost::mask::{LocalMask, Mask};
 use crate::cost::model::CostModel;
 use crate::cost::rates::{Rates, Unit, check_local, hides_nothing};
 use crate::error::{Error, Result};
-use crate::interrupt::Meter;
 
 use super::select::{Column, Fit, fit_rates};
 
@@ -109,10 +108,8 @@ impl CostModel {
             let requirement = "all documents have the same length: times of others are needed to tell terms apart";
             return Err(Error::Combination { argument: "micro_batches", requirement });
         }
-        let mut meter = Meter::default();
         let column = |&term: &Term| {
             let work = micro_batches.iter().enumerate().map(|(row, lengths)| {
-                meter.spend(lengths.len());
                 term.work(lengths, options.ranks.as_ref().map_or(1.0, |ranks| ranks[row] as f64))
             });
             Column { work: work.collect(), name: term.name() }

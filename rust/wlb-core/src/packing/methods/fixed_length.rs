@@ -1,7 +1,6 @@
 //! Greedy packing into sequences of fixed length, and the stronger baseline.
 
 use crate::cost::CostModel;
-use crate::interrupt::Meter;
 use crate::longest_first::longest_first;
 
 use crate::packing::cuts::Cuts;
@@ -24,11 +23,9 @@ pub(in crate::packing) fn pack(
 ) -> Packing {
     let mut cuts = Cuts::new(lengths.len(), num_micro_batches);
     let mut pairs = vec![0_u128; num_micro_batches];
-    let mut meter = Meter::default();
     for (length, id) in longest_first(lengths) {
         let mut piece = Piece { id: id as i64, start: 0, length };
         while piece.length > 0 {
-            meter.spend(num_micro_batches);
             let room = |j: usize| i64::from(max_tokens) - cuts.tokens()[j];
             let with_room = (0..num_micro_batches).filter(|&j| room(j) >= i64::from(piece.length));
             let (micro_batch, taken) = match with_room.min_by_key(|&j| pairs[j]) {

@@ -1,7 +1,5 @@
 //! The usual packing, and the baseline: concatenate, cut.
 
-use crate::interrupt::Meter;
-
 use crate::packing::cuts::Cuts;
 use crate::packing::options::Method;
 use crate::packing::piece::Piece;
@@ -21,12 +19,10 @@ pub(in crate::packing) fn pack(
     costs: Pricing<'_>,
 ) -> Packing {
     let mut cuts = Cuts::new(lengths.len(), num_micro_batches);
-    let mut meter = Meter::default();
     let (mut micro_batch, mut room) = (0, max_tokens);
     for (id, &length) in lengths.iter().enumerate() {
         let mut piece = Piece { id: id as i64, start: 0, length };
         while piece.length > 0 && micro_batch < num_micro_batches {
-            meter.spend(1);
             let taken = piece.length.min(room);
             cuts.put(micro_batch, Piece { length: taken, ..piece });
             piece = Piece { start: piece.start + taken, length: piece.length - taken, ..piece };

@@ -3,7 +3,6 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use crate::interrupt::Meter;
 use crate::ladder::Ladder;
 use crate::packing::placement::Placement;
 
@@ -33,7 +32,6 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
     let cost = |held: &Held| held.cost;
     let mut by_cost: Option<Takers<_, _>> = None; // most batches need it for a few documents at the end
     let mut unplaced = Vec::new();
-    let mut meter = Meter::default();
     // As long as none of those that have one lacks as much as an empty one, each document goes to the next of these.
     let empty = held.first().map_or(0.0, slope);
     let (mut rank, mut filled) = (0, 0);
@@ -46,7 +44,6 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
         } else if start.empty_cost() + document.cost > target || i64::from(document.length) > documents.max_tokens {
             break;
         } else {
-            meter.spend(1);
             held[filled].put(document);
             assignment[index] = filled as i32;
             filled += 1;
@@ -74,7 +71,6 @@ pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
             unplaced.push(*document);
             continue;
         }
-        meter.spend(1);
         let j = if let Some(j) = by_slope.first(&held, rank) {
             held[j].put(document);
             by_slope.changed(&held, j, rank + 1);

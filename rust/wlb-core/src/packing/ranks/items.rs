@@ -2,8 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use crate::interrupt::{Meter, check};
-
 /// A document, or the documents of a group.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Item {
@@ -16,7 +14,6 @@ pub(super) struct Item {
 
 /// Sorts items from the costliest to the cheapest; of equals the longest first, then by index.
 pub(super) fn sort(items: &mut [Item]) {
-    check();
     items.sort_unstable_by(|a, b| b.cost.total_cmp(&a.cost).then(b.tokens.cmp(&a.tokens)).then(a.index.cmp(&b.index)));
 }
 
@@ -40,9 +37,7 @@ pub(super) fn members(documents: usize, groups: &[i64]) -> Vec<Vec<u32>> {
     }
     let mut places = BTreeMap::new();
     let mut members: Vec<Vec<u32>> = Vec::new();
-    let mut meter = Meter::default();
     for (&group, index) in groups.iter().zip(0..) {
-        meter.spend(1);
         let place = *places.entry(group).or_insert(members.len());
         if place == members.len() {
             members.push(Vec::new());
@@ -63,19 +58,4 @@ pub(super) fn groups(members: &[Vec<u32>], lengths: &[i32], costs: &[f64]) -> Ve
     let mut items: Vec<Item> = members.iter().enumerate().map(item).collect();
     sort(&mut items);
     items
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{groups, members};
-    use crate::error::Error;
-    use crate::interrupt::{STEPS, interruptible};
-
-    #[test]
-    fn what_is_long_is_left_when_its_caller_wants_that() {
-        let of_two: Vec<i64> = (0..=STEPS as i64).map(|document| document / 2).collect();
-        let found = interruptible(|| true, || members(of_two.len(), &of_two));
-        assert_eq!(found, Err(Error::Interrupted));
-        assert_eq!(interruptible(|| true, || groups(&[vec![0]], &[1], &[1.0])), Err(Error::Interrupted));
-    }
 }

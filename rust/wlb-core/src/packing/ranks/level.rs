@@ -1,6 +1,5 @@
 //! Exchanges of items between two shares, so that the heavier becomes lighter.
 
-use crate::interrupt::Meter;
 use crate::ladder::Ladder;
 
 use super::shares::Shares;
@@ -80,19 +79,17 @@ pub(super) struct Search {
     pub(super) keeps_counts: bool,
     /// Partners of a share that are tried, from the lightest on.
     pub(super) partners: usize,
-    meter: Meter,
     /// Bundles of the two shares that are looked at.
     bundles: [Vec<Bundle>; 2],
 }
 
 impl Search {
     pub(super) fn new(steps: usize, keeps_counts: bool) -> Self {
-        Self { steps, keeps_counts, partners: PARTNERS, meter: Meter::default(), bundles: [Vec::new(), Vec::new()] }
+        Self { steps, keeps_counts, partners: PARTNERS, bundles: [Vec::new(), Vec::new()] }
     }
 
     fn spend(&mut self, steps: usize) {
         self.steps = self.steps.saturating_sub(steps);
-        self.meter.spend(steps);
     }
 
     /// The exchange that moves a cost as near to `aim` as any does, and nearer than `error`.

@@ -3,7 +3,6 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
 
-use crate::interrupt::Meter;
 use crate::packing::takers::Takers;
 
 use super::items::Item;
@@ -113,9 +112,7 @@ impl<'a> Shares<'a> {
     fn fill_by(&mut self, weight: impl Fn(&Self, usize) -> f64) -> Option<()> {
         let shortest = Shortest::new(self.items);
         let mut open = Takers::new((0..self.loads.len()).map(|j| weight(self, j)));
-        let mut meter = Meter::default();
         for rank in 0..self.items.len() {
-            meter.spend(1);
             let next = |j: usize| {
                 if self.documents[j] == self.limits.documents {
                     return None;
@@ -135,13 +132,10 @@ impl<'a> Shares<'a> {
         let mut longest_first: Vec<u32> = (0..self.items.len() as u32).collect();
         longest_first.sort_by_key(|&place| Reverse(self.items[place as usize].tokens));
         let mut open: BTreeSet<(i64, usize)> = (0..self.loads.len()).map(|j| (self.room(j), j)).collect();
-        let mut meter = Meter::default();
         for place in longest_first {
             let item = self.items[place as usize];
-            let mut looked = 0;
-            let with_tokens = open.range((item.tokens, 0)..).inspect(|_| looked += 1);
-            let &(room, share) = with_tokens.into_iter().find(|&&(_, j)| self.takes(j, &item))?;
-            meter.spend(looked);
+            let mut with_tokens = open.range((item.tokens, 0)..);
+            let &(room, share) = with_tokens.find(|&&(_, j)| self.takes(j, &item))?;
             open.remove(&(room, share));
             self.put(place, share);
             if self.documents[share] < self.limits.documents {
@@ -157,11 +151,9 @@ impl<'a> Shares<'a> {
         let key = |shares: &Self, j: usize| Reverse((shares.documents[j], ordered(shares.loads[j]), j));
         let mut open: BinaryHeap<_> = (0..self.loads.len()).map(|j| key(self, j)).collect();
         let mut full = Vec::new();
-        let mut meter = Meter::default();
         for place in most_first {
             let item = self.items[place as usize];
             let share = loop {
-                meter.spend(1);
                 let Reverse((_, _, share)) = *open.peek()?;
                 open.pop();
                 if self.takes(share, &item) {
@@ -256,21 +248,4 @@ impl Shortest {
 fn ordered(weight: f64) -> u64 {
     let bits = weight.to_bits();
     if bits >> 63 == 1 { !bits } else { bits | 1 << 63 }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{Item, Limits, Rule, Shares};
-    use crate::error::Error;
-    use crate::interrupt::{STEPS, interruptible};
-
-    #[test]
-    fn many_items_are_left_when_their_caller_wants_that() {
-        let items = vec![Item { cost: 1.0, tokens: 1, documents: 1, index: 0 }; STEPS + 1];
-        let limits = Limits { tokens: i64::MAX, documents: i64::MAX };
-        for rule in [Rule::LeastLoad, Rule::Steepest, Rule::BestFit, Rule::FewestDocuments] {
-            let filled = || Shares::filled(&items, limits, &[0.0], rule).is_some();
-            assert_eq!(interruptible(|| true, filled), Err(Error::Interrupted), "{rule:?}");
-        }
-    }
 }

@@ -1,6 +1,5 @@
 //! One iteration of a packer: of all that may leave, what does, and where it goes.
 
-use crate::interrupt::check;
 use crate::longest_first::longest_first_of;
 use crate::packing::methods::columns::Priced;
 use crate::packing::methods::minimax::even_out;
@@ -46,7 +45,6 @@ impl Packer {
         let Batch { pieces, carried, released } = batch;
         let lengths: Vec<i32> = pieces.iter().map(|waiting| waiting.piece.length).collect();
         let costs = self.costs_of(&pieces, &lengths);
-        check();
         if self.config.shape.max_cost.is_some() {
             let priced = pieces.iter().zip(costs.values());
             let new = priced.filter(|(waiting, _)| waiting.arrived == self.iteration);
@@ -102,7 +100,6 @@ impl Packer {
             }
         }
 
-        check();
         let method = match config.method {
             StreamMethod::VarLength => Method::VarLength,
             StreamMethod::Refined => Method::Refined,
@@ -127,7 +124,6 @@ impl Packer {
             }
         }
 
-        check();
         self.carried = placed.placement.leftover.iter().map(|&index| pieces[index]).collect();
         let assignment = &placed.placement.assignment;
         let piece = |index: usize| pieces[index].piece;
@@ -137,12 +133,10 @@ impl Packer {
             let held = pieces.iter().zip(waits).filter(|&(_, waits)| waits);
             held.for_each(|(&waiting, _)| self.queue.push(0, waiting));
         }
-        check();
         let mut packing = priced.packing(placed, Some(method), piece);
         if let Some(range) = range {
             packing = packing.scored(range);
         }
-        check();
         (packing.ranks, packing.padding) = (ranks, padding.clone());
         let now = self.iteration as i64;
         self.iteration += 1;

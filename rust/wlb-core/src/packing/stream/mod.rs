@@ -21,7 +21,6 @@
 mod admission;
 mod arrivals;
 mod brought_costs;
-mod column;
 mod config;
 mod cost_change;
 mod cost_history;

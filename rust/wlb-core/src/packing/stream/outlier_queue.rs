@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 
-use crate::interrupt::{STEPS, check};
 use crate::packing::piece::Piece;
 
 use super::config::{PackerConfig, Release};
@@ -74,10 +73,7 @@ impl OutlierQueue {
     /// Takes out everything, at the end of a stream.
     pub(super) fn release_all(&mut self, released: &mut Vec<Waiting>) {
         for level in &mut self.levels {
-            while !level.is_empty() {
-                released.extend(level.drain(..level.len().min(STEPS)));
-                check();
-            }
+            released.extend(level.drain(..));
         }
     }
 }

@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 
 use crate::error::Result;
-use crate::interrupt::{Meter, check};
 use crate::lengths::Lengths;
 use crate::packing::piece::Piece;
 use crate::packing::plan::Packing;
@@ -44,8 +43,6 @@ impl Packer {
     /// [`crate::Error::OutOfRange`], [`crate::Error::DuplicateId`], and [`crate::Error::Cell`] for costs; the packer is
     /// then unchanged.
     ///
-    /// Interrupted ([`crate::interruptible`]), the packer is half changed: push to a copy.
-    ///
     /// # Complexity
     /// As [`pack`](crate::pack()), for the documents new, carried over and released, or a few times that under
     /// [`Release::Adaptive`]; with `ids`, O(p log p) more for `p` new and
@@ -61,9 +58,7 @@ impl Packer {
         // Which pushed document each new piece is, in listing order; none for a part of one that was cut.
         let mut new_documents: Vec<u32> = Vec::with_capacity(lengths.len());
         let mut queued_documents = vec![VecDeque::new(); self.queue.levels().len()];
-        let mut meter = Meter::default();
         for (index, &length) in lengths.iter().enumerate() {
-            meter.spend(8); // memory that is written for the first time
             let id = ids.map_or_else(|| first_id + index as i64, |ids| ids[index]);
             let start = starts.map_or(0, |starts| starts[index]);
             let limit = self.config.max_document_tokens;
@@ -87,7 +82,6 @@ impl Packer {
             }
         }
         self.next_id = next_id;
-        check();
         match self.config.release {
             Release::Fifo => {
                 self.queue.release(self.config.company(), arrived, self.config.max_delay, &mut batch.pieces);
@@ -112,11 +106,9 @@ impl Packer {
                 *document = queued;
             }
         }
-        check();
         listed.append(&mut new_documents);
         new.splice(0..0, batch.pieces.drain(..));
         batch.pieces = new;
-        check();
 
         let mut packing = self.pack(batch, Occasion::Push { min_step_tokens });
         let by_listing = std::mem::replace(&mut packing.assignment, vec![-1; lengths.len()]);

@@ -31,7 +31,6 @@
 
 use std::cmp::Ordering;
 
-use crate::interrupt::{Meter, check};
 use crate::packing::methods::bins::Bins;
 use crate::packing::methods::columns::Priced;
 use crate::packing::options::{Ranks, Sync};
@@ -104,9 +103,7 @@ fn place_after(
     config: &PackerConfig,
 ) -> Placement {
     let search = Search::new(priced, pieces, (first, others), due, iteration, budget, config);
-    check();
     let mut cuts = search.cuts();
-    check();
     let mut best: Option<(Cut, Placement)> = None;
     let mut limit = f64::INFINITY;
     let mut attempt = |cut: Cut, limit: &mut f64| {
@@ -376,9 +373,7 @@ impl<'a> Search<'a> {
         let level = Levelled::of(priced, config);
         let mut is_due = vec![false; if due.is_empty() { 0 } else { pieces.len() }];
         due.iter().for_each(|&index| is_due[index] = true);
-        let mut meter = Meter::default();
         let document = |&index: &usize| {
-            meter.spend(16); // memory that is written for the first time
             let (length, cost) = (priced.lengths[index], costs[index]);
             let late = iteration as i128 - i128::from(pieces[index].turn);
             let debt = i128::from(length) * if late < 0 { -1 } else { late + 1 };
@@ -386,9 +381,7 @@ impl<'a> Search<'a> {
             Document { index, length, cost, due, debt, from_here: Sums::default() }
         };
         let mut documents: Vec<Document> = others.iter().map(document).collect();
-        check();
         Document::sum_from_the_end(&mut documents);
-        check();
         // So many additions, each off by half an epsilon; an imbalance is at most `N`.
         let additions = 4.0 * (pieces.len() + config.num_micro_batches) as f64;
         let rounding = additions * config.num_micro_batches as f64 * f64::EPSILON;
@@ -427,9 +420,7 @@ impl<'a> Search<'a> {
             let debt = before.debt.saturating_add(beyond);
             Cut { from, loss: self.loss(heaviest, first_cost + (cost + before.due_cost), debt) }
         };
-        let mut meter = Meter::default();
         for (from, document) in self.documents.iter().enumerate() {
-            meter.spend(8);
             if !document.due && self.may_begin(from) {
                 cuts.push(bound(from, document.cost, &before));
             }

@@ -4,13 +4,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::digest::Digest;
 use crate::error::{Error, Result, from_json};
-use crate::interrupt::Meter;
 use crate::limits::MAX_ITERATION;
 use crate::packing::padding::Padding;
 use crate::packing::piece::Piece;
 
 use super::arrivals::MAX_EARLY;
-use super::column::Column;
 use super::config::PackerConfig;
 use super::cost_history::{CostHistory, fingerprint};
 use super::cost_rows::{CostRows, MOST_COST};
@@ -49,23 +47,23 @@ struct State {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Columns {
-    ids: Column<i64>,
-    starts: Column<i32>,
-    lengths: Column<i32>,
-    arrived: Column<u64>,
+    ids: Vec<i64>,
+    starts: Vec<i32>,
+    lengths: Vec<i32>,
+    arrived: Vec<u64>,
     /// Left out where none came early: states of such packers are as they always were.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    turns: Option<Column<u64>>,
+    turns: Option<Vec<u64>>,
     /// Row by row, where documents bring their costs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    costs: Option<Column<f64>>,
+    costs: Option<Vec<f64>>,
 }
 
 impl Packer {
     /// The packer as JSON: configuration, queues, carried-over documents, iteration and metrics.
     ///
     /// # Complexity
-    /// O(pending); can be interrupted.
+    /// O(pending).
     pub fn save(&self) -> String {
         let mut state = State {
             format: FORMAT.to_owned(),
@@ -91,7 +89,7 @@ impl Packer {
     /// [`Error::State`] for anything that [`Packer::save`] did not write.
     ///
     /// # Complexity
-    /// A sort of what waits; can be interrupted.
+    /// A sort of what waits.
     pub fn load(json: &str) -> Result<Self> {
         State::parse(json)?.restore()
     }
@@ -169,12 +167,7 @@ impl Packer {
 
     fn refile(&mut self, config: &PackerConfig) -> Result<()> {
         let mut waiting: Vec<Waiting> = self.queue.levels().iter().flatten().copied().collect();
-        let mut meter = Meter::default();
-        waiting.sort_by(|a, b| {
-            meter.spend(1);
-            let key = |waiting: &Waiting| (waiting.arrived, waiting.piece.id, waiting.piece.start);
-            key(a).cmp(&key(b))
-        });
+        waiting.sort_by_key(|waiting| (waiting.arrived, waiting.piece.id, waiting.piece.start));
         let limit = config.max_document_tokens;
         if let Some(long) = self.carried.iter().chain(&waiting).find(|waiting| waiting.piece.length > limit) {
             let Piece { id, length, .. } = long.piece;
@@ -260,11 +253,7 @@ impl State {
         }
         let carried = self.carried.waiting("carried", &self, &mut rows)?;
         let mut spans: Vec<Piece> = queue.levels().iter().flatten().chain(&carried).map(|w| w.piece).collect();
-        let mut meter = Meter::default();
-        spans.sort_unstable_by(|a, b| {
-            meter.spend(1);
-            (a.id, a.start).cmp(&(b.id, b.start))
-        });
+        spans.sort_unstable_by_key(|piece| (piece.id, piece.start));
         let overlap = |pair: &[Piece]| pair[0].id == pair[1].id && pair[0].start + pair[0].length > pair[1].start;
         if spans.windows(2).any(overlap) {
             return wrong("queues", "a document waits twice");
@@ -296,11 +285,9 @@ impl State {
 
 impl Columns {
     fn of<'a>(packer: &Packer, all: impl IntoIterator<Item = &'a Waiting>) -> Self {
-        let mut columns = Self { costs: packer.config.limits.as_ref().map(|_| Column::default()), ..Self::default() };
-        let mut turns = Column::default();
-        let mut meter = Meter::default();
+        let mut columns = Self { costs: packer.config.limits.as_ref().map(|_| Vec::new()), ..Self::default() };
+        let mut turns = Vec::new();
         for waiting in all {
-            meter.spend(1);
             columns.ids.push(waiting.piece.id);
             columns.starts.push(waiting.piece.start);
             columns.lengths.push(waiting.piece.length);
@@ -330,10 +317,8 @@ impl Columns {
             _ => return wrong(path, "its costs are not those of its documents".to_owned()),
         };
         let columns = limits.len();
-        let mut meter = Meter::default();
         (0..rows)
             .map(|row| {
-                meter.spend(8); // memory that is written for the first time
                 let piece = Piece { id: self.ids[row], start: self.starts[row], length: self.lengths[row] };
                 let arrived = self.arrived[row];
                 if piece.length < 1 || piece.length > limit {

@@ -86,7 +86,7 @@ fn hashed(value: u64) -> u64 {
 
 impl Parts {
     /// Of the whole sample.
-    fn of(search: &Search, sample: Sample<'_>) -> Result<Self> {
+    fn of(search: &Search<'_>, sample: Sample<'_>) -> Result<Self> {
         let documents = sample.lengths.len();
         let read =
             |indices: &[usize]| sample.reordered(indices, |part| Reading::new(part, &search.config, search.max_early));
@@ -101,16 +101,16 @@ impl Parts {
     }
 
     /// A price on each half.
-    fn found<'a>(&self, search: &Search, point: &'a TunedPoint) -> Result<Found<'a>> {
+    fn found<'a>(&self, search: &Search<'_>, point: &'a TunedPoint) -> Result<Found<'a>> {
         let on = |half: &Reading| {
-            let run = half.through(search.packer(Vec::new(), point.delay_price)?)?;
+            let run = search.run(half, Vec::new(), point.delay_price)?;
             Ok((run.lost_time, run.packer.metrics().imbalance_worst()))
         };
         Ok(Found { point, halves: self.halves.iter().map(on).collect::<Result<_>>()? })
     }
 
     /// Prices by the worse of their ranks where prices are found, by lost time.
-    fn ranked<'a>(&self, search: &Search, points: Vec<&'a TunedPoint>) -> Result<Vec<Found<'a>>> {
+    fn ranked<'a>(&self, search: &Search<'_>, points: Vec<&'a TunedPoint>) -> Result<Vec<Found<'a>>> {
         let found = points.into_iter().map(|point| self.found(search, point)).collect::<Result<Vec<_>>>()?;
         let lost_times: Vec<Vec<f64>> = found.iter().map(Found::lost_times).collect();
         let rank = |lost: &Vec<f64>| {
@@ -133,7 +133,7 @@ impl Parts {
 /// 2. else the least mean lost time of the orders within the limit, of those with such a worst step if there are any;
 /// 3. where none keeps the limit on the other orders, the least delay there; where none does on the sample, the least
 ///    delay on the sample.
-pub(super) fn choose(search: &Search, sample: Sample<'_>) -> Result<(Vec<TunedPoint>, TunedPoint)> {
+pub(super) fn choose(search: &Search<'_>, sample: Sample<'_>) -> Result<(Vec<TunedPoint>, TunedPoint)> {
     let parts = Parts::of(search, sample)?;
     let limit = search.max_mean_delay;
     let default_price = Release::Adaptive.default_price();
@@ -181,12 +181,12 @@ pub(super) fn choose(search: &Search, sample: Sample<'_>) -> Result<(Vec<TunedPo
     Ok((judged.into_iter().map(|judged| judged.point).collect(), best))
 }
 
-fn judge(search: &Search, parts: &Parts, found: &Found<'_>) -> Result<Judged> {
+fn judge(search: &Search<'_>, parts: &Parts, found: &Found<'_>) -> Result<Judged> {
     let point = found.point;
     let mut held_out = HeldOut { lost_time: 0.0, imbalance_worst: 1.0, delay_mean: 0.0 };
     let (mut lost_times, mut worst) = (Vec::new(), vec![point.imbalance_worst]);
     for order in &parts.orders {
-        let run = order.through(search.packer(Vec::new(), point.delay_price)?)?;
+        let run = search.run(order, Vec::new(), point.delay_price)?;
         let metrics = run.packer.metrics();
         lost_times.push(run.lost_time);
         held_out.imbalance_worst = held_out.imbalance_worst.max(metrics.imbalance_worst());

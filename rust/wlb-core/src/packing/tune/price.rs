@@ -31,6 +31,7 @@ const BISECTIONS: u32 = 6;
 /// # Arguments
 /// * `sample` - documents in the order in which they would come, with their costs where the packer has no cost model.
 /// * `options` - the packer, and the mean delay that is accepted.
+/// * `keep_going` - asked before each run of the packer; false ends the search.
 ///
 /// # Returns
 /// The price that loses the least time on the other orders, within the delay limit there and on the sample: the default
@@ -67,18 +68,22 @@ const BISECTIONS: u32 = 6;
 /// };
 /// let sample: Vec<i64> = (0..40).map(|i| [1000, 300, 200, 100][i % 4]).collect();
 /// let options = TuneOptions { packer, max_mean_delay: 1.0, max_early: 0 };
-/// let tuned = tune_delay_price(&Lengths::new("lengths", &sample)?, &options)?;
+/// let tuned = tune_delay_price(&Lengths::new("lengths", &sample)?, &options, &|| true)?;
 /// assert!(tuned.best.delay_mean <= 1.0 && tuned.best.delay_price.is_some());
 /// # Ok::<(), wlb_core::Error>(())
 /// ```
-pub fn tune_delay_price<'a>(sample: impl Into<Sample<'a>>, options: &TuneOptions) -> Result<Tuned> {
+pub fn tune_delay_price<'a>(
+    sample: impl Into<Sample<'a>>,
+    options: &TuneOptions,
+    keep_going: &dyn Fn() -> bool,
+) -> Result<Tuned> {
     let sample = sample.into();
     if sample.costs.is_some_and(|costs| costs.columns > 1) {
         let requirement = "have several columns, and release=\"adaptive\" weighs one: tune thresholds for \
                            release=\"fifo\", or pass one column, the sum of those that take time";
         return Err(Error::Combination { argument: "costs", requirement });
     }
-    let mut search = Search::new(sample, options)?;
+    let mut search = Search::new(sample, options, keep_going)?;
     let micro_batches = search.config.num_micro_batches as f64;
     // An imbalance is at most `N`, and a token that waits costs the price over the tokens of a global batch.
     search.try_price(micro_batches * micro_batches * f64::from(search.config.max_document_tokens))?;
@@ -101,7 +106,7 @@ pub fn tune_delay_price<'a>(sample: impl Into<Sample<'a>>, options: &TuneOptions
     Ok(Tuned { best, pareto: search.pareto(), judged, evaluated: search.points.len() })
 }
 
-impl Search {
+impl Search<'_> {
     fn try_price(&mut self, price: f64) -> Result<()> {
         // Finer prices give hardly other plans, and nobody wants to write them.
         self.evaluate(Vec::new(), Some((price * 1e5).round() / 1e5))

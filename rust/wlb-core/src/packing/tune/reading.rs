@@ -4,7 +4,6 @@
 //! what is tuned here is what a run does.
 
 use crate::error::Result;
-use crate::interrupt::check;
 use crate::packing::plan::Packing;
 use crate::packing::stream::{Packer, PackerConfig, Push};
 
@@ -84,7 +83,6 @@ impl Reading {
     pub(super) fn through(&self, mut packer: Packer) -> Result<Run> {
         let (mut place, mut heaviest, mut mean) = (Place::default(), 0.0, 0.0);
         while place.read < self.ends.len() {
-            check();
             let (after, packing) = self.next_step(packer, &mut place)?;
             packer = after;
             if packing.num_tokens() > 0 {

@@ -6,12 +6,14 @@ use crate::error::{Error, Result, check_range};
 use crate::packing::stream::{MAX_EARLY, Packer, PackerConfig, Release};
 
 use super::options::TuneOptions;
-use super::reading::Reading;
+use super::reading::{Reading, Run};
 use super::sample::Sample;
 use super::tuned::{Tuned, TunedPoint};
 
 /// The sample, and what has been tried on it.
-pub(super) struct Search {
+pub(super) struct Search<'a> {
+    /// Asked before each candidate is tried; false ends the search.
+    keep_going: &'a dyn Fn() -> bool,
     pub(super) config: PackerConfig,
     pub(super) max_mean_delay: f64,
     pub(super) max_early: i64,
@@ -20,9 +22,9 @@ pub(super) struct Search {
     pub(super) points: Vec<TunedPoint>,
 }
 
-impl Search {
+impl<'a> Search<'a> {
     /// Checks everything and cuts documents that are too long.
-    pub(super) fn new(sample: Sample<'_>, options: &TuneOptions) -> Result<Self> {
+    pub(super) fn new(sample: Sample<'_>, options: &TuneOptions, keep_going: &'a dyn Fn() -> bool) -> Result<Self> {
         let max_mean_delay = options.max_mean_delay;
         if max_mean_delay.is_nan() || max_mean_delay < 0.0 {
             let requirement = "must be a number, 0 or above";
@@ -42,6 +44,7 @@ impl Search {
         }
         let reading = Reading::new(sample, &config, options.max_early)?;
         Ok(Self {
+            keep_going,
             config,
             max_mean_delay,
             max_early: options.max_early,
@@ -56,7 +59,7 @@ impl Search {
         if self.points.iter().any(|point| point.thresholds == thresholds && point.delay_price == delay_price) {
             return Ok(());
         }
-        let run = self.reading.through(self.packer(thresholds.clone(), delay_price)?)?;
+        let run = self.run(&self.reading, thresholds.clone(), delay_price)?;
         let metrics = run.packer.metrics();
         self.points.push(TunedPoint {
             thresholds,
@@ -73,10 +76,14 @@ impl Search {
         Ok(())
     }
 
-    /// A new packer under a choice.
-    pub(super) fn packer(&self, outlier_thresholds: Vec<i32>, delay_price: Option<f64>) -> Result<Packer> {
+    /// Runs a new packer with these thresholds or this price over a sample.
+    pub(super) fn run(&self, reading: &Reading, outlier_thresholds: Vec<i32>, delay_price: Option<f64>) -> Result<Run> {
+        if !(self.keep_going)() {
+            return Err(Error::Interrupted);
+        }
         let release = if delay_price.is_some() { Release::Adaptive } else { Release::Fifo };
-        Packer::new(PackerConfig { release, outlier_thresholds, delay_price, ..self.config.clone() })
+        let config = PackerConfig { release, outlier_thresholds, delay_price, ..self.config.clone() };
+        reading.through(Packer::new(config)?)
     }
 
     /// The best of some choices; the first tried of equals.

@@ -28,6 +28,7 @@ const BEYOND: f64 = 1.1;
 /// * `sample` - documents in the order in which they would come, with their costs where the packer has no cost model.
 /// * `num_queues` - most levels of the queue, 0 to 4.
 /// * `options` - the packer, and the mean delay that is accepted.
+/// * `keep_going` - asked before each run of the packer; false ends the search.
 ///
 /// # Returns
 /// The thresholds with the least mean imbalance within the delay limit, and the choices that no other beats.
@@ -36,7 +37,8 @@ const BEYOND: f64 = 1.1;
 /// Those of [`PackerConfig::check`](crate::packing::stream::PackerConfig::check),
 /// [`Error::OutOfRange`](crate::Error::OutOfRange) for `num_queues` (0 to 4) and `tokens_per_batch`,
 /// [`Error::Number`](crate::Error::Number) for `max_mean_delay`, and [`Error::Combination`](crate::Error::Combination)
-/// for a sample without documents or without costs; [`Error::Cell`](crate::Error::Cell) and
+/// for a sample without documents or without costs; [`Error::Interrupted`](crate::Error::Interrupted) if `keep_going`
+/// said no; [`Error::Cell`](crate::Error::Cell) and
 /// [`Error::Column`](crate::Error::Column) for costs.
 ///
 /// # Complexity
@@ -45,9 +47,10 @@ pub fn tune_outlier_thresholds<'a>(
     sample: impl Into<Sample<'a>>,
     num_queues: usize,
     options: &TuneOptions,
+    keep_going: &dyn Fn() -> bool,
 ) -> Result<Tuned> {
     check_range("num_queues", saturating_i64(num_queues), 0, MAX_QUEUES as i64)?;
-    let mut search = Search::new(sample.into(), options)?;
+    let mut search = Search::new(sample.into(), options, keep_going)?;
     let longest = search.longest;
     // Below the longest, since a threshold at it would hold a single length. Successive division rounds alike on
     // every machine; a power does not.

@@ -1,7 +1,6 @@
 //! The strategy as a whole.
 
 use crate::cost::Mask;
-use crate::interrupt::parts;
 use crate::longest_first::longest_first;
 
 use super::super::builder::Ranks;
@@ -17,11 +16,8 @@ pub(in super::super) fn cut(ranks: &mut impl Ranks, lengths: &[i32], mask: Mask,
     let cp_size = ranks.cp_size();
     // Indices fit: each document has at least one token, and there are at most 2^31 - 1 tokens.
     let documents: Vec<_> = longest_first(lengths).map(|(length, index)| (length, index as u32)).collect();
-    let (mut tokens, mut all_pairs) = (0, 0);
-    for part in parts(&documents) {
-        tokens += part.iter().map(|&(length, _)| length as u64).sum::<u64>();
-        all_pairs += part.iter().map(|&(length, _)| mask.pairs(length)).sum::<u64>();
-    }
+    let tokens = documents.iter().map(|&(length, _)| length as u64).sum::<u64>();
+    let all_pairs = documents.iter().map(|&(length, _)| mask.pairs(length)).sum::<u64>();
     let parts = Parts::new(&documents, cp_size, mask, max_imbalance, (all_pairs as f64, tokens as f64));
     let enough = (all_pairs as f64 / cp_size as f64 * max_imbalance) as u64;
     let on_all = || {

@@ -1,7 +1,6 @@
 //! Lays documents on ranks.
 
 use crate::cost::Mask;
-use crate::interrupt::Meter;
 
 use super::runs::Runs;
 use super::word::{Format, Word};
@@ -20,7 +19,6 @@ pub(super) struct Layer<'a, W> {
     chosen: Vec<W>,
     /// What was laid.
     pub(super) runs: Runs,
-    meter: Meter,
 }
 
 impl<'a, W: Word> Layer<'a, W> {
@@ -35,7 +33,6 @@ impl<'a, W: Word> Layer<'a, W> {
             empty,
             chosen: Vec::with_capacity(cp_size),
             runs: Runs::with_capacity(documents.len()),
-            meter: Meter::default(),
         }
     }
 
@@ -46,7 +43,6 @@ impl<'a, W: Word> Layer<'a, W> {
         self.ranks.copy_from_slice(&self.empty);
         let mut heaviest = 0;
         for (number, &(length, document)) in self.documents.iter().enumerate() {
-            self.meter.spend(self.ranks.len());
             self.runs.begin(document);
             let laid = match parts.get(number) {
                 None | Some(1) => self.lay_whole(length),

@@ -1,7 +1,5 @@
 //! What an attempt laid where.
 
-use crate::interrupt::{Meter, parts};
-
 use super::super::builder::Ranks;
 
 /// The runs of every document, in their order.
@@ -43,15 +41,11 @@ impl Runs {
     /// Gives every rank its runs in packed order.
     pub(super) fn give_to(&self, ranks: &mut impl Ranks, lengths: &[i32]) {
         let mut counts = vec![0; ranks.cp_size()];
-        for part in parts(&self.list) {
-            part.iter().for_each(|&(rank, _)| counts[rank as usize] += 1);
-        }
+        self.list.iter().for_each(|&(rank, _)| counts[rank as usize] += 1);
         ranks.expect(&counts);
-        let mut meter = Meter::default();
         for (document, (&length, &first)) in lengths.iter().zip(&self.first).enumerate() {
             let mut start = 0;
             for &(rank, taken) in &self.list[first as usize..] {
-                meter.spend(1);
                 ranks.push(rank as usize, document, start, taken);
                 start += taken;
                 if start == length {

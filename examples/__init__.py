@@ -1,0 +1,1 @@
+"""Programs to read and to copy from; each runs as it stands."""

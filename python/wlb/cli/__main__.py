@@ -1,5 +1,0 @@
-"""`python -m wlb.cli`."""
-
-from wlb_command import main
-
-main()

@@ -1,0 +1,39 @@
+"""Shapes of models: from a Hugging Face config, by name, or layer by layer.
+
+A shape gives what planning needs: the cost of a document, the number of parameters, the bytes of activations, keys and
+values. `blocks` says what a block of a layer consists of; `attention`, `recurrent`, `feed_forward` and `streams` are
+the kinds of blocks, `layers` puts them together, `encoder` is an encoder of images, `config` the whole model.
+`hugging_face` reads configs by `keys`, `text_families` and `image_families`; `presets` has models by name.
+"""
+
+from wlb.models.attention import Attention, BlockIndexer, Indexer, LatentAttention
+from wlb.models.blocks import Block, Mask, Matrix
+from wlb.models.config import ModelConfig
+from wlb.models.encoder import ImageEncoder
+from wlb.models.feed_forward import FeedForward
+from wlb.models.layers import Layer
+from wlb.models.presets import presets
+from wlb.models.recurrent import GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba1, Mamba2
+from wlb.models.streams import HyperConnection, NGramEmbedding
+
+__all__ = [
+    "Attention",
+    "Block",
+    "BlockIndexer",
+    "FeedForward",
+    "GatedDeltaNet",
+    "HyperConnection",
+    "ImageEncoder",
+    "Indexer",
+    "KimiDeltaAttention",
+    "LatentAttention",
+    "Layer",
+    "LightningAttention",
+    "Mamba1",
+    "Mamba2",
+    "Mask",
+    "Matrix",
+    "ModelConfig",
+    "NGramEmbedding",
+    "presets",
+]

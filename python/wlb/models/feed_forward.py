@@ -1,0 +1,88 @@
+"""Feed-forward blocks: dense, or of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wlb._errors import error
+from wlb.models.blocks import Block, Kept, Matrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForward(Block):
+    """A feed-forward block; with experts, of which a token visits some, and shared ones, which all visit.
+
+    Args:
+        width: of the block; of one expert where there are several.
+        gated: three matrices (SwiGLU), else two.
+        bias: they have biases.
+        num_experts: routed experts; 1: a dense block.
+        experts_per_token: experts that a token visits.
+        router_bias: the router has a bias.
+        shared_width: of the expert that every token visits, or of all of these together; 0: there is none.
+        shared_gate: its output is multiplied by a gate (Qwen2-MoE).
+        latent_size: experts work on rows of that width, one projection before them and one after; 0: on the layer's
+            own rows (Nemotron-H).
+
+    Raises:
+        WlbError: naming the first size that makes no sense.
+    """
+
+    width: int
+    gated: bool = True
+    bias: bool = False
+    num_experts: int = 1
+    experts_per_token: int = 1
+    router_bias: bool = False
+    shared_width: int = 0
+    shared_gate: bool = False
+    latent_size: int = 0
+
+    def __post_init__(self) -> None:
+        self._check("shared_width", "latent_size")
+        if self.experts_per_token > self.num_experts:
+            message = f"= {self.experts_per_token}: there are {self.num_experts} experts"
+            raise error("experts_per_token", message, value=self.experts_per_token)
+
+    @property
+    def inner(self) -> int:
+        """Values of a token inside: of all experts that it visits."""
+        return self.experts_per_token * self.width + self.shared_width
+
+    def visit_width(self, hidden: int) -> int:
+        """Numbers of a token that go to its experts, a row for each, and as many that come back; 0 without experts."""
+        return self.experts_per_token * (self.latent_size or hidden) if self.num_experts > 1 else 0
+
+    def expert_parameters(self, hidden: int) -> int:
+        """Parameters of all routed experts, which expert parallelism divides."""
+        return sum(m.parameters(m.copies) for m in self.matrices(hidden) if m.copies > 1)
+
+    def expert_flops(self, hidden: int) -> int:
+        """Forward FLOPs of one token in the routed experts that it visits."""
+        return sum(2 * m.used * m.rows * m.columns for m in self.matrices(hidden) if m.copies > 1)
+
+    def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
+        """Gate and up, and their product; of experts each its copy of the input."""
+        values, gate, copies = (1 + self.gated) * self.inner, self.gated * self.inner, self.visit_width(hidden)
+        return Kept(values, recomputed=self.inner, unfused=gate, rows=copies)
+
+    @property
+    def divisors(self) -> dict[str, int]:
+        """Widths."""
+        return {"ffn_hidden_size": self.width} | ({"shared_width": self.shared_width} if self.shared_width else {})
+
+    def matrices(self, hidden: int) -> tuple[Matrix, ...]:
+        """Up, gate and down; router; the shared expert."""
+        up = 1 + self.gated
+        copies = self.num_experts, self.experts_per_token
+        rows = self.latent_size or hidden
+        found = [Matrix(rows, up * self.width, self.bias, *copies), Matrix(self.width, rows, self.bias, *copies)]
+        if self.latent_size:
+            found += [Matrix(hidden, rows, self.bias, split=False), Matrix(rows, hidden, self.bias, split=False)]
+        if self.num_experts > 1:
+            found.append(Matrix(hidden, self.num_experts, self.router_bias, split=False))
+        if self.shared_width:
+            found += [Matrix(hidden, up * self.shared_width, self.bias), Matrix(self.shared_width, hidden, self.bias)]
+        if self.shared_gate:
+            found.append(Matrix(hidden, 1, split=False))
+        return tuple(found)

@@ -1,0 +1,51 @@
+"""Tools beside wlb: they predict, measure and draw what training on a cluster takes.
+
+`cluster` has the memory and the step times of a model on GPUs, `simulation` compares ways to train, `profiling`
+measures a GPU, `audit` checks what a run has recorded, and `command` is the `wlb` command (`python -m wlb_tools`).
+
+    hardware = wlb_tools.Hardware.preset("h100")
+    layout = wlb_tools.ParallelLayout(tp=8, cp=2, pp=4)
+    wlb_tools.max_tokens(wlb.ModelConfig.preset("llama2-7b"), layout, hardware)
+
+Training needs none of this: `import wlb` does not load it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wlb_tools.cluster import (
+        Hardware,
+        Link,
+        ParallelLayout,
+        RankMemory,
+        StageSeconds,
+        data_parallel_seconds,
+        max_tokens,
+        memory_per_rank,
+        stage_seconds,
+    )
+    from wlb_tools.simulation import Scenario, Simulation, simulate
+
+__all__ = [
+    "Hardware",
+    "Link",
+    "ParallelLayout",
+    "RankMemory",
+    "Scenario",
+    "Simulation",
+    "StageSeconds",
+    "data_parallel_seconds",
+    "max_tokens",
+    "memory_per_rank",
+    "simulate",
+    "stage_seconds",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name when it is first used: the command answers Ctrl-C before numpy is loaded."""
+    if name in __all__:
+        room = "simulation" if name in ("Scenario", "Simulation", "simulate") else "cluster"
+        return getattr(import_module(f"wlb_tools.{room}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

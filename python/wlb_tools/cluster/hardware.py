@@ -1,0 +1,169 @@
+"""GPUs and the links between them: what a data sheet says, and what of it software reaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from wlb._choices import Generation
+from wlb._core import PEAK_FLOPS, CostModel
+from wlb._errors import check_integer, check_positive, error
+from wlb.models import ModelConfig
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One level of the network: sending `n` bytes takes `latency + n / bandwidth`.
+
+    Args:
+        latency: seconds a hop.
+        bandwidth: bytes/s that one GPU sends while it receives as many.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        check_positive("latency", self.latency)
+        check_positive("bandwidth", self.bandwidth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A cluster of one kind of GPU, in nodes of a few.
+
+    Args:
+        name: for reports.
+        peak_flops: dense bf16 FLOP/s of a GPU.
+        memory_bytes: what the driver reports as a GPU's memory.
+        gpus_per_node: GPUs that NVLink joins.
+        intra_node: NVLink.
+        inter_node: InfiniBand or RoCE, a network card for each GPU.
+        launch_latency: seconds that a collective takes before anything is sent.
+        gemm_efficiency: share of the peak that the linear part of a layer reaches, element-wise work included.
+        attention_efficiency: attention's FLOP rate relative to the linear part's, assumed as in :meth:`preset`.
+
+    Raises:
+        WlbError: naming the first value that is not positive, or of another type.
+    """
+
+    name: str
+    peak_flops: float
+    memory_bytes: int
+    gpus_per_node: int
+    intra_node: Link
+    inter_node: Link
+    launch_latency: float = 8.4e-6
+    gemm_efficiency: float = 0.65
+    attention_efficiency: float = 0.85
+
+    def __post_init__(self) -> None:
+        check_positive("peak_flops", self.peak_flops)
+        check_integer("memory_bytes", self.memory_bytes, minimum=1)
+        check_integer("gpus_per_node", self.gpus_per_node, minimum=1)
+        for name in ("intra_node", "inter_node"):
+            if not isinstance(getattr(self, name), Link):
+                raise error(name, f"= {getattr(self, name)!r}: must be a Link", value=getattr(self, name))
+        for name in ("launch_latency", "gemm_efficiency", "attention_efficiency"):
+            check_positive(name, getattr(self, name))
+
+    @classmethod
+    def preset(cls, name: str) -> Hardware:
+        """A GPU by name, in nodes as its vendor builds them; ``dataclasses.replace`` changes what differs.
+
+        =======  ============  ===========  =========  ============  ==========  =============  =========
+        name     dense bf16    memory       GPUs/node  NVLink, GB/s  of it used  network        attention
+        =======  ============  ===========  =========  ============  ==========  =============  =========
+        a100     312 TFLOP/s   81,920 MiB   8          300           12 x 20.0   HDR, 200 Gb/s  0.90
+        h100     989 TFLOP/s   81,559 MiB   8          450           18 x 20.6   NDR, 400 Gb/s  0.85
+        h200     989 TFLOP/s   143,771 MiB  8          450           18 x 20.6   NDR, 400 Gb/s  0.85
+        b200     2.25 PFLOP/s  183,359 MiB  8          900           18 x 40.1   NDR, 400 Gb/s  0.93
+        gb200    2.5 PFLOP/s   189,471 MiB  72         900           18 x 40.1   NDR, 400 Gb/s  0.84
+        =======  ============  ===========  =========  ============  ==========  =============  =========
+
+        SXM modules; GB/s and Gb/s each way. Sources:
+
+        - FLOP/s, NVLink: NVIDIA's data sheets, without sparsity: A100 80GB (2021), H100 and H200 Tensor
+          Core GPU, HGX B200 (36 PFLOP/s sparse for 8) and GB200 NVL72 (360 PFLOP/s sparse for 72).
+        - Memory: "memory total" of nvidia-smi; a data sheet's 80 GB are 80 GiB less what the driver keeps.
+        - NVLink used: what NCCL counts on for a link of that generation (``SM80_NVLINK_BW`` = 20.0,
+          ``SM90`` = 20.6, ``SM100`` = 40.1, in its `src/graph/topo.h`) times the number of links.
+        - Network: NVIDIA DGX A100, H100, H200, B200 and GB200 NVL72 have one card of that speed a GPU; 96 % of it used,
+          as NCCL counts (12 GB/s for 100 Gb/s, ``NET_BW`` in the same file).
+        - Latencies: NCCL's model of its ring with the Simple protocol (`src/graph/tuning.cc`, 2.18 and later): 8.4 us
+          a collective, 3.4 us a hop on NVLink, 14 us a hop on the network.
+        - Efficiencies are assumptions; `wlb profile` measures seconds that take their place
+          (:func:`wlb_tools.stage_seconds`, :meth:`wlb.CostModel.from_profile`). Of the peak, 65 % is what a transformer
+          layer's matrix multiplications and element-wise work reach together where the multiplications alone reach 75
+          to 80 %.
+        - Attention (`attention_efficiency`, relative to those 65 %): forward and backward of causal documents of 8,192
+          tokens by :meth:`wlb.KernelModel.analytic`, which is FlashAttention-2's published rate on an A100,
+          FlashAttention-3's on a H100 and FlashAttention-4's on a B200. Documents of 2,048 tokens are at 0.83 of that,
+          those of 128K at 1.07; flash-attn 2 on a H100 reaches 0.55. A cluster with communication that nothing hides
+          has a higher ratio, since that is part of the rest: :meth:`wlb_tools.Scenario.fitted_efficiency`.
+
+        Raises:
+            WlbError: there is no such name.
+        """
+        if name not in _PRESETS:
+            raise error("name", f"{name!r}: must be one of {', '.join(_PRESETS)}", value=name)
+        return _PRESETS[name]
+
+    @property
+    def flops_per_second(self) -> float:
+        """FLOP/s that the linear part of a layer reaches."""
+        return self.peak_flops * self.gemm_efficiency
+
+    def cost_model(self, model: ModelConfig) -> CostModel:
+        """What documents cost on one of these GPUs, in seconds: the model's FLOPs at the rates that are assumed here.
+
+        A start for a packer, for which only the ratio of attention to the rest counts. Measured costs are better:
+        :meth:`wlb.CostModel.from_profile`.
+        """
+        return model.cost_model(attention_efficiency=self.attention_efficiency, flops_per_second=self.flops_per_second)
+
+
+def presets() -> list[str]:
+    """Names that :meth:`Hardware.preset` knows."""
+    return list(_PRESETS)
+
+
+def _preset(
+    name: str,
+    generation: Generation,
+    *,
+    peak_flops: float | None = None,
+    mebibytes: int,
+    gpus: int,
+    links: int,
+    link: float,
+    network: float,
+    attention: float,
+) -> tuple[Hardware, Generation]:
+    """`link` in GB/s, `network` in Gb/s; `peak_flops` where it is not that of its generation."""
+    hardware = Hardware(
+        name=name,
+        peak_flops=peak_flops or PEAK_FLOPS[generation],
+        memory_bytes=mebibytes * 2**20,
+        gpus_per_node=gpus,
+        intra_node=Link(latency=3.4e-6, bandwidth=links * link * 1e9),
+        inter_node=Link(latency=14e-6, bandwidth=0.96 * network / 8 * 1e9),
+        attention_efficiency=attention,
+    )
+    return hardware, generation
+
+
+_HOPPER: dict[str, Any] = {"gpus": 8, "links": 18, "link": 20.6, "network": 400, "attention": 0.85}
+_BLACKWELL: dict[str, Any] = {"links": 18, "link": 40.1, "network": 400}
+_GPUS = (
+    _preset("a100", "a100", mebibytes=81920, gpus=8, links=12, link=20.0, network=200, attention=0.90),
+    _preset("h100", "h100", mebibytes=81559, **_HOPPER),
+    _preset("h200", "h200", mebibytes=143771, **_HOPPER),
+    _preset("b200", "b200", mebibytes=183359, gpus=8, attention=0.93, **_BLACKWELL),
+    _preset("gb200", "b200", peak_flops=2.5e15, mebibytes=189471, gpus=72, attention=0.84, **_BLACKWELL),
+)
+_PRESETS = {hardware.name: hardware for hardware, _ in _GPUS}
+GENERATIONS = {hardware.name: generation for hardware, generation in _GPUS}
+"""Which kernel default of `KernelModel.analytic` goes with each."""

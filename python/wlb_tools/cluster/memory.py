@@ -1,0 +1,399 @@
+"""Bytes of a GPU during training.
+
+Activations are counted as in Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models",
+section 4), for today's layer: flash attention, grouped-query attention, a gated feed-forward block, no dropout.
+Of one token and layer, with `a` bytes a value, hidden size `h`, queries `q = num_heads * head_dim`, keys
+`kv = num_kv_heads * head_dim` and feed-forward width `f`, these are kept for the backward:
+
+=========================================  ===========  =========================  ================
+what                                       bytes        divided by                 recompute drops
+=========================================  ===========  =========================  ================
+input of the layer (attention's norm)      a h          tp, if sequence parallel   (full keeps it)
+normalised input of QKV                    a h          tp, if sequence parallel   selective, full
+queries, keys, values, rotated             a (q + 2kv)  tp                         full
+attention's output, input of O             a q          tp                         full
+log-sum-exp, float32                       4 num_heads  tp                         full
+input of the feed-forward block's norm     a h          tp, if sequence parallel   full
+its normalised input                       a h          tp, if sequence parallel   selective, full
+gate and up                                2 a f        tp                         full
+activated gate, unless `fused_ffn`         a f          tp                         selective, full
+product of the two, input of down          a f          tp                         selective, full
+reciprocal norms, float32                  8            tp, if sequence parallel   full
+=========================================  ===========  =========================  ================
+
+A mixture of experts keeps the feed-forward rows for each expert visited, and a copy of the input for each, which tensor
+parallelism does not divide. Normalised heads (Qwen3) add their inputs, `a (q + kv)`, and their reciprocal norms. A
+layer is at work on one micro-batch at a time, which takes for each token
+
+=========================================  ==============================================
+gradients in the feed-forward block        a (3 f experts_per_token / tp + h)
+gathered keys and values, their gradients  2 (a + 4) cp kv / tp, with cp above 1
+a layer again, if recompute is full        the table above
+rows to experts and back, with ep above 1  2 a h experts_per_token
+logits, on the rank of the last stage      (a + 4) vocab / tp, unless `fused_loss`
+=========================================  ==============================================
+
+Of `ep` ranks each holds its share of the routed experts, whose optimizer, gradients and parameters the remaining
+dp x cp / ep ranks share out. Every rank is taken to receive as many rows as it sends.
+
+Logits are the values and a float32 softmax, which becomes their gradient in place. The gradients of gathered keys are
+summed in float32, as `wlb.torch` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb._choices import Schedule
+from wlb._core import MAX_MICRO_BATCHES, simulate_pipeline
+from wlb._errors import check_integer, error, numbers
+from wlb.models import Attention, Block, FeedForward, Layer, ModelConfig
+from wlb_tools.cluster.hardware import GIB
+from wlb_tools.cluster.parallel import GRADIENT_BYTES, ParallelLayout, default_schedule
+
+RESERVED_BYTES = 4 * GIB
+"""Left free by default: CUDA's context and kernels, NCCL's buffers, what the allocator cannot use."""
+
+KEY_GRADIENT_BYTES = 4
+"""Width of the gradients of keys and values while they are summed over context-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on the GPUs of every pipeline rank.
+
+    The first five are float64[pp], the others [..., pp] for micro-batches [...].
+    """
+
+    parameters: NDArray[np.float64]
+    gradients: NDArray[np.float64]
+    optimizer: NDArray[np.float64]
+    gathered_parameters: NDArray[np.float64]  # ZeRO-3: two layers' parameters and one's gradients, whole
+    reserved: NDArray[np.float64]
+    activations: NDArray[np.float64]  # kept for the backward, of all micro-batches under way
+    workspace: NDArray[np.float64]  # of the layer at work: gathered keys, gradients, a layer recomputed
+    logits: NDArray[np.float64]  # on the rank of the last stage
+
+    @property
+    def total(self) -> NDArray[np.float64]:
+        """Float64[..., pp]: the sum."""
+        parts = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return np.asarray(sum(parts[1:], start=parts[0]))
+
+
+def activation_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer | None = None) -> float:
+    """Bytes that a layer keeps for the backward, for each token of a rank: the table above.
+
+    Args:
+        model: its shape.
+        layout: how it is spread.
+        layer: which of its layers, where they differ; default: the one that keeps most.
+    """
+    layers = model.kinds if layer is None else (layer,)
+    if layout.recompute == "full":
+        return layout.number_bytes * model.residual_width / (layout.tp if layout.sequence_parallel else 1)
+    selective = layout.recompute == "selective"
+    return max(_layer_bytes(model, layout, each, selective=selective) for each in layers)
+
+
+def _layer_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer, *, selective: bool) -> float:
+    a, tp, h = layout.number_bytes, layout.tp, model.hidden_size
+    # Split over tensor-parallel ranks only by sequence parallelism: what norms are given, and what they give.
+    by_token = float(layer.norms * (a * h + 4))
+    by_head, on_each = 0.0, 0.0
+    if not selective:
+        by_token += len(layer.sublayers) * a * h
+    for block in layer.blocks:
+        kept = block.kept(h, kv_copies=_kv_copies(block, layout))
+        by_head += a * kept.values + 4 * kept.statistics
+        on_each += a * kept.rows
+        if not selective:
+            by_head += a * (kept.recomputed + (0 if layout.fused_ffn else kept.unfused))
+    return by_token / (tp if layout.sequence_parallel else 1) + by_head / tp + on_each
+
+
+def kv_width(attention: Attention, layout: ParallelLayout) -> int:
+    """Width of the keys of a tensor-parallel rank: a rank has at least one head, a copy if there are fewer."""
+    return max(1, attention.num_kv_heads // layout.tp) * attention.head_dim
+
+
+def _kv_copies(block: Block, layout: ParallelLayout) -> float:
+    """How often tensor-parallel ranks have each key head."""
+    return kv_width(block, layout) * layout.tp / block.kv_width if isinstance(block, Attention) else 1.0
+
+
+def exchanged_width(layer: Layer, layout: ParallelLayout) -> int:
+    """Numbers of a token that a rank's context-parallel group sends around for one layer, on a tensor-parallel rank.
+
+    Keys and values of its heads; of latent attention the narrow row, which every tensor-parallel rank needs whole, as
+    it does an indexer's keys. Linear attention and state spaces send states, which do not grow with tokens: nothing is
+    counted.
+    """
+    own = sum(kv_width(block, layout) - block.kv_width for block in layer.of_kind(Attention))
+    return 2 * own + sum(block.exchanged for block in layer.blocks)
+
+
+def visit_width(model: ModelConfig, layer: Layer) -> int:
+    """Numbers of a token that go to the experts that it visits in one layer, and as many that come back."""
+    return sum(block.visit_width(model.hidden_size) for block in layer.of_kind(FeedForward))
+
+
+def ranks_of_stages(layout: ParallelLayout, *, schedule: Schedule | None = None) -> NDArray[np.int64]:
+    """int64[stages]: the pipeline rank of every stage in the order of the model, by :func:`wlb.simulate_pipeline`.
+
+    Raises:
+        WlbError: the schedule cannot have that many virtual stages.
+    """
+    return _pipeline(schedule or default_schedule(layout), layout.pp, layout.virtual_stages, 2 * layout.pp)[0]
+
+
+def in_flight(
+    layout: ParallelLayout, *, schedule: Schedule | None = None, num_micro_batches: int | None = None
+) -> NDArray[np.float64]:
+    """How many micro-batches' activations each pipeline rank holds at its peak, in units of all its stages.
+
+    ``PipelineTimeline.peak_activation`` of :func:`wlb.simulate_pipeline`, which holds a micro-batch from its forward to
+    its weight gradient.
+
+    Args:
+        layout: `pp` and `virtual_stages` of it.
+        schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
+        num_micro_batches: of a step and data-parallel rank; default: a large multiple of `pp`. Where `pp` does
+            not divide them an interleaved schedule has larger rounds, and holds more.
+
+    Returns:
+        float64[pp].
+
+    Raises:
+        WlbError: the schedule cannot have that layout or number; GPipe, which holds all there are, without a number.
+
+    Complexity:
+        O(num_micro_batches * stages) at the first call for a shape.
+    """
+    schedule = schedule or default_schedule(layout)
+    if num_micro_batches is None:
+        if schedule == "gpipe":
+            raise error("num_micro_batches", "is needed: gpipe holds as many as there are")
+        num_micro_batches = 2 * layout.pp  # no other schedule runs further ahead
+    check_integer("num_micro_batches", num_micro_batches, minimum=1, maximum=MAX_MICRO_BATCHES)
+    return _pipeline(schedule, layout.pp, layout.virtual_stages, int(num_micro_batches))[1]
+
+
+@functools.lru_cache(maxsize=256)
+def _pipeline(
+    schedule: Schedule, pp: int, virtual_stages: int, num_micro_batches: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The rank of every stage, and what each rank holds at its peak; neither depends on how long anything takes."""
+    timeline = simulate_pipeline(
+        np.ones(num_micro_batches), schedule=schedule, num_stages=pp, num_virtual_stages=virtual_stages
+    )
+    ranks = np.empty(pp * virtual_stages, dtype=np.int64)
+    ranks[timeline.stages] = timeline.ranks
+    held = timeline.peak_activation
+    for shared in (ranks, held):
+        shared.flags.writeable = False
+    return ranks, held
+
+
+def memory_per_rank(
+    model: ModelConfig,
+    layout: ParallelLayout,
+    tokens: ArrayLike,
+    *,
+    schedule: Schedule | None = None,
+    num_micro_batches: int | None = None,
+    held_tokens: ArrayLike | None = None,
+    reserved_bytes: int = RESERVED_BYTES,
+) -> RankMemory:
+    """Bytes of every pipeline rank when each micro-batch under way has that many tokens.
+
+    Args:
+        model: its shape.
+        layout: how it is spread.
+        tokens: int[...] tokens of a micro-batch, over all context-parallel ranks; any shape.
+        schedule: of the pipeline, as in :func:`in_flight`.
+        num_micro_batches: of a step and data-parallel rank, as in :func:`in_flight`; default: enough to fill it.
+        held_tokens: float64[..., pp] tokens of the micro-batches under way on each rank, where they are not all that
+            large (``peak_activation`` of a simulated step); `tokens` is then the largest micro-batch, at work.
+        reserved_bytes: not available.
+
+    Raises:
+        WlbError: the layout does not divide the model, the schedule cannot have the layout, or a number is negative.
+    """
+    layout.check(model=model)
+    # A rank has at most one token more than its share; a fraction of a token is as good.
+    per_rank = _check_tokens("tokens", tokens)[..., None] / layout.cp
+    if held_tokens is None:
+        held = per_rank * in_flight(layout, schedule=schedule, num_micro_batches=num_micro_batches)
+    else:
+        held = _check_tokens("held_tokens", held_tokens) / layout.cp
+    check_integer("reserved_bytes", reserved_bytes, minimum=0)
+    reserved = np.full(layout.pp, float(reserved_bytes))
+    ranks = ranks_of_stages(layout, schedule=schedule)
+    activations, workspace, logits = _per_token(model, layout, ranks)
+    return RankMemory(
+        *_constant(model, layout, ranks), reserved, held * activations, per_rank * workspace, per_rank * logits
+    )
+
+
+def _check_tokens(name: str, tokens: ArrayLike) -> NDArray[np.float64]:
+    values = numbers(name, tokens)
+    wrong = np.flatnonzero(~((values >= 0) & (values < np.inf)).ravel())
+    if wrong.size:
+        value = values.ravel()[wrong[0]]
+        index = int(wrong[0]) if values.ndim else None
+        raise error(name, f"= {value:g}: must be finite and not negative", index=index, value=value)
+    return values.astype(np.float64)
+
+
+Floats = NDArray[np.float64]
+
+
+def parameters_per_rank(
+    model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
+) -> NDArray[np.float64]:
+    """Float64[pp]: parameters on a GPU of every pipeline rank, its share of the experts, before FSDP shares them out.
+
+    Norms and the router are not divided by tensor parallelism, and key heads no further than into single ones. The
+    embedding is on the rank of the first stage, the output projection on that of the last; a tied one has two copies
+    where these are two ranks.
+    """
+    return _parameters(model, layout, ranks_of_stages(layout, schedule=schedule))
+
+
+def experts_per_rank(
+    model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
+) -> NDArray[np.float64]:
+    """Float64[pp]: how many of these are of routed experts, which dp x cp / ep ranks hold alike."""
+    return _experts(model, layout, ranks_of_stages(layout, schedule=schedule))
+
+
+def units_of_stages(
+    model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
+) -> list[list[tuple[int, float, float]]]:
+    """What ZeRO-3 gathers at a time on every stage: layers of each kind, the embedding, the output projection.
+
+    Returns:
+        of each stage, in the order of the model: how many such units there are, and of one its parameters on a GPU
+        apart from routed experts, and those of the experts. Together those of :func:`parameters_per_rank`.
+    """
+    ranks = ranks_of_stages(layout, schedule=schedule)
+    embedding = model.vocab_size * model.hidden_size / layout.tp
+    separate = ranks[0] != ranks[-1] or not model.tied_embeddings
+    projection = (2 * model.hidden_size**2) / layout.tp + 3 * model.hidden_size
+
+    def unit(count: int, layer: Layer, more: float = 0.0) -> tuple[int, float, float]:
+        experts = _layer_experts(model, layout, layer)
+        return count, _layer_parameters(model, layout, layer) - experts + more, experts
+
+    counts = layout.kinds_of_stages(model).tolist()
+    units = [[unit(n, layer) for n, layer in zip(row, model.kinds, strict=True) if n] for row in counts]
+    units[0].append((1, embedding + (model.vision.num_parameters if model.vision else 0), 0.0))
+    units[-1].extend(unit(1, layer, projection) for layer in model.prediction_layers)
+    units[-1].append((1, model.hidden_size + (embedding if separate else 0.0), 0.0))
+    return units
+
+
+def _experts(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> Floats:
+    of_kinds = np.array([_layer_experts(model, layout, layer) for layer in model.kinds])
+    experts: Floats = np.zeros(layout.pp)
+    np.add.at(experts, ranks, (layout.kinds_of_stages(model) * of_kinds).sum(axis=1))
+    experts[ranks[-1]] += sum(_layer_experts(model, layout, layer) for layer in model.prediction_layers)
+    return experts
+
+
+def _layer_experts(model: ModelConfig, layout: ParallelLayout, layer: Layer) -> float:
+    routed = sum(block.expert_parameters(model.hidden_size) for block in layer.of_kind(FeedForward))
+    return routed / (layout.tp * layout.ep)
+
+
+def _parameters(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> Floats:
+    of_kinds = np.array([_layer_parameters(model, layout, layer) for layer in model.kinds])
+    parameters: Floats = np.zeros(layout.pp)
+    np.add.at(parameters, ranks, (layout.kinds_of_stages(model) * of_kinds).sum(axis=1))
+    embedding = model.vocab_size * model.hidden_size / layout.tp
+    parameters[ranks[0]] += embedding + (model.vision.num_parameters if model.vision else 0)
+    separate = ranks[0] != ranks[-1] or not model.tied_embeddings
+    parameters[ranks[-1]] += model.hidden_size + (embedding if separate else 0)
+    for layer in model.prediction_layers:
+        # The projection of row and embedding, its three norms, and the layer.
+        projection = (2 * model.hidden_size**2) / layout.tp + 3 * model.hidden_size
+        parameters[ranks[-1]] += _layer_parameters(model, layout, layer) + projection
+    return parameters
+
+
+def _layer_parameters(model: ModelConfig, layout: ParallelLayout, layer: Layer) -> float:
+    h, tp = model.hidden_size, layout.tp
+    on_each = layer.norm_parameters(h)
+    copied = 0.0
+    for block in layer.blocks:
+        on_each += block.vectors(h) + sum(m.parameters(m.copies) for m in block.matrices(h) if not m.split)
+        if isinstance(block, Attention):
+            copied += 2 * h * (kv_width(block, layout) - block.kv_width / tp)
+    elsewhere = (layout.ep - 1) * _layer_experts(model, layout, layer)
+    return (layer.parameters(h) - on_each) / tp + on_each + copied - elsewhere
+
+
+def _constant(
+    model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """The first four terms of `RankMemory`; each float64[pp]."""
+    experts = _experts(model, layout, ranks)
+    rest = _parameters(model, layout, ranks) - experts
+    shards, replicas = layout.size("dp_cp"), layout.size("edp")
+    level = ("none", "zero1", "zero2", "zero3").index(layout.fsdp)
+
+    def held(width: int, shared_from: int) -> Floats:
+        """Bytes, shared out among the ranks that hold the same from that level on."""
+        shared = level >= shared_from
+        return np.asarray(rest * width / (shards if shared else 1) + experts * width / (replicas if shared else 1))
+
+    gathered = np.zeros(layout.pp)
+    if level >= 3 and shards > 1:
+        # Experts of which there is no other copy are whole where they are, and gathered nowhere.
+        own = [_layer_experts(model, layout, each) if replicas == 1 else 0.0 for each in model.kinds]
+        layer = max(_layer_parameters(model, layout, each) - of for each, of in zip(model.kinds, own, strict=True))
+        largest = np.full(layout.pp, layer)
+        largest[ranks[[0, -1]]] = max(layer, model.vocab_size * model.hidden_size / layout.tp)
+        gathered = largest * (2 * layout.number_bytes + GRADIENT_BYTES)
+    return held(layout.number_bytes, 3), held(GRADIENT_BYTES, 2), held(layout.optimizer_bytes, 1), gathered
+
+
+def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> tuple[Floats, Floats, Floats]:
+    """Bytes for each token of a rank; each float64[pp].
+
+    Activations of a micro-batch under way, workspace and logits of the one at work.
+    """
+    # Stages under way are counted as the rank's largest.
+    of_kinds = np.array([activation_bytes(model, layout, layer) for layer in model.kinds])
+    largest_stage = np.zeros(layout.pp)
+    of_stages = (layout.kinds_of_stages(model) * of_kinds).sum(axis=1)
+    of_stages[-1] += sum(activation_bytes(model, layout, layer) for layer in model.prediction_layers)
+    np.maximum.at(largest_stage, ranks, of_stages)
+    activations = largest_stage * layout.virtual_stages
+    working = max(_working(model, layout, layer) for layer in model.kinds)
+    a, tp = layout.number_bytes, layout.tp
+    logits = np.zeros(layout.pp)
+    if not layout.fused_loss:
+        logits[ranks[-1]] = (a + 4) * model.vocab_size / tp
+    return activations, np.full(layout.pp, working), logits
+
+
+def _working(model: ModelConfig, layout: ParallelLayout, layer: Layer) -> float:
+    """Bytes for each token of a rank while a layer is at work."""
+    a = layout.number_bytes
+    widest = max((block.inner for block in layer.of_kind(FeedForward)), default=0)
+    working = a * (3 * widest / layout.tp + model.hidden_size)
+    if layout.cp > 1:
+        # Windows need less, but all keys are gathered alike.
+        working += (a + KEY_GRADIENT_BYTES) * layout.cp * exchanged_width(layer, layout)
+    if layout.ep > 1:
+        working += 2 * a * visit_width(model, layer)
+    if layout.recompute == "full":
+        working += _layer_bytes(model, layout, layer, selective=False)
+    return working

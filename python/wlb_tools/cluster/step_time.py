@@ -1,0 +1,268 @@
+"""What a micro-batch takes on each pipeline stage: the ingredients of a simulated step.
+
+Assumptions, all of them inputs of :func:`stage_seconds` or of the layout and hardware:
+
+- Tensor-parallel ranks are equal; of the context-parallel ranks the slowest counts, for attention and, with the most
+  tokens, for the rest. A stage takes compute plus the communication that nothing hides.
+- Linear part: measured where it is given; by default FLOPs (:attr:`ModelConfig.token_flops`) at
+  ``Hardware.flops_per_second``, the backward two forwards. Half of the backward is the inputs' gradient, half the
+  weights'. The output projection has the FLOP rate of a layer's linear part, pass by pass.
+- Attention's seconds are given, for one layer and a rank's share of the heads; its backward is part of the inputs'
+  gradient, since it has no weights.
+- Full recomputation adds the forward, with its communication, to the inputs' gradient. Selective adds nothing: what it
+  repeats is element-wise.
+- Tensor parallelism: a layer's forward gathers the tokens before QKV and before the feed-forward block and
+  reduce-scatters after each (two all-reduces without sequence parallelism); its backward does the same. Exposed, except
+  for `tp_overlap` of it. The gather that the weights' gradient repeats runs beside the inputs' gradient.
+- Context parallelism: the forward gathers keys and values; the backward gathers them again and reduce-scatters their
+  gradients in float32, those of all tokens or of fewer (`keys_gathered`). All of it is exposed except for `cp_overlap`
+  of it, as the paper has it and as Llama 3 does.
+- Expert parallelism: in a layer with experts an all-to-all brings every token's row to each expert that it visits, and
+  another one brings the answers back; the backward sends their gradients both ways again. Exposed, except for
+  `ep_overlap` of it. Tensor-parallel ranks each send their share of the tokens, gather the rows that arrived and
+  reduce-scatter the answers: `experts_per_token` times the rows that a dense block would have. Every expert has as many
+  visits as the mean, or the busiest rank `expert_imbalance` times that, for which the others wait. What visits take is
+  the experts' share of the linear part, by FLOPs.
+- A stage sends its output, split over tensor-parallel ranks by sequence parallelism, to the next, and a gradient back.
+  `p2p_overlap` of that travels beside what both compute, and stands apart (`p2p`), because a schedule decides what
+  hides it. For the rest the receiving stage waits once it is free: 1F1B posts a receive when it has nothing else to do.
+- Data parallelism stands apart too (:mod:`wlb_tools.cluster.data_parallel`): once a step, or for all ranks that meet in
+  a micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb._errors import check_positive, check_share, error, numbers
+from wlb.models import FeedForward, ModelConfig
+from wlb_tools.cluster.collectives import Communicator
+from wlb_tools.cluster.hardware import Hardware
+from wlb_tools.cluster.memory import KEY_GRADIENT_BYTES, exchanged_width, visit_width
+from wlb_tools.cluster.parallel import ParallelLayout
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of micro-batches on the stages of a pipeline, in the order of the model.
+
+    The last axis of the first three is forward, inputs' gradient, weights' gradient.
+    """
+
+    seconds: Floats  # [micro-batches, stages, 3]: everything but `p2p`; what wlb.simulate_pipeline takes as costs
+    exposed_cp: Floats  # [micro-batches, stages, 3]: the part of it that waits for context parallelism
+    exposed_tp: Floats  # [micro-batches, stages, 3]: the part of it that waits for tensor parallelism
+    exposed_ep: Floats  # [micro-batches, stages, 3]: the part of it that waits for expert parallelism
+    exposed_pp: Floats  # [micro-batches, stages, 3]: the part of it that receives from a neighbour
+    p2p: Floats  # [micro-batches]: what a stage's output, or its gradient, is on its way to a neighbour beside that
+
+    @property
+    def exposed(self) -> Floats:
+        """float64[micro-batches, stages, 3]: the part of `seconds` that waits."""
+        return self.exposed_cp + self.exposed_tp + self.exposed_ep + self.exposed_pp
+
+    @property
+    def computing(self) -> Floats:
+        """float64[micro-batches, stages, 3]: the part of `seconds` that waits for nothing, and at least 0."""
+        return np.maximum(self.seconds - self.exposed, 0.0)
+
+
+def stage_seconds(
+    tokens: ArrayLike,
+    *,
+    attention_forward: ArrayLike,
+    attention_backward: ArrayLike,
+    model: ModelConfig,
+    layout: ParallelLayout,
+    hardware: Hardware,
+    linear_forward: ArrayLike | None = None,
+    linear_backward: ArrayLike | None = None,
+    visiting_tokens: ArrayLike | None = None,
+    fullest_tokens: ArrayLike | None = None,
+    keys_gathered: ArrayLike | None = None,
+    expert_imbalance: float = 1.0,
+    cp_overlap: float = 0.0,
+    tp_overlap: float = 0.0,
+    ep_overlap: float = 0.0,
+    p2p_overlap: float = 1.0,
+) -> StageSeconds:
+    """Times of micro-batches on every stage; the module's documentation lists what is assumed.
+
+    Args:
+        tokens: int[m] tokens of each micro-batch's fullest context-parallel rank.
+        attention_forward: float[m] seconds of one layer's attention on its slowest context-parallel rank, with
+            `num_heads / tp` heads (``KernelModel.rank_seconds(shard, passes="forward").max()``); float[m, kinds] where
+            layers differ, a column for each of `model.kinds`.
+        attention_backward: float[m] the same of its backward.
+        model: its shape.
+        layout: how it is spread.
+        hardware: what it runs on.
+        linear_forward: float64[m] seconds of everything but attention in one layer, on the fullest context-parallel
+            rank, with its share of the heads and the feed-forward block
+            (``CostModel.from_profile(path, passes="forward").linear_cost(tokens)``); default: by FLOPs. For
+            layers that differ in masks alone.
+        linear_backward: float64[m] the same of its backward; both or neither.
+        visiting_tokens: float64[m] tokens of the mean rank of those that divide experts among them, whose visits a
+            rank's experts have; default: `tokens`, as if all had equally many.
+        fullest_tokens: float64[m] tokens of the fullest of these ranks, which the all-to-all waits for; default:
+            `tokens`.
+        keys_gathered: float64[m] keys that every context-parallel rank sends to the others (the most in
+            `Shard.keys_gathered`, where the attention sends no others); default: `tokens`, all of them.
+        expert_imbalance: visits to the experts of the busiest of these ranks over those to the mean one's, at least 1.
+        cp_overlap: share of the context-parallel communication that computation hides.
+        tp_overlap: share of the tensor-parallel communication that computation hides.
+        ep_overlap: share of the expert-parallel communication that computation hides.
+        p2p_overlap: share of a transfer between stages that may be hidden, because it travels as soon as it is sent.
+
+    Raises:
+        WlbError: naming an argument of another length, a negative entry, more keys than tokens, a share outside 0..1,
+            or as :meth:`wlb_tools.ParallelLayout.check`.
+
+    Complexity:
+        O(m * stages).
+    """
+    layout.check(model=model)
+    count = _entries("tokens", tokens, numbers("tokens", tokens).size)
+    kinds = tuple(model.kinds)
+    forward_attention = _by_kind("attention_forward", attention_forward, count.size, len(kinds))
+    backward_attention = _by_kind("attention_backward", attention_backward, count.size, len(kinds))
+    overlaps = {"cp_overlap": cp_overlap, "tp_overlap": tp_overlap, "ep_overlap": ep_overlap}
+    for name, share in (overlaps | {"p2p_overlap": p2p_overlap}).items():
+        check_share(name, share)
+    check_imbalance(expert_imbalance)
+    given_counts = {
+        "visiting_tokens": visiting_tokens,
+        "fullest_tokens": fullest_tokens,
+        "keys_gathered": keys_gathered,
+    }
+    visiting, fullest, sent_keys = (
+        count if given is None else _entries(name, given, count.size) for name, given in given_counts.items()
+    )
+
+    over = np.flatnonzero(sent_keys > count)
+    if over.size:
+        index = int(over[0])
+        message = f"= {sent_keys[index]:g}: a rank has {count[index]:g} tokens"
+        raise error("keys_gathered", message, index=index, value=float(sent_keys[index]))
+
+    hidden_size = model.hidden_size
+    flops = np.array([float(kind.token_flops(hidden_size)) for kind in kinds])
+    if (linear_forward is None) != (linear_backward is None):
+        missing = "linear_forward" if linear_forward is None else "linear_backward"
+        raise error(missing, "is missing: both passes are measured, or neither")
+    if linear_forward is None or linear_backward is None:
+        layer = count[:, None] * flops / (hardware.flops_per_second * layout.tp)
+        layer_gradient = layer
+    else:
+        _ = model.feed_forward  # one measurement stands for all layers
+        layer = _entries("linear_forward", linear_forward, count.size)[:, None] + np.zeros(len(kinds))
+        layer_gradient = (_entries("linear_backward", linear_backward, count.size) / 2)[:, None] + np.zeros(len(kinds))
+
+    cp, tp = Communicator.along("cp", layout, hardware), Communicator.along("tp", layout, hardware)
+    widths = np.array([exchanged_width(kind, layout) for kind in kinds])
+    keys = widths * sent_keys[:, None] * layout.cp
+    gather = (1 - cp_overlap) * cp.all_gather(keys * layout.number_bytes)
+    scatter = (1 - cp_overlap) * cp.reduce_scatter(keys * KEY_GRADIENT_BYTES)
+    hidden = count * model.hidden_size * layout.number_bytes
+    one_block = tp.all_gather(hidden) + tp.reduce_scatter(hidden) if layout.sequence_parallel else tp.all_reduce(hidden)
+    blocks = np.array([float(len(kind.sublayers)) for kind in kinds])
+    to_experts = np.zeros_like(layer)
+    if layout.ep > 1:
+        rows = np.array([visit_width(model, kind) for kind in kinds]) / hidden_size
+        blocks += np.where(rows > 0, rows - 1, 0.0)
+        share = layout.tp if layout.sequence_parallel else 1
+        sent = expert_imbalance * fullest[:, None] * rows * hidden_size * layout.number_bytes / share
+        there_and_back = 2 * Communicator.along("ep", layout, hardware).all_to_all(sent)
+        to_experts = (1 - ep_overlap) * there_and_back
+    exchange = (1 - tp_overlap) * blocks * one_block[:, None]
+
+    zero = np.zeros_like(layer)
+    layer_cp = np.stack([gather, gather + scatter, zero], axis=-1)
+    layer_tp = np.stack([exchange, exchange, zero], axis=-1)
+    layer_ep = np.stack([to_experts, to_experts, zero], axis=-1)
+    linear = np.stack([layer, layer_gradient, layer_gradient], axis=-1)
+    by_visits = np.ones_like(layer)
+    if layout.ep > 1:
+        # Of a layer's time its experts take their share of the FLOPs, for the tokens that come instead of its own.
+        visits = np.array([sum(b.expert_flops(hidden_size) for b in kind.of_kind(FeedForward)) for kind in kinds])
+        others = (expert_imbalance * visiting - count) / np.maximum(count, 1)
+        by_visits += others[:, None] * visits / flops
+    layer_compute = linear * by_visits[..., None] + np.stack([forward_attention, backward_attention, zero], axis=-1)
+    if layout.recompute == "full":
+        for part in (layer_cp, layer_tp, layer_ep, layer_compute):
+            part[..., 1] += part[..., 0]
+
+    # [micro-batches, stages, 3], each the sum over the layers of a stage, kind by kind.
+    layers = layout.kinds_of_stages(model).astype(np.float64)
+    layers[-1] += _prediction_kinds(model)
+    exposed_cp, exposed_tp, exposed_ep, seconds = (
+        np.asarray((part[:, None] * layers[None, :, :, None]).sum(axis=2))
+        for part in (layer_cp, layer_tp, layer_ep, layer_compute)
+    )
+    # Output projections run at the FLOP rate of the mean layer's linear part; all tokens are their own.
+    shares = np.array(list(model.kinds.values())) / model.num_layers
+    seconds[:, -1] += (_head_flops(model) / (flops @ shares)) * np.einsum("mkp,k->mp", linear, shares)
+    sent = hidden * (model.residual_width / hidden_size) / (layout.tp if layout.sequence_parallel else 1)
+    p2p = Communicator.along("pp", layout, hardware).neighbour(sent)
+    exposed_pp = np.zeros_like(seconds)
+    exposed_pp[:, 1:, 0] = exposed_pp[:, :-1, 1] = (1 - p2p_overlap) * p2p[:, None]
+    made = StageSeconds(seconds, exposed_cp, exposed_tp, exposed_ep, exposed_pp, p2p_overlap * p2p)
+    return dataclasses.replace(made, seconds=seconds + made.exposed)
+
+
+def check_imbalance(value: float) -> None:
+    """A ratio of the most over the mean.
+
+    Raises:
+        WlbError: below 1.
+    """
+    check_positive("expert_imbalance", value)
+    if value < 1:
+        raise error("expert_imbalance", f"= {value}: the most over the mean is at least 1", value=value)
+
+
+def _head_flops(model: ModelConfig) -> float:
+    """Forward FLOPs of a token outside layers: output projections, and those before heads of multi-token prediction."""
+    heads = len(model.prediction_layers)
+    return float(2 * (1 + heads) * model.hidden_size * model.vocab_size + 4 * heads * model.hidden_size**2)
+
+
+def _prediction_kinds(model: ModelConfig) -> Floats:
+    """float64[kinds]: layers of heads of multi-token prediction, all on the last stage."""
+    columns = {kind: column for column, kind in enumerate(model.kinds)}
+    counts = np.zeros(len(columns))
+    for index, layer in enumerate(model.prediction_layers):
+        if layer not in columns:
+            raise error("prediction_layers", "is of a kind that no other layer has", index=index, value=layer)
+        counts[columns[layer]] += 1
+    return counts
+
+
+def _by_kind(name: str, given: ArrayLike, length: int, kinds: int) -> Floats:
+    """float64[length, kinds]; one column may stand for all."""
+    values = numbers(name, given)
+    if values.ndim < 2:
+        return np.repeat(_entries(name, values, length)[:, None], kinds, axis=1)
+    if values.shape != (length, kinds):
+        message = f"has shape {values.shape}: must be ({length}, {kinds}), an entry for each kind of layer"
+        raise error(name, message, value=values.shape)
+    return _entries(name, values.ravel(), length * kinds).reshape(length, kinds)
+
+
+def _entries(name: str, given: ArrayLike, length: int) -> Floats:
+    values = numbers(name, given)
+    if values.shape != (length,):
+        raise error(name, f"has shape {values.shape}: must be ({length},), one entry a micro-batch", value=values.shape)
+    wrong = np.flatnonzero(~((values >= 0) & np.isfinite(values)))
+    if wrong.size:
+        index = int(wrong[0])
+        raise error(
+            name, f"= {values[index]}: must be finite and not negative", index=index, value=float(values[index])
+        )
+    return values.astype(np.float64)

@@ -1,0 +1,198 @@
+"""What works on this machine, tried rather than assumed. Each check gives what it saw, and what is wrong with it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import wlb
+import wlb_tools
+from wlb.integrations.versions import OLDEST
+
+if TYPE_CHECKING:
+    import torch
+
+PLANS: Final = "0618a8ce523c7281241f6690ecb4f3055491ec35fb3240008db233b61966cb32"
+"""What :func:`digest_of_plans` gives wherever this version of wlb runs."""
+
+_EXTRAS: Final = ("", "cli", "tokenizers", "torch", "testing")
+"""Of wlb's own, what a user has a use for; the first stands for wlb itself."""
+
+_DOCUMENTS: Final = (1, 700, 33, 1, 260, 5)
+"""Lengths of the documents that attention is tried on."""
+
+_ALLOWED: Final = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
+"""Of the norm of what is exact: a few times what rounding does. A mask in the wrong place is off by a tenth or more."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that wlb uses, or is used in.
+
+    Attributes:
+        name: in the package index.
+        installed: its version; None: it is not there.
+        needed: versions that will do.
+        use: an extra of wlb, a trainer, or wlb itself.
+        works: whether it is there in such a version.
+    """
+
+    name: str
+    installed: str | None
+    needed: str
+    use: str
+    works: bool
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A kernel beside attention document by document in float64.
+
+    Attributes:
+        device: where.
+        kernel: what ran.
+        dtype: of what went in.
+        forward: the output's error over its norm.
+        backward: the worst of the three gradients' errors over their norms.
+        allowed: the most of both.
+    """
+
+    device: str
+    kernel: str
+    dtype: str
+    forward: float
+    backward: float
+    allowed: float
+
+    @property
+    def right(self) -> bool:
+        """Whether both are within what is allowed."""
+        return self.forward <= self.allowed and self.backward <= self.allowed
+
+
+def digest_of_plans() -> str:
+    """Of plans of every kind for documents that are always the same: equal on all machines of a run, or they disagree.
+
+    Complexity:
+        Some milliseconds.
+    """
+    lengths = 1 + 131_071 // (1 + np.arange(20_000) ** 2 % 499)
+    cost = wlb_tools.Hardware.preset("h100").cost_model(wlb.ModelConfig.preset("llama2-7b"))
+    limits: dict[str, Any] = {"num_micro_batches": 16, "max_tokens": 196_608, "cost_model": cost}
+    packer = wlb.Packer(release="adaptive", max_delay=16, max_document_tokens=131_072, **limits)
+    found = hashlib.sha256()
+    offsets = wlb.batch_offsets(lengths, tokens_per_batch=16 * 131_072)
+    for begin, end in zip(offsets[:8].tolist(), offsets[1:9].tolist(), strict=True):
+        batch = lengths[begin:end]
+        plan = packer.push(batch)
+        refined = wlb.pack(batch, method="refined", **limits)
+        groups = wlb.plan_dynamic_cp(batch, world_size=16, num_stages=2, max_tokens_per_rank=196_608, cost_model=cost)
+        shard = wlb.shard(plan.micro_batches[0].lengths, cp_size=8)
+        for one in (plan, refined, groups, shard):
+            found.update(one.digest().encode())
+    return found.hexdigest()
+
+
+def packages() -> Iterator[Package]:
+    """Those of wlb's extras, then the trainers."""
+    for text in requires("wlb") or ():
+        needed = Requirement(text)
+        extras = [extra for extra in _EXTRAS if needed.marker is None or needed.marker.evaluate({"extra": extra})]
+        if extras and needed.name != "wlb":
+            yield _package(needed.name, needed.specifier, f"wlb[{extras[0]}]" if extras[0] else "wlb")
+    for name, oldest in OLDEST.items():
+        yield _package(name, SpecifierSet(f">={oldest}"), "a trainer")
+
+
+def _package(name: str, needed: SpecifierSet, use: str) -> Package:
+    try:
+        installed = version(name)
+    except PackageNotFoundError:
+        return Package(name, None, str(needed), use, works=False)
+    return Package(name, installed, str(needed), use, works=needed.contains(installed, prereleases=True))
+
+
+def broken_kernels() -> Iterator[str]:
+    """flash-attn that is installed and cannot be imported: attention would run without it, and not say so.
+
+    Needs torch.
+    """
+    from wlb.torch.attention.kernels import FLASH_ATTN_2, FLASH_ATTN_3
+
+    for module in (FLASH_ATTN_2, FLASH_ATTN_3):
+        if find_spec(module.partition(".")[0]) is None:
+            continue
+        try:
+            importlib.import_module(module)
+        except (ImportError, OSError) as error:
+            # flash-attn 4 has a package of that name without this module.
+            if not (isinstance(error, ModuleNotFoundError) and error.name == module):
+                yield f"{module} is installed and cannot be imported: {error}. Build it for the torch that is here."
+
+
+def attention() -> Iterator[Attention]:
+    """Every kernel of the first GPU, and of the CPU; needs torch."""
+    import torch
+
+    from wlb.torch.attention import kernels
+
+    devices = [("cpu", torch.float32)]
+    if torch.cuda.is_available():
+        devices = [("cuda", torch.bfloat16), ("cuda", torch.float16), ("cuda", torch.float32), *devices]
+    for device, dtype in devices:
+        q = torch.empty((1, 1, 64), dtype=dtype, device=device)
+        tried = set()
+        for name in ("auto", "flash_attn", "varlen", "reference"):
+            try:
+                kernel = kernels.choose(name, q, scale=1.0, alibi_slopes=None, alibi_aligned=True)
+            except wlb.WlbError:  # it is not for this device, or not installed
+                continue
+            if type(kernel) not in tried:
+                tried.add(type(kernel))
+                yield _attention(name, type(kernel).__name__, dtype, torch.device(device))
+
+
+def _attention(name: Any, title: str, dtype: torch.dtype, device: torch.device) -> Attention:
+    import torch
+
+    from wlb.torch.attention import context_parallel_attention
+
+    shard = wlb.shard(_DOCUMENTS, cp_size=1)
+    order = torch.from_numpy(shard.rank(0).token_indices.copy()).to(device)
+    random, tokens = torch.Generator().manual_seed(0), sum(_DOCUMENTS)
+    shapes = [(tokens, heads, 64) for heads in (4, 2, 2, 4)]  # queries, keys, values, gradient of the output
+    *given, d_out = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
+
+    mine = [x[order].requires_grad_() for x in given]
+    out: Any = context_parallel_attention(mine[0], mine[1], mine[2], shard, kernel=name)
+    out.backward(d_out[order])
+    exact: list[Any] = [x.double().cpu().requires_grad_() for x in given]
+    expected: Any = torch.cat(
+        [_causal(*documents) for documents in zip(*(x.split(_DOCUMENTS) for x in exact), strict=True)]
+    )
+    expected.backward(d_out.double().cpu())
+
+    def off(ours: Any, theirs: Any) -> float:
+        return float((ours.double().cpu() - theirs[order.cpu()]).norm() / theirs.norm())
+
+    backward = max(off(one.grad, other.grad) for one, other in zip(mine, exact, strict=True))
+    kind = str(dtype).removeprefix("torch.")
+    return Attention(str(device), title, kind, off(out.detach(), expected.detach()), backward, _ALLOWED[kind])
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention of one document, `[tokens, heads, head_dim]`, by torch's own function."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.transpose(0, 1), *(x.transpose(0, 1).repeat_interleave(group, dim=0) for x in (k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)

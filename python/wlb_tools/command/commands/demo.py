@@ -1,0 +1,89 @@
+"""`wlb demo`: every method on the same stream of real documents."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts.types import NonNegativeInt, PositiveInt
+
+from wlb_tools.command.inputs.model import Cost
+from wlb_tools.command.inputs.options import BATCHES, CommandLine, options, settings
+from wlb_tools.command.inputs.packing import Batches, Delay, Held
+from wlb_tools.command.inputs.stream import Reading
+from wlb_tools.command.output.console import Output
+from wlb_tools.command.output.packing import packing_report
+from wlb_tools.command.packing import collect, cp_balance, wlb_plan
+from wlb_tools.command.words import counted
+from wlb_tools.simulation.methods import fixed_length, original
+
+WINDOWS = (1, 2, 4, 8)
+QUEUES = (0, 1, 2, 3)
+_TUNED_SHARE = 4  # thresholds are tuned on the first 1/4 of the stream
+
+
+@options("Documents")
+class Shuffled(Reading):
+    """Documents in random order."""
+
+    seed: NonNegativeInt | None = 0
+
+
+def demo(
+    source: Path | None = None,
+    /,
+    *,
+    reading: Shuffled = Shuffled(),
+    batches: Batches = Batches(),
+    steps: Annotated[PositiveInt, BATCHES] = 200,
+    delay: Delay = Delay(),
+    cost: Cost = Cost(),
+    output: Output = Output(),
+    command_line: CommandLine,
+) -> None:
+    """Compares the packing methods on real documents: balance, delay, memory and planning time.
+
+    Documents arrive in random order. Every method gets the same global batches: the original order, the
+    fixed-length greedy over 1, 2, 4 and 8 global batches, WLB with 0 to 3 outlier queues, and WLB with the
+    adaptive release; thresholds and the price of delay are tuned on the first quarter of the stream. Then
+    come the two ways to shard a micro-batch over context-parallel ranks.
+
+    Args:
+        source: a directory (a document a file), a .jsonl or .txt (a document a line), or a .npy of lengths; by default
+            the Python files of this interpreter and its packages.
+        steps: global batches to form.
+    """
+    setup = batches.setup(cost, delay)
+    with output.progress() as bars:
+        stream = reading.stream(source, setup, bars, steps=steps)
+        output.folder("demo")
+        tuned = max(1, stream.batches // _TUNED_SHARE)
+        plans = [collect("original", original(stream, setup), stream, bars)]
+        for window in WINDOWS:
+            packed = fixed_length(stream, setup, window)
+            plans.append(collect(f"fixed-length, g={window}", packed, stream, bars))
+        waiting = Held(**dataclasses.asdict(delay))
+        for queues in QUEUES:
+            held = dataclasses.replace(waiting, num_queues=queues)
+            plans.append(wlb_plan(stream, setup, held, bars, tuned_batches=tuned, queues=queues)[0])
+        held = dataclasses.replace(waiting, release="adaptive")
+        plan, price = wlb_plan(stream, setup, held, bars, tuned_batches=tuned)
+        plans.append(plan)
+        report = packing_report(
+            "demo",
+            stream,
+            setup,
+            plans,
+            cp_balance(plan, bars),
+            settings=settings(batches, cost, reading, delay)
+            | {
+                "attention_efficiency": cost.shown_efficiency(),
+                "max_tokens": setup.max_tokens,
+                "tuned_batches": tuned,
+            },
+            remark=f"{cost.in_words()} Thresholds and the price of delay ({price:g}) are tuned on the first {tuned:,}"
+            f" global batches, for a mean delay of at most {counted(delay.max_mean_delay, 'iteration')}, and then tried"
+            " on all of them.",
+        )
+    output.write(report, command_line)

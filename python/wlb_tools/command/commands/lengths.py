@@ -1,0 +1,106 @@
+"""`wlb lengths`: how long documents are, as a file for every other command and for a loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from cyclopts import Parameter
+
+from wlb_tools.command.errors import CliError
+from wlb_tools.command.inputs.documents import Documents
+from wlb_tools.command.inputs.stream import Source, Texts
+from wlb_tools.command.output.console import Printing
+from wlb_tools.command.output.plan_files import at_once, write_names
+from wlb_tools.command.output.report import Paragraphs, Report, Table
+
+_CLASSES = 10  # of lengths, each up to twice the one before; shorter documents are in the first
+
+
+def lengths(
+    source: Source,
+    /,
+    *,
+    texts: Texts = Texts(),
+    output: Annotated[Path, Parameter(name=("--output", "-o"))] = Path("lengths.npy"),
+    printing: Printing = Printing(),
+) -> None:
+    """Measures the documents of SOURCE once, and writes how long each is.
+
+    The file is an int64[n] of tokens for every other command, for `wlb.pack` and for a loader. Row i is of document i,
+    a row or file of SOURCE in its order, unless some are empty, and left out: then a second file, of the same name with
+    .ids before its ending, says which document each row is of. Of a directory, line i of a third, with .documents.txt,
+    is the path of document i. The table shows where tokens and attention lie: a document of d tokens has d (d + 1) / 2
+    pairs of tokens that attend.
+
+    Args:
+        output: file to write.
+    """
+    if output.suffix != ".npy":
+        raise CliError(f"--output {output}: must end with .npy")
+    if output.resolve() == source.resolve():
+        raise CliError(f"--output {output}: is SOURCE itself, and would be lost")
+    with printing.progress() as bars:
+        documents = texts.documents(source, bars)
+    files = _write(documents, output)
+    sentences = [documents.in_words()]
+    if documents.empty:
+        sentences.append(f"{documents.empty:,} are empty, and left out: {files[1]} has the document of each row.")
+    classes = _classes(documents)
+    table = Table(
+        "Where they lie",
+        ("tokens up to", "documents", "of all", "of tokens", "of attention"),
+        [
+            (
+                f"{row['up_to']:,}",
+                f"{row['documents']:,}",
+                *(f"{row[key]:.1%}" for key in ("of_documents", "of_tokens", "of_attention")),
+            )
+            for row in classes
+        ],
+    )
+    report = Report(
+        command="lengths",
+        blocks=[Paragraphs(sentences), table],
+        numbers={**documents.described, "classes": classes, "files": [str(file) for file in files]},
+    )
+    printing.give(report, files)
+
+
+def _write(documents: Documents, output: Path) -> list[Path]:
+    """Lengths, and the other files that are needed; gives their paths."""
+    files, ids, names = [output], output.with_suffix(".ids.npy"), output.with_suffix(".documents.txt")
+    for of_others in (ids, names):  # of what this file held before
+        of_others.unlink(missing_ok=True)
+    with at_once(output) as file:
+        np.save(file, documents.lengths)
+    if documents.empty:
+        files.append(ids)
+        with at_once(ids) as file:
+            np.save(file, documents.ids)
+    if documents.names is not None:
+        files.append(names)
+        write_names(names, documents.names)
+    return files
+
+
+def _classes(documents: Documents) -> list[dict[str, float]]:
+    """By length: how many documents, and their shares of documents, of tokens and of pairs of tokens that attend."""
+    lengths = documents.lengths
+    top = int(lengths.max() - 1).bit_length()
+    bounds = [1 << power for power in range(max(0, top - _CLASSES + 1), top + 1)]
+    place = np.searchsorted(bounds, lengths)
+    real = lengths.astype(np.float64)
+    weights = (None, real, real * (real + 1) / 2)
+    counts, *sums = (np.bincount(place, weights=weight, minlength=len(bounds)) for weight in weights)
+    return [
+        {
+            "up_to": bound,
+            "documents": int(count),
+            "of_documents": float(count / lengths.size),
+            "of_tokens": float(tokens / sums[0].sum()),
+            "of_attention": float(pairs / sums[1].sum()),
+        }
+        for bound, count, tokens, pairs in zip(bounds, counts, *sums, strict=True)
+    ]

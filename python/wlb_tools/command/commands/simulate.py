@@ -1,0 +1,82 @@
+"""`wlb simulate`: what each method would give, on a user's documents, model and cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts.types import PositiveInt
+
+import wlb_tools
+from wlb_tools.cluster.hardware import GIB
+from wlb_tools.command.errors import in_options
+from wlb_tools.command.inputs.cluster import Cluster
+from wlb_tools.command.inputs.options import BATCHES, PANELS, CommandLine, commas, settings
+from wlb_tools.command.inputs.stream import Reading, Source
+from wlb_tools.command.output.console import Output, reporting
+from wlb_tools.command.output.simulation import simulation_report
+from wlb_tools.command.words import listed
+from wlb_tools.simulation import DEFAULT, VARIANTS, defaults
+from wlb_tools.simulation.variants import chosen, obstacles
+
+_HELP = (
+    f"Methods with commas between, the baseline first: {', '.join(VARIANTS)}; by default all but"
+    f" {', '.join(name for name in VARIANTS if name not in DEFAULT)}."
+)
+Variants = Annotated[tuple[str, ...] | None, commas(str.strip, "names", group=PANELS["methods"], help=_HELP)]
+
+
+def simulate(
+    source: Source,
+    /,
+    *,
+    reading: Reading = Reading(),
+    steps: Annotated[PositiveInt, BATCHES] = 500,
+    cluster: Cluster = Cluster(),
+    variants: Variants = None,
+    output: Output = Output(),
+    command_line: CommandLine,
+) -> None:
+    """Predicts speed, balance, delay and memory on a cluster: Plain-4D, Fixed-4D, WLB, Dynamic-CP, and their parts.
+
+    No GPU is needed. By default the cluster is the paper's for a 7B model with 128K tokens of context. Every
+    prediction says what it rests on; docs/simulation.md has the assumptions.
+
+    Args:
+        steps: global batches to form.
+    """
+    scenario = cluster.scenario()
+    names = tuple(chosen(defaults(scenario) if variants is None else variants))  # before long work: names may be wrong
+    with output.progress() as bars:
+        stream = reading.stream(source, scenario.setup(), bars, steps=steps)
+        output.folder("simulate")
+        simulation = wlb_tools.simulate(
+            stream.lengths, scenario, variants=names, progress=reporting(bars, "Simulating")
+        )
+        report = simulation_report(
+            simulation,
+            stream,
+            shown=max(names[1:] or names, key=simulation.speedup),
+            settings=settings(cluster, reading)
+            | {
+                "attention_efficiency": cluster.shown_efficiency(),
+                "model": scenario.model.name,
+                "schedule": scenario.pipeline_schedule,
+                "sync": scenario.waiting,
+                "dp": scenario.layout.dp,
+                "micro_batches": scenario.micro_batches,
+                "max_tokens": scenario.limit,
+                "kernel_model": scenario.attention.source,
+                "outlier_thresholds": listed(simulation.thresholds, ", ") or None,
+                "reserved_gib": scenario.reserved_bytes / GIB,
+            },
+            remarks=() if variants else not_compared(scenario),
+        )
+    output.write(report, command_line)
+
+
+def not_compared(scenario: wlb_tools.Scenario) -> tuple[str, ...]:
+    """What is not compared by default, and why."""
+    titles: dict[str, list[str]] = {}
+    for name, reason in obstacles(scenario).items():
+        titles.setdefault(in_options(reason), []).append(VARIANTS[name].title)
+    return tuple(f"Not compared: {' and '.join(names)}, since {reason}." for reason, names in titles.items())

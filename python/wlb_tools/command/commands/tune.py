@@ -1,0 +1,207 @@
+"""`wlb tune`: settings for a user's documents, with a cluster what each costs there, with GPUs alone their layout."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Sequence
+from dataclasses import fields
+from typing import Annotated
+
+from cyclopts import Parameter, Token
+from cyclopts.types import PositiveInt
+from rich.progress import Progress
+
+from wlb_tools.cluster.hardware import GIB
+from wlb_tools.command.errors import CliError, option
+from wlb_tools.command.inputs.cluster import Cluster
+from wlb_tools.command.inputs.model import Cost
+from wlb_tools.command.inputs.options import BATCHES, CommandLine, NotAnOption, Settings, options, settings
+from wlb_tools.command.inputs.packing import Batches, Delay, Held, Limits
+from wlb_tools.command.inputs.stream import Reading, Source, Stream
+from wlb_tools.command.output.console import Output, reporting
+from wlb_tools.command.output.layouts import layouts_report
+from wlb_tools.command.output.report import Report
+from wlb_tools.command.output.tuning import tuning_report, waiting_report
+from wlb_tools.command.packing import tune as tune_waiting
+from wlb_tools.command.packing import wlb_plan
+from wlb_tools.simulation import Objective, search_layouts
+from wlb_tools.simulation import tune as tune_cluster
+from wlb_tools.simulation.layouts import SIZES
+from wlb_tools.simulation.methods import Setup
+
+_MICRO_BATCHES = 16
+_STEPS = 100
+_SEARCHED = 1 << 26
+"""Tokens that layouts are compared on, in 2 to 8 global batches: time grows with them."""
+
+_SEARCH = {option(name) for name in SIZES} | {"gpus", "global-batch", "steps"}
+_WITHOUT_A_CLUSTER = {field.name for of in (Cost, Limits, Delay) for field in fields(of)} - {"gpu"}
+_WITHOUT_A_CLUSTER |= {"num_micro_batches", "num_queues"}
+"""Options that mean the same on a cluster and without one; any other of :class:`TunedCluster` asks for a cluster."""
+
+
+def _tokens(type_: object, tokens: Sequence[Token]) -> int:
+    text = tokens[0].value
+    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
+    try:
+        return int(text if unit == 1 else text[:-1]) * unit
+    except ValueError:
+        raise CliError(f"--global-batch {text}: must be a number of tokens, such as 4194304 or 4M") from None
+
+
+@options("Cluster")
+class TunedCluster(Cluster):
+    """A cluster whose thresholds are found; by default there is none.
+
+    Args:
+        num_micro_batches: micro-batches of a global batch; by default 16, on a cluster pp x dp.
+        global_batch: tokens of a global batch, such as 4M: then the layout of --gpus is searched; sizes that are given
+            (--tp, --cp, --pp, --dp) are those of the own layout, to compare with.
+    """
+
+    global_batch: Annotated[int | None, Parameter(converter=_tokens)] = None
+    outlier_thresholds: Annotated[tuple[int, ...] | None, NotAnOption] = None
+    noise: Annotated[float, NotAnOption] = 0.0
+    noise_seed: Annotated[int, NotAnOption] = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether an option asks for a cluster."""
+        return not self.given <= _WITHOUT_A_CLUSTER
+
+
+def tune(
+    source: Source,
+    /,
+    *,
+    reading: Reading = Reading(),
+    steps: Annotated[PositiveInt | None, BATCHES] = None,
+    by: Objective = "tokens",
+    cluster: TunedCluster = TunedCluster(),
+    output: Output = Output(),
+    command_line: CommandLine,
+) -> None:
+    """Finds settings within a limit of the mean delay: for the best balance, or on a cluster for speed.
+
+    Without a cluster: the thresholds of the outlier queues, the price of delay of the adaptive release, and for both
+    the Pareto front of imbalance against delay. With any option of the panel "Cluster" but --model and
+    --attention-efficiency, the plan: queues, adaptive release, Dynamic-CP or both, `S_max`, the number of
+    micro-batches, the sharding strategy and the costs; what each choice costs in delay and memory, and the
+    configuration to paste. Plans that cut documents where a context ends are among those that it chooses from. Speed
+    is predicted; the report says on what grounds. --max-mean-delay 0 trains every document in the step that it arrives
+    for. With --gpus and --global-batch, the layout: tp, cp, pp, virtual stages and dp of the same GPUs, with
+    micro-batches and a method for each, as far as they fit into memory, beside the best layout without wlb.
+
+    Args:
+        steps: global batches to form; by default 100, for layouts some that have 64M tokens together.
+        by: on a cluster, what the best plan trains most of in a second: tokens, or FLOPs of the documents as they are
+            trained, fewer where they are cut.
+    """
+    if cluster.global_batch is not None:
+        _search(source, reading, steps, by, cluster, output, command_line)
+        return
+    for name in ("attention_efficiency", "cost_file"):
+        if cluster.known and name in cluster.given:
+            raise CliError(f"--{option(name)}: tuning on a cluster fits the packer's costs to it; leave this out")
+    scenario = cluster.scenario() if cluster.known else None
+    batches = Batches(
+        num_micro_batches=scenario.micro_batches if scenario else cluster.num_micro_batches or _MICRO_BATCHES,
+        context=cluster.context,
+        max_tokens=cluster.token_limit(),
+    )
+    delay = Delay(**{field.name: getattr(cluster, field.name) for field in fields(Delay)})
+    setup = batches.setup(cluster, delay)
+    with output.progress() as bars:
+        stream = reading.stream(source, setup, bars, steps=steps or _STEPS)
+        output.folder("tune")
+        if scenario is None:
+            report = _waiting(stream, setup, delay, cluster.num_queues, bars, settings(batches, reading))
+        else:
+            tuning = tune_cluster(stream.lengths, scenario, by=by, progress=reporting(bars, "Tuning"))
+            report = tuning_report(
+                tuning,
+                stream,
+                settings=settings(cluster, reading)
+                | {
+                    "steps": steps or _STEPS,
+                    "by": by,
+                    "sync": scenario.waiting,
+                    "dp": scenario.layout.dp,
+                    "reserved_gib": cluster.reserved_bytes / GIB,
+                    "attention_efficiency": tuning.attention_efficiency,
+                },
+                model=cluster.model_name,
+                profile=cluster.kernel_model,
+            )
+    output.write(report, command_line)
+
+
+def _waiting(stream: Stream, setup: Setup, delay: Delay, queues: int, bars: Progress, about: Settings) -> Report:
+    """What may wait, where no cluster is known."""
+    limit = delay.max_mean_delay
+    queued = tune_waiting(stream, setup, limit, bars, queues=queues)
+    adaptive = tune_waiting(stream, setup, limit, bars, queues=None)
+    choices = (
+        Held(outlier_thresholds=queued.thresholds),
+        Held(release="adaptive", delay_price=adaptive.delay_price),
+    )
+    plans = [wlb_plan(stream, setup, choice, bars, tuned_batches=stream.batches)[0] for choice in choices]
+    about |= {"steps": stream.batches, "queues": queues} | settings(delay)
+    return waiting_report(stream, setup, queued, adaptive, plans, max_mean_delay=limit, settings=about)
+
+
+def _search(
+    source: Source,
+    reading: Reading,
+    steps: int | None,
+    by: Objective,
+    cluster: TunedCluster,
+    output: Output,
+    command_line: str,
+) -> None:
+    """The layout of GPUs."""
+    tokens, context = cluster.global_batch or 0, cluster.context
+    if cluster.gpu_count is None:
+        raise CliError("--global-batch: searches the layout of --gpus; give their number")
+    if "num_micro_batches" in cluster.given:
+        raise CliError("--micro-batches: --global-batch says how large a global batch is; leave this out")
+    if tokens < context:
+        raise CliError(f"--global-batch {tokens:,}: is below --context {context:,}")
+    batches = Batches(num_micro_batches=tokens // context, context=context, max_tokens=cluster.token_limit())
+    steps = steps or min(max(_SEARCHED // tokens, 2), 8)
+    layout = cluster.spread()
+    with output.progress() as bars:
+        stream = reading.stream(source, batches.setup(cluster, Delay()), bars, steps=steps)
+        output.folder("tune")
+        search = search_layouts(
+            stream.lengths,
+            gpus=cluster.gpu_count,
+            tokens_per_batch=tokens,
+            template=layout,
+            own=layout if cluster.layout.given & set(SIZES) else None,
+            by=by,
+            progress=reporting(bars, "Layouts"),
+            **cluster.search(),
+        )
+    found = search.best.outcome.scenario.layout
+    sizes = " ".join(f"--{option(name)} {getattr(found, name)}" for name in SIZES if name != "ep" or found.ep > 1)
+    report = layouts_report(
+        search,
+        stream,
+        settings=settings(cluster, reading) | {"steps": steps, "by": by},
+        continued=f"{_without(command_line, _SEARCH)} {sizes} --micro-batches {tokens // context}",
+    )
+    output.write(report, command_line)
+
+
+def _without(command_line: str, names: Collection[str]) -> str:
+    """The command without these options and their values."""
+    kept: list[str] = []
+    words = iter(shlex.split(command_line))
+    for word in words:
+        name, assigned, _ = word.partition("=")
+        if name.removeprefix("--") not in names:
+            kept.append(word)
+        elif not assigned:
+            next(words, None)
+    return shlex.join(kept)

@@ -1,0 +1,136 @@
+"""A model on a cluster: the library's scenario and layout, as options."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter, Token, validators
+
+import wlb
+import wlb_tools
+from wlb_tools.cluster.hardware import GIB
+from wlb_tools.command.errors import CliError, in_options
+from wlb_tools.command.inputs.model import Cost, model_config
+from wlb_tools.command.inputs.options import Numbers, Options, options, plain, scaled, values_of
+from wlb_tools.command.inputs.packing import Limits
+
+
+@options("Cluster", of=wlb_tools.ParallelLayout)
+class Layout(Options):
+    """By default the paper's layout of a 7B model with 128K tokens of context.
+
+    Args:
+        dp: data-parallel ranks; with --gpus by default what tp, cp and pp leave of them.
+        stage_layers: layers of each stage in the order of the model, such as 7,8,8,7; by default as even as possible,
+            ends with fewer.
+    """
+
+    pp: int = 4
+    cp: int = 2
+    tp: int = 8
+    stage_layers: Annotated[tuple[int, ...] | None, Numbers] = None
+
+
+def _gib(type_: object, tokens: Sequence[Token]) -> int:
+    return scaled("--reserved-gib", float(tokens[0].value), GIB)
+
+
+def _in_gib(size: int) -> str:
+    return f"{size / GIB:g}"
+
+
+@options(
+    "Cluster",
+    of=wlb_tools.Scenario,
+    without=("model", "hardware", "selector", "cost_model", "overhead"),
+    batches=("context", "num_micro_batches", "max_tokens", "memory_factor"),
+    waiting=("num_queues", "outlier_thresholds", "max_mean_delay", "max_delay", "max_step_cost"),
+    methods=("noise", "noise_seed"),
+)
+class Cluster(Cost, Limits):
+    """A scenario whose model and hardware are names.
+
+    Args:
+        max_tokens: the most tokens of a micro-batch of variable length; on a cluster by default what fits into memory.
+        reserved_bytes: GiB of a GPU that are not available.
+        kernel_model: what `wlb profile` measured, a name or a path, instead of the kernel that is assumed of the GPU.
+            Its linear part counts, too, if it is that of this model's layer on a tensor-parallel rank.
+        gpu_count: GPUs there are: dp is what tp, cp and pp leave of them, or where it is given the product is checked.
+        gemm_efficiency: share of the GPU's peak that the linear part of a layer reaches; by default the preset's.
+    """
+
+    layout: Layout = Layout()
+    gpu_count: int | None = None
+    kernel_model: str | None = None
+    gemm_efficiency: Annotated[float | None, Parameter(validator=validators.Number(gte=0.01, lte=1))] = None
+    outlier_thresholds: Annotated[tuple[int, ...] | None, Numbers] = None
+    reserved_bytes: Annotated[int, Parameter(converter=_gib, show_default=_in_gib)] = 4 * GIB
+
+    def scenario(self) -> wlb_tools.Scenario:
+        """The scenario that the options say.
+
+        Raises:
+            CliError: a name that there is not, or options that contradict each other.
+            WlbError: as :class:`wlb_tools.Scenario`.
+        """
+        layout = self.spread()
+        self._check_profile()
+        layout.check(world_size=self.gpu_count)
+        return plain(self, wlb_tools.Scenario, layout=layout, **self._named())
+
+    def spread(self) -> wlb_tools.ParallelLayout:
+        """The layout, on all of the GPUs where their number is given and that of data-parallel ranks is not.
+
+        Raises:
+            CliError: experts cannot be divided among so many ranks; says which sizes can have that.
+            WlbError: as :class:`wlb_tools.ParallelLayout`.
+        """
+        layout, dp = self.layout, self.layout.dp
+        others = layout.tp * layout.cp * layout.pp
+        if "dp" not in layout.given and self.gpu_count and others > 0 and self.gpu_count % others == 0:
+            dp = self.gpu_count // others
+        try:
+            return plain(layout, wlb_tools.ParallelLayout, dp=dp)
+        except wlb.WlbError as reason:
+            if reason.argument != "ep" or layout.ep < 1:
+                raise
+            factor = layout.ep // math.gcd(layout.ep, dp * layout.cp)
+            sizes = {name: getattr(layout, name) for name in ("tp", "pp")}
+            fixes = [f"--{name} {n // factor} --dp {dp * factor}" for name, n in sizes.items() if n % factor == 0]
+            more = f"--dp {dp * factor} (on {factor} times as many GPUs)"
+            raise CliError(f"{in_options(reason)}; it would with {', or with '.join([*fixes, more])}") from None
+
+    def search(self) -> dict[str, Any]:
+        """What the options say to :func:`wlb_tools.simulation.search_layouts`, but for the layout and the global batch.
+
+        Raises:
+            CliError: a name that there is not.
+        """
+        self._check_profile()
+        searched = values_of(self, wlb_tools.Scenario)
+        for name in ("layout", "num_micro_batches", "outlier_thresholds"):
+            del searched[name]
+        return searched | self._named()
+
+    def _check_profile(self) -> None:
+        path = self.kernel_model
+        if path is not None and path.endswith(".json") and not Path(path).is_file():
+            raise CliError(f"--kernel-profile {path}: no such file")
+
+    def _named(self) -> dict[str, Any]:
+        """What is given by a name or a file, or in other units."""
+        hardware = self.preset()
+        return {
+            "model": model_config(self.model_name),
+            "hardware": dataclasses.replace(
+                hardware,
+                attention_efficiency=self.efficiency(),
+                gemm_efficiency=self.gemm_efficiency or hardware.gemm_efficiency,
+            ),
+            "max_tokens": self.token_limit(),
+            "cost_model": self.from_file(),
+        }

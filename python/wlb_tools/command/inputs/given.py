@@ -1,0 +1,123 @@
+"""Documents that bring their costs: a file beside the source, with a row for each of its documents."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+
+import wlb
+from wlb._core import MAX_TOKENS
+from wlb_tools.command.errors import CliError
+from wlb_tools.command.inputs.documents import Documents, load_numbers
+from wlb_tools.command.inputs.model import Cost, superfluous
+from wlb_tools.command.inputs.options import Reals, joined, options
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Costs as a file has them.
+
+    Attributes:
+        path: The file.
+        rows: Numbers [n, columns], of the document with id i in row i.
+        limits: The most of a micro-batch in each column; infinite where it takes time.
+    """
+
+    path: Path
+    rows: NDArray[np.generic]
+    limits: tuple[float, ...]
+
+    def of(self, documents: Documents) -> Floats:
+        """float64[documents, columns]: what each costs.
+
+        Raises:
+            CliError: There are not as many rows as documents, or a number that is negative or not finite, or a column
+                of zeros.
+        """
+        count = documents.ids.size + documents.empty
+        if len(self.rows) != count:
+            empty = f", {documents.empty:,} empty ones among them" if documents.empty else ""
+            raise CliError(
+                f"{self.path}: has {len(self.rows):,} rows, and {documents.source} {count:,} documents{empty}"
+            )
+        nowhere = np.full(count, -1)
+        try:  # of all rows, so that an index is a row of the file
+            wlb.Packing.from_assignment(
+                np.ones_like(nowhere), nowhere, num_micro_batches=1, max_tokens=MAX_TOKENS, costs=self.rows
+            )
+        except wlb.WlbError as error:
+            raise CliError(f"{self.path}: {error}") from None
+        return self.rows[documents.ids].astype(np.float64)
+
+    def check_limits(self, costs: Floats, ids: NDArray[np.int64]) -> None:
+        """Whether every piece fits into a micro-batch.
+
+        Raises:
+            CliError: One does not; names its document.
+        """
+        above = costs > np.array(self.limits)
+        if above.any():
+            piece, column = np.argwhere(above)[0].tolist()
+            raise CliError(
+                f"--limits {joined(self.limits)}: document {ids[piece]} has {costs[piece, column]:g} in column"
+                f" {column} of {self.path}, and fits into no micro-batch"
+            )
+
+    def in_words(self) -> str:
+        """What the costs rest on, in a sentence."""
+        timed = [str(column) for column, limit in enumerate(self.limits) if limit == math.inf]
+        memory = [
+            f"column {k} is memory, at most {limit:,g}" for k, limit in enumerate(self.limits) if limit < math.inf
+        ]
+        if len(self.limits) == 1:
+            return f"Costs are those of {self.path}."
+        sums = f": a step takes the sum over columns {', '.join(timed)} of its heaviest micro-batch in each"
+        return f"Costs are those of {self.path}{sums if len(timed) > 1 else ''}{''.join(f'; {m}' for m in memory)}."
+
+
+@options("Cost")
+class DocumentCosts(Cost):
+    """What a document costs, by its length or by itself.
+
+    Args:
+        costs: a .npy with what each document costs, float[n], or float[n, r] with a column for every resource that has
+            a barrier of its own; instead of those of a model. Row i is of the document with id i.
+        limits: with --costs: the most that a micro-batch may have in each column, such as inf,140000; what has a limit
+            is memory, and takes no time.
+    """
+
+    costs: Path | None = None
+    limits: Annotated[tuple[float, ...] | None, Reals] = None
+
+    def of_documents(self) -> wlb.CostModel | None:
+        """The cost model; None where documents bring their costs."""
+        return super().of_documents() if self.costs is None else None
+
+    def columns(self) -> Columns | None:
+        """What the file has, if there is one.
+
+        Raises:
+            CliError: There are limits without it, or it holds no such array; or another option says what documents
+                cost, too.
+            WlbError: Limits that do not go with its columns.
+        """
+        if self.costs is None:
+            if self.limits is not None:
+                raise CliError("--limits: are of the columns of --costs; give it too")
+            return None
+        for name in sorted(self.given & {"attention_efficiency", "cost_file", "gpu", "model_name"}):
+            raise superfluous(name, "costs")
+        rows = load_numbers(self.costs)
+        if rows.ndim not in (1, 2) or rows.dtype.kind not in "fiu" or not rows.size:
+            raise CliError(f"{self.costs}: {rows.dtype} of shape {rows.shape}: must be numbers [n] or [n, columns]")
+        rows = rows.reshape(len(rows), -1)
+        limits = (math.inf,) * rows.shape[1] if self.limits is None else self.limits
+        wlb.Packer(num_micro_batches=1, max_tokens=1, cost_columns=rows.shape[1], limits=limits)  # checks them
+        return Columns(self.costs, rows, limits)

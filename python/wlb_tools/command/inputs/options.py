@@ -1,0 +1,178 @@
+"""Dataclasses as options: every field is one, with the name, type, default and help that its class gives it.
+
+`options(of=...)` takes the fields of a class of the library, so that they are declared there and nowhere else. The
+object of that class is made of the options by :func:`plain`, and checks its values then. cyclopts reads the classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_type_hints
+
+from cyclopts import Parameter, Token
+from docstring_parser import parse
+
+from wlb_tools.command.errors import CliError, option
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: object) -> Callable[[T], T]:
+        """What `typing` has from Python 3.11 on, for type checkers alone."""
+        return lambda decorator: decorator
+
+
+T = TypeVar("T", bound=type[Any])
+P = TypeVar("P")
+
+Settings = dict[str, str | int | float | None]
+
+PANELS = {"batches": "Global batches", "waiting": "Waiting", "methods": "Methods"}
+"""Panels of the help that several classes have options in."""
+
+BATCHES = Parameter(group=PANELS["batches"])
+
+NotAnOption = Parameter(parse=False)
+"""For fields that the command line cannot give."""
+
+CommandLine = Annotated[str, NotAnOption]
+"""What was typed; a command that has a parameter of this type is given it."""
+
+Flag = Parameter(negative="")
+"""A switch that nothing needs to turn off."""
+
+
+class Options:
+    """Base of classes whose fields are options.
+
+    Attributes:
+        given: fields that the command line has; the others have their defaults.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A field that :func:`options` took from a class of the library."""
+
+    given: frozenset[str]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __new__(cls, **given: Any) -> Any:
+        """Notes what is given."""
+        made = super().__new__(cls)
+        object.__setattr__(made, "given", frozenset(given))
+        return made
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def options(
+    group: str, *, of: type[Any] | None = None, without: Sequence[str] = (), **elsewhere: Sequence[str]
+) -> Callable[[T], T]:
+    """Makes a class a frozen dataclass whose fields are options, each with its own name, in one panel of the help.
+
+    Args:
+        group: the panel.
+        of: a dataclass of the library whose fields become options, too, with their types, defaults and help; but for
+            those that the class has, or inherits.
+        without: fields of `of` that are no options.
+        elsewhere: fields that belong to other panels, by panel.
+    """
+
+    def decorate(cls: T) -> T:
+        if of is not None:
+            _take(cls, of, without)
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)  # in place
+        hints = get_type_hints(cls, include_extras=True)
+        for panel, names in elsewhere.items():
+            for name in names:
+                hints[name] = cls.__annotations__[name] = Annotated[hints[name], Parameter(group=PANELS[panel])]
+        # What is inherited is annotated with text that only the module of its class can read.
+        cls.__init__.__annotations__ = hints
+        decorated: T = Parameter(name="*", group=group)(cls)
+        del decorated.__cyclopts__.parameters[:-1]  # the panels of the classes that it inherits from
+        return decorated
+
+    return decorate
+
+
+def _take(cls: type[Any], of: type[Any], without: Sequence[str]) -> None:
+    """Declares the fields of a dataclass in another class that does not have them, and what their help says.
+
+    The class has a docstring with arguments, as the dataclass.
+    """
+    taken = {name for base in cls.__mro__[1:] for name in getattr(base, "__dataclass_fields__", ())} | {*without}
+    hints = get_type_hints(of, include_extras=True)
+    told, own = ({one.arg_name: one.description for one in parse(each.__doc__ or "").params} for each in (of, cls))
+    lines = [inspect.cleandoc(cls.__doc__ or "")]
+    for field in dataclasses.fields(of):
+        if field.name in taken:
+            continue
+        if field.name not in cls.__annotations__:
+            cls.__annotations__[field.name] = hints[field.name]
+            setattr(cls, field.name, field.default)
+        if field.name not in own:
+            lines.append(f"    {field.name}: {' '.join((told[field.name] or '').split())}")
+    cls.__doc__ = "\n".join(lines)
+
+
+def values_of(given: Options, cls: type[Any]) -> dict[str, Any]:
+    """What options say of the fields of a class of the library."""
+    ours = {field.name for field in dataclasses.fields(given)}
+    return {field.name: getattr(given, field.name) for field in dataclasses.fields(cls) if field.name in ours}
+
+
+def plain(given: Options, cls: type[P], **changes: Any) -> P:
+    """An object of the library's class with the values of options that are fields of it; `changes` come first."""
+    return cls(**values_of(given, cls) | changes)
+
+
+def joined(values: Iterable[object]) -> str:
+    """Values as an option takes them: with commas between."""
+    return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+
+
+def settings(*given: Options) -> Settings:
+    """What options say, by their names in words with underscores, as plain JSON values."""
+    found: Settings = {}
+    for options_ in given:
+        hints = get_type_hints(type(options_), include_extras=True)
+        for field in dataclasses.fields(options_):
+            value = getattr(options_, field.name)
+            if isinstance(value, Options):
+                found |= settings(value)
+            elif NotAnOption not in getattr(hints[field.name], "__metadata__", ()):
+                name = option(field.name).replace("-", "_")
+                simple = value is None or isinstance(value, bool | int | float)
+                found[name] = value if simple else joined(value) if isinstance(value, tuple) else str(value)
+    return found
+
+
+def commas(of_text: Callable[[str], Any], what: str, **more: Any) -> Parameter:
+    """An option of several values with commas between; `more` are further arguments of the parameter."""
+
+    def convert(type_: object, tokens: Sequence[Token]) -> tuple[Any, ...]:
+        token = tokens[0]
+        try:
+            return tuple(of_text(part) for part in token.value.split(",") if part.strip())
+        except ValueError:
+            raise CliError(f"{token.keyword} {token.value}: give {what}") from None
+
+    return Parameter(converter=convert, n_tokens=1, negative="", **more)
+
+
+Numbers = commas(int, "whole numbers with commas between, such as 49152,98304")
+"""Whole numbers with commas between."""
+
+Reals = commas(float, "numbers with commas between, such as 0.4,2.1")
+"""Numbers with commas between."""
+
+
+def scaled(option: str, value: float, unit: int) -> int:
+    """What an option says in contexts or GiB, as tokens or bytes."""
+    if not math.isfinite(value * unit):
+        raise CliError(f"{option} {value}: must be a finite number")
+    return int(value * unit)

@@ -1,0 +1,101 @@
+"""What is packed together, and what may wait."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter, validators
+from cyclopts.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from wlb._choices import Release
+from wlb._core import MAX_MEAN_DELAY
+from wlb_tools.command.errors import CliError
+from wlb_tools.command.inputs.model import Cost
+from wlb_tools.command.inputs.options import PANELS, Numbers, Options, options, scaled
+from wlb_tools.simulation.methods import Setup
+
+
+@options(PANELS["batches"])
+class Limits(Options):
+    """The longest document and the largest micro-batch.
+
+    Args:
+        context: context window in tokens: the longest document. A global batch holds so many per micro-batch.
+        max_tokens: the most tokens of a micro-batch of variable length; by default 1.5 contexts.
+        memory_factor: the same as --max-tokens, in contexts.
+    """
+
+    context: PositiveInt = 131072
+    max_tokens: int | None = None
+    memory_factor: Annotated[float | None, Parameter(validator=validators.Number(gte=1, lte=1000))] = None
+
+    def token_limit(self) -> int | None:
+        """The most tokens of a micro-batch that the options give, or None without them."""
+        if self.max_tokens is not None and self.memory_factor is not None:
+            raise CliError("--max-tokens and --memory-factor: give one of them")
+        if self.max_tokens is not None and self.max_tokens < self.context:
+            raise CliError(
+                f"--max-tokens {self.max_tokens:,}: below --context {self.context:,}, so the longest documents fit"
+                " nowhere"
+            )
+        if self.memory_factor is not None:
+            return scaled("--memory-factor", self.memory_factor, self.context)
+        return self.max_tokens
+
+
+@options(PANELS["waiting"])
+class Delay(Options):
+    """How long documents may wait.
+
+    Args:
+        max_mean_delay: tuning keeps the mean delay of a token below this, in iterations.
+        max_delay: no document waits for more iterations than this; by default there is no limit.
+        max_step_cost: with adaptive release: most work of a step, in mean global batches, such as 1.5; long documents
+            are then spread over steps. By default there is no bound.
+    """
+
+    max_mean_delay: NonNegativeFloat = MAX_MEAN_DELAY
+    max_delay: NonNegativeInt | None = None
+    max_step_cost: PositiveFloat | None = None
+
+
+@options(PANELS["batches"])
+class Batches(Limits):
+    """Global batches.
+
+    Args:
+        num_micro_batches: micro-batches of a global batch: pp x dp.
+    """
+
+    num_micro_batches: PositiveInt = 16
+
+    def setup(self, cost: Cost, delay: Delay, *, dp_size: int = 1) -> Setup:
+        """What all methods have in common."""
+        return Setup(
+            num_micro_batches=self.num_micro_batches,
+            context=self.context,
+            max_tokens=self.token_limit() or self.context * 3 // 2,
+            cost_model=cost.of_documents(),
+            dp_size=dp_size,
+            max_delay=delay.max_delay,
+            max_step_cost=delay.max_step_cost,
+        )
+
+
+@options(PANELS["waiting"])
+class Held(Delay):
+    """What waits, and how long.
+
+    Args:
+        release: fifo: queues with thresholds. adaptive: no thresholds; long documents wait where a step gains by it.
+        delay_price: with adaptive release: how much shorter a step must become, relative to an even one, to be worth
+            one iteration of delay for a global batch, such as 0.03; at a higher price less waits. By default it is
+            tuned to --max-mean-delay.
+        num_queues: number of outlier queues; their thresholds are tuned.
+        outlier_thresholds: thresholds of the queues in tokens, ascending, such as 49152,98304; none are tuned then.
+    """
+
+    release: Release = "fifo"
+    delay_price: NonNegativeFloat | None = None
+    num_queues: NonNegativeInt = 2
+    outlier_thresholds: Annotated[tuple[int, ...] | None, Numbers] = None

@@ -1,0 +1,190 @@
+"""The stream of global batches that every method of a comparison sees."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from cyclopts import Parameter
+from cyclopts.types import NonNegativeInt
+from numpy.typing import NDArray
+from rich.progress import Progress
+
+import wlb
+from wlb._choices import Oversize
+from wlb_tools.command.errors import CliError
+from wlb_tools.command.inputs.documents import Documents, read_documents
+from wlb_tools.command.inputs.given import Columns
+from wlb_tools.command.inputs.options import Options, options
+from wlb_tools.command.words import counted
+from wlb_tools.simulation.methods import Setup
+from wlb_tools.simulation.stream import GlobalBatches
+
+_MOST_PIECES = 10**8  # of several epochs, at 75 bytes each
+
+Source = Annotated[
+    Path,
+    Parameter(
+        help="A directory (a document a file), a .jsonl or .txt (a document a line), a .npy of lengths, or the .idx of"
+        " a data set of Megatron's."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Stream(GlobalBatches):
+    """Global batches of the documents of a source.
+
+    A source document longer than the context arrives as several, one after the other.
+    """
+
+    documents: Documents
+    ids: NDArray[np.int64]  # [n] document of the source
+    starts: NDArray[np.int64]  # [n] its first token inside that document
+    epochs: int  # passes over the source, the last one perhaps not to its end
+    context: int  # tokens of the longest document
+    tokens_per_batch: int  # the most of a global batch
+    oversize: Oversize  # what became of longer documents
+
+    def described(self) -> dict[str, Any]:
+        """The documents of the source and what the stream took of them, as plain JSON values; lengths in `unit`."""
+        return {
+            **self.documents.described,
+            "distinct_used": np.unique(self.ids).size,
+            "longer_than_context": int((self.documents.lengths > self.context).sum()),
+            "epochs": self.epochs,
+            "global_batches": self.batches,
+            "streamed_tokens": int(self.lengths.sum()),
+            "streamed_documents": self.lengths.size,
+        }
+
+    def in_words(self) -> list[str]:
+        """The same in sentences."""
+        d = self.described()
+        sentences = [
+            self.documents.in_words(),
+            f"{d['global_batches']:,} global batches of up to {self.tokens_per_batch:,} tokens"
+            f" ({self.tokens_per_batch // self.context} micro-batches x {self.context:,}), from"
+            f" {d['distinct_used']:,} distinct documents in {counted(d['epochs'], 'epoch')}.",
+        ]
+        if d["longer_than_context"]:
+            fate = "truncated" if self.oversize == "truncate" else "split"
+            sentences.append(f"{d['longer_than_context']:,} documents longer than the context are {fate} to fit it.")
+        return sentences
+
+
+@options("Documents")
+class Texts(Options):
+    """How documents are read.
+
+    Args:
+        field: text field of a .jsonl.
+        pattern: names of the files to take from a directory.
+        tokenizer: a Hugging Face tokenizer.json to count tokens with; by default a byte counts as a token.
+    """
+
+    field: str = "text"
+    pattern: str = "*"
+    tokenizer: Path | None = None
+
+    def documents(self, source: Path | None, progress: Progress) -> Documents:
+        """Finds the documents of `source` and measures them; without one, this interpreter's Python files."""
+        return read_documents(
+            source, field=self.field, pattern=self.pattern, tokenizer=self.tokenizer, progress=progress
+        )
+
+
+@options("Documents")
+class Reading(Texts):
+    """How documents are read, and how they become a stream.
+
+    Args:
+        seed: shuffles the documents, every epoch anew; by default they come in the source's order.
+        oversize: what to do with documents longer than the context.
+    """
+
+    seed: NonNegativeInt | None = None
+    oversize: Oversize = "split"
+
+    def stream(
+        self,
+        source: Path | None,
+        setup: Setup,
+        progress: Progress,
+        *,
+        steps: int | None = None,
+        columns: Columns | None = None,
+    ) -> Stream:
+        """The documents of `source` in global batches, see :meth:`order`; with their costs, if they bring them."""
+        documents = self.documents(source, progress)
+        stream = self.order(documents, context=setup.context, tokens_per_batch=setup.tokens_per_batch, steps=steps)
+        if columns is None:
+            return stream
+        rows = np.searchsorted(documents.ids, stream.ids)
+        whole, costs = documents.lengths[rows][:, None], columns.of(documents)[rows]
+        pieces = stream.lengths[:, None]
+        # Of a document that is cut, a piece has the share of its tokens, as in a packer; whole ones keep the very bits.
+        costs = np.where(pieces == whole, costs, costs * pieces / whole)
+        columns.check_limits(costs, stream.ids)
+        return dataclasses.replace(stream, costs=costs, limits=columns.limits)
+
+    def order(self, documents: Documents, *, context: int, tokens_per_batch: int, steps: int | None = None) -> Stream:
+        """Orders the documents, fits them to `context` tokens and forms global batches of `tokens_per_batch`.
+
+        With a seed, every epoch is shuffled anew; without one the order is the source's. With `steps`, epochs
+        follow one another until there are so many global batches; without, there is one epoch and the last batch
+        may be small.
+        """
+        name, unit, lengths = documents.source, documents.unit, documents.lengths
+        if self.oversize == "truncate":
+            lengths = np.minimum(lengths, context)
+        count, tokens = lengths.size, int(lengths.sum())
+        if tokens < tokens_per_batch:
+            raise CliError(
+                f"{name}: {counted(count, 'document')} with {tokens:,} {unit} do not fill a global batch of"
+                f" {tokens_per_batch:,}; lower --context or --micro-batches"
+            )
+        epochs = 1 if steps is None else math.ceil(steps * tokens_per_batch / tokens)
+        most = epochs * (count + tokens // context)  # pieces, at most
+        if epochs > 1 and most > _MOST_PIECES:
+            raise CliError(
+                f"--steps {steps:,}: {epochs:,} epochs of {name}, up to {most:,} documents; the most is"
+                f" {_MOST_PIECES:,}"
+            )
+        generator = None if self.seed is None else np.random.default_rng(self.seed)
+        order = np.concatenate(
+            [np.arange(count) if generator is None else generator.permutation(count) for _ in range(epochs)]
+        )
+        lengths, ids = lengths[order], documents.ids[order]
+
+        starts = np.zeros_like(lengths)
+        if self.oversize == "split":
+            pieces, first, lengths = wlb.split_documents(lengths, max_document_tokens=context)
+            ids, starts = ids[pieces], first.astype(np.int64)
+        elif lengths.max() > context:
+            worst = int(lengths.argmax())
+            raise CliError(
+                f"{name}: document {ids[worst]} has {lengths[worst]:,} {unit}, more than --context {context:,};"
+                " choose --oversize split or truncate"
+            )
+
+        # No batch exceeds `tokens_per_batch`, so the epochs hold `steps` of them; the small last one is cut off.
+        offsets = wlb.batch_offsets(lengths, tokens_per_batch=tokens_per_batch)
+        if steps is not None:
+            offsets = offsets[: steps + 1]
+        used = int(offsets[-1])
+        return Stream(
+            lengths=lengths[:used].astype(np.int64),
+            offsets=offsets,
+            documents=documents,
+            ids=ids[:used],
+            starts=starts[:used],
+            epochs=epochs,
+            context=context,
+            tokens_per_batch=tokens_per_batch,
+            oversize=self.oversize,
+        )

@@ -1,0 +1,132 @@
+"""The configuration that `wlb tune` prints: Python that makes the plans that were chosen."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import numpy as np
+
+from wlb._core import MAX_TOKENS
+from wlb.models import presets
+from wlb_tools.command.output import loaders
+from wlb_tools.simulation import VARIANTS, Choice, Scenario, Tuning
+from wlb_tools.simulation.methods import bounded
+
+
+class _Code(str):
+    """An expression, written into a call as it stands."""
+
+    __slots__ = ()
+
+
+def configuration(tuning: Tuning, *, model: str, profile: str | None) -> str:
+    """Python to paste; `model` is a preset's name or a path, `profile` that of the kernel, if it was measured."""
+    return (_dynamic(tuning) if tuning.best.dynamic else _static(tuning, model, profile)) + "\n"
+
+
+def packer_micro_batches(scenario: Scenario, choice: Choice) -> int:
+    """Micro-batches of the packer: in front of Dynamic-CP each is as wide as the pipeline stage."""
+    return scenario.micro_batches * choice.split // (scenario.layout.dp if choice.dynamic else 1)
+
+
+def _static(tuning: Tuning, model: str, profile: str | None) -> str:
+    """A packer and a way to shard what it packs."""
+    best, scenario = tuning.best, tuning.scenario
+    preset = "preset" if model in presets() else "from_hugging_face"
+    costs = f"attention_efficiency={tuning.attention_efficiency:.3f}"
+    if scenario.layout.recompute == "full":
+        costs += ", recompute=True"
+    cost_model = _Code(f"model.cost_model({costs})")
+    lines = [
+        "import functools",
+        "",
+        "import wlb",
+        "",
+        f"model = wlb.ModelConfig.{preset}({_literal(model)})",
+    ]
+    if best.cuts:
+        batch = {"num_micro_batches": scenario.micro_batches, "max_tokens": best.max_tokens, "cost_model": cost_model}
+        method = VARIANTS[best.kind].packing
+        lines += [
+            f"# For the lengths of a global batch of {scenario.tokens_per_batch} tokens; cuts the documents of it.",
+            f"pack = {_call('functools.partial', _Code('wlb.pack'), **batch, method=method)}",
+        ]
+    else:
+        lines += [
+            f"# For BalancedBatchSampler{f', with max_early={best.max_early}' if best.max_early else ''}.",
+            f"packer = {_packer(tuning, max_tokens=best.max_tokens, cost_model=cost_model)}",
+        ]
+    sharding: dict[str, Any] = {"cp_size": scenario.layout.cp, "strategy": best.strategy}
+    if best.strategy == "adaptive":
+        sharding["kernel_model"] = _Code("kernel")
+        kernel = scenario.attention
+        if profile is not None:
+            made = _call("wlb.KernelModel.from_profile", _Code(_literal(profile)), num_heads=kernel.num_heads)
+        else:
+            shape = {name: getattr(kernel, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+            made = _call("wlb.KernelModel.analytic", _Code(_literal(scenario.generation)), **shape)
+        lines.append(f"kernel = {made}")
+    return "\n".join([*lines, f"shard = {_call('functools.partial', _Code('wlb.shard'), **sharding)}"])
+
+
+def _dynamic(tuning: Tuning) -> str:
+    """Costs, the planner of groups, what waits before it, and a loader."""
+    scenario, planner = tuning.scenario, dict(tuning.planner or {})
+    cost = planner.pop("cost_model")
+    seconds = {"attention": cost.attention_cost([1])[0], "linear": cost.linear_cost([1])[0]}
+    planner = {"cost_model": _Code("cost_model"), **planner}
+    lines = [
+        "import functools",
+        "",
+        "import wlb",
+        "",
+        "# In seconds.",
+        f"cost_model = {_call('wlb.CostModel', **seconds)}",
+        f"plan = {_call('functools.partial', _Code('wlb.plan_dynamic_cp'), **planner)}",
+    ]
+    functions: list[Any] = [loaders.loader]
+    if tuning.best.kind == "wlb_dynamic_cp":
+        released = min(scenario.tokens_per_batch, MAX_TOKENS)
+        lines.append("# What it releases is planned, so memory is the planner's concern: max_tokens is a global batch.")
+        lines.append(f"packer = {_packer(tuning, max_tokens=released, cost_model=_Code('cost_model'))}")
+        if packer_micro_batches(scenario, tuning.best) % scenario.layout.size("dp_cp"):
+            functions.insert(0, loaders.released)
+        else:
+            functions.insert(0, loaders.sampled)
+    return "\n".join([*lines, *(f"\n\n{inspect.getsource(function).rstrip()}" for function in functions)])
+
+
+def _packer(tuning: Tuning, **arguments: object) -> str:
+    best, scenario = tuning.best, tuning.scenario
+    if best.delay_price is None:
+        waiting: dict[str, object] = {"outlier_thresholds": best.outlier_thresholds}
+    else:
+        waiting = bounded({"release": "adaptive", "delay_price": best.delay_price}, scenario.max_step_cost)
+    if not best.dynamic:
+        waiting |= scenario.meeting_ranks
+    return _call(
+        "wlb.Packer",
+        num_micro_batches=packer_micro_batches(scenario, best),
+        **arguments,
+        **waiting,
+        max_delay=scenario.max_delay,
+        max_document_tokens=scenario.context,
+        tokens_per_batch=scenario.tokens_per_batch,
+    )
+
+
+def _call(function: str, *positional: _Code, **arguments: object) -> str:
+    """A call as Python writes it, an argument a line."""
+    lines = [*positional, *(f"{name}={_literal(value)}" for name, value in arguments.items())]
+    return "\n".join([f"{function}(", *(f"    {line}," for line in lines), ")"])
+
+
+def _literal(value: object) -> str:
+    """A value as Python writes it: in double quotation marks, and without numpy's types."""
+    if isinstance(value, _Code):
+        return value
+    if isinstance(value, str):
+        return json.dumps(value)
+    return repr(value.item() if isinstance(value, np.generic) else value)

@@ -1,0 +1,84 @@
+"""Pictures of tuning: what waiting and memory buy."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+
+import wlb
+from wlb_tools.cluster.hardware import GIB
+from wlb_tools.command.output.figures import style
+from wlb_tools.command.words import waits
+from wlb_tools.simulation import KINDS, Choice, Tuning
+from wlb_tools.simulation.tuning import Kind
+
+_KIND_COLOURS: dict[Kind, str] = {
+    "plain": style.ORIGINAL,
+    "fixed": "#c9a0a0",
+    "per_document": "#b8b08a",
+    "adaptive_cp": "#7fa38a",
+    "no_waiting": style.SOFT,
+    "queues": "#5b9bc8",
+    "adaptive_release": style.WLB,
+    "early": "#8e6bb3",
+    "dynamic_cp": "#e3bd6b",
+    "wlb_dynamic_cp": "#a3361f",
+}
+
+
+def draw_waiting(queued: wlb.TuneResult, adaptive: wlb.TuneResult, max_mean_delay: float) -> Figure:
+    """The Pareto fronts: imbalance against mean delay."""
+    with style.drawing(9, 5.5) as figure:
+        ax = figure.subplots()
+        for name, found, color, pale in (
+            ("queues", queued, style.WLB, style.WLB_PALE),
+            ("adaptive release", adaptive, style.ADAPTIVE, style.ADAPTIVE_PALE),
+        ):
+            delay = [point.delay_mean for point in found.pareto]
+            p95, mean = ([getattr(point, f"imbalance_{key}") for point in found.pareto] for key in ("p95", "mean"))
+            ax.plot(delay, p95, "o--", color=pale, lw=1.5, label=f"{name}, p95")
+            ax.plot(delay, mean, "o-", color=color, lw=2, label=f"{name}, mean")
+            chosen = f"chosen: {'thresholds' if found.delay_price is None else 'price'} {waits(found.best)}"
+            ax.plot(found.best.delay_mean, found.best.imbalance_mean, label=chosen, mec=color, **style.RING)
+        ax.axvline(max_mean_delay, color=style.ORIGINAL, label="limit of the mean delay", **style.DASHED)
+        ax.set(xlabel="mean delay of a token (iterations)", ylabel="imbalance", xlim=(0, None))
+        ax.set_title(f"What waiting buys: {queued.evaluated + adaptive.evaluated:,} choices tried")
+        ax.legend(fontsize=11.5)
+    return figure
+
+
+def draw_choices(tuning: Tuning) -> Figure:
+    """Two panels: what memory buys with queues, and what waiting buys with any plan."""
+
+    def speed(choice: Choice) -> float:
+        return choice.speedup(tuning.baseline, tuning.by)
+
+    with style.drawing(13, 5.4) as figure:
+        memory, delay = figure.subplots(1, 2, width_ratios=(1, 1.5))
+        memory.axvline(tuning.scenario.hardware.memory_bytes / GIB, color=style.SOFT, **style.DASHED)
+        points = [(choice.outcome.memory.total.max() / GIB, speed(choice)) for choice in tuning.by_memory]
+        memory.plot(*zip(*points, strict=True), "o-", color=style.WLB, lw=2)
+        for choice, at in zip(tuning.by_memory, points, strict=True):
+            if choice.max_tokens == tuning.by_delay[0].max_tokens:
+                memory.plot(*at, mec=style.ORIGINAL, **style.RING)
+                memory.annotate(
+                    f"{choice.max_tokens:,}", at, (10, 10), textcoords="offset points", color=style.ORIGINAL
+                )
+        memory.set(xlabel="GiB of the fullest GPU (dashed: what it has)", ylabel="speed over Plain-4D (predicted)")
+        memory.set_title("What memory buys: S_max, with queues")
+        memory.margins(x=0.15, y=0.3)
+
+        delay.axvline(tuning.scenario.max_mean_delay, color=style.SOFT, **style.DASHED)
+        delay.axhline(1, color=style.SOFT, lw=0.8, zorder=1)
+        for kind, colour in _KIND_COLOURS.items():
+            tried = [(choice.delay, speed(choice)) for choice in tuning.tried if choice.kind == kind]
+            if tried:
+                points_of_kind = zip(*tried, strict=True)
+                delay.plot(*points_of_kind, "o", ms=7, color=colour, label=KINDS[kind], mec="white", mew=0.6)
+        at = (tuning.best.delay, speed(tuning.best))
+        delay.plot(*at, mec=style.INK, **style.RING)
+        delay.annotate("chosen", at, (12, -16), textcoords="offset points", color=style.INK, weight="bold")
+        delay.set(xlabel="mean delay of a token, iterations (dashed: the limit)")
+        delay.set_title("What waiting buys: every plan that was tried")
+        delay.legend(loc="best")
+        delay.margins(x=0.08, y=0.12)
+    return figure

@@ -1,0 +1,127 @@
+"""The report of a simulation: speed, balance, delay and memory of every method, and steps to look into."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import wlb_tools
+from wlb_tools.command.inputs.stream import Stream
+from wlb_tools.command.output.columns import COLUMNS, LOST_NOTE, RATES
+from wlb_tools.command.output.report import Block, Heading, Headline, Paragraphs, Picture, Report, Table
+from wlb_tools.command.output.trace import write_chrome_trace
+from wlb_tools.simulation import ATTRIBUTION, Outcome
+from wlb_tools.simulation.words import assumptions, describe, explanation, premises
+
+_NOTES = (
+    "All times are predictions; the kernel model that they rest on is named above. per-document CP, adaptive CP,"
+    " packing, placement: that optimisation alone, on Plain-4D.",
+    "tokens/s: all tokens of the stream over the time of all its steps, of all GPUs, on the same documents;"
+    " the steps at the end that empty the queues count in full. MFU: FLOPs of the documents as they are trained over"
+    " what the GPUs could do in that time. Methods that cut documents do less attention for the same tokens.",
+    "step: seconds of one, and micro-batches of a rank in it, both in the mean. WLB, finer: twice the micro-batches of"
+    " the same documents, each half as long. fitted, and all below: costs are fitted to the cluster.",
+    "imbalance: MB: predicted time of the heaviest micro-batch over the mean of its step, mean over steps; CP:"
+    " attention of the slowest context-parallel rank over the mean rank. Dynamic-CP makes the first and last"
+    " micro-batch light, which shortens the pipeline's bubble.",
+    "delay: iterations from the turn of a token to its training. GiB: the fullest GPU, in its fullest step.",
+    LOST_NOTE,
+)
+
+_TOO_DEEP = "Too many pipeline ranks for a picture; the trace shows them."
+
+_SHOWN = (
+    *("tokens_per_second", "speedup", "model_flops_utilization", "step_seconds_mean", "micro_batches_mean"),
+    *("micro_batch_imbalance_mean", "cp_imbalance", "delay_mean", "delay_max", "peak_bytes"),
+)
+_GRADED = (
+    *("speedup", "speedup_band", "micro_batch_imbalance_mean", "micro_batch_imbalance_band"),
+    *("lost_time", "step_work_cv", "step_work_heaviest"),
+)
+
+
+def simulation_report(
+    simulation: wlb_tools.Simulation,
+    stream: Stream,
+    *,
+    shown: str,
+    settings: Mapping[str, Any],
+    remarks: Sequence[str] = (),
+) -> Report:
+    """Every method; on the page also a typical and the most idle step of two of them.
+
+    Args:
+        simulation: of the stream; its first method is the baseline.
+        stream: what was simulated.
+        shown: the method that pictures set against the baseline.
+        settings: of the command.
+        remarks: what else there is to say.
+    """
+    from wlb_tools.command.output.figures.simulation import draw_simulation
+
+    scenario, before, after = simulation.scenario, simulation.baseline, simulation.outcomes[shown]
+    caption = f"{stream.documents.source} · {describe(scenario)}"
+    overview = draw_simulation(simulation, shown, f"{caption} · attention {scenario.attention.source}")
+    details, traces = _steps({"baseline": before, shown: after} if after is not before else {"baseline": before})
+    headlines = {
+        "tokens/s": [f"{outcome.tokens_per_second:,.0f}" for outcome in (before, after)],
+        "seconds of a mean step": [f"{o.seconds[: o.run.streamed].mean():.3g}" for o in (before, after)],
+        "of the time idle": [f"{o.idle @ o.seconds / o.total_seconds:.0%}" for o in (before, after)],
+        "imbalance of CP ranks": [f"{outcome.cp_imbalance:.2f}" for outcome in (before, after)],
+    }
+    reasons = explanation(simulation, shown)
+    return Report(
+        command="simulate",
+        subject=f"predicted · {caption}",
+        title=f"{after.title}: {simulation.speedup(shown):.2f}x the speed of {before.title} (predicted)",
+        sentences=[f"{describe(scenario)}.", *premises(simulation), *stream.in_words(), *remarks, *reasons],
+        headlines=[Headline(label, *values) for label, values in headlines.items()],
+        blocks=(Picture(overview, "simulate.png"), *_tables(simulation, shown), Paragraphs(_NOTES, small=True)),
+        details=details,
+        facts={"Assumptions": assumptions(scenario), "Settings": settings, "Documents": stream.described()},
+        numbers={"gpus": scenario.layout.world_size, "explanation": reasons, **simulation.as_json()},
+        files=traces,
+    )
+
+
+def _tables(simulation: wlb_tools.Simulation, strong: str) -> list[Table]:
+    """Speed, balance, delay and memory; shares of a GPU's time, without what nobody spends time on."""
+    variants = simulation.as_json()["variants"]
+    numbers = [(of["title"], of, name == strong) for name, of in variants.items()]
+    shares = [(title, of["attribution"], bold) for title, of, bold in numbers]
+    parts = [key for key in COLUMNS if key in ATTRIBUTION and any(of[key] >= 0.0005 for _, of, _ in shares)]
+    return [
+        Table.of("Predicted speed, balance and delay", "method", _SHOWN, numbers),
+        Table.of(f"The same plans, {RATES}", "method", _GRADED, numbers),
+        Table.of("What a GPU's time goes to", "method", parts, shares),
+    ]
+
+
+def _steps(outcomes: Mapping[str, Outcome]) -> tuple[list[Block], dict[str, Any]]:
+    """Pictures of the median and the most idle step before any flush, and their traces by the names of the files."""
+    from wlb_tools.command.output.figures.simulation import draw_step
+
+    details: list[Block] = []
+    traces: dict[str, Any] = {}
+    for kind, heading, which, place in (
+        ("typical", "Typical steps", "a typical", 0.5),
+        ("worst", "The most idle steps", "its most idle", 1.0),
+    ):
+        details.append(Heading(heading))
+        for name, outcome in outcomes.items():
+            ranked = np.argsort(outcome.idle[: outcome.run.streamed], kind="stable")
+            step = int(ranked[min(int(place * ranked.size), ranked.size - 1)])
+            figure = draw_step(outcome, step, which)
+            details.append(Paragraphs([_TOO_DEEP], small=True) if figure is None else Picture(figure))
+            traces[f"step-{kind}-{name}.trace.json"] = functools.partial(_write_trace, outcome, step)
+    details.append(Paragraphs([f"Traces to look into, at ui.perfetto.dev: {', '.join(traces)}."], small=True))
+    return details, traces
+
+
+def _write_trace(outcome: Outcome, step: int, path: Path) -> None:
+    pipelines = "DP rank" if outcome.pipelines == "DP" else outcome.pipelines
+    write_chrome_trace(outcome.timelines(step), path=path, pipelines=pipelines)

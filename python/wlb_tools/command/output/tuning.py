@@ -1,0 +1,202 @@
+"""The reports of tuning: without a cluster what may wait, with one every setting and a configuration to paste."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import wlb
+from wlb_tools.command.inputs.stream import Stream
+from wlb_tools.command.output.columns import LOST_NOTE
+from wlb_tools.command.output.configuration import configuration, packer_micro_batches
+from wlb_tools.command.output.packing import graded_table
+from wlb_tools.command.output.report import Code, Heading, Paragraphs, Picture, Report, Table
+from wlb_tools.command.output.simulation import simulation_report
+from wlb_tools.command.words import counted, thresholds, waits
+from wlb_tools.simulation import KINDS, Choice, Tuning
+from wlb_tools.simulation.methods import Setup
+from wlb_tools.simulation.trained import PackedRun
+from wlb_tools.simulation.words import assumptions, describe, kernel_sentence
+
+_NOTES = (
+    "x: predicted tokens/s over Plain-4D's, on the same documents, as in a long stream; FLOPs: the same of the FLOPs"
+    " that these take as they are trained, fewer where they are cut. imbalance: predicted time of"
+    " the heaviest micro-batch over the mean. delay: iterations that a token waits, and by which it comes early; the"
+    " limit is of both. GiB: the fullest GPU.",
+    LOST_NOTE,
+    "n: micro-batches of a rank in a step, the mean. In brackets: thresholds of queues; the price of delay of adaptive"
+    " release, and the packer's micro-batches. A plan beyond the limit of the delay shows what it would give.",
+    "Chosen one setting after the other, not in all combinations.",
+    "All choices were made on the documents that they are shown for; on a few global batches tuning overfits.",
+)
+
+
+_FRONT = (
+    *("imbalance_mean", "imbalance_p95", "imbalance_worst", "delay_mean", "delay_max"),
+    *("memory_skew_mean", "lost_time"),
+)
+_SHOWN = (
+    *("speedup", "speedup_flops", "speedup_band", "micro_batches_mean", "micro_batch_imbalance_mean", "cp_imbalance"),
+    *("lost_time", "delay_mean", "delay_max", "early_mean", "largest_micro_batch", "peak_bytes"),
+)
+
+
+def waiting_report(
+    stream: Stream,
+    setup: Setup,
+    queued: wlb.TuneResult,
+    adaptive: wlb.TuneResult,
+    plans: Sequence[PackedRun],
+    *,
+    max_mean_delay: float,
+    settings: Mapping[str, Any],
+) -> Report:
+    """What may wait, and nothing else: no cluster is known. `plans` are those of the two choices."""
+    from wlb_tools.command.output.figures.tuning import draw_waiting
+
+    assert setup.cost_model is not None  # only `wlb pack` knows documents that bring their costs
+    graded, table = graded_table(plans, setup.cost_model)
+    chosen = {
+        f"outlier_thresholds={queued.thresholds}": queued.best,
+        f'release="adaptive", delay_price={adaptive.delay_price:g}': adaptive.best,
+    }
+    lines = (
+        f"{choice}  # imbalance {best.imbalance_mean:.3f} at a mean delay of {best.delay_mean:.2f}"
+        for choice, best in chosen.items()
+    )
+    before, after = (f"{best.imbalance_mean:.3f}" for best in chosen.values())
+    return Report(
+        command="tune",
+        subject="what may wait",
+        title=f"Mean imbalance {before} with queues, {after} with adaptive release",
+        sentences=stream.in_words(),
+        blocks=(
+            Picture(draw_waiting(queued, adaptive, max_mean_delay), "tune.png"),
+            _front("Queues", "thresholds", queued),
+            _front("Adaptive release", "price of delay", adaptive),
+            table,
+            Paragraphs((LOST_NOTE,), small=True),
+            Code("Arguments of a packer", "\n".join(lines)),
+        ),
+        facts={"Settings": settings, "Documents": stream.described()},
+        numbers={**_found(queued), "adaptive": _found(adaptive), "methods": graded},
+    )
+
+
+def _front(title: str, names: str, found: wlb.TuneResult) -> Table:
+    """The Pareto front of thresholds or prices: no other has both less delay and less imbalance; and the choice."""
+    points = sorted({*found.pareto, found.best}, key=lambda point: (point.delay_mean, point.imbalance_mean))
+    rows = [(waits(point), dataclasses.asdict(point), point == found.best) for point in points]
+    return Table.of(f"{title}: less delay or less imbalance", names, _FRONT, rows)
+
+
+def tuning_report(
+    tuning: Tuning, stream: Stream, *, settings: Mapping[str, Any], model: str, profile: str | None
+) -> Report:
+    """Every setting on a cluster, what was chosen, and a simulation of it.
+
+    Args:
+        tuning: what was tried.
+        stream: the documents.
+        settings: of the command.
+        model: a preset's name or a path.
+        profile: of the kernel, if it was measured.
+    """
+    from wlb_tools.command.output.figures.tuning import draw_choices
+
+    scenario = tuning.scenario
+    simulation = simulation_report(tuning.simulation, stream, shown=tuning.best.kind, settings=settings)
+    code = Code("The configuration", configuration(tuning, model=model, profile=profile))
+    # Of the queues, as without a cluster; what was chosen is in "cluster".
+    chosen, found = tuning.best.outlier_thresholds, tuning.thresholds
+    best = next((point for point in found.pareto if chosen and point.thresholds == chosen), found.best)
+    return dataclasses.replace(
+        simulation,
+        command="tune",
+        sentences=(
+            f"{describe(scenario)}; {counted(stream.batches, 'global batch')}.",
+            kernel_sentence(scenario),
+            f"The packer's costs: FLOPs with attention_efficiency {tuning.attention_efficiency:.2f}, which fits this"
+            " cluster, communication included.",
+        ),
+        blocks=(
+            Picture(draw_choices(tuning), "tune.png"),
+            *_tables(tuning),
+            Paragraphs(_NOTES, small=True),
+            code,
+        ),
+        details=(Heading("The simulation"), Paragraphs(simulation.sentences), *simulation.blocks, *simulation.details),
+        numbers={
+            **simulation.numbers,
+            **_found(found),
+            "best": dataclasses.asdict(best),
+            "assumptions": assumptions(scenario),
+            "cluster": tuning.as_json(),
+            "configuration": code.text,
+            "simulation": tuning.simulation.as_json(),
+        },
+        files={"configuration.py": code.text, **simulation.files},
+    )
+
+
+def _tables(tuning: Tuning) -> list[Table]:
+    """One for each setting, the chosen row strong."""
+    limit, levels = tuning.by_delay[0].max_tokens, tuning.thresholds.thresholds
+
+    def table(
+        title: str,
+        setting: str,
+        choices: Sequence[Choice],
+        name: Callable[[Choice], str],
+        chosen: Callable[[Choice], bool],
+    ) -> Table:
+        rows = [(name(choice), choice.summary(tuning.baseline), chosen(choice)) for choice in choices]
+        return Table.of(title, setting, _SHOWN, rows)
+
+    return [
+        table(
+            f"Plans; the mean delay may be {tuning.scenario.max_mean_delay:g}; fastest by"
+            f" {'tokens' if tuning.by == 'tokens' else 'FLOPs'}",
+            "plan",
+            tuning.by_plan,
+            name=lambda choice: _plan(tuning, choice),
+            chosen=lambda choice: choice == tuning.best,
+        ),
+        table(
+            "S_max: memory for balance, with queues",
+            "S_max",
+            tuning.by_memory,
+            name=lambda choice: f"{choice.max_tokens:,}",
+            chosen=lambda choice: choice.max_tokens == limit,
+        ),
+        table(
+            "Thresholds: waiting for balance, with queues",
+            "thresholds",
+            tuning.by_delay,
+            name=lambda choice: thresholds(choice.outlier_thresholds),
+            chosen=lambda choice: choice.outlier_thresholds == levels,
+        ),
+        table(
+            f"Sharding over context-parallel ranks, {KINDS[tuning.by_strategy[0].kind]}",
+            "strategy",
+            tuning.by_strategy,
+            name=lambda choice: choice.strategy,
+            chosen=lambda choice: choice in tuning.by_plan,
+        ),
+    ]
+
+
+def _plan(tuning: Tuning, choice: Choice) -> str:
+    """A kind of plan, with its settings."""
+    if choice.outlier_thresholds:
+        return f"{KINDS[choice.kind]} ({thresholds(choice.outlier_thresholds)})"
+    if choice.delay_price is None:
+        return KINDS[choice.kind]
+    return f"{KINDS[choice.kind]} ({choice.delay_price:g}, {packer_micro_batches(tuning.scenario, choice)})"
+
+
+def _found(result: wlb.TuneResult) -> dict[str, Any]:
+    """The best choice and the Pareto front, as plain JSON values."""
+    pareto = [dataclasses.asdict(point) for point in result.pareto]
+    return {"best": dataclasses.asdict(result.best), "pareto": pareto, "evaluated": result.evaluated}

@@ -1,0 +1,115 @@
+"""Figures of balance over many steps, and how they change where attention is faster or slower than was assumed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb._core import IMBALANCE_RESOLUTION
+
+Floats = NDArray[np.float64]
+
+ATTENTION_RATES = (0.35, 0.6, 1.0, 1.6, 2.5)
+"""Rates of attention relative to everything else, 1 being what was assumed, at which a plan is graded again.
+
+A plan that knows its own costs too well grades itself. An assumed rate may be off so far: kernels whose backward or
+short documents run at half of the published rate, and clusters whose exposed communication makes the rest of a layer
+twice as slow, are both common. Where 0.85 is assumed, these reach from 0.3 to 2.1."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How evenly a stream was trained: of each step the heaviest micro-batch, and the mean one.
+
+    Args:
+        heaviest: float64[steps] work of the heaviest micro-batch, or its seconds.
+        mean: float64[steps] that of the mean micro-batch.
+        work: float64[steps] that of all micro-batches together.
+    """
+
+    heaviest: Floats
+    mean: Floats
+    work: Floats
+
+    @classmethod
+    def of(cls, costs: Floats) -> Balance:
+        """From costs [steps, micro-batches], or [steps, micro-batches, columns], where a step waits in each column."""
+        found = costs.max(axis=1), costs.mean(axis=1), costs.sum(axis=1)
+        return cls(*(of.sum(axis=1) for of in found)) if costs.ndim == 3 else cls(*found)
+
+    def first(self, steps: int) -> Balance:
+        """The balance of the first steps alone."""
+        return Balance(self.heaviest[:steps], self.mean[:steps], self.work[:steps])
+
+    @property
+    def imbalance(self) -> Floats:
+        """float64[steps]: the heaviest micro-batch over the mean; 1 where there is no work at all."""
+        return np.divide(self.heaviest, self.mean, out=np.ones_like(self.mean), where=self.mean > 0)
+
+    @property
+    def lost_time(self) -> float:
+        """The sum of the heaviest micro-batches over the sum of the means: heavy steps weigh more."""
+        return float(self.heaviest.sum() / self.mean.sum())
+
+    @property
+    def step_cv(self) -> float:
+        """Coefficient of variation of the steps' work: standard deviation over mean."""
+        return float(self.work.std() / self.work.mean())
+
+    @property
+    def heaviest_step(self) -> float:
+        """Work of the heaviest step over the mean step's."""
+        return float(self.work.max() / self.work.mean())
+
+    def summary(self) -> dict[str, Any]:
+        """What the mean of ratios does not say, as plain JSON values."""
+        return {
+            "lost_time": self.lost_time,
+            "step_work_cv": self.step_cv,
+            "step_work_heaviest": self.heaviest_step,
+        }
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a plan takes at one rate of attention."""
+
+    attention_rate: float
+    total_seconds: float
+    steady_seconds: float
+    balance: Balance
+
+
+def band(values: list[float]) -> tuple[float, float]:
+    """The least and the most of a figure over a sweep."""
+    return min(values), max(values)
+
+
+def percentile(values: NDArray[np.float64], fraction: float) -> float:
+    """The smallest of the values that at least `fraction` of them do not exceed.
+
+    Args:
+        values: float64[n], at least one.
+        fraction: above 0, at most 1.
+
+    Complexity:
+        O(n log n).
+    """
+    return float(np.quantile(values, fraction, method="inverted_cdf"))
+
+
+def imbalance_percentile(imbalance: NDArray[np.float64], fraction: float) -> float:
+    """As ``PackerMetrics.imbalance_p95``: rounded up to 0.001, and no more than the worst.
+
+    A packer counts in bins of that width, because it keeps no list of its steps.
+
+    Args:
+        imbalance: float64[steps], the slowest micro-batch over the mean of its step.
+        fraction: above 0, at most 1.
+    """
+    rounded = math.ceil(percentile(imbalance, fraction) * IMBALANCE_RESOLUTION) / IMBALANCE_RESOLUTION
+    return max(1.0, min(rounded, float(np.max(imbalance))))

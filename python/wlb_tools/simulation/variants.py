@@ -1,0 +1,214 @@
+"""What can be compared: a way to pack, and a way to shard what was packed.
+
+One entry of :data:`VARIANTS` makes a method part of every comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from wlb._core import WlbError
+from wlb._errors import check_integer, error
+from wlb_tools.simulation.methods import Setup, Step, fixed_length, original, var_length, whole
+from wlb_tools.simulation.planner import obstacle
+from wlb_tools.simulation.scenario import Scenario
+from wlb_tools.simulation.stream import GlobalBatches
+
+Packing = Literal["original", "whole", "fixed_length", "var_length", "dynamic_cp"]
+Strategy = Literal["per_sequence", "per_document", "adaptive"]
+
+_OF_PACKER = ("release", "delay_price", "method", "max_step_cost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A method.
+
+    Args:
+        title: for reports.
+        packing: "original": as documents arrive, cut every context; "whole": as they arrive, uncut; "fixed_length":
+            greedy with cuts; "var_length": whole documents, outliers wait in queues; "dynamic_cp": whole documents,
+            each on a group of ranks that :func:`wlb.plan_dynamic_cp` chooses, sharded one by one, with costs of its
+            own.
+        strategies: how a micro-batch is sharded over context-parallel ranks. Of several, the one whose slowest rank is
+            predicted to be fastest, for each micro-batch (the paper chooses between the first two; "adaptive" also
+            knows the hybrid of them).
+        static: one of the strategies for the whole run, the one with which it is faster.
+        window: global batches that "fixed_length" packs at a time.
+        dealt: the micro-batches of a step go to data-parallel ranks by their costs (:meth:`wlb.Packing.deal`), for
+            "original": otherwise as they come.
+        packer: further arguments of :class:`wlb.Packer` (`release`, `delay_price`, `method`, `max_step_cost`,
+            unless the scenario has one), for "var_length". With a release rule of its own no thresholds are given. For
+            "dynamic_cp": of a packer whose releases are planned; with none, nothing waits.
+        max_early: iterations that long documents may come before their turn, for `packer` with release="adaptive", as
+            :class:`wlb.torch.BalancedBatchSampler` reads them.
+        fitted: the packer is told the cluster's ratio of attention to the rest, communication included, instead of
+            `Scenario.cost_model`; see :meth:`Scenario.fitted_efficiency`.
+        split: so many times the micro-batches of a global batch, of the same documents, where they stay whole, with a
+            smaller default of `S_max` where as large ones do not fit; of "dynamic_cp": of the packer.
+        ordered: the micro-batches of a step go to ranks and into order by :func:`wlb.order_micro_batches`.
+    """
+
+    title: str
+    packing: Packing = "original"
+    strategies: tuple[Strategy, ...] = ("per_sequence",)
+    static: bool = False
+    window: int = 1
+    dealt: bool = True
+    packer: Mapping[str, Any] = field(default_factory=dict)
+    max_early: int = 0
+    fitted: bool = False
+    split: int = 1
+    ordered: bool = False
+
+    def __post_init__(self) -> None:
+        if self.packing not in get_args(Packing):
+            raise error(
+                "packing", f"= {self.packing!r}: must be one of {', '.join(get_args(Packing))}", value=self.packing
+            )
+        for index, strategy in enumerate(self.strategies):
+            if strategy not in get_args(Strategy):
+                message = f"= {strategy!r}: must be one of {', '.join(get_args(Strategy))}"
+                raise error("strategies", message, index=index, value=strategy)
+        if not self.strategies:
+            raise error("strategies", "must not be empty", value=self.strategies)
+        for name in ("window", "split"):
+            if getattr(self, name) < 1:
+                raise error(name, f"= {getattr(self, name)}: must be at least 1", value=getattr(self, name))
+        check_integer("max_early", self.max_early, minimum=0, maximum=1024)
+        reads = self.packing in ("var_length", "dynamic_cp") and self.packer.get("release") == "adaptive"
+        if self.max_early and not reads:
+            message = f"= {self.max_early}: needs packing 'var_length' or 'dynamic_cp' with "
+            message += "packer={'release': 'adaptive'}"
+            raise error("max_early", message, value=self.max_early)
+        for name in self.packer:
+            if name not in _OF_PACKER:
+                raise error("packer", f"has {name}: must be among {', '.join(_OF_PACKER)}", value=self.packer[name])
+
+    def obstacle(self, scenario: Scenario) -> WlbError | None:
+        """Why a cluster cannot have this method, if it cannot.
+
+        Its schedule cannot have `split` times the micro-batches, or its memory not one context of each; Dynamic-CP
+        cannot be planned; or micro-batches are ordered for ranks that wait once a step, where they wait in each.
+        """
+        if self.dynamic:
+            return obstacle(scenario)
+        if self.ordered and scenario.meeting_ranks:
+            message = "= 'micro_batch': wlb.order_micro_batches orders for ranks that wait once a step"
+            return error("sync", message, value="micro_batch")
+        try:
+            scenario.setup(split=self.split)
+        except WlbError as reason:
+            return reason
+        return None
+
+    def arriving(self, stream: GlobalBatches, setup: Setup) -> GlobalBatches:
+        """The stream as this method receives it: full global batches where it cuts documents."""
+        return stream.full(setup.tokens_per_batch) if self.cuts else stream
+
+    def steps(self, stream: GlobalBatches, setup: Setup, thresholds: tuple[int, ...]) -> Iterator[Step]:
+        """The global batches as they are trained."""
+        if self.packing == "original":
+            return original(stream, setup, dealt=self.dealt)
+        if self.packing == "whole":
+            return whole(stream, setup)
+        if self.packing == "fixed_length":
+            return fixed_length(stream, setup, self.window)
+        levels = thresholds if self.queued else ()
+        return var_length(stream, setup, levels, self.packer, max_early=self.max_early)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether documents are cut."""
+        return self.packing in ("original", "fixed_length")
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the ranks of a micro-batch are divided as its documents need."""
+        return self.packing == "dynamic_cp"
+
+    @property
+    def queued(self) -> bool:
+        """Whether documents wait in queues with thresholds."""
+        return self.packing == "var_length" and self.packer.get("release", "fifo") == "fifo"
+
+    @property
+    def packing_key(self) -> tuple[Any, ...]:
+        """Equal for variants that pack alike."""
+        return (
+            self.packing,
+            self.window,
+            tuple(sorted(self.packer.items())),
+            self.max_early,
+            self.fitted,
+            self.split,
+            self.dealt,
+        )
+
+
+_WLB: dict[str, Any] = {"packing": "var_length", "strategies": ("adaptive",)}
+_ADAPTIVE = {"release": "adaptive"}
+
+VARIANTS: dict[str, Variant] = {
+    "plain": Variant(title="Plain-4D"),
+    "fixed": Variant(
+        title="Fixed-4D", packing="fixed_length", strategies=("per_sequence", "per_document"), static=True
+    ),
+    "per_document": Variant(title="per-document CP", strategies=("per_document",)),
+    "adaptive_cp": Variant(title="adaptive CP", strategies=("adaptive",)),
+    "packing": Variant(title="packing", packing="var_length"),
+    "wlb": Variant(title="WLB", **_WLB),
+    "wlb_fitted": Variant(title="WLB, fitted costs", **_WLB, fitted=True),
+    "adaptive_release": Variant(title="WLB, adaptive release", **_WLB, fitted=True, packer=_ADAPTIVE),
+    "finer": Variant(title="WLB, finer", **_WLB, fitted=True, packer=_ADAPTIVE, split=2),
+    "dynamic_cp": Variant(title="Dynamic-CP", packing="dynamic_cp"),
+    "wlb_dynamic_cp": Variant(title="WLB + Dynamic-CP", packing="dynamic_cp", packer=_ADAPTIVE),
+    "refined": Variant(title="WLB, refined", **_WLB, fitted=True, packer={"method": "refined"}),
+    "as_they_come": Variant(title="Plain-4D, not dealt", dealt=False),
+    "whole": Variant(title="Plain-4D, uncut", packing="whole"),
+    "placement": Variant(title="placement", ordered=True),
+    "wlb_placement": Variant(title="WLB, placed", **_WLB, ordered=True),
+    "early": Variant(title="WLB, adaptive release, early", **_WLB, fitted=True, packer=_ADAPTIVE, max_early=4),
+}
+"""By name, the baseline first. The paper's (section 7.1, figure 13) are Plain-4D, Fixed-4D, each optimisation alone and
+all of them. Then ours: a packer that knows the cluster's costs; with it, another rule for what waits; with that, twice
+as many micro-batches; Dynamic-CP with nothing waiting, and with that rule. All of them deal micro-batches to
+data-parallel ranks by cost. The last six show what refining full micro-batches gives, what dealing alone gives,
+documents uncut, ordering micro-batches for the schedule, and long documents read up to four iterations before their
+turn."""
+
+_BY_NAME_ONLY = ("refined", "as_they_come", "whole", "placement", "wlb_placement", "early")
+DEFAULT = tuple(name for name in VARIANTS if name not in _BY_NAME_ONLY)
+"""What is compared unless one asks: the paper's methods, and ours that somebody could choose instead of WLB."""
+
+
+def defaults(scenario: Scenario) -> tuple[str, ...]:
+    """Names of :data:`DEFAULT`, without those that the cluster cannot have."""
+    missing = obstacles(scenario)
+    return tuple(name for name in DEFAULT if name not in missing)
+
+
+def obstacles(scenario: Scenario) -> dict[str, WlbError]:
+    """Which of :data:`DEFAULT` the cluster cannot have, and why."""
+    found = {name: VARIANTS[name].obstacle(scenario) for name in DEFAULT}
+    return {name: reason for name, reason in found.items() if reason is not None}
+
+
+def chosen(names: Mapping[str, Variant] | Sequence[str]) -> dict[str, Variant]:
+    """Variants by name, or own ones.
+
+    Raises:
+        WlbError: there is no such name, one is given twice, or none is given.
+    """
+    if not names:
+        raise error("variants", "must not be empty", value=names)
+    if isinstance(names, Mapping):
+        return dict(names)
+    for index, name in enumerate(names):
+        if name not in VARIANTS:
+            raise error("variants", f"= {name!r}: must be one of {', '.join(VARIANTS)}", index=index, value=name)
+        if name in names[:index]:
+            raise error("variants", f"= {name!r}: is given twice", index=index, value=name)
+    return {name: VARIANTS[name] for name in names}

@@ -1,0 +1,192 @@
+"""A simulation in words: what it rests on, and why it comes out as it does, computed from its parts."""
+
+from __future__ import annotations
+
+import itertools
+
+from wlb_tools.cluster.hardware import GIB
+from wlb_tools.simulation.outcome import IDLE, Outcome
+from wlb_tools.simulation.run import Simulation
+from wlb_tools.simulation.scenario import Scenario
+
+FLUSH_WARNING = 0.02
+"""A larger share of the time at the end of the stream says more about the stream's length than about a method."""
+
+_MEETINGS = {"step": "once a step", "micro_batch": "in every micro-batch"}
+_PAPER_ORDER = ("per_document", "adaptive_cp", "packing", "wlb")
+
+
+def premises(simulation: Simulation) -> list[str]:
+    """What was simulated, and what it rests on."""
+    scenario = simulation.scenario
+    thresholds = " and ".join(f"{threshold:,}" for threshold in simulation.thresholds)
+    return [
+        kernel_sentence(scenario),
+        f"With micro-batches of equal time this pipeline ({scenario.pipeline_schedule}, {scenario.micro_batches}"
+        f" micro-batches a step) would still idle {scenario.equal_bubble:.1%} of its time.",
+        f"Assumed: computation hides {scenario.cp_overlap:.0%} of CP, {scenario.tp_overlap:.0%} of TP and"
+        f" {scenario.dp_overlap:.0%} of DP communication{_experts(scenario)}. Gains rest on this and on the number of"
+        " micro-batches, those of Dynamic-CP most: try other values of cp_overlap, tp_overlap, num_micro_batches and"
+        " other layouts.",
+        f"Micro-batches of variable length have at most {scenario.limit:,} tokens; "
+        + (f"in queues wait documents from {thresholds} tokens on." if thresholds else "no document waits in a queue."),
+    ]
+
+
+def explanation(simulation: Simulation, shown: str) -> list[str]:
+    """Why `shown` is as fast as it is beside the baseline: sentences with numbers of the simulation.
+
+    What does not fit, what each kind of method could win of the baseline's time, what that costs, and what the end of
+    the stream does.
+    """
+    before, after = simulation.baseline, simulation.outcomes[shown]
+    sentences = [*_too_large(simulation), _room(simulation, before)]
+    if after is not before:
+        sentences.append(_whole_documents(before, after, simulation.speedup(shown)))
+        sentences += _more_micro_batches(before, after)
+    if all(name in simulation.outcomes for name in _PAPER_ORDER):
+        sentences.append(_order(simulation))
+    return [*sentences, *_stream_end(simulation)]
+
+
+def _too_large(simulation: Simulation) -> list[str]:
+    """Methods that would run out of memory: possible only under a limit that was given."""
+    hardware = simulation.scenario.hardware
+    needs = {outcome.title: outcome.memory.total.max() for outcome in simulation.outcomes.values()}
+    return [
+        f"{title} does not fit: it needs {need / GIB:.1f} GiB,"
+        f" {(need - hardware.memory_bytes) / GIB:.1f} GiB more than {hardware.name} has."
+        for title, need in needs.items()
+        if need > hardware.memory_bytes
+    ]
+
+
+def _room(simulation: Simulation, outcome: Outcome) -> str:
+    share = {name: float(part.sum()) / outcome.total_seconds for name, part in outcome.attribution.items()}
+    communication = sum(share[f"{axis}_communication"] for axis in ("cp", "tp", "ep", "dp"))
+    idle = sum(share[name] for name in IDLE)
+    floor = simulation.scenario.equal_bubble
+    stays = min(idle, (1 - idle - share["dp_communication"]) * floor / (1 - floor))
+    return (
+        f"Of {outcome.title}'s time {communication:.1%} is communication that nothing hides, and {idle:.1%} idle, of"
+        f" which {stays:.1%} would stay with as many micro-batches of equal time. Evening out micro-batches can win the"
+        f" other {idle - stays:.1%}; sharding the {share['cp_wait']:.1%} in which GPUs wait for the slowest"
+        " context-parallel rank, and what the pipeline idles because of them."
+    )
+
+
+def _whole_documents(before: Outcome, after: Outcome, speedup: float) -> str:
+    more = after.flops / before.flops - 1
+    cut = [outcome.summary()["documents_cut"] for outcome in (before, after)]
+    mfu = after.model_flops_utilization / before.model_flops_utilization
+    return (
+        f"{before.title} cuts {cut[0]:,} documents, {after.title} {cut[1]:,}: that is {more:+.1%} FLOPs for the same"
+        f" tokens. By FLOPs (MFU) {after.title} is {mfu:.3f} times as fast, by tokens {speedup:.3f}."
+    )
+
+
+def _more_micro_batches(before: Outcome, after: Outcome) -> list[str]:
+    """What else than balance makes a method fast: a shorter bubble, and less communication between fewer ranks."""
+    if after.micro_batches == before.micro_batches and after.cp_sizes == before.cp_sizes:
+        return []
+    idle, communication = (
+        [
+            sum(float(outcome.attribution[part].sum()) for part in parts) / outcome.total_seconds
+            for outcome in (before, after)
+        ]
+        for parts in (IDLE, ("cp_communication",))
+    )
+    sentence = (
+        f"{after.title} makes {after.micro_batches:.3g} micro-batches of a step where {before.title} has"
+        f" {before.micro_batches:.3g}: {idle[1]:.1%} of its time is idle, not {idle[0]:.1%}."
+    )
+    if after.cp_sizes == before.cp_sizes:
+        return [sentence]
+    sizes = ", ".join(f"{share:.1%} on {size}" for size, share in after.cp_sizes.items())
+    return [
+        f"{sentence} Tokens by the ranks that share their documents: {sizes}; {communication[1]:.1%} of its time is"
+        f" communication between them, not {communication[0]:.1%}."
+    ]
+
+
+def _order(simulation: Simulation) -> str:
+    speeds = [simulation.speedup(name) for name in _PAPER_ORDER]
+    holds = all(a < b for a, b in itertools.pairwise(speeds))
+    found = ", ".join(
+        f"{simulation.outcomes[name].title} {speed:.3f}" for name, speed in zip(_PAPER_ORDER, speeds, strict=True)
+    )
+    return f"The paper's order of gains, {found}, {'holds' if holds else 'does not hold'} here."
+
+
+def _stream_end(simulation: Simulation) -> list[str]:
+    shares = {outcome.title: outcome.flush_share for outcome in simulation.outcomes.values()}
+    title, most = max(shares.items(), key=lambda item: item[1])
+    sentences = [
+        f"Steps at the end of the stream, small and uneven, take from {min(shares.values()):.1%} to {most:.1%}"
+        f" of the time ({title})."
+    ]
+    if most > FLUSH_WARNING:
+        sentences.append(
+            f"Warning: above {FLUSH_WARNING:.0%} the comparison says more about the length of this stream than about"
+            " the methods; give it more documents."
+        )
+    return sentences
+
+
+def describe(scenario: Scenario) -> str:
+    """A model on a cluster in one line."""
+    layout, context = scenario.layout, scenario.context
+    sizes = ", ".join(f"{name} {getattr(layout, name.lower())}" for name in ("TP", "CP", "PP", "DP"))
+    window = f"{context // 1024}K" if context % 1024 == 0 else f"{context:,}"
+    return f"{scenario.model.name}, {window} context, {layout.world_size} x {scenario.hardware.name} ({sizes})"
+
+
+def kernel_sentence(scenario: Scenario) -> str:
+    """What attention's times rest on, with a warning where that is another GPU."""
+    source = scenario.attention.source
+    label = "measured on a GPU" if source.startswith("measured") else "an assumption, measured nowhere"
+    warning = f" Warning: that is another GPU than {scenario.hardware.name}." if scenario.measured_elsewhere else ""
+    return f"Every time is predicted. Attention: {source} ({label}).{warning}"
+
+
+def _packer_costs(scenario: Scenario) -> str:
+    if scenario.cost_model is None:
+        rate = scenario.hardware.attention_efficiency
+        return f"FLOPs, attention at {rate:g} of the linear part's rate (assumed)"
+    return "given"
+
+
+def assumptions(scenario: Scenario) -> dict[str, str]:
+    """What the predictions rest on, in words; the first says whether attention was measured."""
+    hardware, layout = scenario.hardware, scenario.layout
+    layers = layout.layers_of_stages(scenario.model).tolist()
+    memory = hardware.memory_bytes / GIB
+    return {
+        "attention": f"{scenario.attention.source}, {scenario.attention.num_heads} heads of a GPU",
+        "linear part": f"{hardware.gemm_efficiency:.0%} of {hardware.peak_flops / 1e12:,.0f} TFLOP/s (assumed)"
+        if scenario.linear is None
+        else f"measured: {scenario.profile}",
+        "packer's costs": _packer_costs(scenario),
+        "links": f"{hardware.intra_node.bandwidth / 1e9:.0f} GB/s between {hardware.gpus_per_node} GPUs of a node,"
+        f" {hardware.inter_node.bandwidth / 1e9:.0f} GB/s between nodes",
+        "hidden communication": f"CP {scenario.cp_overlap:.0%} of {scenario.cp_keys} keys,"
+        f" TP {scenario.tp_overlap:.0%}, DP {scenario.dp_overlap:.0%}, transfers between stages"
+        f" {scenario.p2p_overlap:.0%}{_experts(scenario)}",
+        "pipeline": f"{scenario.pipeline_schedule}, {layout.pp} ranks x {layout.virtual_stages} stages,"
+        f" {scenario.micro_batches} micro-batches a step",
+        "data parallelism": f"ranks wait for each other {_MEETINGS[scenario.waiting]}",
+        "memory": f"{memory:.1f} GiB, {scenario.reserved_bytes / GIB:g} of them reserved; fsdp {layout.fsdp},"
+        f" recompute {layout.recompute}",
+        **({"layers of the stages": ", ".join(map(str, layers))} if len(set(layers)) > 1 else {}),
+        "S_max": f"{scenario.limit:,} tokens ({'given' if scenario.max_tokens is not None else 'what fits'})",
+        "noise": f"{scenario.noise:.1%} of every pass, seed {scenario.noise_seed}" if scenario.noise else "none",
+        "not modelled": "optimizer step, kernel launches between layers, stragglers, loading",
+    }
+
+
+def _experts(scenario: Scenario) -> str:
+    """What is assumed of expert parallelism, where there is some."""
+    if scenario.layout.ep == 1:
+        return ""
+    busiest = f"{scenario.expert_imbalance:g} times the visits of the mean EP rank"
+    return f"; {scenario.ep_overlap:.0%} of EP communication, and the busiest has {busiest}"
