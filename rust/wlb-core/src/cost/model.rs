@@ -20,8 +20,7 @@ pub struct CostModel {
     attention: Curve,
     linear: Curve,
     mask: Mask,
-    // What follows is left out where it says nothing, so that a model without it has the JSON and the fingerprint that
-    // it had before there was a choice.
+    // A term that costs nothing is left out of the JSON.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     windows: Vec<(i32, f64)>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

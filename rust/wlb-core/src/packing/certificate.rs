@@ -98,9 +98,9 @@ impl Certificate {
         Self { basis: Basis::Given(rows), ..Self::default() }
     }
 
-    /// The models of a range, or the one there is; none where documents brought their costs.
-    pub(super) fn models(&self) -> &[CostModel] {
-        if let Basis::Model(model) = &self.basis { model.models() } else { &[] }
+    /// The cost model; none where documents brought their costs.
+    pub(super) fn model(&self) -> Option<&CostModel> {
+        if let Basis::Model(model) = &self.basis { Some(model) } else { None }
     }
 
     /// What pieces cost in one of some columns; `None` if that is not known.
@@ -120,8 +120,8 @@ impl Certificate {
     }
 }
 
-/// Under one model.
-pub(super) fn of_pieces(model: &CostModel, pieces: &[Piece]) -> Vec<f64> {
+/// What pieces cost under a model.
+fn of_pieces(model: &CostModel, pieces: &[Piece]) -> Vec<f64> {
     model.costs(&pieces.iter().map(|piece| piece.length).collect::<Vec<i32>>())
 }
 

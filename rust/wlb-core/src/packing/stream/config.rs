@@ -68,13 +68,6 @@ named_choices! {
     }
 }
 
-impl StreamMethod {
-    /// The default is left out of states and fingerprints: those written before there was a choice have none.
-    fn is_default(&self) -> bool {
-        *self == Self::default()
-    }
-}
-
 /// How a stream is packed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -94,24 +87,19 @@ pub struct PackerConfig {
     pub release: Release,
     /// What it costs that a context for each micro-batch, `num_micro_batches * max_document_tokens` tokens, waits one
     /// iteration, in units of imbalance. Given under [`Release::Adaptive`], and only there.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delay_price: Option<f64>,
     /// A document that has waited for so many iterations leaves, however few wait with it.
     pub max_delay: Option<u64>,
     /// How the documents that leave are placed.
-    #[serde(default, skip_serializing_if = "StreamMethod::is_default")]
     pub method: StreamMethod,
     /// What documents cost by their lengths; none where they bring their costs.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cost_model: Option<CostModel>,
     /// Where documents bring their costs: the limit of each column, if it has one. In place of `cost_model`.
     ///
     /// That belongs to the configuration, and not to the first push: ranks compare what they are before they begin, and
     /// what a packer cannot do with columns is refused before a document is read.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<Vec<Option<f64>>>,
     /// For which ranks steps are planned, and which shapes their micro-batches may have.
-    #[serde(default, skip_serializing_if = "StepShape::is_none")]
     pub shape: StepShape,
 }
 
@@ -162,8 +150,7 @@ impl PackerConfig {
     fn check_model(&self, model: &CostModel) -> Result<()> {
         model.check()?;
         // Then no sum of costs can overflow, however long documents wait.
-        let most = |model: &CostModel| model.cost(self.max_document_tokens) + model.micro_batch();
-        let value = model.models().iter().map(most).fold(0.0, f64::max) * MAX_ITERATION as f64;
+        let value = (model.cost(self.max_document_tokens) + model.micro_batch()) * MAX_ITERATION as f64;
         if !value.is_finite() {
             let requirement = "the longest document's cost is so high that sums of costs would overflow";
             return Err(Error::Number { argument: "cost_model", value, requirement });

@@ -4,8 +4,8 @@ use crate::cost::CostModel;
 use crate::error::{Error, Result};
 
 use super::config::PackerConfig;
-use super::cost_history::{CostHistory, fingerprint, hash};
 use super::packer::Packer;
+use super::step_cost::Arrived;
 
 impl Packer {
     /// Packs by other costs from the next push on.
@@ -14,7 +14,8 @@ impl Packer {
     /// and the delay price is a share of a step, so both go on to mean what they meant; but what was tuned to a delay
     /// was tuned under the costs before, and may now give another one.
     ///
-    /// The change is part of the state and of the fingerprint. The present cost model again is no change.
+    /// A state holds both cost models: the packer that loads it is made with the first one, and goes on with the present
+    /// one. The present cost model again is no change.
     ///
     /// # Errors
     /// [`crate::Error::Number`] where sums of costs could overflow, [`crate::Error::Combination`] where documents bring
@@ -38,55 +39,38 @@ impl Packer {
     /// # Ok::<(), wlb_core::Error>(())
     /// ```
     pub fn set_cost_model(&mut self, cost_model: CostModel) -> Result<()> {
-        let Some(first) = self.first_config().cost_model else {
+        let Some(before) = &self.config.cost_model else {
             let requirement = "has no meaning for this packer, whose documents bring their costs: push other costs";
             return Err(Error::Combination { argument: "cost_model", requirement });
         };
-        if self.config.cost_model.as_ref() == Some(&cost_model) {
+        if *before == cost_model {
             return Ok(());
         }
         let config = PackerConfig { cost_model: Some(cost_model), ..self.config.clone() };
         config.check()?;
-        let (changes, before) = match &self.cost_history {
-            None => (0, ""),
-            Some(history) => (history.changes, history.digest.as_str()),
-        };
-        let digest = hash(&(before, self.iteration, &config.cost_model));
-        self.cost_history = Some(CostHistory { first, changes: changes + 1, since: self.iteration, digest });
-        self.goes_on_at_other_costs(&config);
+        if self.first_cost_model.is_none() {
+            self.first_cost_model.clone_from(&self.config.cost_model);
+        }
+        self.forget_costs();
         self.config = config;
         Ok(())
     }
 
-    /// What was counted of costs is of costs that are no more.
-    pub(super) fn goes_on_at_other_costs(&mut self, config: &PackerConfig) {
-        self.metrics.forget_costs();
-        let waiting_costs = |config: &PackerConfig| -> f64 {
-            let Some(model) = &config.cost_model else { return 0.0 };
-            let waiting = self.queue.levels().iter().flatten().chain(&self.carried);
-            waiting.map(|waiting| model.cost(waiting.piece.length)).sum()
-        };
-        let (before, now) = (waiting_costs(&self.config), waiting_costs(config));
-        self.arrived.reprice(before, now);
+    /// Forgets sums of costs: after a change of cost model they are in other units.
+    pub(super) fn forget_costs(&mut self) {
+        self.metrics.forget_work();
+        self.arrived = Arrived::default();
     }
 
-    /// The cost models that the packer has had; none if only one.
-    pub fn cost_history(&self) -> Option<&CostHistory> {
-        self.cost_history.as_ref()
+    /// The configuration that the packer was made with.
+    pub fn first_config(&self) -> PackerConfig {
+        let cost_model = self.first_cost_model.as_ref().or(self.config.cost_model.as_ref()).cloned();
+        PackerConfig { cost_model, ..self.config.clone() }
     }
 
-    /// A hash of everything that must not change on resume: the configuration but for the number of micro-batches, and
-    /// the changes of the cost model.
+    /// A hash of everything that must not change on resume, under the present cost model
+    /// ([`PackerConfig::fingerprint`]).
     pub fn fingerprint(&self) -> String {
-        fingerprint(&self.config, self.cost_history.as_ref())
-    }
-
-    /// How the stream was packed at first.
-    pub(super) fn first_config(&self) -> PackerConfig {
-        let mut config = self.config.clone();
-        if let Some(history) = &self.cost_history {
-            config.cost_model = Some(history.first.clone());
-        }
-        config
+        self.config.fingerprint()
     }
 }

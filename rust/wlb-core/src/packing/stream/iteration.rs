@@ -2,7 +2,6 @@
 
 use crate::longest_first::longest_first_of;
 use crate::packing::methods::columns::Priced;
-use crate::packing::methods::minimax::even_out;
 use crate::packing::methods::refined::refine;
 use crate::packing::options::Method;
 use crate::packing::plan::Packing;
@@ -104,7 +103,6 @@ impl Packer {
             StreamMethod::VarLength => Method::VarLength,
             StreamMethod::Refined => Method::Refined,
         };
-        let range = config.cost_model.as_ref().filter(|model| model.is_range());
         let StepShape { ranks, max_documents, ref padding, .. } = config.shape;
         if config.shape.is_arranged() {
             // Documents are exchanged here, by either method.
@@ -119,9 +117,6 @@ impl Packer {
                 (Method::VarLength, None) => priced.level(placed),
                 _ => placed,
             };
-            if let Some(range) = range {
-                placed = even_out(placed.placement, &lengths, range, config.max_tokens).into();
-            }
         }
 
         self.carried = placed.placement.leftover.iter().map(|&index| pieces[index]).collect();
@@ -134,9 +129,6 @@ impl Packer {
             held.for_each(|(&waiting, _)| self.queue.push(0, waiting));
         }
         let mut packing = priced.packing(placed, Some(method), piece);
-        if let Some(range) = range {
-            packing = packing.scored(range);
-        }
         (packing.ranks, packing.padding) = (ranks, padding.clone());
         let now = self.iteration as i64;
         self.iteration += 1;

@@ -32,28 +32,16 @@ pub struct Metrics {
     memory_skew_worst: f64,
     delay_tokens: BTreeMap<u64, u64>,
     /// Tokens times the iterations that they were trained before their turn.
-    #[serde(default, skip_serializing_if = "is_none")]
     early: u64,
     /// Most tokens that waited after a push.
-    #[serde(default)]
     pub backlog_max: u64,
     /// Tokens of padding that the micro-batches ran with, by push and by flush.
-    #[serde(default, skip_serializing_if = "is_none")]
     pub padding: u64,
-    #[serde(default)]
     backlog_sum: f64,
-    #[serde(default)]
     pushes: u64,
-    /// Under a range of cost models: sums of the imbalance under each, over so many steps.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    imbalance_sums_by_model: Vec<f64>,
-    #[serde(default, skip_serializing_if = "is_none")]
-    steps_by_model: u64,
     /// What the documents of steps cost, since costs are what they are.
-    #[serde(default, skip_serializing_if = "Work::is_none")]
     work: Work,
     /// Push steps whose documents cost more than the bound on the work of a step.
-    #[serde(default, skip_serializing_if = "is_none")]
     pub steps_over_max_cost: u64,
 }
 
@@ -68,10 +56,6 @@ struct Work {
 }
 
 impl Work {
-    fn is_none(&self) -> bool {
-        self.steps == 0
-    }
-
     fn count(&mut self, work: f64) {
         self.steps += 1;
         if work > self.most {
@@ -93,10 +77,6 @@ impl Work {
             && at_most_one_each(self.sum)
             && at_most_one_each(self.square_sum)
     }
-}
-
-fn is_none(count: &u64) -> bool {
-    *count == 0
 }
 
 impl Metrics {
@@ -142,12 +122,6 @@ impl Metrics {
         self.imbalance_worst = self.imbalance_worst.max(imbalance);
         // A bin is named by its upper edge; the cast saturates.
         *self.imbalance_histogram.entry((imbalance * IMBALANCE_RESOLUTION).ceil() as u32).or_default() += 1;
-        if !packing.by_model.is_empty() {
-            let imbalances = packing.rank_imbalances();
-            self.imbalance_sums_by_model.resize(imbalances.len(), 0.0);
-            self.imbalance_sums_by_model.iter_mut().zip(imbalances).for_each(|(sum, imbalance)| *sum += imbalance);
-            self.steps_by_model += 1;
-        }
         self.work.count(work);
         self.steps_over_max_cost += u64::from(work > most_work);
         self.step_tokens_sum += tokens as f64;
@@ -168,16 +142,8 @@ impl Metrics {
         if self.steps == 0 { 1.0 } else { self.imbalance_sum / self.steps as f64 }
     }
 
-    /// Mean imbalance under each cost model of the range, over the steps since it was set; empty under a single one, or
-    /// before the first step.
-    pub fn imbalance_mean_by_model(&self) -> Vec<f64> {
-        self.imbalance_sums_by_model.iter().map(|sum| sum / self.steps_by_model as f64).collect()
-    }
-
-    /// What was counted of costs, and under each model, is of costs that are no more.
-    pub(super) fn forget_costs(&mut self) {
-        self.imbalance_sums_by_model.clear();
-        self.steps_by_model = 0;
+    /// Forgets the work of steps: after a change of cost model it is in other units.
+    pub(super) fn forget_work(&mut self) {
         self.work = Work::default();
     }
 
@@ -272,12 +238,8 @@ impl Metrics {
             self.memory_skew_worst,
             self.backlog_sum,
         ];
-        if !sums.iter().chain(&self.imbalance_sums_by_model).all(|sum| sum.is_finite() && *sum >= 0.0) {
+        if !sums.iter().all(|sum| sum.is_finite() && *sum >= 0.0) {
             Some("sums must be finite numbers, 0 or above")
-        } else if self.steps_by_model > self.steps
-            || self.imbalance_sums_by_model.is_empty() != (self.steps_by_model == 0)
-        {
-            Some("steps_by_model does not count steps")
         } else if !self.work.is_sound(self.steps) || self.steps_over_max_cost > self.steps {
             Some("the work of steps is none that steps have")
         } else if total(&self.imbalance_histogram) != Some(self.steps) {

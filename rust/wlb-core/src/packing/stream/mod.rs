@@ -13,7 +13,7 @@
 //! | `lead` | how early a document should come, where it is known before its turn |
 //! | `admission` | how much may enter, so that what waits stays bounded |
 //! | `step_cost` | how much work a step may have |
-//! | `cost_history` | the packer goes on under another cost model |
+//! | `cost_change` | the packer goes on under another cost model |
 //! | `shape` | for which ranks and in which shapes steps are made |
 //! | `metrics` | what waiting did to balance, delay and memory |
 //! | `state` | a packer saved and loaded |
@@ -23,7 +23,6 @@ mod arrivals;
 mod brought_costs;
 mod config;
 mod cost_change;
-mod cost_history;
 mod cost_rows;
 mod drain;
 mod fuller;
@@ -44,7 +43,6 @@ pub use admission::{Bounds, OnBacklog};
 pub(super) use arrivals::MAX_EARLY;
 pub use arrivals::Push;
 pub use config::{Oversize, PackerConfig, Release, StreamMethod};
-pub use cost_history::CostHistory;
 pub use cost_rows::CostTable;
 pub use metrics::{IMBALANCE_RESOLUTION, Metrics};
 pub use outlier_queue::{OutlierQueue, Waiting};

@@ -1,9 +1,9 @@
 //! Packs a stream of global batches, holding outliers back until they can be balanced.
 
+use crate::cost::CostModel;
 use crate::error::Result;
 
 use super::config::PackerConfig;
-use super::cost_history::CostHistory;
 use super::cost_rows::CostRows;
 use super::metrics::Metrics;
 use super::outlier_queue::{OutlierQueue, Waiting};
@@ -40,8 +40,8 @@ use super::step_cost::Arrived;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Packer {
     pub(super) config: PackerConfig,
-    /// None as long as the cost model is the one that the packer was made with.
-    pub(super) cost_history: Option<CostHistory>,
+    /// The cost model that the packer was made with, if [`Packer::set_cost_model`] gave it another.
+    pub(super) first_cost_model: Option<CostModel>,
     pub(super) iteration: u64,
     /// The id that the next document gets when the caller gives none; above every id seen.
     /// `None` when int64 has no further one.
@@ -67,7 +67,7 @@ impl Packer {
         let rows = CostRows::new(config.limits.as_ref().map_or(0, Vec::len));
         Ok(Self {
             config,
-            cost_history: None,
+            first_cost_model: None,
             iteration: 0,
             next_id: Some(0),
             queue,

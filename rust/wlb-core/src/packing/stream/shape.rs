@@ -13,30 +13,20 @@ use crate::packing::padding::Padding;
 pub struct StepShape {
     /// The data-parallel ranks that every step is planned for. How many may change on resume, as `num_micro_batches`,
     /// which they divide; where they wait for each other may not.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks: Option<Ranks>,
     /// Most documents of a micro-batch.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_documents: Option<usize>,
     /// What micro-batches are padded to when they run; `max_tokens` is then one of these sizes.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub padding: Option<Padding>,
     /// Most work of a step, in mean global batches; only under [`Release::Adaptive`](super::Release::Adaptive).
     /// Documents that are due leave all the same, and it does not hold in a flush.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_cost: Option<f64>,
     /// Tokens of a global batch, where they are not `num_micro_batches * max_document_tokens`. May change on resume, as
     /// `num_micro_batches`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens_per_batch: Option<i64>,
 }
 
 impl StepShape {
-    /// Left out of states and fingerprints: those written before there was any have none.
-    pub(super) fn is_none(&self) -> bool {
-        *self == Self::default()
-    }
-
     /// Whether documents are exchanged once they are placed: for ranks, or within a limit of their number.
     pub(super) fn is_arranged(&self) -> bool {
         self.ranks.is_some() || self.max_documents.is_some()

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::cost::CostModel;
 use crate::digest::Digest;
 use crate::error::{Error, Result, from_json};
 use crate::limits::MAX_ITERATION;
@@ -10,7 +11,6 @@ use crate::packing::piece::Piece;
 
 use super::arrivals::MAX_EARLY;
 use super::config::PackerConfig;
-use super::cost_history::{CostHistory, fingerprint};
 use super::cost_rows::{CostRows, MOST_COST};
 use super::metrics::Metrics;
 use super::outlier_queue::{OutlierQueue, Waiting};
@@ -33,11 +33,8 @@ struct State {
     carried: Columns,
     queues: Vec<Columns>,
     metrics: Metrics,
-    /// Left out where there is none: a packer that never changed its costs has the state that it always had.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    cost_history: Option<CostHistory>,
-    /// The same where nothing bounds the work of a step.
-    #[serde(default, skip_serializing_if = "Arrived::is_none")]
+    /// The cost model that the packer was made with, if it has another now.
+    first_cost_model: Option<CostModel>,
     arrived: Arrived,
     /// A hash of all the rest: a flipped digit in a length is still a valid length.
     digest: String,
@@ -51,11 +48,8 @@ struct Columns {
     starts: Vec<i32>,
     lengths: Vec<i32>,
     arrived: Vec<u64>,
-    /// Left out where none came early: states of such packers are as they always were.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    turns: Option<Vec<u64>>,
+    turns: Vec<u64>,
     /// Row by row, where documents bring their costs.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     costs: Option<Vec<f64>>,
 }
 
@@ -75,7 +69,7 @@ impl Packer {
             carried: Columns::of(self, &self.carried),
             queues: self.queue.levels().iter().map(|level| Columns::of(self, level)).collect(),
             metrics: self.metrics.clone(),
-            cost_history: self.cost_history.clone(),
+            first_cost_model: self.first_cost_model.clone(),
             arrived: self.arrived.clone(),
             digest: String::new(),
         };
@@ -124,8 +118,8 @@ impl Packer {
             config.cost_model = saved.config.cost_model.clone();
             config.check()?;
         } else {
-            saved.cost_history = None;
-            saved.goes_on_at_other_costs(&config);
+            saved.first_cost_model = None;
+            saved.forget_costs();
         }
         if !changed.is_empty() {
             saved.refile(&self.config)?;
@@ -215,7 +209,7 @@ impl State {
         if let Err(error) = self.config.check() {
             return wrong("config", &error.to_string());
         }
-        if self.fingerprint != fingerprint(&self.config, self.cost_history.as_ref()) {
+        if self.fingerprint != self.config.fingerprint() {
             return wrong("fingerprint", "does not belong to the configuration");
         }
         let digest = std::mem::take(&mut self.digest);
@@ -226,8 +220,11 @@ impl State {
         if self.iteration > 2 * MAX_ITERATION {
             return wrong("iteration", "is out of range");
         }
-        if let Some(problem) = self.cost_history.as_ref().and_then(|history| history.problem(self.iteration)) {
-            return wrong("cost_history", problem);
+        if self.first_cost_model.as_ref().is_some_and(|model| model.check().is_err()) {
+            return wrong("first_cost_model", "makes no sense");
+        }
+        if self.first_cost_model.is_some() && self.config.cost_model.is_none() {
+            return wrong("first_cost_model", "has no meaning where documents bring their costs");
         }
         if let Some(problem) = self.metrics.problem() {
             return wrong("metrics", problem);
@@ -266,7 +263,7 @@ impl State {
         }
         Ok(Packer {
             config: self.config,
-            cost_history: self.cost_history,
+            first_cost_model: self.first_cost_model,
             iteration: self.iteration,
             next_id: self.next_id,
             queue,
@@ -286,16 +283,14 @@ impl State {
 impl Columns {
     fn of<'a>(packer: &Packer, all: impl IntoIterator<Item = &'a Waiting>) -> Self {
         let mut columns = Self { costs: packer.config.limits.as_ref().map(|_| Vec::new()), ..Self::default() };
-        let mut turns = Vec::new();
         for waiting in all {
             columns.ids.push(waiting.piece.id);
             columns.starts.push(waiting.piece.start);
             columns.lengths.push(waiting.piece.length);
             columns.arrived.push(waiting.arrived);
-            turns.push(waiting.turn);
+            columns.turns.push(waiting.turn);
             columns.costs.iter_mut().for_each(|costs| costs.extend(packer.costs(waiting)));
         }
-        columns.turns = (turns != columns.arrived).then_some(turns);
         columns
     }
 
@@ -305,8 +300,7 @@ impl Columns {
             Err(Error::State { path: path.to_owned(), problem })
         }
         let rows = self.ids.len();
-        let turns = self.turns.as_ref().unwrap_or(&self.arrived);
-        if [self.starts.len(), self.lengths.len(), self.arrived.len(), turns.len()] != [rows; 4] {
+        if [self.starts.len(), self.lengths.len(), self.arrived.len(), self.turns.len()] != [rows; 4] {
             return wrong(path, "its columns differ in length".to_owned());
         }
         let limit = state.config.max_document_tokens;
@@ -333,7 +327,7 @@ impl Columns {
                         format!("arrived[{row}] = {arrived} is not before the iteration {}", state.iteration),
                     );
                 }
-                let turn = turns[row];
+                let turn = self.turns[row];
                 if turn.checked_sub(arrived).is_none_or(|early| early > MAX_EARLY as u64) {
                     return wrong(path, format!("turns[{row}] = {turn} is out of range"));
                 }

@@ -18,23 +18,15 @@ const REMEMBERED: f64 = 256.0;
 pub(super) struct Arrived {
     cost: f64,
     tokens: f64,
-    /// Of documents that cost what others say: only until one comes.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    is_guess: bool,
 }
 
 impl Arrived {
-    /// Left out of states where nothing is counted.
-    pub(super) fn is_none(&self) -> bool {
-        *self == Self::default()
-    }
-
     /// What is wrong with numbers that were read from a file.
     pub(super) fn problem(&self, config: &PackerConfig) -> Option<&'static str> {
         let sound = |sum: f64| sum.is_finite() && sum >= 0.0;
         if !sound(self.cost) || !sound(self.tokens) {
             Some("sums must be finite numbers, 0 or above")
-        } else if config.shape.max_cost.is_none() && !self.is_none() {
+        } else if config.shape.max_cost.is_none() && *self != Self::default() {
             Some("nothing is counted where nothing bounds the work of a step")
         } else {
             None
@@ -44,9 +36,6 @@ impl Arrived {
     /// Counts new documents, their lengths with their costs.
     pub(super) fn count(&mut self, new: impl Iterator<Item = (i32, f64)>, config: &PackerConfig) {
         for (length, cost) in new {
-            if self.is_guess {
-                *self = Self::default();
-            }
             self.cost += cost;
             self.tokens += f64::from(length);
         }
@@ -54,15 +43,6 @@ impl Arrived {
             self.cost *= 0.5;
             self.tokens *= 0.5;
         }
-    }
-
-    /// Costs are others from here on, and what came is gone: what waits says how many times as high they are, by what
-    /// it cost `before` and costs now. That is a guess, since long documents wait, and holds only until new ones come.
-    /// Where nothing waits there is nothing to bound before the next document.
-    pub(super) fn reprice(&mut self, before: f64, now: f64) {
-        let repriced = Self { cost: self.cost * (now / before), tokens: self.tokens, is_guess: true };
-        let is_sound = before > 0.0 && self.tokens > 0.0 && repriced.cost.is_finite();
-        *self = if is_sound { repriced } else { Self::default() };
     }
 
     /// The most that the documents of a step may cost: so many times what they cost in the mean of a global batch.
