@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// The code of each module of a crate by its path (`packing::stream::push`; the root is empty), without comments and
+/// The code of each module of a crate by its path (`stream::push`; the root is empty), without comments and
 /// unit tests.
 fn modules(crate_name: &str) -> BTreeMap<String, String> {
     fn read(folder: &Path, path: &[String], modules: &mut BTreeMap<String, String>) {

@@ -9,7 +9,7 @@ use common::stream::{Event, run};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use serde_json::Value;
-use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StepShape, StreamMethod};
+use wlb_core::stream::{Oversize, Packer, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 /// A packer with something in every field.

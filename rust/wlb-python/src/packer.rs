@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use wlb_core::CostModel as Model;
 use wlb_core::packing::Padding;
-use wlb_core::packing::stream::{
+use wlb_core::stream::{
     CostTable, OnBacklog, Oversize, Packer as Core, PackerConfig, Push, Release, StepShape, StreamMethod,
 };
 

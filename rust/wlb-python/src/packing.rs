@@ -117,7 +117,7 @@ functions! {
                     "\"return\" goes without dp_size and max_documents: all is placed",
                 ));
             }
-            let options = core::RankOptions {
+            let options = RankOptions {
                 num_micro_batches,
                 multiple_of,
                 max_tokens: most,
@@ -128,7 +128,7 @@ functions! {
                 max_documents,
             };
             return run(py, lengths.len().saturating_add(micro_batches), || {
-                core::pack_for_ranks(&lengths, &options, pricing)
+                pack_for_ranks(&lengths, &options, pricing)
             })
             .map(padded)
             .map_err(explained);

@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use wlb_core::packing::stream::{Metrics, Packer, Release, StepShape};
+use wlb_core::stream::{Metrics, Packer, Release, StepShape};
 use wlb_core::packing::{Packing, Padding, Piece, Ranks};
 use wlb_core::sharding::{RankShard, Remainder, Segment, Shard, ShardOptions, Strategy, shard};
 use wlb_core::{CostModel, Error, Leftover, Lengths, Mask, Method, PackOptions, pack};

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use wlb_core::packing::stream::Packer;
+use wlb_core::stream::Packer;
 use wlb_core::{Error, Lengths};
 
 /// Where the numbers of a JSON text stand, outside of strings.

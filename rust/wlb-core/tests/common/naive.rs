@@ -5,7 +5,7 @@
 use std::cmp::Reverse;
 
 use wlb_core::cost::LocalMask;
-use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
+use wlb_core::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::packing::{Piece, Ranks, Sync};
 use wlb_core::sharding::Segment;
 use wlb_core::{CostModel, Mask};

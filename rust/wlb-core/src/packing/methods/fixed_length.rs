@@ -3,7 +3,7 @@
 use crate::cost::CostModel;
 use crate::longest_first::longest_first;
 
-use crate::packing::cuts::Cuts;
+use crate::packing::placement::Cuts;
 use crate::packing::options::Method;
 use crate::packing::piece::Piece;
 use crate::packing::plan::Packing;
@@ -15,7 +15,7 @@ use crate::packing::plan::Packing;
 ///
 /// # Complexity
 /// O(n N).
-pub(in crate::packing) fn pack(
+pub(crate) fn pack(
     lengths: &[i32],
     num_micro_batches: usize,
     max_tokens: i32,

@@ -1,6 +1,6 @@
 //! The usual packing, and the baseline: concatenate, cut.
 
-use crate::packing::cuts::Cuts;
+use crate::packing::placement::Cuts;
 use crate::packing::options::Method;
 use crate::packing::piece::Piece;
 use crate::packing::plan::Packing;
@@ -12,7 +12,7 @@ use crate::packing::pricing::Pricing;
 ///
 /// # Complexity
 /// O(n log n + N).
-pub(in crate::packing) fn pack(
+pub(crate) fn pack(
     lengths: &[i32],
     num_micro_batches: usize,
     max_tokens: i32,

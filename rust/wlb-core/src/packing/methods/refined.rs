@@ -23,7 +23,7 @@ const RAISED: f64 = 0.75;
 ///
 /// # Complexity
 /// As [`refine`].
-pub(in crate::packing) fn pack(
+pub(crate) fn pack(
     lengths: &[i32],
     num_micro_batches: usize,
     max_tokens: i32,
@@ -45,7 +45,7 @@ pub(in crate::packing) fn pack(
 ///
 /// # Complexity
 /// O(n log N) for `n` documents and `N` micro-batches, and a bounded number of exchanges.
-pub(in crate::packing) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_tokens: i32) -> Placement {
+pub(crate) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_tokens: i32) -> Placement {
     improve(start, || Documents::new(lengths, costs, max_tokens))
 }
 

@@ -14,7 +14,7 @@ use super::bins::Bins;
 ///
 /// # Complexity
 /// O(n) for the sort, and a few steps for each document (see [`Ladder`](crate::ladder::Ladder)); O(n N) at worst.
-pub(in crate::packing) fn pack(
+pub(crate) fn pack(
     lengths: &[i32],
     num_micro_batches: usize,
     max_tokens: i32,

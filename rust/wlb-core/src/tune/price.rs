@@ -1,12 +1,12 @@
 //! The price of delay of the adaptive release.
 
 use crate::error::{Error, Result};
-use crate::packing::stream::Release;
+use crate::stream::Release;
 
 use super::held_out;
 use super::options::TuneOptions;
 use super::sample::Sample;
-use super::search::Search;
+use super::trials::Trials;
 use super::tuned::{Tuned, TunedPoint};
 
 /// Highest and lowest price of the first, coarse search. Above it hardly anything waits; below, everything that could
@@ -17,7 +17,7 @@ const COARSE_STEP: f64 = 1.5;
 /// Prices tried between the last that keeps the delay limit and the first that does not; each halves the way.
 const BISECTIONS: u32 = 6;
 
-/// Runs the packer with [`Release::Adaptive`](crate::packing::stream::Release::Adaptive) over the sample at many prices
+/// Runs the packer with [`Release::Adaptive`](crate::stream::Release::Adaptive) over the sample at many prices
 /// of delay.
 ///
 /// First geometrically spaced ones and the default, then some where the delay passes the limit. Deterministic. A price
@@ -48,8 +48,8 @@ const BISECTIONS: u32 = 6;
 ///
 /// # Example
 /// ```
-/// use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
-/// use wlb_core::packing::tune::{TuneOptions, tune_delay_price};
+/// use wlb_core::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
+/// use wlb_core::tune::{TuneOptions, tune_delay_price};
 /// use wlb_core::{CostModel, Lengths, Mask};
 ///
 /// let packer = PackerConfig {
@@ -83,7 +83,7 @@ pub fn tune_delay_price<'a>(
                            release=\"fifo\", or pass one column, the sum of those that take time";
         return Err(Error::Combination { argument: "costs", requirement });
     }
-    let mut search = Search::new(sample, options, keep_going)?;
+    let mut search = Trials::new(sample, options, keep_going)?;
     let micro_batches = search.config.num_micro_batches as f64;
     // An imbalance is at most `N`, and a token that waits costs the price over the tokens of a global batch.
     search.try_price(micro_batches * micro_batches * f64::from(search.config.max_document_tokens))?;
@@ -106,7 +106,7 @@ pub fn tune_delay_price<'a>(
     Ok(Tuned { best, pareto: search.pareto(), judged, evaluated: search.points.len() })
 }
 
-impl Search<'_> {
+impl Trials<'_> {
     fn try_price(&mut self, price: f64) -> Result<()> {
         // Finer prices give hardly other plans, and nobody wants to write them.
         self.evaluate(Vec::new(), Some((price * 1e5).round() / 1e5))

@@ -4,7 +4,7 @@ use crate::cost::DocumentCosts;
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
 use crate::packing::split::split_documents;
-use crate::packing::stream::{CostTable, Packer, PackerConfig};
+use crate::stream::{CostTable, Packer, PackerConfig};
 
 /// Documents in the order in which they would come.
 #[derive(Clone, Copy, Debug)]

@@ -5,17 +5,25 @@
 //! refuse what was read; whoever reads asks first ([`Packer::admits`]), and then what waits stays within
 //! [`Packer::bounds`]. The proof stands in `docs/semantics.md`.
 
-use crate::error::{Error, Result, named_choices};
+use crate::error::{Error, Result, check_range, named_choices};
 use crate::ladder::Ladder;
 use crate::lengths::Lengths;
 use crate::longest_first::longest_first_of;
 use crate::packing::piece::Piece;
 use crate::packing::split::{cuts, split};
 
+use super::push::MAX_EARLY;
 use super::config::{Oversize, PackerConfig, Release};
-use super::cost_rows::{CostTable, share};
-use super::outlier_queue::Waiting;
+use super::costs::{CostTable, share};
+use super::queue::Waiting;
 use super::packer::Packer;
+
+/// Iterations of lead for each mean micro-batch that a document costs beyond the first.
+///
+/// A document that costs as much as `c` mean micro-batches is level only in a step of `c` times the work: `c - 1`
+/// global batches have to be gathered for it, by holding others of its kind. Found on real lengths: with twice that,
+/// documents are trained as often before as after their turn.
+const LEAD: f64 = 2.0;
 
 /// How many full global batches (`N * max_tokens`) may wait under [`Release::Adaptive`]. Two are enough for the rule to
 /// choose from, and more makes it worse: what waits longer is forced out by `max_delay`, balanced or not.
@@ -217,6 +225,40 @@ impl Packer {
             admitted = admitted.min(within.count());
         }
         admitted
+    }
+
+    /// By how many iterations each of these documents should come before its turn, for [`Push::early`](super::Push).
+    ///
+    /// # Arguments
+    /// * `lengths` - the documents that come next, in order: as many global batches as are known. Their mean is what a
+    ///   micro-batch costs.
+    /// * `tokens_per_batch` - tokens of a global batch.
+    /// * `most` - iterations of lead at most.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for `tokens_per_batch` or `most`; [`Error::Combination`] where documents bring their
+    /// costs.
+    ///
+    /// # Complexity
+    /// O(n).
+    pub fn leads(&self, lengths: &Lengths, tokens_per_batch: i64, most: i64) -> Result<Vec<i64>> {
+        check_range("tokens_per_batch", tokens_per_batch, 1, i64::MAX)?;
+        check_range("most", most, 0, MAX_EARLY)?;
+        let Some(model) = &self.config.cost_model else {
+            let requirement = "is missing: where documents bring their costs, none comes early";
+            return Err(Error::Combination { argument: "cost_model", requirement });
+        };
+        let costs: Vec<f64> =
+            lengths.iter().map(|&length| model.cost(length.min(self.config.max_document_tokens))).collect();
+        let tokens: i64 = lengths.iter().map(|&length| i64::from(length)).sum();
+        let batches = tokens as f64 / tokens_per_batch as f64;
+        let mean = costs.iter().sum::<f64>() / (batches * self.config.num_micro_batches as f64);
+        let lead = |cost: f64| {
+            // Not above 0 where everything costs nothing.
+            let iterations = LEAD * (cost / mean - 1.0);
+            if iterations > 0.0 { (iterations as i64).min(most) } else { 0 }
+        };
+        Ok(costs.into_iter().map(lead).collect())
     }
 }
 

@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 
 use crate::error::{Error, Result, check_range};
-use crate::packing::stream::{MAX_EARLY, Packer, PackerConfig, Release};
+use crate::stream::{MAX_EARLY, Packer, PackerConfig, Release};
 
 use super::options::TuneOptions;
 use super::reading::{Reading, Run};
@@ -11,7 +11,7 @@ use super::sample::Sample;
 use super::tuned::{Tuned, TunedPoint};
 
 /// The sample, and what has been tried on it.
-pub(super) struct Search<'a> {
+pub(super) struct Trials<'a> {
     /// Asked before each candidate is tried; false ends the search.
     keep_going: &'a dyn Fn() -> bool,
     pub(super) config: PackerConfig,
@@ -22,7 +22,7 @@ pub(super) struct Search<'a> {
     pub(super) points: Vec<TunedPoint>,
 }
 
-impl<'a> Search<'a> {
+impl<'a> Trials<'a> {
     /// Checks everything and cuts documents that are too long.
     pub(super) fn new(sample: Sample<'_>, options: &TuneOptions, keep_going: &'a dyn Fn() -> bool) -> Result<Self> {
         let max_mean_delay = options.max_mean_delay;

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::outlier_queue::{OutlierQueue, Waiting};
+use super::queue::{OutlierQueue, Waiting};
 
 impl OutlierQueue {
     /// Takes out what joins the batch of `iteration`: level by level, each oldest first.

@@ -8,14 +8,14 @@
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
 use crate::limits::MAX_MICRO_BATCHES;
-use crate::packing::deal::{deal, light_ends};
+use crate::packing::{deal, light_ends};
 use crate::packing::options::{Sync, check_micro_batches};
 use crate::packing::pack::check_fit;
 use crate::packing::plan::Packing;
 use crate::packing::pricing::Pricing;
 
 use super::items::{Item, documents, groups, members};
-use super::level::Search;
+use super::level::Leveller;
 use super::options::RankOptions;
 use super::shares::{Limits, Rule, Shares};
 use super::{rounds, sums};
@@ -278,8 +278,8 @@ impl<'a> Batch<'a> {
     fn level_sums(&self, shares: &mut Shares, ranks: &mut [Vec<usize>], mean: f64) {
         if self.documents_move() && ranks.len() > 1 {
             let close = CLOSE_SUMS * mean * ranks[0].len() as f64;
-            sums::level(shares, ranks, close, &mut Search::new(STEPS, self.options.equal_documents));
-            let mut search = Search::new(STEPS, false);
+            sums::level(shares, ranks, close, &mut Leveller::new(STEPS, self.options.equal_documents));
+            let mut search = Leveller::new(STEPS, false);
             ranks.iter().for_each(|held| search.level(shares, held, CLOSE * mean));
         }
         let costs = shares.costs();
@@ -299,7 +299,7 @@ impl<'a> Batch<'a> {
         };
         let mut rows = together(ranks, &shares.costs());
         if self.documents_move() {
-            let mut search = Search::new(STEPS, self.options.equal_documents);
+            let mut search = Leveller::new(STEPS, self.options.equal_documents);
             rows.iter().for_each(|round| search.level(shares, round, CLOSE * mean));
             rows = together(ranks, &shares.costs());
         }
@@ -326,7 +326,7 @@ impl<'a> Batch<'a> {
             Sync::MicroBatch => shares.loads.iter().map(|load| load.max(0.0)).sum(),
         };
         let levelled = |mut shares: Shares<'b>| {
-            Search::new(STEPS, false).level(&mut shares, &all, close);
+            Leveller::new(STEPS, false).level(&mut shares, &all, close);
             shares
         };
         let made = |rule: Rule| Shares::filled(items, self.limits, targets, rule).map(levelled);
@@ -363,7 +363,7 @@ impl<'a> Batch<'a> {
     fn by_rank(&self, targets: &[f64], mean: f64) -> Option<(Shares<'_>, Vec<Vec<usize>>)> {
         let mut on_ranks = self.shared_out(targets.len())?;
         let all: Vec<usize> = (0..on_ranks.contents.len()).collect();
-        let mut search = Search::new(STEPS, self.options.equal_documents);
+        let mut search = Leveller::new(STEPS, self.options.equal_documents);
         search.partners = RANKS;
         search.level(&mut on_ranks, &all, CLOSE_SUMS * mean * targets.len() as f64);
 

@@ -1,6 +1,6 @@
 //! Documents that lie in micro-batches already, arranged anew for ranks.
 
-use crate::packing::deal::deal;
+use crate::packing::deal;
 use crate::packing::options::{Method, Ranks};
 use crate::packing::placement::Placement;
 
@@ -17,7 +17,7 @@ use super::plan::{Batch, Contents};
 ///
 /// # Complexity
 /// As [`pack_for_ranks`](super::pack_for_ranks) with a given number of micro-batches.
-pub(in crate::packing) fn arrange(
+pub(crate) fn arrange(
     start: Placement,
     lengths: &[i32],
     costs: &[f64],

@@ -5,7 +5,7 @@ use crate::limits::MAX_QUEUES;
 
 use super::options::TuneOptions;
 use super::sample::Sample;
-use super::search::Search;
+use super::trials::Trials;
 use super::tuned::Tuned;
 
 /// Candidate thresholds of the first, coarse search.
@@ -34,7 +34,7 @@ const BEYOND: f64 = 1.1;
 /// The thresholds with the least mean imbalance within the delay limit, and the choices that no other beats.
 ///
 /// # Errors
-/// Those of [`PackerConfig::check`](crate::packing::stream::PackerConfig::check),
+/// Those of [`PackerConfig::check`](crate::stream::PackerConfig::check),
 /// [`Error::OutOfRange`](crate::Error::OutOfRange) for `num_queues` (0 to 4) and `tokens_per_batch`,
 /// [`Error::Number`](crate::Error::Number) for `max_mean_delay`, and [`Error::Combination`](crate::Error::Combination)
 /// for a sample without documents or without costs; [`Error::Interrupted`](crate::Error::Interrupted) if `keep_going`
@@ -50,7 +50,7 @@ pub fn tune_outlier_thresholds<'a>(
     keep_going: &dyn Fn() -> bool,
 ) -> Result<Tuned> {
     check_range("num_queues", saturating_i64(num_queues), 0, MAX_QUEUES as i64)?;
-    let mut search = Search::new(sample.into(), options, keep_going)?;
+    let mut search = Trials::new(sample.into(), options, keep_going)?;
     let longest = search.longest;
     // Below the longest, since a threshold at it would hold a single length. Successive division rounds alike on
     // every machine; a power does not.

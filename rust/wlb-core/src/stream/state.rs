@@ -9,11 +9,11 @@ use crate::limits::MAX_ITERATION;
 use crate::packing::padding::Padding;
 use crate::packing::piece::Piece;
 
-use super::arrivals::MAX_EARLY;
+use super::push::MAX_EARLY;
 use super::config::PackerConfig;
-use super::cost_rows::{CostRows, MOST_COST};
+use super::costs::{CostRows, MOST_COST};
 use super::metrics::Metrics;
-use super::outlier_queue::{OutlierQueue, Waiting};
+use super::queue::{OutlierQueue, Waiting};
 use super::packer::Packer;
 use super::step_cost::Arrived;
 

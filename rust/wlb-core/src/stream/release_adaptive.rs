@@ -38,7 +38,7 @@ use crate::packing::placement::Placement;
 
 use super::config::{DELAY_PRICE, PackerConfig};
 use super::level::Level;
-use super::outlier_queue::Waiting;
+use super::queue::Waiting;
 
 /// Values of `k` that are tried. More of them change almost nothing, and this bounds the time.
 const MOST_CUTS: usize = 8;
@@ -102,7 +102,7 @@ fn place_after(
     budget: f64,
     config: &PackerConfig,
 ) -> Placement {
-    let search = Search::new(priced, pieces, (first, others), due, iteration, budget, config);
+    let search = HoldSearch::new(priced, pieces, (first, others), due, iteration, budget, config);
     let mut cuts = search.cuts();
     let mut best: Option<(Cut, Placement)> = None;
     let mut limit = f64::INFINITY;
@@ -344,7 +344,7 @@ impl Budget {
     }
 }
 
-struct Search<'a> {
+struct HoldSearch<'a> {
     config: &'a PackerConfig,
     level: Levelled,
     /// Nothing but what goes first, placed.
@@ -359,7 +359,7 @@ struct Search<'a> {
     rounding: f64,
 }
 
-impl<'a> Search<'a> {
+impl<'a> HoldSearch<'a> {
     fn new(
         priced: &Priced<'_>,
         pieces: &[Waiting],

@@ -5,7 +5,7 @@
 
 use crate::error::Result;
 use crate::packing::plan::Packing;
-use crate::packing::stream::{Packer, PackerConfig, Push};
+use crate::stream::{Packer, PackerConfig, Push};
 
 use super::sample::{Pieces, Sample, table};
 

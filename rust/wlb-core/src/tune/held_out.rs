@@ -5,11 +5,11 @@
 //! finds, and other orders of all documents choose: a half has too few steps to show a mean delay or a rare worst step.
 
 use crate::error::Result;
-use crate::packing::stream::Release;
+use crate::stream::Release;
 
 use super::reading::Reading;
 use super::sample::Sample;
-use super::search::Search;
+use super::trials::Trials;
 use super::tuned::{HeldOut, TunedPoint};
 
 /// Other orders of all documents that judge.
@@ -86,7 +86,7 @@ fn hashed(value: u64) -> u64 {
 
 impl Parts {
     /// Of the whole sample.
-    fn of(search: &Search<'_>, sample: Sample<'_>) -> Result<Self> {
+    fn of(search: &Trials<'_>, sample: Sample<'_>) -> Result<Self> {
         let documents = sample.lengths.len();
         let read =
             |indices: &[usize]| sample.reordered(indices, |part| Reading::new(part, &search.config, search.max_early));
@@ -101,7 +101,7 @@ impl Parts {
     }
 
     /// A price on each half.
-    fn found<'a>(&self, search: &Search<'_>, point: &'a TunedPoint) -> Result<Found<'a>> {
+    fn found<'a>(&self, search: &Trials<'_>, point: &'a TunedPoint) -> Result<Found<'a>> {
         let on = |half: &Reading| {
             let run = search.run(half, Vec::new(), point.delay_price)?;
             Ok((run.lost_time, run.packer.metrics().imbalance_worst()))
@@ -110,7 +110,7 @@ impl Parts {
     }
 
     /// Prices by the worse of their ranks where prices are found, by lost time.
-    fn ranked<'a>(&self, search: &Search<'_>, points: Vec<&'a TunedPoint>) -> Result<Vec<Found<'a>>> {
+    fn ranked<'a>(&self, search: &Trials<'_>, points: Vec<&'a TunedPoint>) -> Result<Vec<Found<'a>>> {
         let found = points.into_iter().map(|point| self.found(search, point)).collect::<Result<Vec<_>>>()?;
         let lost_times: Vec<Vec<f64>> = found.iter().map(Found::lost_times).collect();
         let rank = |lost: &Vec<f64>| {
@@ -133,7 +133,7 @@ impl Parts {
 /// 2. else the least mean lost time of the orders within the limit, of those with such a worst step if there are any;
 /// 3. where none keeps the limit on the other orders, the least delay there; where none does on the sample, the least
 ///    delay on the sample.
-pub(super) fn choose(search: &Search<'_>, sample: Sample<'_>) -> Result<(Vec<TunedPoint>, TunedPoint)> {
+pub(super) fn choose(search: &Trials<'_>, sample: Sample<'_>) -> Result<(Vec<TunedPoint>, TunedPoint)> {
     let parts = Parts::of(search, sample)?;
     let limit = search.max_mean_delay;
     let default_price = Release::Adaptive.default_price();
@@ -181,7 +181,7 @@ pub(super) fn choose(search: &Search<'_>, sample: Sample<'_>) -> Result<(Vec<Tun
     Ok((judged.into_iter().map(|judged| judged.point).collect(), best))
 }
 
-fn judge(search: &Search<'_>, parts: &Parts, found: &Found<'_>) -> Result<Judged> {
+fn judge(search: &Trials<'_>, parts: &Parts, found: &Found<'_>) -> Result<Judged> {
     let point = found.point;
     let mut held_out = HeldOut { lost_time: 0.0, imbalance_worst: 1.0, delay_mean: 0.0 };
     let (mut lost_times, mut worst) = (Vec::new(), vec![point.imbalance_worst]);

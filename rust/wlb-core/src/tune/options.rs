@@ -1,6 +1,6 @@
 //! What is tuned, and within which limits.
 
-use crate::packing::stream::PackerConfig;
+use crate::stream::PackerConfig;
 
 /// Most mean token delay, in iterations, unless the user says otherwise.
 pub const MAX_MEAN_DELAY: f64 = 0.6;
@@ -14,7 +14,7 @@ pub struct TuneOptions {
     /// Most mean token delay, in iterations; where documents come early, with those before the turn.
     pub max_mean_delay: f64,
     /// Iterations that a document comes before its turn, at most
-    /// ([`Packer::leads`](crate::packing::stream::Packer::leads)): above 0 for a price and a packer with a cost model
+    /// ([`Packer::leads`](crate::stream::Packer::leads)): above 0 for a price and a packer with a cost model
     /// only.
     pub max_early: i64,
 }

@@ -72,7 +72,7 @@ impl Exchange {
 }
 
 /// A search for exchanges: how much longer it goes on, and what it may exchange.
-pub(super) struct Search {
+pub(super) struct Leveller {
     /// Steps that are left: each looks at an item or two.
     pub(super) steps: usize,
     /// Whether every share keeps its number of documents.
@@ -83,7 +83,7 @@ pub(super) struct Search {
     bundles: [Vec<Bundle>; 2],
 }
 
-impl Search {
+impl Leveller {
     pub(super) fn new(steps: usize, keeps_counts: bool) -> Self {
         Self { steps, keeps_counts, partners: PARTNERS, bundles: [Vec::new(), Vec::new()] }
     }

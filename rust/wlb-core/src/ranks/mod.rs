@@ -9,6 +9,6 @@ mod rounds;
 mod shares;
 mod sums;
 
-pub(super) use arrange::arrange;
+pub(crate) use arrange::arrange;
 pub use options::RankOptions;
 pub use plan::pack_for_ranks;

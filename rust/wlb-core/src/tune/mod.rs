@@ -5,8 +5,8 @@ mod options;
 mod price;
 mod reading;
 mod sample;
-mod search;
 mod thresholds;
+mod trials;
 mod tuned;
 
 pub use held_out::{FEWEST_BATCHES, ORDERS, halves, reordered};

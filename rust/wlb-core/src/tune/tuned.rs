@@ -3,9 +3,9 @@
 /// What one choice gives on the whole sample.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TunedPoint {
-    /// The thresholds of the queues; none under [`Release::Adaptive`](crate::packing::stream::Release::Adaptive).
+    /// The thresholds of the queues; none under [`Release::Adaptive`](crate::stream::Release::Adaptive).
     pub thresholds: Vec<i32>,
-    /// The price of delay, under [`Release::Adaptive`](crate::packing::stream::Release::Adaptive).
+    /// The price of delay, under [`Release::Adaptive`](crate::stream::Release::Adaptive).
     pub delay_price: Option<f64>,
     /// Mean imbalance over steps.
     pub imbalance_mean: f64,

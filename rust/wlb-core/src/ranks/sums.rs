@@ -2,7 +2,7 @@
 
 use crate::ladder::Ladder;
 
-use super::level::{Exchange, Search, Size};
+use super::level::{Exchange, Leveller, Size};
 use super::shares::Shares;
 
 /// Partners of the heaviest rank that are tried, from the lightest on.
@@ -25,7 +25,7 @@ enum Swap {
 ///
 /// # Arguments
 /// * `ranks` - the micro-batches of each rank.
-pub(super) fn level(shares: &mut Shares, ranks: &mut [Vec<usize>], close: f64, search: &mut Search) {
+pub(super) fn level(shares: &mut Shares, ranks: &mut [Vec<usize>], close: f64, search: &mut Leveller) {
     let mut costs = shares.costs();
     let sum = |held: &[usize], costs: &[f64]| held.iter().map(|&j| costs[j]).sum::<f64>();
     let mut sums: Vec<f64> = ranks.iter().map(|held| sum(held, &costs)).collect();
@@ -68,7 +68,7 @@ fn best(
     [heavy, light]: [&[usize]; 2],
     size: Size,
     [aim, enough]: [f64; 2],
-    search: &mut Search,
+    search: &mut Leveller,
 ) -> Option<Swap> {
     let (mut found, mut error) = (None, aim * (1.0 - LEAST));
     if !search.keeps_counts {
