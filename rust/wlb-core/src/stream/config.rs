@@ -29,6 +29,11 @@ named_choices! {
 }
 
 impl Release {
+    /// The rule that follows from thresholds: queues where there are some, else [`Release::Adaptive`].
+    pub fn of_thresholds(outlier_thresholds: &[i32]) -> Self {
+        if outlier_thresholds.is_empty() { Self::Adaptive } else { Self::Fifo }
+    }
+
     /// The price of delay, unless the user gives one.
     pub fn default_price(self) -> Option<f64> {
         (self == Self::Adaptive).then_some(DELAY_PRICE)
@@ -160,8 +165,8 @@ impl PackerConfig {
     fn check_limits(&self, limits: &[Option<f64>]) -> Result<()> {
         check_range("cost_columns", limits.len() as i64, 1, MAX_COLUMNS as i64)?;
         if self.release == Release::Adaptive && limits.len() > 1 {
-            let requirement = "release=\"adaptive\" weighs one column: take release=\"fifo\", or push one column, the sum \
-                               of those that take time";
+            let requirement = "the adaptive rule weighs one column: pass outlier_thresholds for queues, or release=\"fifo\" to \
+                               hold nothing back, or push one column, the sum of those that take time";
             return Err(Error::Combination { argument: "cost_columns", requirement });
         }
         let numbers: Vec<f64> = limits.iter().map(|limit| limit.unwrap_or(f64::INFINITY)).collect();
@@ -173,7 +178,7 @@ impl PackerConfig {
         if let Some(value) = self.shape.max_cost {
             let argument = "max_step_cost";
             if self.release != Release::Adaptive {
-                let requirement = "needs release=\"adaptive\": queues let documents of a kind go together, all at once";
+                let requirement = "needs release=\"adaptive\", without outlier_thresholds: queues let documents of a kind go together, all at once";
                 return wrong(argument, requirement);
             }
             if !(value.is_finite() && value > 0.0) {

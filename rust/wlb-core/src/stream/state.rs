@@ -102,14 +102,7 @@ impl Packer {
     pub fn restore(&mut self, json: &str, allow_config_change: bool) -> Result<()> {
         let mut saved = Self::load(json)?;
         let (saved_first, first) = (saved.first_config(), self.first_config());
-        let mut changed = differences(&saved_first, &first);
-        // Without it the bound was told in contexts: the same number would be another bound.
-        let (was, is) = (&saved_first.shape, &first.shape);
-        let bounds_alike = was.max_cost.is_some() && was.max_cost == is.max_cost;
-        if bounds_alike && was.tokens_per_batch.is_none() && first.tokens_per_batch() != first.contexts() {
-            let now = first.tokens_per_batch();
-            changed.push(format!("tokens_per_batch: saved None, in which max_step_cost is told, now {now}"));
-        }
+        let changed = differences(&saved_first, &first);
         if !changed.is_empty() && !allow_config_change {
             return Err(Error::ConfigChanged { fields: changed.join("; ") });
         }
