@@ -16,9 +16,7 @@ is, on average and in the worst of the global batches. The second table is for o
 two; the third for exchange at 7 us a token, and at the price that `wlb simulate` gives it on H100s (TP 8 fills a node,
 so that groups reach over the network), none of it hidden, or as much as attention takes. *Over the best count* is how
 far each step is above the best of all numbers of micro-batches that the same solver is made to take, one by one. The
-fourth is for what every micro-batch takes on every stage whatever is in it: launches, hooks, FSDP's gathers; the fifth
-for parts of the step's time that may be given up for even tokens (`even_tokens`): the most of a rank in a micro-batch,
-and *under way* on a rank of the first stage, each micro-batch as its fullest.
+fourth is for what every micro-batch takes on every stage whatever is in it: launches, hooks, FSDP's gathers.
 Times are CPU times, the least of five calls, the mean of all batches.
 
 The released scheduler of Megatron (BalancedCPScheduler) plans for no pipeline and does not limit the tokens that a rank
@@ -47,7 +45,6 @@ from wlb_tools.simulation import planner_options
 WORLD, STAGES, TOKENS = 64, 8, 8192
 LONGEST = 131072
 WORLDS = (24, 32, 48, 64, 96, 128, 768)
-EVEN = (0.0, 0.01, 0.03)  # parts of the step's time
 OVERHEADS = (0.0, 1e-3, 5e-3, 20e-3)  # seconds of every micro-batch on every stage
 SEVEN_US = {"cp_seconds_per_token": 7e-6, "cp_seconds_per_exchange": 0.0}  # exchange of a token
 LAYOUT = wlb_tools.ParallelLayout(tp=8, cp=8, dp=WORLD // 8, pp=STAGES)
@@ -269,21 +266,6 @@ def measure_overheads(seeds: int) -> list[dict[str, Any]]:
     ]
 
 
-def measure_even(source: str, documents: Source, seeds: int) -> list[dict[str, Any]]:
-    """The 13B rows again, where a part of the step's time may be given up for even tokens."""
-    batches = [documents(2048, seed) for seed in range(seeds)]
-    prices: tuple[dict[str, Any], ...] = (
-        {},
-        {"cp_seconds_per_token": 7e-6},
-        {"cp_seconds_per_token": 7e-6, "cp_overlap": 0.0},
-    )
-    return [
-        {"lengths": source, "even_tokens": part} | exchange | measured(batches, exchange | {"even_tokens": part})
-        for exchange in prices
-        for part in (None, *EVEN)
-    ]
-
-
 def under_way(plan: wlb.DynamicCpPlan) -> float:
     """Most tokens on a rank of the first stage, each micro-batch as its fullest."""
     fullest = plan.padded_tokens_per_rank.max(axis=1).astype(float)
@@ -332,14 +314,13 @@ def main() -> None:
         worlds = measure_worlds(arguments.seeds)
         sources = {"long tail": documents, "log-normal": log_normal} | of_files(arguments.lengths)
         each = progress.track(sources.items(), description="Dynamic-CP, exchange at a price")
-        others, priced, even = [], [], []
+        others, priced = [], []
         for name, source in each:
             others += measure_free(name, source, arguments.seeds)
             priced += measure_priced(name, source, arguments.seeds)
-            even += measure_even(name, source, arguments.seeds)
         overheads = measure_overheads(arguments.seeds)
     record = {"machine": machine(["megatron-core"]), "rows": rows, "worlds": worlds, "free": others, "priced": priced}
-    record |= {"overheads": overheads, "even": even}
+    record |= {"overheads": overheads}
     write_record(arguments.record, record)
     console = tables(150)
     report(console, rows)
@@ -347,7 +328,6 @@ def main() -> None:
     report_free(console, others)
     report_priced(console, priced)
     report_overheads(console, overheads)
-    report_even(console, even)
 
 
 def report(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -447,17 +427,6 @@ def report_overheads(console: Console, overheads: list[dict[str, Any]]) -> None:
             f"{means['exact']:.4f}",
             f"{means['bounds']:.4f}",
         )
-    console.print(table)
-
-
-def report_even(console: Console, rows: list[dict[str, Any]]) -> None:
-    columns = {"ms": "ms", "exact": "path", "tokens": "tokens/rank", "over_mean": "over mean", "under_way": "under way"}
-    head = ("lengths", "us a token", "hidden", "even_tokens")
-    table = Table(*head, *columns.values(), title=f"wlb, {WORLD} ranks, 2,048 documents, 13B, even tokens")
-    for row in rows:
-        price, hidden = row.get("cp_seconds_per_token", 0.0), row.get("cp_overlap", 1.0)
-        told = (row["lengths"], f"{price * 1e6:.0f}", "all that fits" if hidden else "nothing", f"{row['even_tokens']}")
-        table.add_row(*told, *(f"{np.mean(row[key]):,.3f}" for key in columns))
     console.print(table)
 
 

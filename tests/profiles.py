@@ -1,6 +1,5 @@
 """An example of a profile, as `wlb profile` writes it."""
 
-import math
 from typing import Any
 
 QUERY_LENGTHS, KEY_LENGTHS, TILE = (16, 128, 1024), (128, 1024, 8192), 128
@@ -11,8 +10,7 @@ def profile(*, linear: bool = True) -> dict[str, Any]:
 
     def table(overhead: float, per_pair: float) -> dict[str, Any]:
         def median(queries: int, keys: int) -> float | None:
-            padded = math.ceil(queries / TILE) * TILE
-            pairs = sum(keys - queries + i + 1 for i in range(padded))
+            pairs = sum(TILE * min(keys, keys - queries + end) for end in range(TILE, queries + TILE, TILE))
             return overhead + per_pair * pairs if queries <= keys else None
 
         medians = [[median(queries, keys) for keys in KEY_LENGTHS] for queries in QUERY_LENGTHS]
@@ -21,6 +19,7 @@ def profile(*, linear: bool = True) -> dict[str, Any]:
             return [[None if entry is None else entry * factor for entry in row] for row in medians]
 
         return {
+            "tile": TILE,
             "launch_seconds": 5e-6,
             "median_seconds": medians,
             "p10_seconds": scaled(0.98),
@@ -55,7 +54,6 @@ def profile(*, linear: bool = True) -> dict[str, Any]:
         "num_heads": 32,
         "num_kv_heads": 8,
         "head_dim": 128,
-        "tile": TILE,
         "query_lengths": list(QUERY_LENGTHS),
         "key_lengths": list(KEY_LENGTHS),
         "forward": table(2e-6, 3e-11),

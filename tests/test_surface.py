@@ -84,7 +84,6 @@ CHOICES = {
     "OVERSIZE": "Oversize",
     "PASSES": "Passes",
     "RELEASES": "Release",
-    "REMAINDERS": "Remainder",
     "SCHEDULES": "Schedule",
     "STRATEGIES": "Strategy",
     "STREAM_METHODS": "StreamMethod",

@@ -14,7 +14,6 @@ from wlb._choices import (
     Oversize,
     Passes,
     Release,
-    Remainder,
     Schedule,
     Strategy,
     StreamMethod,
@@ -45,7 +44,6 @@ __all__ = [
     "PASSES",
     "PEAK_FLOPS",
     "RELEASES",
-    "REMAINDERS",
     "SCHEDULES",
     "STRATEGIES",
     "STREAM_METHODS",
@@ -101,7 +99,6 @@ OVERSIZE: tuple[Oversize, ...]
 PASSES: tuple[Passes, ...]
 PEAK_FLOPS: dict[Generation, float]
 RELEASES: tuple[Release, ...]
-REMAINDERS: tuple[Remainder, ...]
 SCHEDULES: tuple[Schedule, ...]
 STRATEGIES: tuple[Strategy, ...]
 STREAM_METHODS: tuple[StreamMethod, ...]
@@ -135,10 +132,6 @@ class CostModel:
         micro_batch: float = 0.0,
         unit: Unit | None = None,
     ) -> CostModel: ...
-    @staticmethod
-    def range(models: Sequence[CostModel]) -> CostModel: ...
-    @property
-    def models(self) -> tuple[CostModel, ...]: ...
     @staticmethod
     def from_flops(
         *,
@@ -219,7 +212,7 @@ class Packing:
         *,
         num_micro_batches: int,
         max_tokens: int,
-        cost_model: CostModel | Sequence[CostModel] | None = None,
+        cost_model: CostModel | None = None,
         costs: ArrayLike | None = None,
         limits: ArrayLike | None = None,
     ) -> Packing: ...
@@ -260,13 +253,11 @@ class Packing:
     @property
     def rank_imbalance(self) -> float: ...
     @property
-    def imbalances(self) -> NDArray[np.float64]: ...
-    @property
     def lower_bound(self) -> float: ...
     @property
     def length_fallbacks(self) -> int: ...
     @property
-    def window(self) -> int: ...
+    def global_batches(self) -> int: ...
     def digest(self) -> str: ...
     def deal(self, dp_size: int) -> NDArray[np.int64]: ...
     def __len__(self) -> int: ...
@@ -280,11 +271,11 @@ def pack(
     *,
     num_micro_batches: int | None,
     max_tokens: int,
-    cost_model: CostModel | Sequence[CostModel] | None = None,
+    cost_model: CostModel | None = None,
     costs: ArrayLike | None = None,
     limits: ArrayLike | None = None,
     method: Method = "var_length",
-    window: int = 1,
+    global_batches: int = 1,
     multiple_of: int = 1,
     dp_size: int | None = None,
     sync: Sync | None = None,
@@ -303,11 +294,11 @@ class Packer:
         *,
         num_micro_batches: int,
         max_tokens: int,
-        cost_model: CostModel | Sequence[CostModel] | None = None,
+        cost_model: CostModel | None = None,
         cost_columns: int | None = None,
         limits: ArrayLike | None = None,
-        outlier_thresholds: Sequence[int] = (),
-        release: Release = "fifo",
+        outlier_thresholds: Sequence[int] | None = None,
+        release: Release | None = None,
         delay_price: float | None = None,
         max_delay: int | None = None,
         max_document_tokens: int | None = None,
@@ -397,7 +388,7 @@ class Packer:
     def cost_columns(self) -> int | None: ...
     @property
     def limits(self) -> tuple[float, ...] | None: ...
-    def set_cost_model(self, cost_model: CostModel | Sequence[CostModel]) -> None: ...
+    def set_cost_model(self, cost_model: CostModel) -> None: ...
     @property
     def fingerprint(self) -> str: ...
     def metrics(self) -> PackerMetrics: ...
@@ -411,7 +402,7 @@ def tune_outlier_thresholds(
     *,
     num_micro_batches: int,
     max_tokens: int,
-    cost_model: CostModel | Sequence[CostModel] | None = None,
+    cost_model: CostModel | None = None,
     costs: ArrayLike | None = None,
     limits: ArrayLike | None = None,
     num_queues: int = 2,
@@ -429,7 +420,7 @@ def tune_delay_price(
     *,
     num_micro_batches: int,
     max_tokens: int,
-    cost_model: CostModel | Sequence[CostModel] | None = None,
+    cost_model: CostModel | None = None,
     costs: ArrayLike | None = None,
     max_mean_delay: float = 0.6,
     max_delay: int | None = None,
@@ -520,7 +511,6 @@ def shard(
     cp_size: int,
     strategy: Strategy = "auto",
     causal: bool = True,
-    remainder: Remainder = "chunk",
     hybrid_threshold: int | None = None,
     max_imbalance: float | None = None,
     kernel_model: KernelModel | None = None,
@@ -555,7 +545,7 @@ class KernelModel:
     @property
     def head_dim(self) -> int: ...
     @property
-    def tile(self) -> int: ...
+    def tiles(self) -> tuple[int, int]: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
@@ -597,7 +587,6 @@ def order_micro_batches(
 def dynamic_cp_seconds(
     group_seconds: ArrayLike,
     *,
-    columns: int,
     cp_sizes: ArrayLike,
     group_offsets: ArrayLike,
     world_size: int,
@@ -625,7 +614,6 @@ def plan_dynamic_cp(
     max_documents: int | None = None,
     multiple_of_tokens: int = 1,
     token_buckets: ArrayLike | None = None,
-    even_tokens: float | None = None,
     num_micro_batches: int | None = None,
     min_micro_batches: int | None = None,
     max_micro_batches: int | None = None,

@@ -16,18 +16,27 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 import wlb
-from studies.gpu import attention, parity, profiles, step, transports
+from studies.gpu import attention, page, parity, profiles, step, training, transports
 from studies.gpu.items import Budget, Done, Item, Row, machine_of
 
-PIECES = ("parity", "transports", "sanitizer", *(f"profile-{name}" for name in profiles.MODELS), "attention", "step")
+PIECES = (
+    "parity",
+    "transports",
+    "training",
+    "sanitizer",
+    *(f"profile-{name}" for name in profiles.MODELS),
+    "attention",
+    "step",
+)
+SHIPPED = "nvidia-h200-varlenkernel-torch-2-11-0-h32-kv8-d128"
+"""The profile that the records in the tree were measured with."""
 NOT_DONE = 3
-MICRO_BATCHES = 3
+MICRO_BATCHES = 2
 
 
 class Suite:
@@ -51,6 +60,7 @@ class Suite:
         work: dict[str, Callable[[], Iterable[Item]]] = {
             "parity": lambda: parity.items(self.device),
             "transports": lambda: transports.items(self.device),
+            "training": lambda: training.items(self.device),
             "sanitizer": self._sanitizer,
             "attention": lambda: attention.items(self._layer(), self._lengths(), MICRO_BATCHES),
             "step": lambda: step.items(step.Trained(self.device), next(iter(self._lengths().values()))),
@@ -62,9 +72,9 @@ class Suite:
 
     def _identity(self, name: str) -> Row:
         about = machine_of(self.device)
-        if name in ("attention", "mixed"):
+        if name == "attention":
             about["model"] = self._model().source
-        if name in ("attention", "mixed", "step"):
+        if name in ("attention", "step"):
             about["lengths"] = {name: int(lengths.sum()) for name, lengths in self._lengths().items()}
         return about
 
@@ -78,15 +88,7 @@ class Suite:
             return False
         path.write_text(json.dumps(found))
         self.pages += ["", f"## profile-{name}", "", f"`{found}`"]
-        if name != profiles.MODELS[0]:
-            return True
-        layer, tokens = self._layer(), 131072 if self.device.type == "cuda" else 1024
-        with Done(self.folder / "mixed.jsonl", self._identity("mixed")) as done:
-            lengths = next(iter(self._lengths().values()))
-            items = profiles.mixed(layer, lengths, tokens, MICRO_BATCHES)
-            finished = done.all(items, self.budget, lambda item: _say(item))
-            self._report("mixed", done.rows, finished)
-        return finished
+        return True
 
     def _sanitizer(self) -> Iterator[Item]:
         tool = shutil.which("compute-sanitizer")
@@ -126,24 +128,11 @@ class Suite:
         failed = [item for item, row in rows.items() if "error" in row or row.get("ok") is False]
         lines = [f"## {name}: {len(rows)} items, {len(failed)} failed{'' if finished else ', not all done'}", ""]
         lines += [f"- {item}: `{str(rows[item].get('error', rows[item]))[:400]}`" for item in failed]
-        measured = [row for row in rows.values() if "error" not in row]
-        worst: dict[str, Any] = {}
-        for row in measured if name in ("parity", "transports") else []:
-            for key in parity.NAMES:
-                worst[key] = max(worst.get(key, 0.0), row[key])
-        lines += [f"Largest deviations: {worst}"] if worst else []
-        if name == "sanitizer" and not rows:
-            lines += ["Not run: it takes a GPU, and `compute-sanitizer` on the path."]
-        if name == "attention":
-            lines += attention.summary(measured)
-        if name == "step":
-            lines += step.summary(measured, self._measured("step"))
-        if name == "mixed" and measured:
-            errors = np.abs(np.concatenate([row["errors"] for row in measured]))
-            lines += [
-                f"Errors of the kernels of {errors.size} ranks: {np.median(errors):.1%}, at most {errors.max():.1%}"
-            ]
         self.pages += ["", *lines]
+
+    def page(self) -> str:
+        """What all records say so far."""
+        return page.text(self.folder, self._measured(profiles.MODELS[0]), self._measured("step"))
 
 
 def _say(what: str) -> None:
@@ -159,7 +148,13 @@ def main() -> int:
     parser.add_argument("--lengths", type=Path, action="append", default=[], help=".npy of document lengths; several")
     parser.add_argument("--cpu", action="store_true", help="small sizes on the CPU, to see that it runs")
     parser.add_argument("--tiny", action="store_true", help="a part of the parity alone; nothing is written")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="only write the page of the records in a folder")
+    parser.add_argument("--page", type=Path, default=Path("gpu.md"), help="with it: where; a picture stands beside it")
     given = parser.parse_args()
+    if given.report is not None:
+        given.page.write_text(page.text(given.report, SHIPPED, given.report / "step-profile.json"))
+        page.picture(given.report, given.page.with_suffix(".png"))
+        return 0
     if given.tiny:
         device = torch.device("cuda" if torch.cuda.is_available() and not given.cpu else "cpu")
         return int(not all(work()["ok"] for _, work in parity.items(device, tiny=True)))
@@ -170,9 +165,8 @@ def main() -> int:
     finished = True
     for name in given.pieces or PIECES:
         finished = suite.run(name) and finished
-    page = "\n".join([f"# On {machine_of(suite.device)['device']}", *suite.pages]) + "\n"
-    (suite.folder / "gpu.md").write_text(page)
-    print(page)
+    print("\n".join(suite.pages))
+    (suite.folder / "gpu.md").write_text(suite.page())
     return 0 if finished else NOT_DONE
 
 

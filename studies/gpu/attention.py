@@ -1,9 +1,9 @@
-"""One attention layer of a 7B model under context parallelism, rank by rank: strategies, the choice, and the glue.
+"""One attention layer of an 8B model under context parallelism, rank by rank: strategies, the choice, and the glue.
 
 For every micro-batch and strategy each rank's work runs alone: forward and backward of its queries over all keys that
 its route names, as `all_gather` does it (index_select of keys, varlen calls, sums of gradients), without the
-communication. The layer takes as long as its slowest rank. The kernels of the same calls are timed by themselves: what
-is left is *glue*. Beside both stands what a profile predicts of the kernels, where one is given.
+communication. The layer takes as long as its slowest rank. The kernels of the same calls are timed by themselves: the
+rest of the time is spent outside of kernels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,27 +36,29 @@ class Layer:
     """A layer's attention, and how it is measured.
 
     Args:
-        model: what chooses shards, and predicts.
+        model: what chooses shards.
         repeats: of every rank, after one that does not count.
     """
 
     heads: int
+    kv_heads: int
     head_dim: int
     device: torch.device
     model: wlb.KernelModel
-    repeats: int = 5
+    repeats: int = 3
 
     @classmethod
     def of(cls, device: torch.device, model: wlb.KernelModel) -> Layer:
-        """Of a 7B Llama; on a CPU of a toy."""
-        return cls(32, 128, device, model) if device.type == "cuda" else cls(2, 64, device, model, repeats=2)
+        """Llama 3 8B's heads; on a CPU a toy's."""
+        return cls(32, 8, 128, device, model) if device.type == "cuda" else cls(2, 1, 64, device, model, repeats=2)
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 # a layer lives as long as the program
     def tensors(self, tokens: int) -> list[Tensor]:
         """q, k, v and the gradient of the output."""
         generator = torch.Generator(self.device).manual_seed(tokens)
-        shape = (tokens, self.heads, self.head_dim)
-        return [torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16) for _ in range(4)]
+        options: Any = {"generator": generator, "device": self.device, "dtype": torch.bfloat16}
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return [torch.randn(tokens, count, self.head_dim, **options) for count in heads]
 
     def shard(self, lengths: Lengths, cp_size: int, strategy: Any) -> wlb.Shard:
         """One micro-batch under one strategy."""
@@ -122,39 +124,13 @@ def packed(lengths: Lengths, tokens: int, count: int) -> list[Lengths]:
 
 
 def measure(layer: Layer, lengths: Lengths, cp_size: int, strategy: str) -> Row:
-    """Seconds of every rank, of its kernels, and as predicted."""
+    """Seconds of every rank, and of its kernels alone."""
     shard = layer.shard(lengths, cp_size, strategy)
     seconds = [layer.seconds(shard, rank) for rank in range(cp_size)]
     return {
         "chosen": shard.strategy,
-        "documents": len(lengths),
-        "longest": int(lengths.max()),
         "pairs": float(shard.pairs_per_rank.max() / shard.pairs_per_rank.mean()),
         "seconds": [whole for whole, _ in seconds],
         "kernels": [alone for _, alone in seconds],
-        "predicted": layer.model.rank_seconds(shard).tolist(),
+        "lengths": lengths.tolist(),
     }
-
-
-def summary(rows: Sequence[Row]) -> Iterator[str]:
-    """By size, CP and strategy over all micro-batches: the slowest ranks, regret, glue, and the prediction's error."""
-    groups: dict[tuple[str, str], dict[str, list[Row]]] = {}
-    for row in rows:
-        name, tokens, index, cp, strategy = row["item"].split(", ")
-        groups.setdefault((f"{name}, {int(tokens):,}", cp), {}).setdefault(strategy, []).append(row | {"batch": index})
-    yield "| micro-batches | CP | strategy | slowest rank, ms | over the best measured | glue | kernels' prediction |"
-    yield "| --- | --- | --- | ---: | ---: | ---: | ---: |"
-    for (what, cp), strategies in groups.items():
-        of_batch: dict[str, list[float]] = {}
-        for found in strategies.values():
-            for row in found:
-                of_batch.setdefault(row["batch"], []).append(max(row["seconds"]))
-        best = {batch: min(seconds) for batch, seconds in of_batch.items()}
-        for strategy, found in strategies.items():
-            slowest = sum(max(row["seconds"]) for row in found)
-            over = slowest / sum(best[row["batch"]] for row in found)
-            whole, alone = (sum(sum(row[key]) for row in found) for key in ("seconds", "kernels"))
-            pairs = [pair for row in found for pair in zip(row["predicted"], row["kernels"], strict=True)]
-            error = statistics.median(abs(predicted / measured - 1) for predicted, measured in pairs if measured)
-            ms = 1e3 * slowest / len(found)
-            yield f"| {what} | {cp[3:]} | {strategy} | {ms:.2f} | {over:.3f} | {1 - alone / whole:.1%} | {error:.1%} |"

@@ -54,14 +54,14 @@ class Problem:
 
 def installed(device: torch.device) -> dict[str, type[kernels.Kernel]]:
     """Kernels by name, of those that are to be had on this device."""
-    found: dict[str, type[kernels.Kernel]] = {"reference": kernels.ReferenceKernel}
+    found: dict[str, type[kernels.Kernel]] = {}
     if device.type == "cuda":
         found["varlen"] = kernels.VarlenKernel
         if kernels._flash_attn_2() is not None:
             found["flash-attn 2"] = kernels.FlashAttention2
         if torch.cuda.get_device_capability(device)[0] == 9 and kernels._flash_attn_3() is not None:
             found["flash-attn 3"] = kernels.FlashAttention3
-    return found
+    return {**found, "reference": kernels.ReferenceKernel}
 
 
 def items(device: torch.device, *, tiny: bool = False) -> Iterator[Item]:

@@ -1,26 +1,23 @@
-"""`wlb profile` of two models, and the profile's error on calls of mixed segments, which it was not made of."""
+"""`wlb profile` of two models."""
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import wlb
-from studies.gpu.attention import Layer, Lengths, packed
-from studies.gpu.items import Budget, Item, Row
+from studies.gpu.items import Budget, Row
 from studies.gpu.step import Trained
 from wlb_tools.profiling import Grid, Profiler, held_out_errors
 
-MODELS = ("llama2-7b", "llama3-8b", "step")
-"""The first has as many key heads as heads, the second fewer; the last is the model that the piece *step* trains."""
+MODELS = ("llama3-8b", "step")
+"""The first is that of the piece *attention*, the second the one that the piece *step* trains."""
 
-SECONDS = 300.0
-"""That measuring one may take."""
+SECONDS = {"llama3-8b": 120.0, "step": 60.0}
+"""What measuring each may take."""
 
 
 def measured(name: str, folder: Path, device: torch.device, budget: Budget, tick: Callable[[str], None]) -> Row | None:
@@ -38,7 +35,7 @@ def measured(name: str, folder: Path, device: torch.device, budget: Budget, tick
         profile = profiler.measure(
             records=path.with_suffix(".records.jsonl"),
             grid=grid,
-            budget_seconds=min(SECONDS, max(1.0, budget.left)),
+            budget_seconds=min(SECONDS[name], max(1.0, budget.left)),
             progress=lambda done, total, shape: tick(f"{name}: {shape}, {done} of {total}"),
         )
     except wlb.WlbError as unfinished:
@@ -62,18 +59,3 @@ def model_of(name: str, device: torch.device) -> wlb.ModelConfig:
     kv_heads = 2 if model.attention.num_kv_heads == model.attention.num_heads else 1
     shape = {"hidden_size": 128, "ffn_hidden_size": 256, "num_layers": 1, "num_heads": 2, "vocab_size": 256}
     return wlb.ModelConfig(**shape, num_kv_heads=kv_heads, name=name)  # type: ignore[arg-type]
-
-
-def mixed(layer: Layer, lengths: Lengths, tokens: int, count: int) -> Iterator[Item]:
-    """Calls as ranks make them of packed documents: the kernels alone, beside the profile."""
-    for index, batch in enumerate(packed(lengths, tokens, count)):
-        for cp_size in (1, 4, 8):
-            yield f"mixed, micro-batch {index}, CP {cp_size}", functools.partial(mixed_error, layer, batch, cp_size)
-
-
-def mixed_error(layer: Layer, lengths: Lengths, cp_size: int) -> Row:
-    """Relative error of every rank's kernels, signed: above 0 where the model predicts too much."""
-    shard = wlb.shard(lengths, cp_size=cp_size, strategy="per_document")
-    took = np.array([layer.seconds(shard, rank)[1] for rank in range(cp_size)])
-    errors = layer.model.rank_seconds(shard) / took - 1
-    return {"errors": errors.tolist(), "ok": bool(np.abs(errors).max() <= 0.1)}

@@ -305,7 +305,7 @@ def kernel(num_heads: int, head_dim: int, *, rate: float = 1.0, error: float = 0
             for i, queries in enumerate(_QUERIES)
         ]
         launch = {"forward": 5e-6, "backward": 10e-6}
-        return {"median_seconds": table, "launch_seconds": launch[passes]}
+        return {"tile": analytic.tiles[0], "median_seconds": table, "launch_seconds": launch[passes]}
 
     profile = {
         "format": "wlb.profile",
@@ -316,7 +316,6 @@ def kernel(num_heads: int, head_dim: int, *, rate: float = 1.0, error: float = 0
         "num_heads": num_heads,
         "num_kv_heads": num_heads,
         "head_dim": head_dim,
-        "tile": analytic.tile,
         "query_lengths": _QUERIES,
         "key_lengths": _KEYS,
         "forward": latencies("forward"),

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from studies.proof import Bench, echo
+from studies.gpu import echo
+from studies.proof import Bench
 from studies.proof.batches import Part, Text
 from studies.trainer.llama import LlamaStage
 from wlb.torch.data import PackedBatch

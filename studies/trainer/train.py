@@ -122,7 +122,6 @@ class Settings:
         plan: dynamic_cp: each document on as many of the dp x cp ranks as it needs.
         cp_exchange: with it: what one more rank in a group costs, in tokens.
         group_sizes: with it: groups of any number of ranks, or of powers of two.
-        even_tokens: with it: part of a step's time that may be given up for fewer tokens on the fullest rank.
         ranks_per_node: with it: ranks of a stage on each node, inside which an exchange costs nothing.
         window: global batches that --method fixed packs together.
         context: context window, tokens; longer documents are split.
@@ -175,7 +174,6 @@ class Settings:
     plan: Plan = "static"
     cp_exchange: float = 16.0
     group_sizes: GroupSizes = "powers_of_two"
-    even_tokens: float | None = None
     ranks_per_node: int | None = None
     window: int = 1
     context: int = 2048
@@ -385,9 +383,8 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         raise SystemExit("--release adaptive, --finer and --sync go with --method wlb or refined")
     if dynamic and settings.sync is not None:
         raise SystemExit("--sync goes with --plan static: a dynamic plan has no data-parallel ranks to plan for")
-    of_groups = (settings.group_sizes, settings.even_tokens, settings.ranks_per_node)
-    if not dynamic and of_groups != ("powers_of_two", None, None):
-        raise SystemExit("--group-sizes, --even-tokens and --ranks-per-node go with --plan dynamic_cp")
+    if not dynamic and (settings.group_sizes, settings.ranks_per_node) != ("powers_of_two", None):
+        raise SystemExit("--group-sizes and --ranks-per-node go with --plan dynamic_cp")
     # The same for all who plan micro-batches and who fill them up.
     sizes: dict[str, Any] = {
         "max_documents": settings.max_documents,
@@ -468,7 +465,6 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         cost_model=cost,
         cp_seconds_per_exchange=settings.cp_exchange * float(cost.cost([1])[0]),
         group_sizes=settings.group_sizes,
-        even_tokens=settings.even_tokens,
         ranks_per_node=settings.ranks_per_node,
         **sizes,
     )

@@ -14,7 +14,6 @@ SHARDS: list[dict[str, Any]] = [
     {"strategy": "per_sequence"},
     {"strategy": "contiguous"},
     {"strategy": "per_document"},
-    {"strategy": "per_document", "remainder": "token"},
     {"strategy": "hybrid", "hybrid_threshold": 2000},
 ]
 NUM_BATCHES = 8

@@ -3,7 +3,6 @@
 That plans are legal, and how long they take: `rust/wlb-core/tests/dynamic_cp.rs` and the goldens.
 """
 
-import dataclasses
 import pickle
 from typing import Any
 
@@ -117,76 +116,38 @@ def test_a_step_is_told_anew_for_other_times(schedule: Any, stages: int, parts: 
 
 
 def test_documents_bring_their_own_costs() -> None:
-    """A costly short document gets many ranks; one column is an array of its numbers."""
+    """A costly short document gets many ranks."""
     costs = np.where(np.arange(12) == 1, 100.0, 1.0)
     plan = wlb.plan_dynamic_cp(LENGTHS, costs=costs, **{**MACHINE, "num_stages": 1})
     sizes = {int(i): group.cp_size for batch in plan for group in batch for i in group.document_ids}
     assert sizes[1] == 8
-    assert plan == wlb.plan_dynamic_cp(LENGTHS, costs=costs[:, None], **{**MACHINE, "num_stages": 1})
     same = wlb.plan_dynamic_cp(LENGTHS, costs=COST.cost(LENGTHS), **MACHINE)
     assert same.digest() == wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, **MACHINE).digest()
 
 
 def test_where_ranks_wait_is_part_of_a_plan() -> None:
-    machine = {"costs": [[1, 2.0], [3, 4]], "world_size": 2, "num_stages": 2, "max_tokens_per_rank": 100}
+    machine = {"costs": [3.0, 7.0], "world_size": 2, "num_stages": 2, "max_tokens_per_rank": 100}
     once, always = (wlb.plan_dynamic_cp([5, 6], sync=sync, **machine) for sync in ("step", "micro_batch"))
     assert once != always
     assert once.digest() != always.digest()
 
 
-def test_columns_of_next_to_nothing_are_planned() -> None:
-    costs = np.array([[1, 2], [2, 1], [3, 1.0]]) * 1e-308
+def test_costs_of_next_to_nothing_are_planned() -> None:
+    costs = np.array([1.0, 2.0, 3.0]) * 1e-308
     paid = {"cp_seconds_per_token": 1.0, "cp_overlap": 0.0}
     plan = wlb.plan_dynamic_cp([5, 10, 20], costs=costs, world_size=2, num_stages=2, max_tokens_per_rank=100, **paid)
     assert violations(plan, [5, 10, 20]) == []
 
 
-def test_columns_of_costs_are_level_each_by_itself() -> None:
-    """A step takes the sum of them; what is paid beside them is paid in the last, once."""
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(50, 400, 200)
-    images = np.where(rng.random(200) < 0.4, rng.uniform(1, 5, 200), 0.0)
-    costs = np.stack([images, rng.uniform(0.5, 2, 200)], axis=1)
-    machine = {"world_size": 8, "num_stages": 2, "max_tokens_per_rank": 4096}
-    paid = {"p2p_seconds": 0.5, "micro_batch_seconds": 0.25, "cp_seconds_per_token": 1e-4, "cp_overlap": 0.0}
-    for options in ({}, paid):
-        plan = wlb.plan_dynamic_cp(lengths, costs=costs, **machine, **options)
-        assert violations(plan, lengths.tolist()) == []
-        m = len(plan)
-        by_column = plan.rank_column_seconds
-        assert by_column.shape == (m, 8, 2)
-        np.testing.assert_allclose(by_column.sum(axis=2), plan.rank_seconds)
-        assert plan.seconds == pytest.approx(plan.column_seconds.sum())
-        assert plan.balanced_seconds == pytest.approx(costs.sum() / 16)
-        assert plan.balanced_seconds * (1 - 1e-9) <= plan.lower_bound <= plan.seconds * (1 + 1e-9)
-        groups = [group for batch in plan for group in batch]
-        seconds = np.stack([group.column_seconds for group in groups])
-        assert plan.step_seconds(seconds) == plan.seconds
-        for group, found in zip(groups, seconds, strict=True):
-            expected = costs[group.document_ids].sum(axis=0) / group.cp_size
-            size, tokens = group.cp_size, group.tokens
-            exchange = tokens * (size - 1) / size * options.get("cp_seconds_per_token", 0.0)
-            expected[1] += options.get("micro_batch_seconds", 0.0) + exchange
-            np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
-        for batch in plan:
-            assert batch.seconds == pytest.approx(np.stack([group.column_seconds for group in batch]).max(axis=0).sum())
-        by_sum = wlb.plan_dynamic_cp(lengths, costs=costs.sum(axis=1), **machine, **options)
-        as_it_is = [(group.document_ids, group.cp_size, group.seconds) for batch in by_sum for group in batch]
-        judged = np.array([costs[ids].sum(axis=0) / size for ids, size, _ in as_it_is])
-        judged[:, 1] += [seconds for *_, seconds in as_it_is] - judged.sum(axis=1)
-        one_by_one = [
-            dataclasses.replace(by_sum, p2p_seconds=p2p).step_seconds(column)
-            for column, p2p in zip(judged.T, (0.0, by_sum.p2p_seconds), strict=True)
-        ]
-        assert plan.seconds < 0.97 * sum(one_by_one)
-        assert pickle.loads(pickle.dumps(plan)) == plan
-    one = wlb.plan_dynamic_cp(lengths, costs=costs[:, 1], **machine)
-    assert one.column_seconds.tolist() == [one.seconds]
-    np.testing.assert_array_equal(one.rank_column_seconds[..., 0], one.rank_seconds)
+def test_a_step_of_other_seconds_is_simulated() -> None:
+    plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, **MACHINE)
+    seconds = np.array([group.seconds for batch in plan for group in batch])
+    assert plan.step_seconds(seconds) == plan.seconds
+    assert plan.step_seconds(2 * seconds) == pytest.approx(2 * plan.seconds)
     for wrong, problem in (
-        (seconds[:, 0], "has 1 columns, but the plan was made by 2 columns of costs"),
+        (np.stack([seconds, seconds], axis=1), "must be 1-dimensional"),
         (seconds[1:], "entries, but the plan has"),
-        (np.where(np.arange(2) == 1, np.nan, seconds), r"group_seconds\[0, 1\] = NaN: must be finite"),
+        (np.where(np.arange(seconds.size) == 1, np.nan, seconds), r"group_seconds\[1\] = NaN: must be finite"),
     ):
         with pytest.raises(wlb.WlbError, match=problem):
             plan.step_seconds(wrong)
@@ -197,8 +158,7 @@ def test_costs_and_a_cost_model_are_one_or_the_other() -> None:
     for options, argument in (
         ({}, "cost_model"),
         ({"costs": np.ones(12), "cost_model": COST}, "costs"),
-        ({"costs": np.ones((11, 2))}, "costs"),
-        ({"costs": np.ones((12, 2, 1))}, "costs"),
+        ({"costs": np.ones((12, 2))}, "costs"),
         ({"costs": np.ones(11)}, "costs"),
         ({"costs": np.full(12, -1.0)}, "costs"),
         ({"costs": np.ones(12), **exchange}, "attention_costs"),
@@ -231,16 +191,6 @@ def test_numbers_of_micro_batches_that_do_not_fit_are_tried_once() -> None:
     assert sorted(ids) == list(range(19))
 
 
-def test_tokens_of_ranks_are_even_where_that_costs_nothing() -> None:
-    """Two ranks that share all documents take as long as two with two documents each."""
-    machine: dict[str, Any] = {"world_size": 2, "num_stages": 1, "max_tokens_per_rank": 200, "num_micro_batches": 1}
-    plan, even = (wlb.plan_dynamic_cp([100, 1, 1, 1], costs=np.ones(4), even_tokens=of, **machine) for of in (None, 0))
-    assert plan.seconds == even.seconds == 2.0
-    assert plan.tokens_per_rank.tolist() == [[101, 2]]
-    assert even.tokens_per_rank.tolist() == [[52, 52]]
-    assert even.max_tokens_per_rank == 200  # what was allowed
-
-
 @pytest.mark.parametrize(
     ("change", "argument", "index", "value"),
     [
@@ -252,10 +202,6 @@ def test_tokens_of_ranks_are_even_where_that_costs_nothing() -> None:
         ({"num_virtual_stages": 0}, "num_virtual_stages", None, 0),
         ({"max_tokens_per_rank": -1}, "max_tokens_per_rank", None, -1),
         ({"max_cp_size": 9}, "max_cp_size", None, 9),
-        ({"even_tokens": -0.01}, "even_tokens", None, -0.01),
-        ({"even_tokens": 3}, "even_tokens", None, 3.0),
-        ({"even_tokens": float("inf")}, "even_tokens", None, float("inf")),
-        ({"even_tokens": True}, "even_tokens", None, True),
         ({"num_micro_batches": 0}, "num_micro_batches", None, 0),
         ({"num_micro_batches": 1, "max_tokens_per_rank": 400}, "num_micro_batches", None, None),
         ({"min_micro_batches": 0}, "min_micro_batches", None, 0),

@@ -15,7 +15,7 @@ SIZES: dict[str, Any] = {"num_micro_batches": 2, "max_tokens": 1000, "cost_model
 
 
 def packer(**settings: Any) -> wlb.Packer:
-    return wlb.Packer(**(SIZES | settings))
+    return wlb.Packer(**({"release": "fifo"} | SIZES | settings))
 
 
 TAKES_LENGTHS: dict[str, Callable[[Any], Any]] = {
@@ -221,8 +221,8 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
     (pack, SIZES, "num_micro_batches", NO_INT32_SIZE),
     (pack, SIZES, "max_tokens", NO_INT32_SIZE),
     (pack, SIZES, "method", ["best", ""]),
-    (pack, SIZES, "window", [2]),
-    (pack, SIZES | {"method": "fixed_length"}, "window", [*NO_SIZE, 2**62]),
+    (pack, SIZES, "global_batches", [2]),
+    (pack, SIZES | {"method": "fixed_length"}, "global_batches", [*NO_SIZE, 2**62]),
     (packer, {}, "num_micro_batches", NO_INT32_SIZE),
     (packer, {}, "max_tokens", NO_INT32_SIZE),
     (
@@ -247,7 +247,6 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
     (packer, {}, "method", ["best", "", "original", "var_length_fast"]),
     (shard, {"cp_size": 2}, "cp_size", NO_INT32_SIZE),
     (shard, {"cp_size": 2}, "strategy", ["zigzag", ""]),
-    (shard, {"cp_size": 2}, "remainder", ["spread", ""]),
     (shard, {"cp_size": 2}, "causal", ["yes", 1, None]),
     (shard, {"cp_size": 2}, "max_imbalance", [0.5, NAN, INF, "1", True]),
     *((shard, {"cp_size": 2, "strategy": each}, "max_imbalance", [1.1]) for each in ("per_document", "per_sequence")),

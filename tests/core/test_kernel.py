@@ -47,7 +47,7 @@ def test_only_one_threshold_is_reported() -> None:
 def test_analytic_models_say_so(generation: Any) -> None:
     model = wlb.KernelModel.analytic(generation, num_heads=32, num_kv_heads=8, head_dim=128, causal=False)
     assert model.source == f"analytic: {generation}"
-    assert (model.num_heads, model.num_kv_heads, model.head_dim, model.tile) == (32, 8, 128, 128)
+    assert (model.num_heads, model.num_kv_heads, model.head_dim, model.tiles) == (32, 8, 128, (128, 128))
     assert not model.causal
     # Two tiles take less than twice as long as one where loads are shared.
     tile, two = model.segment_seconds([128, 256], [16_384] * 2)
@@ -84,7 +84,6 @@ def test_a_kernel_model_goes_with_its_mask_and_strategy() -> None:
         ("kernel_model", {"strategy": "adaptive", "kernel_model": model, "causal": False}),
         ("hybrid_threshold", {"strategy": "adaptive", "kernel_model": model, "hybrid_threshold": 5}),
         ("hybrid_threshold", {"strategy": "hybrid"}),
-        ("remainder", {"strategy": "adaptive", "kernel_model": model, "remainder": "token"}),
     ]
     for argument, arguments in wrong:
         with pytest.raises(wlb.WlbError) as raised:

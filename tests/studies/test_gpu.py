@@ -12,8 +12,9 @@ import wlb
 from tests.torch import processes as forked
 from wlb.torch.attention import kernels
 
-items, parity, step, transports = (
-    pytest.importorskip(f"studies.gpu.{name}") for name in ("items", "parity", "step", "transports")
+items, main, page, parity, step, training, transports = (
+    pytest.importorskip(f"studies.gpu.{name}")
+    for name in ("items", "__main__", "page", "parity", "step", "training", "transports")
 )
 CPU = torch.device("cpu")
 torch.set_num_threads(1)
@@ -95,14 +96,33 @@ def test_a_device_that_failed_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_plans_train_every_document_of_their_steps() -> None:
-    lengths = np.random.default_rng(0).lognormal(8, 1.5, 4000).astype(np.int64).clip(1, 131072)
+    lengths = np.random.default_rng(0).lognormal(8, 1.5, 40_000).astype(np.int64).clip(1, 131072)
     trained = step.Trained(CPU)
-    cost = wlb.CostModel(attention=1.0, linear=1000.0)
-    made = step.plans(lengths, trained.context, cost)
-    totals = {method: sum(sum(map(sum, batches)) for batches in steps) for method, steps in made.items()}
+    made = step.plans(lengths, trained.context, step.assumed_cost(trained))
+    totals = {
+        method: sum(sum(part.lengths) / part.cp_size for batches in steps for parts in batches for part in parts)
+        for method, steps in made.items()
+    }
     assert totals["original"] > 0.9 * step.STEPS * step.RANKS * trained.context
-    assert all(len(batches) <= step.RANKS for steps in made.values() for batches in steps)
-    assert max(sum(batch) for batches in made["original"] for batch in batches) <= trained.context
+    assert totals["original"] == totals["fixed_length"] == totals["dynamic_cp"]
+    for steps in made.values():
+        for parts in (parts for batches in steps for parts in batches):
+            assert len(parts) <= step.RANKS
+            assert all(part.first_rank + part.cp_size <= step.RANKS for part in parts)
+    longest = max(sum(part.lengths) for batches in made["original"] for parts in batches for part in parts)
+    assert longest <= trained.context
+
+
+def test_ranks_of_a_group_wait_for_each_other() -> None:
+    def row(batch: int, first_rank: int, cp_size: int, rank: int, seconds: float) -> dict[str, Any]:
+        name = f"dynamic_cp, step 0, {batch}, rank {first_rank + rank}"
+        return {"item": name, "first_rank": first_rank, "cp_size": cp_size, "seconds": seconds}
+
+    first = [row(0, 0, 2, 0, 3.0), row(0, 0, 2, 1, 1.0), row(0, 2, 1, 0, 5.0), row(0, 3, 1, 0, 1.0)]
+    assert step.step_seconds(first) == 5.0
+    # Rank 1 waits for rank 0 in the first micro-batch; all ranks wait for rank 2 in the second.
+    assert step.step_seconds([*first, row(1, 0, 1, 0, 4.0), row(1, 1, 1, 0, 1.0)]) == 7.0
+    assert step.step_seconds([*first, *(row(1, 0, 4, rank, 1.0 + rank) for rank in range(4))]) == 9.0
 
 
 def test_times_that_are_as_a_cost_says_have_no_error() -> None:
@@ -110,8 +130,30 @@ def test_times_that_are_as_a_cost_says_have_no_error() -> None:
     rng = np.random.default_rng(0)
     batches = [rng.integers(1, 2000, rng.integers(1, 40)).tolist() for _ in range(60)]
     cost = wlb.CostModel(attention=1e-8, linear=1e-6)
-    rows = [
-        {"item": f"adaptive, step 0, {index}", "lengths": lengths, "seconds": 0.2 + float(cost.cost(lengths).sum())}
-        for index, lengths in enumerate(batches)
-    ]
-    assert "error on the others: 0.0% in the median, 0.0% at most" in "\n".join(step.summary(rows, None))
+    rows = []
+    for index, lengths in enumerate(batches):
+        seconds = 0.2 + float(cost.cost(lengths).sum())
+        name = f"adaptive, step 0, {index}, rank 0"
+        row = {"item": name, "lengths": lengths, "cp_size": 1, "first_rank": 0, "rank": 0, "seconds": seconds}
+        rows.append({**row, "all_seconds": [seconds]})
+    assert "| `CostModel.fit` on the other half | 30 | 0.0% | 0.0% |" in step.summary(rows, None)
+
+
+def test_a_small_run_trains_on_both_devices_and_gives_the_same(tmp_path: Path) -> None:
+    found = dict(training.items(CPU))
+    assert all(work()["ok"] for work in found.values())
+
+
+def test_an_empty_block_is_one_of_a_segment_shorter_than_the_longest() -> None:
+    model = wlb.KernelModel.analytic("h100", num_heads=2, head_dim=128)
+    shard = wlb.shard([1024, 128], cp_size=1)
+    assert page.empty_blocks(shard, 0, model) == 2 * (1024 // 128 - 1)
+    assert page.empty_blocks(wlb.shard([512, 512], cp_size=1), 0, model) == 0
+
+
+def test_the_page_is_what_its_records_say(tmp_path: Path) -> None:
+    records = Path(__file__).parents[2] / "benches" / "records" / "gpu"
+    written = Path(__file__).parents[2] / "docs" / "results" / "gpu.md"
+    assert page.text(records, main.SHIPPED, records / "step-profile.json") == written.read_text()
+    (tmp_path / "step.jsonl").write_text((records / "step.jsonl").read_text().replace('"seconds": 1', '"seconds": 3'))
+    assert page.text(tmp_path, None, None) != page.text(records, None, None)

@@ -119,7 +119,9 @@ def text(fault: Fault | None) -> Iterator[Any]:
 
 
 def stream(fault: Fault | None = None, collate_fn: Any = collate, timeout: float = TIMEOUT) -> BalancedStream[Any]:
-    packer = wlb.Packer(num_micro_batches=dist.get_world_size(), max_tokens=64, cost_model=COST, oversize="split")
+    packer = wlb.Packer(
+        num_micro_batches=dist.get_world_size(), max_tokens=64, cost_model=COST, oversize="split", release="fifo"
+    )
     texts = [text(fault) for _ in range(dist.get_world_size())]
     return BalancedStream(
         texts, packer=packer, collate_fn=collate_fn, group=dist.group.WORLD, timeout=timedelta(seconds=timeout)

@@ -34,7 +34,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "auto": {"strategy": "auto"},
     "per_sequence": {"strategy": "per_sequence"},
     "per_document": {"strategy": "per_document"},
-    "per_document by token": {"strategy": "per_document", "remainder": "token"},
     "hybrid": {"strategy": "hybrid", "hybrid_threshold": 24},
 }
 TRANSPORTS = ["all_gather", "fetch", "ring", "ulysses", "usp"]

@@ -219,7 +219,9 @@ def test_stratified_batches_keep_their_proportions(corpus: str, tmp_path: Path) 
 def test_the_page_says_what_runs(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(corpus).parent)
     (Path(corpus).parent / "corpus").symlink_to(corpus)
-    packer = wlb.Packer(num_micro_batches=4, max_tokens=512, cost_model=wlb.CostModel(attention=1.0, linear=50.0))
+    packer = wlb.Packer(
+        num_micro_batches=4, max_tokens=512, cost_model=wlb.CostModel(attention=1.0, linear=50.0), release="fifo"
+    )
     names: dict[str, Any] = {"wt": wt, "packer": packer, "data_parallel_group": None}
     exec(block("from streaming import"), names)
     steps = list(names["stream"])

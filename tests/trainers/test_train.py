@@ -306,7 +306,6 @@ def test_micro_batches_of_fixed_shapes_learn_the_same(tmp_path: Path, changes: d
         {"sync": "step", "method": "fixed"},
         {"sync": "step", "plan": "dynamic_cp"},
         {"group_sizes": "any"},
-        {"even_tokens": 0.0},
         {"ranks_per_node": 2},
         {"max_documents": 4, "method": "whole"},
         {"token_bucket": (144,), "method": "original"},

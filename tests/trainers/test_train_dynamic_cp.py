@@ -154,8 +154,6 @@ def test_groups_are_as_the_settings_say() -> None:
     assert plan(one, group_sizes="any").cp_sizes.max() == 3
     apart = plan(one, cp_exchange=1e6)
     assert plan(one, cp_exchange=1e6, ranks_per_node=2).seconds < apart.seconds, "no exchange inside a node"
-    usual, even = plan(many), plan(many, even_tokens=0.5)
-    assert even.tokens_per_rank.max() < usual.tokens_per_rank.max()
     shaped = plan(many, token_bucket=(16, 48), max_documents=3)
     assert set(shaped.padded_tokens_per_rank.ravel().tolist()) <= {16, 48}
     assert max(len(group.lengths) for micro_batch in shaped for group in micro_batch) <= 3
@@ -166,7 +164,7 @@ def test_groups_of_any_size_and_fixed_shapes_learn_what_one_process_learns(tmp_p
     model, texts = replace(CONFIG, num_layers=1), corpus(tmp_path / "corpus")
     settings = replace(SETTINGS, model=model, corpus=texts, pattern="*.txt", steps=3, micro_batches=6)
     shape: dict[str, Any] = {"token_bucket": (16, 32, 48), "max_documents": 9}
-    groups: dict[str, Any] = {"group_sizes": "any", "even_tokens": 0.05, "ranks_per_node": 3}
+    groups: dict[str, Any] = {"group_sizes": "any", "ranks_per_node": 3}
     dynamic = replace(settings, plan="dynamic_cp", cp=3, **shape, **groups)
     processes.run(3, run, replace(dynamic, metrics_file=tmp_path / "dynamic.jsonl"))
     processes.run(1, run, replace(settings, metrics_file=tmp_path / "log.jsonl"))

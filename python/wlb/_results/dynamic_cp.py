@@ -32,9 +32,7 @@ class CpGroup(Copied):
         tokens_per_rank: Most tokens of a rank, sharded "per_document": the ranks differ by at most one.
         padding_tokens: Tokens of one more document, behind the others, that fills all ranks up to the same size, as
             `multiple_of_tokens` and `token_buckets` ask; 0 where nothing does.
-        seconds: Predicted time through the whole model, forward and backward, on each of its ranks; in all columns of
-            the costs together.
-        column_seconds: float64[columns]: the same by each column; one where documents brought no columns.
+        seconds: Predicted time through the whole model, forward and backward, on each of its ranks.
     """
 
     first_rank: int
@@ -44,7 +42,6 @@ class CpGroup(Copied):
     tokens_per_rank: int
     padding_tokens: int
     seconds: float
-    column_seconds: NDArray[np.float64]
 
     @property
     def ranks(self) -> range:
@@ -82,9 +79,9 @@ class CpGroup(Copied):
         return hash(self._key)
 
     @property
-    def _key(self) -> tuple[int, int, bytes, bytes, bytes]:
+    def _key(self) -> tuple[int, int, float, bytes, bytes]:
         documents = self.document_ids.tobytes(), self.lengths.tobytes()
-        return self.first_rank, self.cp_size, self.column_seconds.tobytes(), *documents
+        return self.first_rank, self.cp_size, self.seconds, *documents
 
     def __repr__(self) -> str:
         return (
@@ -110,9 +107,9 @@ class DynamicMicroBatch:
 
     @property
     def seconds(self) -> float:
-        """Seconds of its slowest group through the whole model, forward and backward; the sum of it over columns."""
+        """Seconds of its slowest group through the whole model, forward and backward."""
         groups = self._range
-        return float(self._plan._group_column_seconds[groups.start : groups.stop].max(axis=0).sum())
+        return float(self._plan._group_seconds[groups.start : groups.stop].max())
 
     @property
     def tokens(self) -> int:
@@ -174,9 +171,7 @@ class DynamicCpPlan(Copied):
         multiple_of_tokens: Each rank's tokens of a micro-batch run padded up to a multiple of this, and
         token_buckets: to one of these sizes, ascending, if there are any.
         seconds: Predicted time of the step, by simulating the pipeline with every rank's micro-batches; the ranks of a
-            group wait for one another, and all ranks of a stage where `sync` says so. With columns of costs the sum
-            over them: each is a pass of its own.
-        column_seconds: float64[columns]: what each column takes of it; one where documents brought no columns.
+            group wait for one another, and all ranks of a stage where `sync` says so.
         p2p_seconds: Latency between pipeline stages, which `seconds` counts.
         lower_bound: But for rounding, no plan takes less that has at most as many micro-batches as were tried and at
             least ``min_micro_batches`` (if ``num_micro_batches`` was given, exactly as many). Proved from the work, the
@@ -185,8 +180,7 @@ class DynamicCpPlan(Copied):
         sweep: The numbers of micro-batches that were tried, ascending, and the predicted time of a step with each. An
             estimate from above: every rank as slow as the slowest of its micro-batch. Of numbers given up early, the
             time if short documents could be divided at will, or with a part of them, already more than that of the
-            best. With several columns those alone for which all columns were planned. With ``even_tokens`` what was
-            tried within the tokens of the plan.
+            best.
     """
 
     world_size: int
@@ -199,7 +193,6 @@ class DynamicCpPlan(Copied):
     multiple_of_tokens: int
     token_buckets: tuple[int, ...]
     seconds: float
-    column_seconds: NDArray[np.float64]
     p2p_seconds: float
     lower_bound: float
     balanced_seconds: float
@@ -211,7 +204,6 @@ class DynamicCpPlan(Copied):
     _tokens_per_rank: NDArray[np.int64]
     _padded_tokens_per_rank: NDArray[np.int64]
     _group_seconds: NDArray[np.float64]
-    _group_column_seconds: NDArray[np.float64]
     _group_offsets: NDArray[np.int64]
     # Of each document, group by group, and where those of each group begin, then their number.
     _document_ids: NDArray[np.int64]
@@ -245,30 +237,24 @@ class DynamicCpPlan(Copied):
 
     @property
     def rank_seconds(self) -> NDArray[np.float64]:
-        """float64[m, world_size]: seconds of each rank through the whole model, forward and backward, all columns."""
+        """float64[m, world_size]: seconds of each rank through the whole model, forward and backward."""
         return self._of_ranks(self._group_seconds)
-
-    @property
-    def rank_column_seconds(self) -> NDArray[np.float64]:
-        """float64[m, world_size, columns]: the same by each column of the costs."""
-        return self._of_ranks(self._group_column_seconds)
 
     def step_seconds(self, group_seconds: ArrayLike) -> float:
         """What `seconds` would be if the groups took other times, in any unit.
 
         Args:
             group_seconds: Float [groups], through the whole model, forward and backward: micro-batch by micro-batch, in
-                each in the order of ranks. Of a plan by several columns of costs float [groups, columns].
+                each in the order of ranks.
 
         Raises:
-            WlbError: they are not as many as groups, or as columns, or one is negative or not finite.
+            WlbError: they are not as many as groups, or one is negative or not finite.
 
         Complexity:
             O(num_stages * m * world_size): the pipeline is simulated.
         """
         return dynamic_cp_seconds(
             group_seconds,
-            columns=self._group_column_seconds.shape[1],
             cp_sizes=self._cp_sizes,
             group_offsets=self._group_offsets,
             world_size=self.world_size,
@@ -289,7 +275,7 @@ class DynamicCpPlan(Copied):
         return self._digest
 
     def _of_ranks(self, of_groups: NDArray[_Number]) -> NDArray[_Number]:
-        return of_groups.repeat(self._cp_sizes, axis=0).reshape(len(self), self.world_size, *of_groups.shape[1:])
+        return of_groups.repeat(self._cp_sizes).reshape(len(self), self.world_size)
 
     def _padding(self, first: int, end: int) -> int:
         if self.multiple_of_tokens == 1 and not self.token_buckets:
@@ -308,7 +294,6 @@ class DynamicCpPlan(Copied):
             tokens_per_rank=int(self._tokens_per_rank[group]),
             padding_tokens=self._padding(group, group + 1),
             seconds=float(self._group_seconds[group]),
-            column_seconds=self._group_column_seconds[group].copy(),
         )
 
     def __len__(self) -> int:

@@ -180,12 +180,11 @@ def _of_plan(plan: wlb.Packing | wlb.DynamicCpPlan) -> tuple[float, float, float
         mean = float(costs.mean())
         heaviest = plan.step_cost if plan.dp_size is None else plan.rank_imbalance * mean
         return heaviest, mean, float(costs.sum()), int(plan.tokens.sum())
-    seconds = plan.rank_column_seconds
+    seconds = plan.rank_seconds
     tokens = sum(micro_batch.tokens for micro_batch in plan)
-    work = seconds.sum(axis=(0, 2))
-    in_every_micro_batch = plan.sync == "micro_batch"
-    heaviest = seconds.max(axis=1) if in_every_micro_batch else seconds.sum(axis=0).max(axis=0)
-    return float(heaviest.sum()), float(work.mean()), float(work.sum()), tokens
+    work = seconds.sum(axis=0)
+    heaviest = seconds.max(axis=1).sum() if plan.sync == "micro_batch" else work.max()
+    return float(heaviest), float(work.mean()), float(work.sum()), tokens
 
 
 def _gathered(

@@ -65,12 +65,14 @@ def assemble(
     def table(pick: Callable[[dict[str, Any]], float]) -> list[list[float | None]]:
         return [[pick(calls[Shape("attention", q, k)]) if q <= k else None for k in keys] for q in queries]
 
-    profile: dict[str, Any] = {"format": "wlb.profile", "version": 1, **identity}
+    tiles = dict(zip(PASSES, identity["tiles"], strict=True))
+    about = {name: value for name, value in identity.items() if name != "tiles"}
+    profile: dict[str, Any] = {"format": "wlb.profile", "version": 1, **about}
     profile["clocks"] = {"sm_mhz": [min(clocks), float(np.median(clocks)), max(clocks)] if clocks else None}
     profile["query_lengths"], profile["key_lengths"] = queries, keys
     passes = [_Pass.of(name, calls) for name in PASSES]
     for part in passes:
-        profile[part.name] = {"launch_seconds": part.launch}
+        profile[part.name] = {"tile": tiles[part.name], "launch_seconds": part.launch}
         for label, quantile in QUANTILES.items():
             profile[part.name][f"{label}_seconds"] = table(partial(part.segment, quantile=quantile))
         profile[part.name]["segments_per_call"] = table(lambda sample: sample["segments_per_call"])

@@ -55,7 +55,7 @@ class AttentionBench:
             "num_heads": self.heads,
             "num_kv_heads": self.kv_heads,
             "head_dim": self.head_dim,
-            "tile": self.kernel.tile,
+            "tiles": list(self.kernel.tiles(self.head_dim)),
         }
 
     def flops(self, shape: Shape) -> float:
@@ -63,7 +63,8 @@ class AttentionBench:
         return self.segments(shape) * self._segment_flops(shape)
 
     def _segment_flops(self, shape: Shape) -> float:
-        queries = math.ceil(shape.tokens / self.kernel.tile) * self.kernel.tile
+        tile = self.kernel.tiles(self.head_dim)[0]
+        queries = math.ceil(shape.tokens / tile) * tile
         pairs = queries * (shape.keys - shape.tokens) + queries * (queries + 1) / 2
         return pass_weights("forward_backward")[0] * 4 * self.heads * self.head_dim * pairs
 
@@ -72,7 +73,7 @@ class AttentionBench:
         if shape == LAUNCH:
             return 1
         long_enough = math.ceil(_CALL_SECONDS * self.device.assumed_flops / self._segment_flops(shape))
-        blocks = self.heads * math.ceil(shape.tokens / self.kernel.tile)
+        blocks = self.heads * math.ceil(shape.tokens / self.kernel.tiles(self.head_dim)[0])
         filling = math.ceil(_WAVES * self.device.processors / blocks)
         fit = self.device.memory_bytes // self._segment_bytes(shape)
         return max(1, min(max(long_enough, filling), fit, _MOST_SEGMENTS))

@@ -65,11 +65,14 @@ class Profiler:
 
     @property
     def name(self) -> str:
-        """For files: the GPU, the kernel, and the shape of its heads."""
-        bench = self._attention
+        """For files: the GPU, the kernel and its package's version, and the shape of its heads."""
+        bench, identity = self._attention, self.identity
+        package = {"FlashAttention2": "flash_attn", "FlashAttention3": "flash_attn_3"}.get(identity["kernel"], "torch")
+        version = str(identity["versions"].get(package)).partition("+")[0]
         words = (
             self._device.name,
-            self.identity["kernel"],
+            identity["kernel"],
+            f"{package} {version}",
             f"h{bench.heads}",
             f"kv{bench.kv_heads}",
             f"d{bench.head_dim}",

@@ -18,7 +18,7 @@ from wlb_tools.simulation.methods import Setup, bounded, packer_options, tune_wa
 from wlb_tools.simulation.outcome import Outcome
 from wlb_tools.simulation.planner import planner_options
 from wlb_tools.simulation.scenario import Scenario
-from wlb_tools.simulation.static import Sharded, ordered, score, shard_run
+from wlb_tools.simulation.static import Sharded, score, shard_run
 from wlb_tools.simulation.stream import GlobalBatches, Reading
 from wlb_tools.simulation.trained import PackedRun, collect
 from wlb_tools.simulation.variants import Variant, chosen, defaults
@@ -143,7 +143,7 @@ def simulate(
             arriving = variant.arriving(stream, setup)
             steps = variant.steps(arriving, setup, own)
             runs[packing] = collect(variant.title, steps, arriving, own)
-        run = ordered(runs[packing], scenario) if variant.ordered else runs[packing]
+        run = runs[packing]
         ways = [(strategy,) for strategy in variant.strategies] if variant.static else [variant.strategies]
         scored = []
         for way in ways:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb._core import Shard, order_micro_batches, shard, simulate_pipeline, simulate_steps
+from wlb._core import Shard, shard, simulate_pipeline, simulate_steps
 from wlb._results import PipelineTimeline
 from wlb_tools.cluster.overhead import Overhead, copied
 from wlb_tools.cluster.step_time import StageSeconds
@@ -84,22 +84,6 @@ def shard_run(run: PackedRun, scenario: Scenario, strategies: tuple[Strategy, ..
         tokens[index], keys[index] = best.tokens_per_rank.max(), scenario.keys_gathered(best)
         rows[index] = copied(best)
     return Sharded(forward, backward, shares, tokens, keys, rows, dict(sorted(counts.items())), strategies)
-
-
-def ordered(run: PackedRun, scenario: Scenario) -> PackedRun:
-    """The run with every step's micro-batches ordered for the schedule, by the costs that the packer knows."""
-    layout = scenario.layout
-    order = [
-        order_micro_batches(
-            costs,
-            dp_size=layout.dp,
-            schedule=scenario.pipeline_schedule,
-            num_stages=layout.pp,
-            num_virtual_stages=layout.virtual_stages,
-        )
-        for costs in run.costs
-    ]
-    return dataclasses.replace(run, order=np.stack(order))
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,6 @@ class Variant:
             `Scenario.cost_model`; see :meth:`Scenario.fitted_efficiency`.
         split: so many times the micro-batches of a global batch, of the same documents, where they stay whole, with a
             smaller default of `S_max` where as large ones do not fit; of "dynamic_cp": of the packer.
-        ordered: the micro-batches of a step go to ranks and into order by :func:`wlb.order_micro_batches`.
     """
 
     title: str
@@ -61,7 +60,6 @@ class Variant:
     max_early: int = 0
     fitted: bool = False
     split: int = 1
-    ordered: bool = False
 
     def __post_init__(self) -> None:
         if self.packing not in get_args(Packing):
@@ -90,14 +88,11 @@ class Variant:
     def obstacle(self, scenario: Scenario) -> WlbError | None:
         """Why a cluster cannot have this method, if it cannot.
 
-        Its schedule cannot have `split` times the micro-batches, or its memory not one context of each; Dynamic-CP
-        cannot be planned; or micro-batches are ordered for ranks that wait once a step, where they wait in each.
+        Its schedule cannot have `split` times the micro-batches, or its memory not one context of each; or Dynamic-CP
+        cannot be planned.
         """
         if self.dynamic:
             return obstacle(scenario)
-        if self.ordered and scenario.meeting_ranks:
-            message = "= 'micro_batch': wlb.order_micro_batches orders for ranks that wait once a step"
-            return error("sync", message, value="micro_batch")
         try:
             scenario.setup(split=self.split)
         except WlbError as reason:
@@ -168,18 +163,15 @@ VARIANTS: dict[str, Variant] = {
     "refined": Variant(title="WLB, refined", **_WLB, fitted=True, packer={"method": "refined"}),
     "as_they_come": Variant(title="Plain-4D, not dealt", dealt=False),
     "whole": Variant(title="Plain-4D, uncut", packing="whole"),
-    "placement": Variant(title="placement", ordered=True),
-    "wlb_placement": Variant(title="WLB, placed", **_WLB, ordered=True),
     "early": Variant(title="WLB, adaptive release, early", **_WLB, fitted=True, packer=_ADAPTIVE, max_early=4),
 }
 """By name, the baseline first. The paper's (section 7.1, figure 13) are Plain-4D, Fixed-4D, each optimisation alone and
 all of them. Then ours: a packer that knows the cluster's costs; with it, another rule for what waits; with that, twice
 as many micro-batches; Dynamic-CP with nothing waiting, and with that rule. All of them deal micro-batches to
-data-parallel ranks by cost. The last six show what refining full micro-batches gives, what dealing alone gives,
-documents uncut, ordering micro-batches for the schedule, and long documents read up to four iterations before their
-turn."""
+data-parallel ranks by cost. The last four show what refining full micro-batches gives, what dealing alone gives,
+documents uncut, and long documents read up to four iterations before their turn."""
 
-_BY_NAME_ONLY = ("refined", "as_they_come", "whole", "placement", "wlb_placement", "early")
+_BY_NAME_ONLY = ("refined", "as_they_come", "whole", "early")
 DEFAULT = tuple(name for name in VARIANTS if name not in _BY_NAME_ONLY)
 """What is compared unless one asks: the paper's methods, and ours that somebody could choose instead of WLB."""
 

@@ -198,7 +198,12 @@ fn kernel_description(u: &mut Unstructured) -> Result<KernelDescription> {
             }
             median_seconds.push(row);
         }
-        Ok::<_, arbitrary::Error>(PassTable { launch_seconds: f64::from(u.int_in_range(0..=9)?) / 1e6, median_seconds })
+        let tile = *u.choose(&[1, 16, 100, 128])?;
+        Ok::<_, arbitrary::Error>(PassTable {
+            tile,
+            launch_seconds: f64::from(u.int_in_range(0..=9)?) / 1e6,
+            median_seconds,
+        })
     };
     let (forward, backward) = (table()?, table()?);
     Ok(KernelDescription {
@@ -207,7 +212,6 @@ fn kernel_description(u: &mut Unstructured) -> Result<KernelDescription> {
         num_heads: 32,
         num_kv_heads: 8,
         head_dim: 128,
-        tile: *u.choose(&[1, 16, 100, 128])?,
         query_lengths,
         key_lengths,
         forward,
@@ -278,7 +282,6 @@ fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
         sync: if u.ratio(1, 4)? { Sync::MicroBatch } else { Sync::Step },
         max_tokens_per_rank: u.int_in_range(1..=longest)?,
         padding: dynamic_cp_padding(u, longest)?,
-        even_tokens: if u.ratio(1, 16)? { Some(f64::from(u.int_in_range(0..=8)?) / 64.0) } else { None },
         max_documents: if u.ratio(1, 3)? { Some(u.int_in_range(1..=8)?) } else { None },
         max_cp_size: if u.arbitrary()? { Some(u.int_in_range(1..=world_size)?) } else { None },
         group_sizes: if u.arbitrary()? { GroupSizes::Any } else { GroupSizes::PowersOfTwo },
@@ -296,16 +299,13 @@ fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
         plan::planned(&lengths, &options, &cost, small);
         return Ok(());
     }
-    // Documents that bring their own costs, in some columns.
-    let columns = u.int_in_range(1..=3)?;
+    // Documents that bring their own costs.
     let (mut values, mut attention) = (Vec::new(), Vec::new());
     for _ in &lengths {
-        for _ in 0..columns {
-            values.push(if u.ratio(1, 4)? { 0.0 } else { f64::from(u.int_in_range(1..=1_000_000)?) });
-        }
+        values.push(if u.ratio(1, 4)? { 0.0 } else { f64::from(u.int_in_range(1..=1_000_000)?) });
         attention.push(values[values.len() - 1] * f64::from(u.int_in_range(0..=4)?) / 4.0);
     }
-    if let Ok(costs) = DocumentCosts::new(values, lengths.len(), columns, &[]) {
+    if let Ok(costs) = DocumentCosts::new(values, lengths.len(), 1, &[]) {
         plan::planned(&lengths, &options, Costs::Given { costs: &costs, attention: Some(&attention) }, small);
     }
     Ok(())

@@ -23,7 +23,6 @@ struct Profile {
     num_heads: i64,
     num_kv_heads: i64,
     head_dim: i64,
-    tile: i64,
     query_lengths: Vec<i64>,
     key_lengths: Vec<i64>,
     forward: AttentionPass,
@@ -45,6 +44,7 @@ struct Profile {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct AttentionPass {
+    tile: i64,
     #[serde(default)]
     launch_seconds: f64,
     /// Of one segment: a row per query length, a column per key length, null where a segment cannot be.
@@ -96,6 +96,7 @@ impl Profile {
 
     fn kernel_model(self) -> Result<(KernelModel, Option<Linear>)> {
         let pass = |pass: AttentionPass| PassTable {
+            tile: pass.tile,
             launch_seconds: pass.launch_seconds,
             median_seconds: pass.median_seconds,
         };
@@ -105,7 +106,6 @@ impl Profile {
             num_heads: self.num_heads,
             num_kv_heads: self.num_kv_heads,
             head_dim: self.head_dim,
-            tile: self.tile,
             query_lengths: self.query_lengths,
             key_lengths: self.key_lengths,
             forward: pass(self.forward),

@@ -94,11 +94,8 @@ proptest! {
     #[test]
     fn nothing_is_lost_or_misaligned_or_too_large(
         (lengths, options) in (1_i32..200_000).prop_flat_map(|longest| (lengths(60, longest), options(longest))),
-        // Few, since each of these is planned nine times.
-        even_tokens in proptest::option::weighted(0.03, prop_oneof![Just(0.0), 0.0..0.1]),
         cost in cost_model(),
     ) {
-        let options = DynamicCpOptions { even_tokens, ..options };
         if let Ok(plan) = plan_dynamic_cp(&checked(&lengths), None, &options, &cost) {
             is_legal(&plan, &lengths, &options);
             prop_assert!(plan.lower_bound <= plan.seconds * (1.0 + 1e-9));
@@ -289,7 +286,7 @@ fn longest_first(
         let mut groups = vec![Vec::new(); m * groups_of_one];
         let seconds = |group: usize, documents: &[usize]| {
             let first = group % groups_of_one * size;
-            group_seconds(documents, lengths, first..first + size, options, &works[0])
+            group_seconds(documents, lengths, first..first + size, options, &works)
         };
         let placed = order.iter().all(|&document| {
             let with = |group: usize| [groups[group].as_slice(), &[document]].concat();
@@ -468,10 +465,6 @@ fn errors_name_the_culprit() {
     fails(|options| options.num_virtual_stages = 0, "num_virtual_stages");
     fails(|options| options.max_tokens_per_rank = 0, "max_tokens_per_rank");
     fails(|options| options.max_cp_size = Some(13), "max_cp_size");
-    for part in [-0.01, 1.01, f64::NAN] {
-        let error = plan(&[50, 60], &DynamicCpOptions { even_tokens: Some(part), ..DynamicCpOptions::new(12, 4, 100) });
-        assert_eq!(error.unwrap_err().argument(), "even_tokens");
-    }
     fails(|options| options.num_micro_batches = Some(1 << 30), "num_micro_batches");
     fails(|options| options.min_micro_batches = Some(0), "min_micro_batches");
     fails(|options| options.max_micro_batches = Some(0), "max_micro_batches");

@@ -9,7 +9,6 @@ use common::strategies::{checked, config, kernel, kernel_model, lengths, mask};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 use wlb_core::cost::Passes;
-use wlb_core::sharding::Remainder;
 use wlb_core::sharding::kernel::{Generation, KernelModel};
 use wlb_core::{CostModel, Error, Mask, ShardOptions, Strategy as Cut, shard};
 
@@ -23,7 +22,7 @@ fn segment() -> impl Strategy<Value = (i32, i32)> {
 }
 
 fn options(strategy: Cut, cp_size: usize, mask: Mask) -> ShardOptions {
-    ShardOptions { cp_size, strategy, mask, remainder: Remainder::Chunk, hybrid_threshold: None, max_imbalance: 1.01 }
+    ShardOptions { cp_size, strategy, mask, hybrid_threshold: None, max_imbalance: 1.01 }
 }
 
 /// What a key costs to fetch, in ticks of 2^-44 s: nothing, up to a microsecond.
@@ -61,21 +60,23 @@ proptest! {
         }
     }
 
-    /// At a constant rate, segments from the same first query on take the same up to the end of a tile, and longer ones
-    /// more.
+    /// At a constant rate, a segment takes as long as one more query does until a tile is full, but for the keys that
+    /// the query brings; another tile takes longer. Segments within one tile take the same over the same keys.
     #[test]
-    fn padding_is_a_staircase(tile in 1_i64..300, start in 0..1_000_000, queries in 1..10_000, mask in mask()) {
+    fn whole_tiles_are_computed(tile in 1_i64..300, start in 0..1_000_000, queries in 1..10_000, mask in mask()) {
         let mut kernel = analytic(Generation::A100, mask).description().clone();
-        (kernel.tile, kernel.query_lengths, kernel.key_lengths) = (tile, vec![128], vec![128]);
+        (kernel.query_lengths, kernel.key_lengths) = (vec![128], vec![128]);
         for table in [&mut kernel.forward, &mut kernel.backward] {
-            table.median_seconds = vec![vec![Some(1e-6)]];
+            (table.tile, table.median_seconds) = (tile, vec![vec![Some(1e-6)]]);
         }
         let model = KernelModel::new(kernel).unwrap();
-        let end = |queries: i32| if mask == Mask::Causal { start + queries } else { 2_000_000 };
-        let seconds = |queries: i32| model.segment_seconds(queries, end(queries), Passes::Forward);
+        let seconds = |queries: i32, keys: i32| model.segment_seconds(queries, keys, Passes::Forward);
         let last_of_tile = ((i64::from(queries) + tile - 1) / tile * tile) as i32;
-        prop_assert_eq!(seconds(queries), seconds(last_of_tile));
-        prop_assert!(seconds(last_of_tile) < seconds(last_of_tile + 1));
+        let end = start + last_of_tile;
+        prop_assert!(seconds(queries, start + queries) <= seconds(last_of_tile, end));
+        prop_assert!(seconds(last_of_tile, end) < seconds(last_of_tile + 1, end + 1));
+        let one = queries.min(tile as i32);
+        prop_assert_eq!(seconds(1, end), seconds(one, end));
     }
 
     #[test]
@@ -333,7 +334,7 @@ fn what_is_wrong_with_a_profile_is_named() {
     };
     assert_eq!(wrong(&|p| p["format"] = "wlb.cost_profile".into()), "format");
     assert_eq!(wrong(&|p| p["version"] = 2.into()), "version");
-    assert_eq!(wrong(&|p| p["tile"] = 0.into()), "tile");
+    assert_eq!(wrong(&|p| p["backward"]["tile"] = 0.into()), "backward.tile");
     assert_eq!(wrong(&|p| p["query_lengths"][2] = 256.into()), "query_lengths[2]");
     assert_eq!(wrong(&|p| p["query_lengths"][6] = (1 << 25).into()), "query_lengths[6]");
     assert_eq!(wrong(&|p| p["key_lengths"] = serde_json::json!([])), "key_lengths");

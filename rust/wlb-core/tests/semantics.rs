@@ -10,7 +10,6 @@ use common::strategies::{checked, pack_options};
 use common::{auto, bound, check};
 use wlb_core::packing::Piece;
 use wlb_core::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
-use wlb_core::sharding::Remainder;
 use wlb_core::{CostModel, Mask, Method, ShardOptions, Strategy, pack, shard};
 
 /// Costs that follow the pairs alone: 1, 3, 6, 10, 15, 21, 28, 36 for 1 to 8 tokens.
@@ -190,17 +189,15 @@ fn documents_are_split_and_streams_are_cut() {
 }
 
 /// The rank of every token of every document on two ranks, by the oracle and by the engine.
-fn sharded(lengths: &[i32], strategy: Strategy, remainder: Remainder, hybrid_threshold: Option<i64>) -> naive::Owners {
-    let owners = match (strategy, remainder) {
-        (Strategy::PerSequence, _) => naive::per_sequence(lengths, 2),
-        (Strategy::Contiguous, _) => naive::contiguous(lengths, 2),
-        (Strategy::PerDocument, Remainder::Chunk) => naive::per_document(lengths, 2, 1),
-        (Strategy::PerDocument, Remainder::Token) => naive::per_document_token(lengths, 2),
-        (Strategy::Hybrid, _) => naive::hybrid(lengths, 2, hybrid_threshold.unwrap()),
+fn sharded(lengths: &[i32], strategy: Strategy, hybrid_threshold: Option<i64>) -> naive::Owners {
+    let owners = match strategy {
+        Strategy::PerSequence => naive::per_sequence(lengths, 2),
+        Strategy::Contiguous => naive::contiguous(lengths, 2),
+        Strategy::PerDocument => naive::per_document(lengths, 2, 1),
+        Strategy::Hybrid => naive::hybrid(lengths, 2, hybrid_threshold.unwrap()),
         _ => auto::auto(lengths, 2, Mask::Causal, 1.01),
     };
-    let options =
-        ShardOptions { cp_size: 2, strategy, mask: Mask::Causal, remainder, hybrid_threshold, max_imbalance: 1.01 };
+    let options = ShardOptions { cp_size: 2, strategy, mask: Mask::Causal, hybrid_threshold, max_imbalance: 1.01 };
     assert_eq!(shard(&checked(lengths), &options).unwrap().ranks, naive::segments(&owners, 2));
     owners
 }
@@ -208,14 +205,14 @@ fn sharded(lengths: &[i32], strategy: Strategy, remainder: Remainder, hybrid_thr
 /// Four chunks of two tokens: the first rank has the first and the last, whatever documents they are of.
 #[test]
 fn per_sequence_cuts_the_packed_sequence() {
-    let owners = sharded(&[5, 3], Strategy::PerSequence, Remainder::Chunk, None);
+    let owners = sharded(&[5, 3], Strategy::PerSequence, None);
     assert_eq!(owners, [vec![0, 0, 1, 1, 1], vec![1, 0, 0]]);
 }
 
 /// Two runs of four tokens.
 #[test]
 fn contiguous_gives_each_rank_one_run_of_the_packed_sequence() {
-    let owners = sharded(&[5, 3], Strategy::Contiguous, Remainder::Chunk, None);
+    let owners = sharded(&[5, 3], Strategy::Contiguous, None);
     assert_eq!(owners, [vec![0, 0, 0, 0, 1], vec![1, 1, 1]]);
 }
 
@@ -223,29 +220,22 @@ fn contiguous_gives_each_rank_one_run_of_the_packed_sequence() {
 /// the next go on from there: chunks 2, 3, and 0 again.
 #[test]
 fn per_document_deals_what_is_over_in_turn() {
-    let owners = sharded(&[6, 3], Strategy::PerDocument, Remainder::Chunk, None);
+    let owners = sharded(&[6, 3], Strategy::PerDocument, None);
     assert_eq!(owners, [vec![0, 0, 1, 1, 1, 0], vec![0, 1, 0]]);
-}
-
-/// What is over goes token by token to the ranks in turn, at the end of each document.
-#[test]
-fn tokens_that_are_over_can_be_dealt_alone() {
-    let owners = sharded(&[6, 3], Strategy::PerDocument, Remainder::Token, None);
-    assert_eq!(owners, [vec![0, 1, 1, 0, 0, 1], vec![0, 1, 0]]);
 }
 
 /// The document of 6 is cut as above, 3 tokens to each rank. Of 9 tokens the first rank has 5 in the end and the other
 /// 4: the document of 3 fills the first up, and its last token goes to the second.
 #[test]
 fn hybrid_keeps_short_documents_whole_while_there_is_room() {
-    let owners = sharded(&[6, 3], Strategy::Hybrid, Remainder::Chunk, Some(5));
+    let owners = sharded(&[6, 3], Strategy::Hybrid, Some(5));
     assert_eq!(owners, [vec![0, 0, 1, 1, 1, 0], vec![0, 0, 1]]);
 }
 
 /// Two equal documents are even as they are: one on each rank, and no key is exchanged.
 #[test]
 fn auto_cuts_no_more_than_evenness_takes() {
-    let owners = sharded(&[4, 4], Strategy::Auto, Remainder::Chunk, None);
+    let owners = sharded(&[4, 4], Strategy::Auto, None);
     assert_eq!(owners, [vec![0; 4], vec![1; 4]]);
     assert_eq!(auto::keys_moved(&owners, 2, Mask::Causal), [0, 0]);
 }

@@ -7,7 +7,6 @@ use common::check::{shard_every_way, shard_is_legal};
 use common::strategies::{checked, config, lengths, mask};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
-use wlb_core::sharding::Remainder;
 use wlb_core::{Error, Mask, Shard, ShardOptions, Strategy as Cut, shard};
 
 /// Sizes of context-parallel groups: powers of two mostly.
@@ -20,7 +19,6 @@ fn per_document(lengths: &[i32], cp_size: usize) -> Shard {
         cp_size,
         strategy: Cut::PerDocument,
         mask: Mask::Causal,
-        remainder: Remainder::Chunk,
         hybrid_threshold: None,
         max_imbalance: 1.01,
     };
@@ -82,8 +80,7 @@ proptest! {
                 cp_size,
                 strategy,
                 mask: Mask::Causal,
-                remainder: Remainder::Chunk,
-                hybrid_threshold, max_imbalance: 1.01,
+                        hybrid_threshold, max_imbalance: 1.01,
             };
             prop_assert_eq!(&shard(&checked(&[length]), &options).unwrap().ranks, &by_document.ranks);
         }
@@ -97,8 +94,7 @@ proptest! {
         let run = |(cp_size, way, mask): (usize, usize, Mask)| {
             let strategy = [Cut::PerSequence, Cut::PerDocument, Cut::Hybrid][way];
             let hybrid_threshold = (strategy == Cut::Hybrid).then_some(4);
-            let remainder = Remainder::Chunk;
-            let options = ShardOptions { cp_size, strategy, mask, remainder, hybrid_threshold, max_imbalance: 1.01 };
+            let options = ShardOptions { cp_size, strategy, mask, hybrid_threshold, max_imbalance: 1.01 };
             shard(&checked(&lengths), &options).unwrap()
         };
         let (a, b) = (run(a), run(b));
@@ -144,7 +140,6 @@ fn wrong_options_are_named() {
         cp_size: 2,
         strategy: Cut::PerDocument,
         mask: Mask::Causal,
-        remainder: Remainder::Chunk,
         hybrid_threshold: None,
         max_imbalance: 1.01,
     };
@@ -155,8 +150,6 @@ fn wrong_options_are_named() {
     assert_eq!(argument(ShardOptions { hybrid_threshold: Some(5), ..good.clone() }), "hybrid_threshold");
     let hybrid = ShardOptions { strategy: Cut::Hybrid, hybrid_threshold: Some(0), ..good.clone() };
     assert_eq!(argument(hybrid), "hybrid_threshold");
-    let dealt = ShardOptions { strategy: Cut::PerSequence, remainder: Remainder::Token, ..good.clone() };
-    assert_eq!(argument(dealt), "remainder");
     let too_long = shard(&checked(&[i32::MAX, 1]), &good).unwrap_err();
     assert_eq!(too_long, Error::TotalTooLong { argument: "lengths", total: 1 << 31 });
     assert_eq!(per_document(&[5], 2).rank(2).unwrap_err().argument(), "rank");

@@ -221,15 +221,17 @@ fn forged_contradictions_are_refused() {
         ("\"delay_price\":0.01", "\"delay_price\":-0.01", "a price below nothing"),
         ("\"outlier_thresholds\":[]", "\"outlier_thresholds\":[40]", "a threshold without a meaning"),
         ("\"method\":\"refined\"", "\"method\":\"fixed_length\"", "a method that no packer has"),
-        ("\"queues\":[{", "\"queues\":[{\"ids\":[],\"starts\":[],\"lengths\":[],\"arrived\":[],\"turns\":[],\"costs\":null},{", "two levels"),
-    ];
-    let of_repriced = [
         (
-            "\"first_cost_model\":{\"attention\":{\"rate\":0.5}",
-            "\"first_cost_model\":{\"attention\":{\"rate\":-0.5}",
-            "costs below 0",
+            "\"queues\":[{",
+            "\"queues\":[{\"ids\":[],\"starts\":[],\"lengths\":[],\"arrived\":[],\"turns\":[],\"costs\":null},{",
+            "two levels",
         ),
     ];
+    let of_repriced = [(
+        "\"first_cost_model\":{\"attention\":{\"rate\":0.5}",
+        "\"first_cost_model\":{\"attention\":{\"rate\":-0.5}",
+        "costs below 0",
+    )];
     let contradictions = [(full(), &of_full[..]), (adaptive(), &of_adaptive[..]), (repriced(), &of_repriced[..])];
     for (packer, changes) in contradictions {
         let text = packer.save();

@@ -6,8 +6,8 @@ mod common;
 
 use common::strategies::{checked, config, lengths, packer_config};
 use proptest::prelude::*;
-use wlb_core::stream::{Oversize, Packer, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::packing::{Packing, Piece};
+use wlb_core::stream::{Oversize, Packer, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::{CostModel, Error, Mask};
 
 fn bounded(max_cost: Option<f64>) -> PackerConfig {

@@ -136,7 +136,6 @@ arguments! {
     dp_size: i64 = integer();
     early: Vec<i64> = integers();
     equal_documents: bool = flag();
-    even_tokens: f64 = real();
     experts_per_token: i64 = integer();
     ffn_hidden_size: i64 = integer();
     flops_per_second: f64 = real();
@@ -146,7 +145,7 @@ arguments! {
     hybrid_threshold: i64 = integer();
     global_batches: usize = count(MAX_MICRO_BATCHES);
     group_offsets: Vec<i64> = integers();
-    group_seconds: Table = floats_by_row();
+    group_seconds: Vec<f64> = floats();
     groups: Vec<i64> = integers();
     ids: Vec<i64> = integers();
     key_lengths: Lengths = read_lengths();

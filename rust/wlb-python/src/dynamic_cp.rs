@@ -1,212 +1,237 @@
 //! `wlb.plan_dynamic_cp`.
 
 use pyo3::prelude::*;
+use wlb_core::Lengths;
+use wlb_core::cost::DocumentCosts;
 use wlb_core::dynamic_cp::{self as core, Communication, Costs, DynamicCpOptions, Node};
 use wlb_core::packing::{Padding, Pricing};
 
-use crate::arguments::functions;
-use crate::convert::choice;
-use crate::cost::{CostModel, document_costs, pricing};
+use crate::arguments;
+use crate::convert::{choice, floats};
+use crate::cost::{CostModel, pricing};
 use crate::error::{raise, refuse};
 use crate::gil::run;
-use crate::plain::{Array, Table, Tuple, column};
+use crate::plain::{Array, Tuple, column};
 use crate::results::answer;
 
-functions! {
-    /// Plans one step with dynamic context parallelism: every micro-batch divides the ranks into groups as its
-    /// documents need.
-    ///
-    /// A long document gets as many ranks as it takes to finish with the others, short ones share few. Groups are
-    /// aligned powers of two inside any ``world_size``, so that all of them can be built once; or of any size. All
-    /// ranks have the same number of micro-batches.
-    ///
-    /// A micro-batch of documents with ``T`` tokens in all takes a group of ``c`` ranks ``micro_batch_seconds + cost /
-    /// c + max(0, exchange - cp_overlap * attention_cost / c)`` through the whole model, forward and backward, with
-    /// ``exchange = (c - 1) * cp_seconds_per_exchange + T * (c - 1) / c * cp_seconds_per_token``. Each rank holds at
-    /// most ``ceil(T / c)`` tokens of it (documents are sharded "per_document").
-    ///
-    /// Args:
-    ///     lengths: int[n], tokens of the documents of the step.
-    ///     world_size: ranks of one pipeline stage, DP times CP: those that groups are made of. Any number.
-    ///     num_stages: pipeline stages, PP.
-    ///     max_tokens_per_rank: most tokens of a rank in a micro-batch; a memory bound. An interleaved pipeline also
-    ///         has no more under way than in rounds of ``num_stages`` such micro-batches, unless ``num_micro_batches``
-    ///         is given.
-    ///     cost_model: what documents cost on one rank, in seconds for the whole model. Or ``costs``.
-    ///     costs: float64[n], what each document costs on one rank, in seconds for the whole model, in the place of
-    ///         ``cost_model``: for documents whose work their length does not tell. The ranks of a group share all of
-    ///         it; memory goes by tokens as ever. Or float64[n, r], a column for each resource with a barrier of its
-    ///         own (vision encoder, language model), in the order in which they run: a step takes the sum over columns
-    ///         of the pipeline's time by that column, on the same groups. Exchange, ``micro_batch_seconds`` and
-    ///         ``p2p_seconds`` are paid once, in the last column.
-    ///     attention_costs: float64[n], the part of each of ``costs``, in its last column, that is attention, behind
-    ///         which the exchange hides: wanted beside ``costs`` where exchange has a price and ``cp_overlap`` is above
-    ///         0.
-    ///     num_virtual_stages: parts of the model on each stage.
-    ///     schedule: "1f1b" or "interleaved_1f1b"; "zbv" or "dualpipev", with ``num_virtual_stages=2``. None: 1F1B,
-    ///         interleaved with several virtual stages. "dualpipev" has at least two micro-batches for each stage.
-    ///     sync: where the ranks of a stage wait for each other: "step", once a step; or "micro_batch", in each (FSDP,
-    ///         ZeRO-3, experts over all of them), so that a micro-batch takes all of them as long as its slowest group.
-    ///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two where groups are.
-    ///     group_sizes: "powers_of_two", each from a multiple of its size on; or "any": any number of neighbours, which
-    ///         worlds of 24 or 48 ranks want, and memory that the longest documents fill.
-    ///     ranks_per_node: ranks of a stage on each node, if exchange is cheaper inside one: rank ``r`` is in node ``r
-    ///         // ranks_per_node``.
-    ///     max_documents: most documents of a group in a micro-batch, so that its ``cu_seqlens`` have a fixed number of
-    ///         entries (CUDA graphs); the padding is one more, as in ``pack``.
-    ///     multiple_of_tokens: each rank's tokens of a micro-batch run padded up to a multiple of this (MXFP8 32,
-    ///         HybridEP 128), by a document of the whole group, and ``max_tokens_per_rank`` counts the padding: the
-    ///         plan's is the largest multiple within it. Padding takes no time in a plan.
-    ///     token_buckets: int[b], ascending, multiples of ``multiple_of_tokens``: the only sizes that a rank's tokens
-    ///         have; a group without documents has the first.
-    ///     even_tokens: the part of the step's time, from 0 to 1, that may be given up for fewer tokens on the fullest
-    ///         rank, in any micro-batch and under way: what its activations take. 0.0: only what costs nothing; 0.01: 1
-    ///         %. Smaller ``max_tokens_per_rank`` are tried with no more micro-batches than were tried without, and the
-    ///         smallest that was found is taken. None: groups are equal in seconds, and tokens only limited.
-    ///     num_micro_batches: micro-batches of the step; None sweeps them.
-    ///     min_micro_batches: the sweep tries no fewer. For schedules that need so many: torch's 1F1B one for each
-    ///         stage, its DualPipeV two.
-    ///     max_micro_batches: where the sweep ends. It begins with ``num_stages``, or as many as memory forces or are
-    ///         wanted, and ends by default at 4 times that; if the documents do not fit by then, later. With
-    ///         ``micro_batch_seconds``, it begins with what memory forces.
-    ///     cp_seconds_per_token: time to exchange the keys and values of a token, and their gradients, over all layers.
-    ///     cp_seconds_per_exchange: latency of handing keys and values on to the next rank, over all layers and passes.
-    ///     cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node: the same of groups inside a node, with
-    ///         ``ranks_per_node``; each 0 if None, and at most what it costs across nodes.
-    ///     cp_overlap: part of the attention, from 0 to 1, that can hide the exchange.
-    ///     p2p_seconds: latency between pipeline stages.
-    ///     micro_batch_seconds: what every micro-batch takes through the whole model, whatever is in it.
-    ///     ids: int64[n], names of the documents in the plan; their indices if None.
-    ///
-    /// Returns:
-    ///     DynamicCpPlan. The same input gives the same plan, byte for byte, on every rank and machine.
-    ///
-    /// Raises:
-    ///     WlbError: an argument out of range; a document that does not fit on the largest group; too few micro-batches
-    ///         for the documents.
-    ///
-    /// O(n log world_size) for each number of micro-batches tried, about ten (several times as many attempts where
-    /// exchange costs), and O(num_stages * micro-batches * world_size) for the simulation of the best; in a world that
-    /// is no power of two, up to O(n * micro-batches * log world_size) for each number, and O(n * micro-batches *
-    /// world_size) where memory binds. With several columns, a bounded number of steps more. With
-    /// ``even_tokens`` up to eight more such searches, each of them longer where fewer tokens are hard to have: mostly
-    /// 7 to 17 times the time. Releases the GIL from 1,024 documents on.
-    fn plan_dynamic_cp<'py>[py: Python<'py>](
-        lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model: Option<&CostModel> = None, costs?,
-        attention_costs?, num_virtual_stages = 1, schedule: Option<&str> = None, sync: &str = "step", max_cp_size?,
-        group_sizes: &str = "powers_of_two", ranks_per_node?, max_documents?, multiple_of_tokens = 1, token_buckets?,
-        even_tokens?, num_micro_batches?, min_micro_batches?, max_micro_batches?, cp_seconds_per_token = 0.0,
-        cp_seconds_per_exchange = 0.0, cp_seconds_per_token_in_node?, cp_seconds_per_exchange_in_node?,
-        cp_overlap = 1.0, p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids?,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let padding = Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
-        let options = DynamicCpOptions {
-            world_size,
-            num_stages,
-            num_virtual_stages,
-            schedule: schedule.map(choice).transpose()?,
-            sync: choice(sync)?,
-            max_tokens_per_rank,
-            even_tokens,
-            padding: Some(padding).filter(|padding| !padding.is_none()),
-            max_documents,
-            max_cp_size,
-            group_sizes: choice(group_sizes)?,
-            num_micro_batches,
-            min_micro_batches,
-            max_micro_batches,
-            communication: Communication {
-                seconds_per_exchange: cp_seconds_per_exchange,
-                seconds_per_token: cp_seconds_per_token,
-                overlap: cp_overlap,
-            },
-            node: node(ranks_per_node, cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node)?,
-            p2p_seconds,
-            micro_batch_seconds,
-        };
-        let given = document_costs(costs, None, lengths.len())?;
-        let costs = match pricing(cost_model.map(|model| &model.0), given.as_ref(), None)? {
-            Pricing::Model(_) if attention_costs.is_some() => {
-                return Err(refuse("attention_costs", None, None, "are a part of costs: pass both"));
-            }
-            Pricing::Model(model) => Costs::Model(model),
-            Pricing::Given(costs) => Costs::Given { costs, attention: attention_costs.as_deref() },
-        };
-        let plan = run(py, lengths.len().max(world_size), || {
-            core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, costs)
-        })
-        .map_err(raise)?;
-        let of_groups = |tokens: fn(&core::DynamicCpPlan, usize) -> i64| {
-            Array::<Vec<i64>>((0..plan.groups.len()).map(|group| tokens(&plan, group)).collect())
-        };
-        let tokens_per_rank = of_groups(core::DynamicCpPlan::tokens_per_rank);
-        let padded_tokens_per_rank = of_groups(core::DynamicCpPlan::padded_tokens_per_rank);
-        let columns = plan.columns();
-        answer!(py, "DynamicCpPlan", plan {
-            world_size, num_stages, num_virtual_stages, max_tokens_per_rank, max_documents, seconds, p2p_seconds,
-            lower_bound, balanced_seconds;
-            _digest: run(py, lengths.len().max(world_size), || plan.digest()),
-            _first_ranks: column(&plan.groups, |group| group.first_rank as i32),
-            _cp_sizes: column(&plan.groups, |group| group.cp_size as i32),
-            _tokens_per_rank: tokens_per_rank,
-            _padded_tokens_per_rank: padded_tokens_per_rank,
-            _group_seconds: column(&plan.groups, |group| group.seconds),
-            _group_column_seconds: Table(plan.column_seconds, [plan.groups.len(), columns]),
-            _group_offsets: column(&plan.group_offsets, |&offset| offset as i64),
-            _document_offsets: column(&plan.document_offsets, |&offset| offset as i64),
-            _document_ids: Array(plan.documents),
-            _lengths: Array(plan.lengths),
-            schedule: plan.schedule.as_str(),
-            sync: plan.sync.as_str(),
-            multiple_of_tokens: plan.padding.as_ref().map_or(1, Padding::multiple_of),
-            token_buckets: Tuple(plan.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec())),
-            column_seconds: Array(plan.seconds_by_column),
-            sweep: Tuple(plan.sweep),
-        })
-    }
+/// Plans one step with dynamic context parallelism: every micro-batch divides the ranks into groups as its
+/// documents need.
+///
+/// A long document gets as many ranks as it takes to finish with the others, short ones share few. Groups are
+/// aligned powers of two inside any ``world_size``, so that all of them can be built once; or of any size. All
+/// ranks have the same number of micro-batches.
+///
+/// A micro-batch of documents with ``T`` tokens in all takes a group of ``c`` ranks ``micro_batch_seconds + cost /
+/// c + max(0, exchange - cp_overlap * attention_cost / c)`` through the whole model, forward and backward, with
+/// ``exchange = (c - 1) * cp_seconds_per_exchange + T * (c - 1) / c * cp_seconds_per_token``. Each rank holds at
+/// most ``ceil(T / c)`` tokens of it (documents are sharded "per_document").
+///
+/// Args:
+///     lengths: int[n], tokens of the documents of the step.
+///     world_size: ranks of one pipeline stage, DP times CP: those that groups are made of. Any number.
+///     num_stages: pipeline stages, PP.
+///     max_tokens_per_rank: most tokens of a rank in a micro-batch; a memory bound. An interleaved pipeline also
+///         has no more under way than in rounds of ``num_stages`` such micro-batches, unless ``num_micro_batches``
+///         is given.
+///     cost_model: what documents cost on one rank, in seconds for the whole model. Or ``costs``.
+///     costs: float64[n], what each document costs on one rank, in seconds for the whole model, in the place of
+///         ``cost_model``: for documents whose length does not tell their work. The ranks of a group share all of
+///         it; memory goes by tokens.
+///     attention_costs: float64[n], the part of each of ``costs`` that is attention, behind which the exchange
+///         hides: wanted beside ``costs`` where exchange has a price and ``cp_overlap`` is above 0.
+///     num_virtual_stages: parts of the model on each stage.
+///     schedule: "1f1b" or "interleaved_1f1b"; "zbv" or "dualpipev", with ``num_virtual_stages=2``. None: 1F1B,
+///         interleaved with several virtual stages. "dualpipev" has at least two micro-batches for each stage.
+///     sync: where the ranks of a stage wait for each other: "step", once a step; or "micro_batch", in each (FSDP,
+///         ZeRO-3, experts over all of them), so that a micro-batch takes all of them as long as its slowest group.
+///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two where groups are.
+///     group_sizes: "powers_of_two", each from a multiple of its size on; or "any": any number of neighbours, which
+///         worlds of 24 or 48 ranks want, and memory that the longest documents fill.
+///     ranks_per_node: ranks of a stage on each node, if exchange is cheaper inside one: rank ``r`` is in node ``r
+///         // ranks_per_node``.
+///     max_documents: most documents of a group in a micro-batch, so that its ``cu_seqlens`` have a fixed number of
+///         entries (CUDA graphs); the padding is one more, as in ``pack``.
+///     multiple_of_tokens: each rank's tokens of a micro-batch run padded up to a multiple of this (MXFP8 32,
+///         HybridEP 128), by a document of the whole group, and ``max_tokens_per_rank`` counts the padding: the
+///         plan's is the largest multiple within it. Padding takes no time in a plan.
+///     token_buckets: int[b], ascending, multiples of ``multiple_of_tokens``: the only sizes that a rank's tokens
+///         have; a group without documents has the first.
+///     num_micro_batches: micro-batches of the step; None sweeps them.
+///     min_micro_batches: the sweep tries no fewer. For schedules that need so many: torch's 1F1B one for each
+///         stage, its DualPipeV two.
+///     max_micro_batches: where the sweep ends. It begins with ``num_stages``, or as many as memory forces or are
+///         wanted, and ends by default at 4 times that; if the documents do not fit by then, later. With
+///         ``micro_batch_seconds``, it begins with what memory forces.
+///     cp_seconds_per_token: time to exchange the keys and values of a token, and their gradients, over all layers.
+///     cp_seconds_per_exchange: latency of handing keys and values on to the next rank, over all layers and passes.
+///     cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node: the same of groups inside a node, with
+///         ``ranks_per_node``; each 0 if None, and at most what it costs across nodes.
+///     cp_overlap: part of the attention, from 0 to 1, that can hide the exchange.
+///     p2p_seconds: latency between pipeline stages.
+///     micro_batch_seconds: what every micro-batch takes through the whole model, whatever is in it.
+///     ids: int64[n], names of the documents in the plan; their indices if None.
+///
+/// Returns:
+///     DynamicCpPlan. The same input gives the same plan, byte for byte, on every rank and machine.
+///
+/// Raises:
+///     WlbError: an argument out of range; a document that does not fit on the largest group; too few micro-batches
+///         for the documents.
+///
+/// O(n log world_size) for each number of micro-batches tried, about ten (several times as many attempts where
+/// exchange costs), and O(num_stages * micro-batches * world_size) for the simulation of the best; in a world that
+/// is no power of two, up to O(n * micro-batches * log world_size) for each number, and O(n * micro-batches *
+/// world_size) where memory binds. Releases the GIL from 1,024 documents on.
+#[pyfunction]
+#[pyo3(signature = (
+    lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model = None, costs = None, attention_costs =
+    None, num_virtual_stages = 1, schedule = None, sync = "step", max_cp_size = None, group_sizes =
+    "powers_of_two", ranks_per_node = None, max_documents = None, multiple_of_tokens = 1, token_buckets = None,
+    num_micro_batches = None, min_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = 0.0,
+    cp_seconds_per_exchange = 0.0, cp_seconds_per_token_in_node = None, cp_seconds_per_exchange_in_node = None,
+    cp_overlap = 1.0, p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids = None
+))]
+#[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+pub(crate) fn plan_dynamic_cp<'py>(
+    py: Python<'py>,
+    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = arguments::world_size)] world_size: usize,
+    #[pyo3(from_py_with = arguments::num_stages)] num_stages: usize,
+    #[pyo3(from_py_with = arguments::max_tokens_per_rank)] max_tokens_per_rank: i32,
+    cost_model: Option<&CostModel>,
+    costs: Option<&Bound<'py, PyAny>>,
+    #[pyo3(from_py_with = arguments::optional::attention_costs)] attention_costs: Option<Vec<f64>>,
+    #[pyo3(from_py_with = arguments::num_virtual_stages)] num_virtual_stages: usize,
+    schedule: Option<&str>,
+    sync: &str,
+    #[pyo3(from_py_with = arguments::optional::max_cp_size)] max_cp_size: Option<usize>,
+    group_sizes: &str,
+    #[pyo3(from_py_with = arguments::optional::ranks_per_node)] ranks_per_node: Option<usize>,
+    #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
+    #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+    #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
+    #[pyo3(from_py_with = arguments::optional::num_micro_batches)] num_micro_batches: Option<usize>,
+    #[pyo3(from_py_with = arguments::optional::min_micro_batches)] min_micro_batches: Option<usize>,
+    #[pyo3(from_py_with = arguments::optional::max_micro_batches)] max_micro_batches: Option<usize>,
+    #[pyo3(from_py_with = arguments::cp_seconds_per_token)] cp_seconds_per_token: f64,
+    #[pyo3(from_py_with = arguments::cp_seconds_per_exchange)] cp_seconds_per_exchange: f64,
+    #[pyo3(from_py_with = arguments::optional::cp_seconds_per_token_in_node)] cp_seconds_per_token_in_node: Option<f64>,
+    #[pyo3(from_py_with = arguments::optional::cp_seconds_per_exchange_in_node)]
+    cp_seconds_per_exchange_in_node: Option<f64>,
+    #[pyo3(from_py_with = arguments::cp_overlap)] cp_overlap: f64,
+    #[pyo3(from_py_with = arguments::p2p_seconds)] p2p_seconds: f64,
+    #[pyo3(from_py_with = arguments::micro_batch_seconds)] micro_batch_seconds: f64,
+    #[pyo3(from_py_with = arguments::optional::ids)] ids: Option<Vec<i64>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let padding = Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+    let options = DynamicCpOptions {
+        world_size,
+        num_stages,
+        num_virtual_stages,
+        schedule: schedule.map(choice).transpose()?,
+        sync: choice(sync)?,
+        max_tokens_per_rank,
+        padding: Some(padding).filter(|padding| !padding.is_none()),
+        max_documents,
+        max_cp_size,
+        group_sizes: choice(group_sizes)?,
+        num_micro_batches,
+        min_micro_batches,
+        max_micro_batches,
+        communication: Communication {
+            seconds_per_exchange: cp_seconds_per_exchange,
+            seconds_per_token: cp_seconds_per_token,
+            overlap: cp_overlap,
+        },
+        node: node(ranks_per_node, cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node)?,
+        p2p_seconds,
+        micro_batch_seconds,
+    };
+    let costs = costs.map(|costs| floats("costs", costs)).transpose()?;
+    let costs = costs.map(|costs| DocumentCosts::new(costs, lengths.len(), 1, &[]).map_err(raise)).transpose()?;
+    let costs = match pricing(cost_model.map(|model| &model.0), costs.as_ref(), None)? {
+        Pricing::Model(_) if attention_costs.is_some() => {
+            return Err(refuse("attention_costs", None, None, "are a part of costs: pass both"));
+        }
+        Pricing::Model(model) => Costs::Model(model),
+        Pricing::Given(costs) => Costs::Given { costs, attention: attention_costs.as_deref() },
+    };
+    let plan =
+        run(py, lengths.len().max(world_size), || core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, costs))
+            .map_err(raise)?;
+    let of_groups = |tokens: fn(&core::DynamicCpPlan, usize) -> i64| {
+        Array::<Vec<i64>>((0..plan.groups.len()).map(|group| tokens(&plan, group)).collect())
+    };
+    let tokens_per_rank = of_groups(core::DynamicCpPlan::tokens_per_rank);
+    let padded_tokens_per_rank = of_groups(core::DynamicCpPlan::padded_tokens_per_rank);
+    answer!(py, "DynamicCpPlan", plan {
+        world_size, num_stages, num_virtual_stages, max_tokens_per_rank, max_documents, seconds, p2p_seconds,
+        lower_bound, balanced_seconds;
+        _digest: run(py, lengths.len().max(world_size), || plan.digest()),
+        _first_ranks: column(&plan.groups, |group| group.first_rank as i32),
+        _cp_sizes: column(&plan.groups, |group| group.cp_size as i32),
+        _tokens_per_rank: tokens_per_rank,
+        _padded_tokens_per_rank: padded_tokens_per_rank,
+        _group_seconds: column(&plan.groups, |group| group.seconds),
+        _group_offsets: column(&plan.group_offsets, |&offset| offset as i64),
+        _document_offsets: column(&plan.document_offsets, |&offset| offset as i64),
+        _document_ids: Array(plan.documents),
+        _lengths: Array(plan.lengths),
+        schedule: plan.schedule.as_str(),
+        sync: plan.sync.as_str(),
+        multiple_of_tokens: plan.padding.as_ref().map_or(1, Padding::multiple_of),
+        token_buckets: Tuple(plan.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec())),
+        sweep: Tuple(plan.sweep),
+    })
 }
 
-functions! {
-    /// `DynamicCpPlan.step_seconds`: the step's time if a plan's groups, given by their sizes in the order of ranks,
-    /// took these times.
-    fn dynamic_cp_seconds[py: Python<'_>](
-        group_seconds, *, columns: usize, cp_sizes, group_offsets, world_size, num_stages, num_virtual_stages,
-        schedule: &str, sync: &str, p2p_seconds,
-    ) -> PyResult<f64> {
-        let (seconds, entries, found) = group_seconds;
-        if entries != cp_sizes.len() {
-            let problem = format!("has {entries} entries, but the plan has {} groups", cp_sizes.len());
-            return Err(refuse("group_seconds", None, None, &problem));
-        }
-        if found != columns {
-            let problem =
-                format!("has {found} columns, but the plan was made by {columns} columns of costs: one for each");
-            return Err(refuse("group_seconds", None, None, &problem));
-        }
-        let mut first_rank = 0;
-        let groups: Vec<core::Group> = cp_sizes
-            .into_iter()
-            .map(|cp_size| {
-                // 0 is refused below.
-                let cp_size = u32::try_from(cp_size).ok().filter(|&size| size as usize <= world_size).unwrap_or(0);
-                let group = core::Group { first_rank, cp_size, seconds: 0.0 };
-                first_rank = (first_rank + cp_size) % world_size as u32;
-                group
-            })
-            .collect();
-        let offsets: Vec<usize> =
-            group_offsets.into_iter().map(|offset| usize::try_from(offset).unwrap_or(0)).collect();
-        let (schedule, tokens) = (Some(choice(schedule)?), 1); // of which nothing depends
-        let options = DynamicCpOptions {
-            num_virtual_stages,
-            schedule,
-            sync: choice(sync)?,
-            p2p_seconds,
-            ..DynamicCpOptions::new(world_size, num_stages, tokens)
-        };
-        let step = || core::step_seconds_by_column(&groups, &seconds, columns, &offsets, &options);
-        Ok(run(py, groups.len().max(world_size), step).map_err(raise)?.into_iter().sum())
+/// `DynamicCpPlan.step_seconds`: the step's time if a plan's groups, given by their sizes in the order of ranks,
+/// took these times.
+#[pyfunction]
+#[pyo3(signature = (
+    group_seconds, *, cp_sizes, group_offsets, world_size, num_stages, num_virtual_stages, schedule, sync,
+    p2p_seconds
+))]
+#[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+pub(crate) fn dynamic_cp_seconds(
+    py: Python<'_>,
+    #[pyo3(from_py_with = arguments::group_seconds)] group_seconds: Vec<f64>,
+    #[pyo3(from_py_with = arguments::cp_sizes)] cp_sizes: Vec<i64>,
+    #[pyo3(from_py_with = arguments::group_offsets)] group_offsets: Vec<i64>,
+    #[pyo3(from_py_with = arguments::world_size)] world_size: usize,
+    #[pyo3(from_py_with = arguments::num_stages)] num_stages: usize,
+    #[pyo3(from_py_with = arguments::num_virtual_stages)] num_virtual_stages: usize,
+    schedule: &str,
+    sync: &str,
+    #[pyo3(from_py_with = arguments::p2p_seconds)] p2p_seconds: f64,
+) -> PyResult<f64> {
+    if group_seconds.len() != cp_sizes.len() {
+        let problem = format!("has {} entries, but the plan has {} groups", group_seconds.len(), cp_sizes.len());
+        return Err(refuse("group_seconds", None, None, &problem));
     }
+    let mut first_rank = 0;
+    let groups: Vec<core::Group> = cp_sizes
+        .into_iter()
+        .zip(group_seconds)
+        .map(|(cp_size, seconds)| {
+            // 0 is refused below.
+            let cp_size = u32::try_from(cp_size).ok().filter(|&size| size as usize <= world_size).unwrap_or(0);
+            let group = core::Group { first_rank, cp_size, seconds };
+            first_rank = (first_rank + cp_size) % world_size as u32;
+            group
+        })
+        .collect();
+    let offsets: Vec<usize> = group_offsets.into_iter().map(|offset| usize::try_from(offset).unwrap_or(0)).collect();
+    let (schedule, tokens) = (Some(choice(schedule)?), 1); // of which nothing depends
+    let options = DynamicCpOptions {
+        num_virtual_stages,
+        schedule,
+        sync: choice(sync)?,
+        p2p_seconds,
+        ..DynamicCpOptions::new(world_size, num_stages, tokens)
+    };
+    let step = || core::step_seconds(&groups, &offsets, &options);
+    run(py, groups.len().max(world_size), step).map_err(raise)
 }
 
 /// What exchange costs inside a node, where the caller says which ranks are in one.

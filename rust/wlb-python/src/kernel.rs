@@ -1,10 +1,11 @@
 //! `wlb.KernelModel`.
 
 use pyo3::prelude::*;
+use wlb_core::Lengths;
 use wlb_core::cost::Mask;
 use wlb_core::sharding::kernel::KernelModel as Model;
 
-use crate::arguments::functions;
+use crate::arguments;
 use crate::convert::{choice, profile};
 use crate::cost::mask;
 use crate::error::raise;
@@ -12,8 +13,8 @@ use crate::plain::{Array, hashed_by, pickled_as_json, properties};
 
 /// Latency of an attention kernel for the segments of a context-parallel rank, in seconds per transformer layer.
 ///
-/// Queries are padded to the kernel's tile; the padded FLOPs are divided by the rate at that (query length, key
-/// length), from a table that was measured (:meth:`from_profile`) or is assumed (:meth:`analytic`); docs/semantics.md
+/// A kernel computes whole tiles of queries; their FLOPs are divided by the rate at that (query length, key length),
+/// from a table that was measured (:meth:`from_profile`) or is assumed (:meth:`analytic`); docs/semantics.md
 /// has the formulas. Immutable; picklable; equal models compare equal. WLB-LLM, section 5.2.
 #[pyclass(frozen, eq, hash, module = "wlb")]
 #[derive(PartialEq)]
@@ -34,8 +35,8 @@ properties! {
     num_kv_heads: i64 = |kernel| kernel.0.description().num_kv_heads;
     /// Width of a head.
     head_dim: i64 = |kernel| kernel.0.description().head_dim;
-    /// Queries that a thread block computes at a time; segments are padded to it.
-    tile: i64 = |kernel| kernel.0.description().tile;
+    /// Queries that a thread block computes at a time, forward and backward; a segment takes whole tiles.
+    tiles: (i64, i64) = |kernel| (kernel.0.description().forward.tile, kernel.0.description().backward.tile);
 }
 
 #[pymethods]
@@ -50,8 +51,8 @@ impl KernelModel {
     }
 }
 
-functions! {
-    KernelModel:
+#[pymethods]
+impl KernelModel {
     /// The model of a measured profile; exact at every point of its grid.
     ///
     /// Args:
@@ -61,7 +62,11 @@ functions! {
     /// Raises:
     ///     WlbError: no such profile, or a malformed one; says where in the file.
     #[staticmethod]
-    fn from_profile[](path_or_name: &Bound<'_, PyAny>, *, num_heads?) -> PyResult<Self> {
+    #[pyo3(signature = (path_or_name, *, num_heads = None))]
+    fn from_profile(
+        path_or_name: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::optional::num_heads)] num_heads: Option<i64>,
+    ) -> PyResult<Self> {
         let json = profile(path_or_name)?;
         let model = Model::from_profile(&json).map_err(raise)?;
         num_heads.map_or(Ok(model.clone()), |heads| model.with_num_heads(heads)).map(Self).map_err(raise)
@@ -79,7 +84,14 @@ functions! {
     /// Raises:
     ///     WlbError: an unknown generation, or a size out of range.
     #[staticmethod]
-    fn analytic[](generation: &str, *, num_heads, num_kv_heads?, head_dim, causal = true) -> PyResult<Self> {
+    #[pyo3(signature = (generation, *, num_heads, num_kv_heads = None, head_dim, causal = true))]
+    fn analytic(
+        generation: &str,
+        #[pyo3(from_py_with = arguments::num_heads)] num_heads: i64,
+        #[pyo3(from_py_with = arguments::optional::num_kv_heads)] num_kv_heads: Option<i64>,
+        #[pyo3(from_py_with = arguments::head_dim)] head_dim: i64,
+        #[pyo3(from_py_with = arguments::causal)] causal: bool,
+    ) -> PyResult<Self> {
         let num_kv_heads = num_kv_heads.unwrap_or(num_heads);
         Model::analytic(choice(generation)?, num_heads, num_kv_heads, head_dim, mask(causal)).map(Self).map_err(raise)
     }
@@ -96,8 +108,12 @@ functions! {
     ///
     /// Raises:
     ///     WlbError: a length out of range, or more queries than keys.
-    fn segment_seconds[&self](
-        query_lengths, key_lengths, *, passes: &str = "forward_backward",
+    #[pyo3(signature = (query_lengths, key_lengths, *, passes = "forward_backward"))]
+    fn segment_seconds(
+        &self,
+        #[pyo3(from_py_with = arguments::query_lengths)] query_lengths: Lengths,
+        #[pyo3(from_py_with = arguments::key_lengths)] key_lengths: Lengths,
+        passes: &str,
     ) -> PyResult<Array<Vec<f64>>> {
         let seconds = self.0.segments_seconds(&query_lengths, &key_lengths, choice(passes)?);
         seconds.map(Array).map_err(raise)

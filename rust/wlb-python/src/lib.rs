@@ -84,7 +84,6 @@ mod _core {
             ("OVERSIZE", stream::Oversize::NAMES),
             ("PASSES", cost::Passes::NAMES),
             ("RELEASES", stream::Release::NAMES),
-            ("REMAINDERS", sharding::Remainder::NAMES),
             ("SCHEDULES", pipeline::Schedule::NAMES),
             ("STRATEGIES", sharding::Strategy::NAMES),
             ("STREAM_METHODS", stream::StreamMethod::NAMES),

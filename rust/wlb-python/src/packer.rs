@@ -43,12 +43,13 @@ use crate::results::answer;
 ///     limits: float64[cost_columns], the most that a micro-batch may have in each column, infinite for none. What has
 ///         a limit is memory, and takes no time.
 ///     outlier_thresholds: tokens, ascending, where the levels of the queue begin. :func:`tune_outlier_thresholds` finds
-///         good ones. ``()``, the default, takes the adaptive rule.
+///         good ones. ``None``, the default, takes the adaptive rule; ``()`` is a queue without levels, which holds
+///         nothing back.
 ///     release: which waiting documents join a batch. It follows from ``outlier_thresholds`` and need not be said. With
 ///         thresholds it is "fifo", the paper's queues. Without them it is "adaptive": the longest documents, new or
 ///         waiting, are held as long as the step becomes so much more even that ``delay_price`` is paid, and short ones
 ///         while there is no room for them. "adaptive" balances better than queues at less delay. "fifo" without
-///         thresholds holds nothing back. "adaptive" with thresholds is refused.
+///         thresholds holds nothing back; "adaptive" with thresholds is refused.
 ///     delay_price: with "adaptive": how much shorter a step must become, relative to an even one, to be worth that a
 ///         context for each micro-batch waits one iteration (0.03, the default: 3 %); to wait a second iteration costs
 ///         twice as much. At a higher price less waits. Give :func:`tune_delay_price` a mean delay, and it finds the
@@ -386,7 +387,7 @@ functions! {
     Packer:
     #[new]
     #[pyo3(text_signature = "(*, num_micro_batches, max_tokens, cost_model=None, cost_columns=None, limits=None, \
-                             outlier_thresholds=(), release=None, delay_price=None, max_delay=None, \
+                             outlier_thresholds=None, release=None, delay_price=None, max_delay=None, \
                              max_document_tokens=None, oversize='error', method='var_length', dp_size=None, sync=None, \
                              max_documents=None, multiple_of_tokens=1, token_buckets=(), max_step_cost=None, \
                              tokens_per_batch=None, on_backlog='warn')")]
@@ -396,16 +397,15 @@ functions! {
         oversize: &str = "error", method: &str = "var_length", dp_size?, sync: Option<&str> = None, max_documents?,
         multiple_of_tokens = 1, token_buckets?, max_step_cost?, tokens_per_batch?, on_backlog: &str = "warn",
     ) -> PyResult<Self> {
-        let outlier_thresholds = outlier_thresholds.unwrap_or_default();
         let release = match release {
             Some(release) => choice(release)?,
-            None => Release::of_thresholds(&outlier_thresholds),
+            None => Release::of_thresholds(outlier_thresholds.as_deref()),
         };
         let padding = Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
         let max_tokens = padding.most(max_tokens).map_err(raise)?;
         let padding = Some(padding).filter(|padding| !padding.is_none());
         let packer = Core::new(PackerConfig {
-            outlier_thresholds,
+            outlier_thresholds: outlier_thresholds.unwrap_or_default(),
             delay_price: delay_price.or(release.default_price()),
             oversize: choice(oversize)?,
             limits: column_limits(cost_columns, limits)?,

@@ -6,7 +6,7 @@ use wlb_core::Error;
 use wlb_core::limits::MAX_CELLS;
 use wlb_core::pipeline::{self as core, Buffers, Detail, Pipeline, PipelineOptions, StepTotals, Summary, Times};
 
-use crate::arguments::functions;
+use crate::arguments;
 use crate::convert::{choice, count, floats_of_shape};
 use crate::error::{raise, refuse, refuse_entry};
 use crate::gil::{RELEASE_FROM, run};
@@ -140,178 +140,193 @@ impl Question {
     }
 }
 
-functions! {
-    /// Simulates one step of one pipeline.
-    ///
-    /// Every rank runs its ops in the schedule's order, each as soon as the rank is free and its input is there.
-    ///
-    /// Args:
-    ///     costs: seconds; float64[m], micro-batches through the whole model, forward and backward
-    ///         (:attr:`Packing.costs`): every stage takes an equal part, and of that a third each the forward and the
-    ///         gradients of input and weights. Or float64[m, stages], with ``stages = num_stages *
-    ///         num_virtual_stages``; or float64[m, stages, 3], with forward, input gradient and weight gradient apart.
-    ///     schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv" or
-    ///         "dualpipev".
-    ///     num_stages: pipeline ranks, p.
-    ///     num_virtual_stages: stages on each rank, v; rank r has stages r, r + p, ... With "zbv" and "dualpipev" 2: r
-    ///         and 2p - 1 - r; with "gpipe", "1f1b", "zb_h1" and "zb_h2" 1. The interleaved schedules take the
-    ///         micro-batches in ``max(1, m // p)`` rounds, which must divide m.
-    ///     p2p_seconds: latency from the end of an op to when a stage on another rank can start on what it sends; it
-    ///         occupies neither. One number, or float64[m].
-    ///     activation: float64[m], what a rank holds of a micro-batch from its forward to its weight gradient, over all
-    ///         its stages; in any unit, such as tokens. 1 each without it.
-    ///     exposed: like ``costs``: which part of them is communication that nothing hides. Changes no time.
-    ///
-    /// Returns:
-    ///     PipelineTimeline.
-    ///
-    /// Raises:
-    ///     WlbError: a shape that does not fit, a number that is negative or not finite, sizes that the schedule does
-    ///         not take.
-    ///
-    /// O(ops), that is O(m p v).
-    #[pyo3(text_signature = "(costs, *, schedule='1f1b', num_stages, num_virtual_stages=1, p2p_seconds=0.0, \
-                             activation=None, exposed=None)")]
-    fn simulate_pipeline<'py>[py: Python<'py>](
-        costs: &Bound<'py, PyAny>, *, schedule: &str = "1f1b", num_stages,
-        num_virtual_stages: Given<'_, 'py> = None, p2p_seconds: Given<'_, 'py> = None,
-        activation: Given<'_, 'py> = None, exposed: Given<'_, 'py> = None,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let given = [activation, exposed];
-        let question = Question::read(0, costs, schedule, num_stages, num_virtual_stages, p2p_seconds, given)?;
-        let simulate = || {
-            let (times, activation) = question.part(0)?;
-            Pipeline::new(&question.options)?.simulate(&times, activation)
-        };
-        let timeline = run(py, question.cells(), simulate).map_err(|error| question.raise(error, 0))?;
-        let options = &question.options;
-        let core::Timeline { summary, records, .. } = &timeline;
-        answer!(py, "PipelineTimeline", options {
-            num_stages, num_virtual_stages, num_micro_batches;
-            _schedule: options.schedule.as_str(),
-            seconds: summary.seconds,
-            period_seconds: summary.period(),
-            bubble_ratio: summary.bubble_ratio(),
-            busy: Array(&summary.busy[..]),
-            exposed: Array(&summary.exposed[..]),
-            bubble: column(&summary.busy, |busy| summary.seconds - busy),
-            spans: Array(&summary.spans[..]),
-            peak_activation: Array(&summary.peak_activation[..]),
-            ranks: column(records, |record| record.rank as i32),
-            stages: column(records, |record| record.op.stage as i32),
-            micro_batches: column(records, |record| record.op.micro_batch as i32),
-            kinds: column(records, |record| record.op.kind as u8),
-            starts: column(records, |record| record.start),
-            ends: column(records, |record| record.end),
-            critical_path: column(&timeline.critical_path(), |&index| index as i64),
-            _question: question.bytes(py),
-        })
-    }
+/// Simulates one step of one pipeline.
+///
+/// Every rank runs its ops in the schedule's order, each as soon as the rank is free and its input is there.
+///
+/// Args:
+///     costs: seconds; float64[m], micro-batches through the whole model, forward and backward
+///         (:attr:`Packing.costs`): every stage takes an equal part, and of that a third each the forward and the
+///         gradients of input and weights. Or float64[m, stages], with ``stages = num_stages *
+///         num_virtual_stages``; or float64[m, stages, 3], with forward, input gradient and weight gradient apart.
+///     schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv" or
+///         "dualpipev".
+///     num_stages: pipeline ranks, p.
+///     num_virtual_stages: stages on each rank, v; rank r has stages r, r + p, ... With "zbv" and "dualpipev" 2: r
+///         and 2p - 1 - r; with "gpipe", "1f1b", "zb_h1" and "zb_h2" 1. The interleaved schedules take the
+///         micro-batches in ``max(1, m // p)`` rounds, which must divide m.
+///     p2p_seconds: latency from the end of an op to when a stage on another rank can start on what it sends; it
+///         occupies neither. One number, or float64[m].
+///     activation: float64[m], what a rank holds of a micro-batch from its forward to its weight gradient, over all
+///         its stages; in any unit, such as tokens. 1 each without it.
+///     exposed: like ``costs``: which part of them is communication that nothing hides. Changes no time.
+///
+/// Returns:
+///     PipelineTimeline.
+///
+/// Raises:
+///     WlbError: a shape that does not fit, a number that is negative or not finite, sizes that the schedule does
+///         not take.
+///
+/// O(ops), that is O(m p v).
+#[pyfunction]
+#[pyo3(signature = (costs, *, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None, activation = None, exposed = None), text_signature = "(costs, *, schedule='1f1b', num_stages, num_virtual_stages=1, p2p_seconds=0.0, \
+                         activation=None, exposed=None)")]
+#[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+pub(crate) fn simulate_pipeline<'py>(
+    py: Python<'py>,
+    costs: &Bound<'py, PyAny>,
+    schedule: &str,
+    #[pyo3(from_py_with = arguments::num_stages)] num_stages: usize,
+    num_virtual_stages: Given<'_, 'py>,
+    p2p_seconds: Given<'_, 'py>,
+    activation: Given<'_, 'py>,
+    exposed: Given<'_, 'py>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let given = [activation, exposed];
+    let question = Question::read(0, costs, schedule, num_stages, num_virtual_stages, p2p_seconds, given)?;
+    let simulate = || {
+        let (times, activation) = question.part(0)?;
+        Pipeline::new(&question.options)?.simulate(&times, activation)
+    };
+    let timeline = run(py, question.cells(), simulate).map_err(|error| question.raise(error, 0))?;
+    let options = &question.options;
+    let core::Timeline { summary, records, .. } = &timeline;
+    answer!(py, "PipelineTimeline", options {
+        num_stages, num_virtual_stages, num_micro_batches;
+        _schedule: options.schedule.as_str(),
+        seconds: summary.seconds,
+        period_seconds: summary.period(),
+        bubble_ratio: summary.bubble_ratio(),
+        busy: Array(&summary.busy[..]),
+        exposed: Array(&summary.exposed[..]),
+        bubble: column(&summary.busy, |busy| summary.seconds - busy),
+        spans: Array(&summary.spans[..]),
+        peak_activation: Array(&summary.peak_activation[..]),
+        ranks: column(records, |record| record.rank as i32),
+        stages: column(records, |record| record.op.stage as i32),
+        micro_batches: column(records, |record| record.op.micro_batch as i32),
+        kinds: column(records, |record| record.op.kind as u8),
+        starts: column(records, |record| record.start),
+        ends: column(records, |record| record.end),
+        critical_path: column(&timeline.critical_path(), |&index| index as i64),
+        _question: question.bytes(py),
+    })
+}
 
-    /// Simulates many steps of data-parallel replicas of a pipeline, which wait for each other at the end of each step.
-    ///
-    /// As :func:`simulate_pipeline`, with two dimensions before that of the micro-batches, and without single ops: a
-    /// few numbers a step, tens of millions of ops a second.
-    ///
-    /// Args:
-    ///     costs: seconds; float64[steps, dp, m], or that with [..., stages] or [..., stages, 3].
-    ///     schedule: see :func:`simulate_pipeline`.
-    ///     num_stages: see there.
-    ///     num_virtual_stages: see there.
-    ///     p2p_seconds: one number, or float64[steps, dp, m].
-    ///     activation: float64[steps, dp, m].
-    ///     exposed: like ``costs``.
-    ///
-    /// Returns:
-    ///     PipelineSteps.
-    ///
-    /// Raises:
-    ///     WlbError: no replicas; and see :func:`simulate_pipeline`.
-    ///
-    /// O(ops), that is O(steps dp m p v).
-    #[pyo3(text_signature = "(costs, *, schedule='1f1b', num_stages, num_virtual_stages=1, p2p_seconds=0.0, \
-                             activation=None, exposed=None)")]
-    fn simulate_steps<'py>[py: Python<'py>](
-        costs: &Bound<'py, PyAny>, *, schedule: &str = "1f1b", num_stages,
-        num_virtual_stages: Given<'_, 'py> = None, p2p_seconds: Given<'_, 'py> = None,
-        activation: Given<'_, 'py> = None, exposed: Given<'_, 'py> = None,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let given = [activation, exposed];
-        let question = Question::read(2, costs, schedule, num_stages, num_virtual_stages, p2p_seconds, given)?;
-        let dp_size = question.shape[1];
-        if dp_size == 0 {
-            let problem = format!("has shape {:?}, but a step needs at least one replica", question.shape);
-            return Err(refuse("costs", None, None, problem));
-        }
-        let simulate = || {
-            let pipeline = Pipeline::new(&question.options).map_err(|error| (error, 0))?;
-            let mut buffers = Buffers::default();
-            let mut one = |index| {
-                let (times, activation) = question.part(index)?;
-                pipeline.summarize(&times, activation, &mut buffers)
-            };
-            (0..question.pipelines())
-                .map(|index| one(index).map_err(|error| (error, index)))
-                .collect::<Result<Vec<_>, _>>()
-        };
-        let replicas = run(py, question.cells(), simulate).map_err(|(error, part)| question.raise(error, part))?;
-        let totals: Vec<_> = replicas.chunks(dp_size).map(StepTotals::new).collect();
-        let (schedule, shape) = (question.options.schedule, [totals.len(), dp_size, question.options.num_stages]);
-        let of_ranks =
-            |values: fn(&Summary) -> &[f64]| Table(replicas.iter().flat_map(values).copied().collect(), shape);
-        answer!(py, "PipelineSteps", {
-            seconds: column(&totals, |step| step.seconds),
-            compute: column(&totals, |step| step.compute),
-            exposed: column(&totals, |step| step.exposed),
-            bubble: column(&totals, |step| step.bubble),
-            dp_wait: column(&totals, |step| step.dp_wait),
-            pipeline_seconds: Table(replicas.iter().map(|replica| replica.seconds).collect(), [shape[0], shape[1]]),
-            busy: of_ranks(|replica| &replica.busy),
-            spans: of_ranks(|replica| &replica.spans),
-            peak_activation: of_ranks(|replica| &replica.peak_activation),
-            _schedule: schedule.as_str(),
-            _question: question.bytes(py),
-        })
+/// Simulates many steps of data-parallel replicas of a pipeline, which wait for each other at the end of each step.
+///
+/// As :func:`simulate_pipeline`, with two dimensions before that of the micro-batches, and without single ops: a
+/// few numbers a step, tens of millions of ops a second.
+///
+/// Args:
+///     costs: seconds; float64[steps, dp, m], or that with [..., stages] or [..., stages, 3].
+///     schedule: see :func:`simulate_pipeline`.
+///     num_stages: see there.
+///     num_virtual_stages: see there.
+///     p2p_seconds: one number, or float64[steps, dp, m].
+///     activation: float64[steps, dp, m].
+///     exposed: like ``costs``.
+///
+/// Returns:
+///     PipelineSteps.
+///
+/// Raises:
+///     WlbError: no replicas; and see :func:`simulate_pipeline`.
+///
+/// O(ops), that is O(steps dp m p v).
+#[pyfunction]
+#[pyo3(signature = (costs, *, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None, activation = None, exposed = None), text_signature = "(costs, *, schedule='1f1b', num_stages, num_virtual_stages=1, p2p_seconds=0.0, \
+                         activation=None, exposed=None)")]
+#[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+pub(crate) fn simulate_steps<'py>(
+    py: Python<'py>,
+    costs: &Bound<'py, PyAny>,
+    schedule: &str,
+    #[pyo3(from_py_with = arguments::num_stages)] num_stages: usize,
+    num_virtual_stages: Given<'_, 'py>,
+    p2p_seconds: Given<'_, 'py>,
+    activation: Given<'_, 'py>,
+    exposed: Given<'_, 'py>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let given = [activation, exposed];
+    let question = Question::read(2, costs, schedule, num_stages, num_virtual_stages, p2p_seconds, given)?;
+    let dp_size = question.shape[1];
+    if dp_size == 0 {
+        let problem = format!("has shape {:?}, but a step needs at least one replica", question.shape);
+        return Err(refuse("costs", None, None, problem));
     }
+    let simulate = || {
+        let pipeline = Pipeline::new(&question.options).map_err(|error| (error, 0))?;
+        let mut buffers = Buffers::default();
+        let mut one = |index| {
+            let (times, activation) = question.part(index)?;
+            pipeline.summarize(&times, activation, &mut buffers)
+        };
+        (0..question.pipelines()).map(|index| one(index).map_err(|error| (error, index))).collect::<Result<Vec<_>, _>>()
+    };
+    let replicas = run(py, question.cells(), simulate).map_err(|(error, part)| question.raise(error, part))?;
+    let totals: Vec<_> = replicas.chunks(dp_size).map(StepTotals::new).collect();
+    let (schedule, shape) = (question.options.schedule, [totals.len(), dp_size, question.options.num_stages]);
+    let of_ranks = |values: fn(&Summary) -> &[f64]| Table(replicas.iter().flat_map(values).copied().collect(), shape);
+    answer!(py, "PipelineSteps", {
+        seconds: column(&totals, |step| step.seconds),
+        compute: column(&totals, |step| step.compute),
+        exposed: column(&totals, |step| step.exposed),
+        bubble: column(&totals, |step| step.bubble),
+        dp_wait: column(&totals, |step| step.dp_wait),
+        pipeline_seconds: Table(replicas.iter().map(|replica| replica.seconds).collect(), [shape[0], shape[1]]),
+        busy: of_ranks(|replica| &replica.busy),
+        spans: of_ranks(|replica| &replica.spans),
+        peak_activation: of_ranks(|replica| &replica.peak_activation),
+        _schedule: schedule.as_str(),
+        _question: question.bytes(py),
+    })
+}
 
-    /// Deals the micro-batches of a step to data-parallel ranks in equal counts, in an order that suits the schedule,
-    /// so that the slowest rank is done early.
-    ///
-    /// Deals by cost, then tries sorted orders, swaps and moves in the simulator: never slower than
-    /// :meth:`Packing.deal`, which knows no schedule.
-    ///
-    /// Args:
-    ///     costs: seconds of all micro-batches of a step; float64[M], [M, stages] or [M, stages, 3] as for
-    ///         :func:`simulate_pipeline`.
-    ///     dp_size: data-parallel ranks; divides M.
-    ///     schedule: see :func:`simulate_pipeline`.
-    ///     num_stages: see there.
-    ///     num_virtual_stages: see there.
-    ///     p2p_seconds: one number, or float64[M].
-    ///
-    /// Returns:
-    ///     int64[dp_size, M / dp_size]: indices of each rank's micro-batches, the first of each row to go first. So
-    ///     ``costs[order]`` is what the ranks run. The same on every rank that has the same costs.
-    ///
-    /// Raises:
-    ///     WlbError: ``dp_size`` does not divide M; and see :func:`simulate_pipeline`.
-    ///
-    /// Simulates about a million ops (milliseconds), or four orders of each rank if those are more: at most 2^24 ops
-    /// and one order. Ranks beyond that keep the order of :meth:`Packing.deal`.
-    #[pyo3(text_signature = "(costs, *, dp_size=1, schedule='1f1b', num_stages, num_virtual_stages=1, p2p_seconds=0.0)")]
-    fn order_micro_batches<'py>[py: Python<'py>](
-        costs: &Bound<'py, PyAny>, *, dp_size = 1, schedule: &str = "1f1b", num_stages,
-        num_virtual_stages: Given<'_, 'py> = None, p2p_seconds: Given<'_, 'py> = None,
-    ) -> PyResult<Table<i64>> {
-        let question = Question::read(0, costs, schedule, num_stages, num_virtual_stages, p2p_seconds, [None; 2])?;
-        let total = question.options.num_micro_batches;
-        let divides = usize::try_from(dp_size).ok().filter(|&dp_size| dp_size > 0 && total.is_multiple_of(dp_size));
-        let Some(ranks) = divides else {
-            return Err(raise(Error::Indivisible { argument: "dp_size", value: dp_size, total }));
-        };
-        let options = PipelineOptions { num_micro_batches: total / ranks, ..question.options };
-        let place = || core::order_micro_batches(&options, &question.part(0)?.0, ranks);
-        let order = run(py, RELEASE_FROM, place).map_err(|error| question.raise(error, 0))?;
-        Ok(Table(order.into_iter().map(|micro_batch| micro_batch as i64).collect(), [ranks, total / ranks]))
-    }
+/// Deals the micro-batches of a step to data-parallel ranks in equal counts, in an order that suits the schedule,
+/// so that the slowest rank is done early.
+///
+/// Deals by cost, then tries sorted orders, swaps and moves in the simulator: never slower than
+/// :meth:`Packing.deal`, which knows no schedule.
+///
+/// Args:
+///     costs: seconds of all micro-batches of a step; float64[M], [M, stages] or [M, stages, 3] as for
+///         :func:`simulate_pipeline`.
+///     dp_size: data-parallel ranks; divides M.
+///     schedule: see :func:`simulate_pipeline`.
+///     num_stages: see there.
+///     num_virtual_stages: see there.
+///     p2p_seconds: one number, or float64[M].
+///
+/// Returns:
+///     int64[dp_size, M / dp_size]: indices of each rank's micro-batches, the first of each row to go first. So
+///     ``costs[order]`` is what the ranks run. The same on every rank that has the same costs.
+///
+/// Raises:
+///     WlbError: ``dp_size`` does not divide M; and see :func:`simulate_pipeline`.
+///
+/// Simulates about a million ops (milliseconds), or four orders of each rank if those are more: at most 2^24 ops
+/// and one order. Ranks beyond that keep the order of :meth:`Packing.deal`.
+#[pyfunction]
+#[pyo3(signature = (costs, *, dp_size = 1, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None), text_signature = "(costs, *, dp_size=1, schedule='1f1b', num_stages, num_virtual_stages=1, p2p_seconds=0.0)")]
+pub(crate) fn order_micro_batches<'py>(
+    py: Python<'py>,
+    costs: &Bound<'py, PyAny>,
+    #[pyo3(from_py_with = arguments::dp_size)] dp_size: i64,
+    schedule: &str,
+    #[pyo3(from_py_with = arguments::num_stages)] num_stages: usize,
+    num_virtual_stages: Given<'_, 'py>,
+    p2p_seconds: Given<'_, 'py>,
+) -> PyResult<Table<i64>> {
+    let question = Question::read(0, costs, schedule, num_stages, num_virtual_stages, p2p_seconds, [None; 2])?;
+    let total = question.options.num_micro_batches;
+    let divides = usize::try_from(dp_size).ok().filter(|&dp_size| dp_size > 0 && total.is_multiple_of(dp_size));
+    let Some(ranks) = divides else {
+        return Err(raise(Error::Indivisible { argument: "dp_size", value: dp_size, total }));
+    };
+    let options = PipelineOptions { num_micro_batches: total / ranks, ..question.options };
+    let place = || core::order_micro_batches(&options, &question.part(0)?.0, ranks);
+    let order = run(py, RELEASE_FROM, place).map_err(|error| question.raise(error, 0))?;
+    Ok(Table(order.into_iter().map(|micro_batch| micro_batch as i64).collect(), [ranks, total / ranks]))
 }

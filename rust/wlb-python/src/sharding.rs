@@ -11,7 +11,7 @@ use wlb_core::cost::Mask;
 use wlb_core::sharding::kernel::KernelModel as Model;
 use wlb_core::sharding::{self as core, ShardOptions, Strategy};
 
-use crate::arguments::functions;
+use crate::arguments;
 use crate::convert::{choice, size};
 use crate::cost::mask;
 use crate::error::{raise, refuse};
@@ -19,63 +19,70 @@ use crate::gil::run;
 use crate::kernel::KernelModel;
 use crate::plain::{Array, Pickle, hashed_by, pickled_as_part, properties};
 
-functions! {
-    /// Shards one micro-batch over the ranks of a context-parallel group, without padding.
-    ///
-    /// Any lengths, any total, any ``cp_size``: ranks differ by at most one token, and a document of 1 token is as
-    /// legal as a rank without any.
-    ///
-    /// Args:
-    ///     lengths: int[n], tokens of the documents, in packed order.
-    ///     cp_size: ranks of the group.
-    ///     strategy: "auto" lays every document on as few ranks as leave none with more than ``max_imbalance`` times
-    ///         the mean pairs (where nothing does, as evenly as it can): few keys to fetch, long segments.
-    ///         "per_document" cuts every document into ``2 * cp_size`` chunks and gives rank ``i`` chunks ``i`` and ``2
-    ///         * cp_size - 1 - i``: equal work. "per_sequence" does that with the packed sequence: fewer, longer
-    ///         segments, unequal work. "hybrid" cuts documents of ``hybrid_threshold`` tokens or more per document and
-    ///         keeps shorter ones whole on one rank. "adaptive" is whichever of these ``kernel_model`` predicts to be
-    ///         fastest: the least latency of the slowest rank, forward and backward; of equals "per_sequence" before
-    ///         "per_document", "auto" and "hybrid". The result's ``strategy`` and ``hybrid_threshold`` tell which.
-    ///         "contiguous" gives rank ``i`` the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that
-    ///         mix neighbouring tokens: attention is uneven under it, see :func:`wlb.torch.recut`.
-    ///     causal: mask; decides pairs and key ranges, not who gets which token.
-    ///     remainder: with "per_document", where a document's ``length % (2 * cp_size)`` left-over tokens go: "chunk"
-    ///         lengthens chunks by one; "token" deals them one by one, as the paper's text has it (for comparison).
-    ///     hybrid_threshold: tokens; with "hybrid" only.
-    ///     max_imbalance: with "auto", and with "adaptive" where it tries that: pairs of the rank with the most over
-    ///         the mean, at least 1; default 1.01.
-    ///     kernel_model: for "adaptive", and for "hybrid" without a threshold, which then gets the best one. It
-    ///         searches all distinct lengths (of more than 64, only some: see docs/semantics.md) and decides from
-    ///         lengths only.
-    ///     cp_seconds_per_key: beside a ``kernel_model``: time that a rank takes for each key that it fetches
-    ///         (``Shard.keys_moved``), in one layer, as the model's latencies are: with its value, forward and
-    ///         backward, all that is sent for it either way, less what computation hides; at most 1e-3. The slowest
-    ///         rank is then that with the most attention and fetching together. 0: free. Give a price where ranks
-    ///         fetch just what they need, as ``wlb.torch``'s transport "fetch" does; others send more than that.
-    ///
-    /// Returns:
-    ///     Shard. The same input gives the same shards on every rank.
-    ///
-    /// Raises:
-    ///     WlbError: a length or size out of range, more than 2**31 - 1 tokens in all, an option that does not go with
-    ///         the strategy or is missing, a kernel model of another mask, a price that is no time.
-    ///
-    /// O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
-    fn shard[py: Python<'_>](
-        lengths, *, cp_size, strategy: &str = "auto", causal = true, remainder: &str = "chunk", hybrid_threshold?,
-        max_imbalance?, kernel_model: Option<&KernelModel> = None, cp_seconds_per_key = 0.0,
-    ) -> PyResult<Shard> {
-        let (strategy, remainder) = (choice(strategy)?, choice(remainder)?);
-        if max_imbalance.is_some() && !matches!(strategy, Strategy::Auto | Strategy::Adaptive) {
-            let problem =
-                "is of strategy=\"auto\", or \"adaptive\", which tries it; the others have no choice of ranks";
-            return Err(refuse("max_imbalance", None, None, problem));
-        }
-        let max_imbalance = max_imbalance.unwrap_or(ShardOptions::MAX_IMBALANCE);
-        let options =
-            ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold, max_imbalance };
-        Shard::cut(py, &lengths, &options, kernel_model.map(|model| &model.0), cp_seconds_per_key)
+/// Shards one micro-batch over the ranks of a context-parallel group, without padding.
+///
+/// Any lengths, any total, any ``cp_size``: ranks differ by at most one token, and a document of 1 token is as
+/// legal as a rank without any.
+///
+/// Args:
+///     lengths: int[n], tokens of the documents, in packed order.
+///     cp_size: ranks of the group.
+///     strategy: "auto" lays every document on as few ranks as leave none with more than ``max_imbalance`` times
+///         the mean pairs (where nothing does, as evenly as it can): few keys to fetch, long segments.
+///         "per_document" cuts every document into ``2 * cp_size`` chunks and gives rank ``i`` chunks ``i`` and ``2
+///         * cp_size - 1 - i``: equal work. "per_sequence" does that with the packed sequence: fewer, longer
+///         segments, unequal work. "hybrid" cuts documents of ``hybrid_threshold`` tokens or more per document and
+///         keeps shorter ones whole on one rank. "adaptive" is whichever of these ``kernel_model`` predicts to be
+///         fastest: the least latency of the slowest rank, forward and backward; of equals "per_sequence" before
+///         "per_document", "auto" and "hybrid". The result's ``strategy`` and ``hybrid_threshold`` tell which.
+///         "contiguous" gives rank ``i`` the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that
+///         mix neighbouring tokens: attention is uneven under it, see :func:`wlb.torch.recut`.
+///     causal: mask; decides pairs and key ranges, not who gets which token.
+///     hybrid_threshold: tokens; with "hybrid" only.
+///     max_imbalance: with "auto", and with "adaptive" where it tries that: pairs of the rank with the most over
+///         the mean, at least 1; default 1.01.
+///     kernel_model: for "adaptive", and for "hybrid" without a threshold, which then gets the best one. It
+///         searches all distinct lengths (of more than 64, only some: see docs/semantics.md) and decides from
+///         lengths only.
+///     cp_seconds_per_key: beside a ``kernel_model``: time that a rank takes for each key that it fetches
+///         (``Shard.keys_moved``), in one layer, as the model's latencies are: with its value, forward and
+///         backward, all that is sent for it either way, less what computation hides; at most 1e-3. The slowest
+///         rank is then that with the most attention and fetching together. 0: free. Give a price where ranks
+///         fetch just what they need, as ``wlb.torch``'s transport "fetch" does; others send more than that.
+///
+/// Returns:
+///     Shard. The same input gives the same shards on every rank.
+///
+/// Raises:
+///     WlbError: a length or size out of range, more than 2**31 - 1 tokens in all, an option that does not go with
+///         the strategy or is missing, a kernel model of another mask, a price that is no time.
+///
+/// O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
+#[pyfunction]
+#[pyo3(signature = (
+    lengths, *, cp_size, strategy = "auto", causal = true, hybrid_threshold = None, max_imbalance = None,
+    kernel_model = None, cp_seconds_per_key = 0.0
+))]
+#[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+pub(crate) fn shard(
+    py: Python<'_>,
+    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = arguments::cp_size)] cp_size: usize,
+    strategy: &str,
+    #[pyo3(from_py_with = arguments::causal)] causal: bool,
+    #[pyo3(from_py_with = arguments::optional::hybrid_threshold)] hybrid_threshold: Option<i64>,
+    #[pyo3(from_py_with = arguments::optional::max_imbalance)] max_imbalance: Option<f64>,
+    kernel_model: Option<&KernelModel>,
+    #[pyo3(from_py_with = arguments::cp_seconds_per_key)] cp_seconds_per_key: f64,
+) -> PyResult<Shard> {
+    let strategy = choice(strategy)?;
+    if max_imbalance.is_some() && !matches!(strategy, Strategy::Auto | Strategy::Adaptive) {
+        let problem = "is of strategy=\"auto\", or \"adaptive\", which tries it; the others have no choice of ranks";
+        return Err(refuse("max_imbalance", None, None, problem));
     }
+    let max_imbalance = max_imbalance.unwrap_or(ShardOptions::MAX_IMBALANCE);
+    let options = ShardOptions { cp_size, strategy, mask: mask(causal), hybrid_threshold, max_imbalance };
+    Shard::cut(py, &lengths, &options, kernel_model.map(|model| &model.0), cp_seconds_per_key)
 }
 
 /// A micro-batch cut for the ranks of a context-parallel group.
@@ -189,23 +196,28 @@ impl Shard {
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickle<'py, Bound<'py, PyTuple>>> {
         let Self { plan, options } = slf.get();
         let lengths = PyArray1::from_slice(slf.py(), &plan.lengths);
-        let (strategy, remainder) = (options.strategy.as_str(), options.remainder.as_str());
+        let strategy = options.strategy.as_str();
         let (threshold, max_imbalance) = (options.hybrid_threshold, options.max_imbalance);
-        let arguments = (lengths, options.cp_size, strategy, slf.get().causal(), remainder, threshold, max_imbalance);
+        let arguments = (lengths, options.cp_size, strategy, slf.get().causal(), threshold, max_imbalance);
         Ok((slf.get_type().getattr("_of")?, arguments.into_pyobject(slf.py())?))
     }
 }
 
-functions! {
-    Shard:
+#[pymethods]
+impl Shard {
     #[staticmethod]
-    fn _of[py: Python<'_>](
-        lengths, cp_size: usize, strategy: &str, causal, remainder: &str, hybrid_threshold: Option<i64>,
+    #[pyo3(signature = (lengths, cp_size, strategy, causal, hybrid_threshold, max_imbalance))]
+    fn _of(
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        cp_size: usize,
+        strategy: &str,
+        #[pyo3(from_py_with = arguments::causal)] causal: bool,
+        hybrid_threshold: Option<i64>,
         max_imbalance: f64,
     ) -> PyResult<Self> {
-        let (strategy, remainder) = (choice(strategy)?, choice(remainder)?);
-        let options =
-            ShardOptions { cp_size, strategy, mask: mask(causal), remainder, hybrid_threshold, max_imbalance };
+        let strategy = choice(strategy)?;
+        let options = ShardOptions { cp_size, strategy, mask: mask(causal), hybrid_threshold, max_imbalance };
         Self::cut(py, &lengths, &options, None, 0.0)
     }
 }

@@ -21,7 +21,7 @@ def constant(tmp_path_factory: pytest.TempPathFactory) -> wlb.KernelModel:
     """A kernel that takes a nanosecond a pair, whatever the shape, and no launch."""
     lengths = [1, 1024]
     seconds = [[1e-9 * (q * k - q * (q - 1) / 2) if q <= k else None for k in lengths] for q in lengths]
-    table = {"median_seconds": seconds, "launch_seconds": 0.0}
+    table = {"tile": 1, "median_seconds": seconds, "launch_seconds": 0.0}
     profile = {
         "format": "wlb.profile",
         "version": 1,
@@ -31,7 +31,6 @@ def constant(tmp_path_factory: pytest.TempPathFactory) -> wlb.KernelModel:
         "num_heads": 8,
         "num_kv_heads": 8,
         "head_dim": 128,
-        "tile": 1,
         "query_lengths": lengths,
         "key_lengths": lengths,
         "forward": table,

@@ -78,7 +78,7 @@ def test_a_measured_linear_part_replaces_flops() -> None:
 
 def test_the_linear_part_of_a_profile(tmp_path: Path) -> None:
     """Seconds of one layer on one rank, as `wlb profile` writes them."""
-    attention = {"median_seconds": [[1e-6, 2e-6], [None, 3e-6]]}
+    attention = {"tile": 128, "median_seconds": [[1e-6, 2e-6], [None, 3e-6]]}
     profile = {
         "format": "wlb.profile",
         "version": 1,
@@ -88,7 +88,6 @@ def test_the_linear_part_of_a_profile(tmp_path: Path) -> None:
         "num_heads": 32,
         "num_kv_heads": 32,
         "head_dim": 128,
-        "tile": 128,
         "query_lengths": [128, 256],
         "key_lengths": [128, 256],
         "forward": attention,

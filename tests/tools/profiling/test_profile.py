@@ -134,7 +134,7 @@ def test_queries_are_rounded_up_to_what_the_kernel_computes_together() -> None:
     """A flash kernel computes 128 queries together, the reference kernel those that there are."""
     reference = AttentionBench.of(MODEL, tp=1, device=Device.open("cpu"), kernel="auto")
     flash = replace(reference, kernel=VarlenKernel(1.0))
-    assert (reference.identity()["tile"], flash.identity()["tile"]) == (1, 128)
+    assert (reference.identity()["tiles"], flash.identity()["tiles"]) == ([1, 1], [128, 128])
     little_more, double = (Shape("attention", tokens, tokens) for tokens in (129, 256))
     pairs = 129 * 130 / (256 * 257)
     for bench, share in ((reference, pairs), (flash, 1.0)):

@@ -37,8 +37,8 @@ def times(found: LayoutSearch) -> list[float]:
     "case",
     [
         pytest.param({"gpus": 8, "by": "tokens"}, marks=pytest.mark.long),
-        {"gpus": 8, "by": "flops", "hardware": dataclasses.replace(H100, gpus_per_node=4), "cp_keys": "needed"},
-        {"gpus": 12, "by": "tokens", "cp_overlap": 1.0},
+        {"gpus": 4, "by": "flops", "hardware": dataclasses.replace(H100, gpus_per_node=2), "cp_keys": "needed"},
+        {"gpus": 6, "by": "tokens", "cp_overlap": 1.0},
     ],
 )
 def test_pruning_finds_what_exhaustive_search_finds(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

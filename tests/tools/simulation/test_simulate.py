@@ -51,8 +51,7 @@ def documents(count: int = 400, seed: int = 0, longest: int = 4096) -> NDArray[n
 
 def possible(case: Scenario) -> tuple[str, ...]:
     """All methods that a cluster can have."""
-    names = [name for name in VARIANTS if not VARIANTS[name].dynamic or name in defaults(case)]
-    return tuple(name for name in names if case.waiting == "step" or not VARIANTS[name].ordered)
+    return tuple(name for name in VARIANTS if not VARIANTS[name].dynamic or name in defaults(case))
 
 
 def trained(plan: Any, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -71,7 +70,6 @@ def test_all_documents_and_all_time_are_accounted_for(layout: wlb_tools.Parallel
     case = scenario(layout, noise=0.05)
     names = possible(case)
     cannot = set() if layout.dp * layout.cp > 1 else {"dynamic_cp", "wlb_dynamic_cp"}
-    cannot |= {"placement", "wlb_placement"} if case.waiting == "micro_batch" else set()
     assert set(VARIANTS) - set(names) == cannot
     simulation = simulate(lengths, case, variants=names)
     assert tuple(simulation.outcomes) == names
@@ -132,7 +130,7 @@ def test_any_schedule_and_number_of_micro_batches(schedule: Any, virtual: int, p
         assert outcome.seconds[step] == pytest.approx(slowest + gradients, rel=1e-12)
 
 
-@pytest.mark.parametrize(("name", "keys"), [("plain", "all"), ("wlb", "all"), ("placement", "all"), ("wlb", "needed")])
+@pytest.mark.parametrize(("name", "keys"), [("plain", "all"), ("wlb", "all"), ("wlb", "needed")])
 def test_steps_recomputed_one_by_one(name: str, keys: Any) -> None:
     """The naive way: every micro-batch by itself, on its slowest rank, through its own pipeline."""
     layout = wlb_tools.ParallelLayout(dp=2, pp=2, cp=4, recompute="full")
@@ -240,12 +238,23 @@ def test_fixed_takes_the_better_sharding_of_the_whole_run() -> None:
     assert len(outcomes["fixed"].sharded.strategies) == 1
 
 
+def test_no_document_waits_longer_than_it_may() -> None:
+    case = scenario(outlier_thresholds=(1500, 3000))
+    longest = [
+        int(
+            simulate(documents(), dataclasses.replace(case, max_delay=most), variants=("wlb",)).baseline.run.delay.max()
+        )
+        for most in (None, 1)
+    ]
+    assert longest[1] <= 1 < longest[0]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_equal_documents_leave_nothing_to_gain(layout: wlb_tools.ParallelLayout) -> None:
     case = scenario(layout, outlier_thresholds=())
     simulation = simulate(np.full(5 * 8, 4096), case, variants=possible(case))
     # One document a micro-batch: per-sequence and per-document shards are the same.
-    for name in {"fixed", "packing", "placement", "per_document"} & set(simulation.outcomes):
+    for name in {"fixed", "packing", "per_document"} & set(simulation.outcomes):
         assert simulation.speedup(name) == pytest.approx(1, rel=1e-12)
         assert simulation.outcomes[name].imbalance.max() == pytest.approx(1)
     assert simulation.speedup("wlb") >= 1 - 1e-9

@@ -11,7 +11,7 @@ import functools
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ _SCORES = 1 << 22
 _SCORES_OF_CPU = 1 << 19
 """The same on a CPU: what its cache holds. More take up to three times as long, and more of them are masked."""
 
-_FLASH_TILE = 128
-
 FLASH_ATTN_2 = "flash_attn.flash_attn_interface"
 FLASH_ATTN_3 = "flash_attn_interface"
 """Where the kernels of flash-attn 2 and 3 are imported from."""
@@ -40,13 +38,12 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class Kernel(Protocol):
-    """Attention of one call: `q` is `[queries, heads, head_dim]`, `k` and `v` are `[keys, kv_heads, head_dim]`.
+    """Attention of one call: `q` is `[queries, heads, head_dim]`, `k` and `v` are `[keys, kv_heads, head_dim]`."""
 
-    Attributes:
-        tile: Queries of a segment that it computes together: fewer take as long.
-    """
-
-    tile: ClassVar[int]
+    @staticmethod
+    def tiles(head_dim: int) -> tuple[int, int]:
+        """Queries of a segment that the forward and the backward compute together: fewer take as long."""
+        ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Output like `q`, and the log-sum-exp `[heads, queries]`."""
@@ -68,10 +65,13 @@ class ReferenceKernel:
     Scores are float32 for half-precision inputs.
     """
 
-    tile: ClassVar[int] = 1  # its own are for memory: what it computes goes with the queries
-
     scale: float
     alibi_slopes: Tensor | None = None
+
+    @staticmethod
+    def tiles(head_dim: int) -> tuple[int, int]:
+        """One query each: its own tiles are for memory, and what it computes goes with the queries."""
+        return 1, 1
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
@@ -179,14 +179,24 @@ def _like(*tensors: Tensor) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
 
 
+class FlashTiles:
+    """Tiles of flash-attention 2 and 3 on Hopper, by their launch templates.
+
+    Measured for the kernels of torch 2.11 on an H200 (docs/results/gpu.md).
+    """
+
+    @staticmethod
+    def tiles(head_dim: int) -> tuple[int, int]:
+        """See `Kernel`."""
+        return 128, 128 if head_dim <= 64 else 64
+
+
 @dataclass(frozen=True)
-class VarlenKernel:
+class VarlenKernel(FlashTiles):
     """The flash kernels that torch ships, which `torch.nn.attention.varlen.varlen_attn` calls (CUDA, half precision).
 
     `varlen_attn` itself has no backward from a given log-sum-exp, and may choose cuDNN, which aligns masks top-left.
     """
-
-    tile: ClassVar[int] = _FLASH_TILE
 
     scale: float
 
@@ -209,10 +219,8 @@ class VarlenKernel:
 
 
 @dataclass(frozen=True)
-class FlashAttention2:
+class FlashAttention2(FlashTiles):
     """flash-attn 2.7 and newer. The only flash kernel with ALiBi."""
-
-    tile: ClassVar[int] = _FLASH_TILE
 
     scale: float
     alibi_slopes: Tensor | None = None
@@ -235,10 +243,8 @@ class FlashAttention2:
 
 
 @dataclass(frozen=True)
-class FlashAttention3:
+class FlashAttention3(FlashTiles):
     """flash-attn 3, for Hopper; the releases whose window is two arguments (3.0.0b1 took a pair)."""
-
-    tile: ClassVar[int] = _FLASH_TILE
 
     scale: float
 

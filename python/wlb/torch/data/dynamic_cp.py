@@ -24,7 +24,7 @@ from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.collate import packed
 from wlb.torch.data.costs import CostSwitches, read_changes
 from wlb.torch.data.documents import Document, num_labels
-from wlb.torch.data.dynamic_documents import Costs, Table, checked, costs_by, costs_of, costs_of_all
+from wlb.torch.data.dynamic_documents import Costs, Table, checked, costs_by, costs_of
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, field, same
 from wlb.torch.data.step import Step, moved, written
@@ -138,9 +138,8 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
         costs: What a document costs on one rank, in seconds for the whole model, where its length does not tell: a
             float array by the ids of documents, of which none is cut; or a function of a document, called once for each
             of a step, in the thread of the rank that reads it. `plan` is then called with `costs=`, float64
-            [documents], and has no cost model. An array [documents, columns], or a function that gives a list, has
-            a column for each resource with a barrier of its own, and so have the `costs=` of `plan`.
-        attention_costs: The part of the last column that is attention; `plan` is called with `attention_costs=`, too.
+            [documents], and has no cost model.
+        attention_costs: The part of `costs` that is attention; `plan` is called with `attention_costs=`, too.
         group: The data x context ranks: `data_and_context(mesh).get_group()`. None: one process.
         prepare: Gets every micro-batch in the thread, and gives what the step will hold: to call `prepare_attention`,
             or `PackedBatch.pin_memory`. The CUDA device is the one in use when the loader was made, if CUDA was.
@@ -365,9 +364,9 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
         }
         parts = self._peers.gather(part)
         self._peers.agree(parts, failure, argument="batches", what="step or kind of costs")
-        columns = {name: costs_of_all(name, [part["costs"][name] for part in parts]) for name in self._costs}
+        costs = {name: np.concatenate([part["costs"][name] for part in parts]) for name in self._costs}
         everyone = [part["rows"] for part in parts]
-        return documents, Table.of(everyone, columns, ended=all(part["ended"] for part in parts))
+        return documents, Table.of(everyone, costs, ended=all(part["ended"] for part in parts))
 
     def _planned(self, table: Table) -> tuple[wlb.DynamicCpPlan, float]:
         """The plan, once all ranks have it."""

@@ -48,25 +48,19 @@ def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:
         array = np.asarray(costs)
     except (TypeError, ValueError, RuntimeError) as reason:  # rows of unequal length; a tensor that numpy cannot hold
         raise error(name, f"is no array of numbers: {reason}") from None
-    if array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
-    most = 2 if name == "costs" else 1  # attention is of the last column
-    if array.dtype.kind not in "fiu" or not 1 <= array.ndim <= most or not array.size:
-        shapes = "[documents] or [documents, columns]" if most == 2 else "[documents]"
-        message = f"is {array.dtype} of shape {array.shape}: must be numbers {shapes}, or a function of a document"
+    if array.dtype.kind not in "fiu" or array.ndim != 1 or not array.size:
+        message = f"is {array.dtype} of shape {array.shape}: must be numbers [documents], or a function of a document"
         raise error(name, message, value=array.shape)
     if not (legal := (array >= 0) & (array < math.inf)).all():
-        index = tuple(np.argwhere(~legal)[0].tolist())
-        column = f" in column {index[1]}" if array.ndim == 2 else ""
-        message = f"has {array[index]}{column}: must be a finite number, 0 or above"
-        raise error(name, message, index=index[0], value=array[index])
+        index = int(legal.argmin())
+        message = f"has {array[index]}: must be a finite number, 0 or above"
+        raise error(name, message, index=index, value=array[index])
     if name == "costs" and not array.any():  # of attention_costs it says that nothing can be hidden
         raise error(name, "has nothing but 0: documents that cost nothing are planned in any way")
 
     def of_document(document: Document) -> Any:
         if not 0 <= document.id < len(array):
-            what = "numbers" if array.ndim == 1 else "rows"
-            message = f"has {len(array)} {what}, and none of document {document.id}: number documents from 0"
+            message = f"has {len(array)} numbers, and none of document {document.id}: number documents from 0"
             raise error(name, message, value=document.id)
         if document.start or document.next_token is not None:
             message = f"is of whole documents, and this is a piece of document {document.id}: give a function"
@@ -77,45 +71,23 @@ def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:
 
 
 def costs_of(documents: list[Document], name: str, of_document: Costs) -> NDArray[np.float64]:
-    """float64 [documents]; [documents, columns] where each has several.
+    """float64 [documents].
 
     Raises:
-        wlb.WlbError: One is no number, negative, or not finite; or documents have other numbers of columns.
+        wlb.WlbError: One is no number, negative, or not finite.
     """
-    rows: list[list[Any]] = []
+    costs = []
     for index, document in enumerate(documents):
         cost = of_document(document)
-        is_row = name == "costs" and (
-            isinstance(cost, list | tuple) or (isinstance(cost, np.ndarray) and cost.ndim == 1)
-        )
-        row = list(cost) if is_row else [cost]
-        for number in row:
-            if (
-                isinstance(number, bool)
-                or not isinstance(number, int | float | np.integer | np.floating)
-                or not 0 <= number <= sys.float_info.max
-            ):
-                message = f"is {cost!r} for document {document.id}: must be a finite number, 0 or above"
-                raise error(name, message, index=index, value=cost)
-        if not row or len(row) != len(rows[0] if rows else row):
-            message = f"has {len(row)} columns for document {document.id}: must have one or more, the same for all"
+        if (
+            isinstance(cost, bool)
+            or not isinstance(cost, int | float | np.integer | np.floating)
+            or not 0 <= cost <= sys.float_info.max
+        ):
+            message = f"is {cost!r} for document {document.id}: must be a finite number, 0 or above"
             raise error(name, message, index=index, value=cost)
-        rows.append(row)
-    costs = np.array(rows, np.float64)
-    return costs if costs.ndim == 2 and costs.shape[1] > 1 else costs.reshape(-1)
-
-
-def costs_of_all(name: str, parts: list[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """The costs that all ranks have looked up, of which some may have read nothing.
-
-    Raises:
-        wlb.WlbError: They have other numbers of columns; on every rank.
-    """
-    shapes = sorted({part.shape[1:] for part in parts if len(part)})
-    if len(shapes) > 1:
-        numbers = [shape[0] if shape else 1 for shape in shapes]
-        raise error(name, f"has other numbers of columns on other ranks: {numbers}", value=numbers)
-    return np.concatenate([part.reshape(len(part), *(shapes[0] if shapes else ())) for part in parts])
+        costs.append(cost)
+    return np.array(costs, np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +102,7 @@ class Table:
         labels: int64 [documents]: how many of its tokens predict what counts.
         ranks: int64 [documents]: who read it.
         positions: int64 [documents]: its place among what that rank read.
-        costs: By the planner's name for them, float64 [documents] or [documents, columns] each.
+        costs: By the planner's name for them, float64 [documents] each.
         ended: Whether all ranks have come to their end.
     """
 

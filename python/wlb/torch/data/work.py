@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import wlb
-from wlb._errors import error
 
 Plan: TypeAlias = wlb.Packing | wlb.DynamicCpPlan
 Replan: TypeAlias = Callable[[NDArray[np.int64], wlb.CostModel, Any], Plan]
@@ -61,16 +60,9 @@ class PlannedWork:
 
     @classmethod
     def of(cls, plan: Plan, planned_by: wlb.CostModel) -> PlannedWork:
-        """Of a plan and the costs that made it, which tell a dynamic plan's work from what its ranks exchange.
-
-        Raises:
-            WlbError: It is a dynamic plan by several columns of costs, which no cost model tells.
-        """
+        """Of a plan and the costs that made it, which tell a dynamic plan's work from what its ranks exchange."""
         if isinstance(plan, wlb.Packing):
             return cls(plan, tuple(Part(micro_batch.lengths) for micro_batch in plan))
-        if (columns := plan.column_seconds.size) > 1:
-            message = f"has a plan by {columns} columns of costs: there is no cost model to correct"
-            raise error("step", message, value=columns)
         parts = []
         for group in (group for micro_batch in plan for group in micro_batch):
             alone = Part(group.lengths, group.cp_size, group.first_rank)

@@ -19,7 +19,7 @@ from wlb_tools.simulation.words import assumptions, describe, explanation, premi
 
 _NOTES = (
     "All times are predictions; the kernel model that they rest on is named above. per-document CP, adaptive CP,"
-    " packing, placement: that optimisation alone, on Plain-4D.",
+    " packing: that optimisation alone, on Plain-4D.",
     "tokens/s: all tokens of the stream over the time of all its steps, of all GPUs, on the same documents;"
     " the steps at the end that empty the queues count in full. MFU: FLOPs of the documents as they are trained over"
     " what the GPUs could do in that time. Methods that cut documents do less attention for the same tokens.",

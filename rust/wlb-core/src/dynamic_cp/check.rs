@@ -18,10 +18,6 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
     size("num_stages", num_stages, MAX_STAGES)?;
     size("num_virtual_stages", num_virtual_stages, MAX_STAGES)?;
     check_range("max_tokens_per_rank", i64::from(max_tokens_per_rank), 1, MAX_TOKENS)?;
-    if let Some(value) = options.even_tokens.filter(|part| !(0.0..=1.0).contains(part)) {
-        let requirement = "is the part of a step's time that may be given up for even tokens: must be from 0 to 1";
-        return Err(Error::Number { argument: "even_tokens", value, requirement });
-    }
     if let Some(max_documents) = options.max_documents {
         check_range("max_documents", i64::try_from(max_documents).unwrap_or(i64::MAX), 1, MAX_TOKENS)?;
     }
@@ -120,9 +116,9 @@ fn check_given(
 ) -> Result<()> {
     let expected = lengths.len();
     let mismatch = |argument, found| Err(Error::Mismatch { argument, found, other: "lengths", expected });
-    if costs.is_limited() {
-        let requirement = "are of columns that take no time: Dynamic-CP has max_tokens_per_rank";
-        return Err(Error::Combination { argument: "limits", requirement });
+    if costs.columns() > 1 || costs.is_limited() {
+        let requirement = "must be one number for each document, float64[n]: Dynamic-CP knows no columns";
+        return Err(Error::Combination { argument: "costs", requirement });
     }
     if costs.documents() != expected {
         return mismatch("costs", costs.documents());
@@ -136,11 +132,9 @@ fn check_given(
         if attention.len() != expected {
             return mismatch("attention_costs", attention.len());
         }
-        // What exchanges is the model of the last column.
-        let wholes = costs.values().iter().skip(costs.columns() - 1).step_by(costs.columns());
         let within = |(part, whole): (&f64, &f64)| (0.0..=*whole).contains(part);
-        if let Some(index) = attention.iter().zip(wholes).position(|pair| !within(pair)) {
-            let requirement = "is a part of costs: must be from 0 to the document's entry there, in the last column";
+        if let Some(index) = attention.iter().zip(costs.values()).position(|pair| !within(pair)) {
+            let requirement = "is a part of costs: must be from 0 to the document's entry there";
             let value = attention[index];
             return Err(Error::Entry { argument: "attention_costs", index, value, requirement });
         }

@@ -81,9 +81,9 @@ pub enum Costs<'a> {
     Model(&'a CostModel),
     /// Each as the user says. The ranks of a group share all of it.
     Given {
-        /// A column for each resource with a barrier of its own.
+        /// One column: a number for each document.
         costs: &'a DocumentCosts,
-        /// How much of each cost in the last column is attention, which hides exchange. Only needed where there is
+        /// How much of each cost is attention, which hides exchange. Only needed where there is
         /// something to hide.
         attention: Option<&'a [f64]>,
     },

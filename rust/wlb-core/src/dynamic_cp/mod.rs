@@ -25,27 +25,17 @@
 //! | `search` | a solution for one number of micro-batches and size of blocks, and the fastest of all so far |
 //! | `one_size` | of few documents, plans in groups of one size, longest first, timed by the clock |
 //! | `sweep` | which of these are tried |
-//! | `by_column` | documents that cost several resources, and how long a step then takes |
-//! | `division` | groups of such documents: made level in all columns at once, and halved |
-//! | `exchange` | made faster by documents that change places |
-//! | `columns` | the plan of such documents |
-//! | `even` | of plans as fast, one whose fullest rank has fewer tokens |
-//! | `step` | the plan of any |
+//! | `step` | the plan |
 //! | `plan` | what comes of it |
 
 mod block;
 mod bound;
-mod by_column;
 mod by_room;
 mod check;
-mod columns;
 mod cost;
 mod counts;
 mod demand;
-mod division;
 mod draft;
-mod even;
-mod exchange;
 mod halving;
 mod memory;
 mod one_size;
@@ -66,5 +56,5 @@ mod tighten;
 pub use cost::{Communication, Costs, Node};
 pub use options::{DynamicCpOptions, GroupSizes};
 pub use plan::{DynamicCpPlan, Group};
-pub use simulate::{step_seconds, step_seconds_by_column};
+pub use simulate::step_seconds;
 pub use step::plan_dynamic_cp;

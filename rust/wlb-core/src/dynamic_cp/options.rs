@@ -34,8 +34,6 @@ pub struct DynamicCpOptions {
     pub sync: Sync,
     /// Most tokens of a rank in one micro-batch, padding included: a memory bound.
     pub max_tokens_per_rank: i32,
-    /// The part of a step's time that may be given up for fewer tokens on the fullest rank; none if not given.
-    pub even_tokens: Option<f64>,
     /// Sizes that each rank's tokens of a micro-batch are padded up to when they run.
     pub padding: Option<Padding>,
     /// Most documents of a group, whose padding is one more.
@@ -70,7 +68,6 @@ impl DynamicCpOptions {
             schedule: None,
             sync: Sync::default(),
             max_tokens_per_rank,
-            even_tokens: None,
             padding: None,
             max_documents: None,
             max_cp_size: None,
@@ -122,15 +119,5 @@ impl DynamicCpOptions {
         let &Self { num_stages, num_virtual_stages, .. } = self;
         let schedule = self.schedule();
         PipelineOptions { schedule, num_stages, num_virtual_stages, num_micro_batches }
-    }
-
-    /// What is paid beside documents' costs in that column of so many: in the last one all of it, and nothing in
-    /// others.
-    pub(super) fn of_column(&self, column: usize, columns: usize) -> Self {
-        if column + 1 == columns {
-            return self.clone();
-        }
-        let (communication, node) = (Communication::default(), None);
-        Self { communication, node, p2p_seconds: 0.0, micro_batch_seconds: 0.0, ..self.clone() }
     }
 }

@@ -13,7 +13,7 @@ pub struct Group {
     pub first_rank: u32,
     /// Number of ranks.
     pub cp_size: u32,
-    /// Through the whole model, forward and backward, on each of its ranks; in all columns together.
+    /// Through the whole model, forward and backward, on each of its ranks.
     pub seconds: f64,
 }
 
@@ -50,16 +50,12 @@ pub struct DynamicCpPlan {
     /// Groups, micro-batch by micro-batch; inside one, in the order of their ranks, which are all ranks. A group may be
     /// empty.
     pub groups: Vec<Group>,
-    /// Row by row: seconds of each group by each column of the costs; there is one where there are none.
-    pub column_seconds: Vec<f64>,
     /// Group `g` has `documents[document_offsets[g]..document_offsets[g + 1]]`.
     pub document_offsets: Vec<usize>,
     /// Micro-batch `j` has `groups[group_offsets[j]..group_offsets[j + 1]]`.
     pub group_offsets: Vec<usize>,
     /// Predicted time of the step.
     pub seconds: f64,
-    /// What each column takes of it.
-    pub seconds_by_column: Vec<f64>,
     /// Latency between pipeline stages, which it counts.
     pub p2p_seconds: f64,
     /// But for rounding, no plan takes less that has at most as many micro-batches as were tried; where their number
@@ -69,7 +65,7 @@ pub struct DynamicCpPlan {
     pub balanced_seconds: f64,
     /// What was tried: numbers of micro-batches, ascending, and the predicted time with each; of those given up early,
     /// the time it would take if short documents could be divided at will, or with a part of them, already more than
-    /// the plan's. With `even_tokens` what was tried within the tokens of the plan.
+    /// the plan's.
     pub sweep: Vec<(usize, f64)>,
 }
 
@@ -77,11 +73,6 @@ impl DynamicCpPlan {
     /// Micro-batches of the step, the same on every rank.
     pub fn num_micro_batches(&self) -> usize {
         self.group_offsets.len() - 1
-    }
-
-    /// Columns of the costs that it was planned by.
-    pub fn columns(&self) -> usize {
-        self.seconds_by_column.len()
     }
 
     /// Where in `groups` a micro-batch's are.

@@ -62,46 +62,6 @@ pub fn step_seconds(groups: &[Group], group_offsets: &[usize], options: &Dynamic
     Ok(of_groups(&pipeline, groups, group_offsets, options))
 }
 
-/// Seconds that each column takes of a step whose groups take what they say there: what a plan's `seconds_by_column`
-/// would be. Columns run one after the other, each through the whole pipeline, and hops are paid in the last.
-///
-/// # Arguments
-/// * `column_seconds` - row by row: of each group, in the place of its `seconds`, a number for each of `columns`.
-///
-/// # Errors
-/// Those of [`step_seconds`], [`Error::Combination`] for another number of entries, and [`Error::Cell`] for one that is
-/// negative or not finite, where there are several columns.
-///
-/// # Complexity
-/// O(ops * world_size * columns).
-pub fn step_seconds_by_column(
-    groups: &[Group],
-    column_seconds: &[f64],
-    columns: usize,
-    group_offsets: &[usize],
-    options: &DynamicCpOptions,
-) -> Result<Vec<f64>> {
-    if columns == 0 || column_seconds.len() != groups.len() * columns {
-        let requirement = "must have a row for each group, and in it an entry for each column";
-        return Err(Error::Combination { argument: "group_seconds", requirement });
-    }
-    let wrong = |seconds: &f64| !(*seconds >= 0.0 && seconds.is_finite());
-    if columns > 1
-        && let Some(at) = column_seconds.iter().position(wrong)
-    {
-        let (row, column, value) = (at / columns, Some(at % columns), column_seconds[at]);
-        let requirement = "must be finite and not negative";
-        return Err(Error::Cell { argument: "group_seconds", row, column, value, requirement });
-    }
-    let of_column = |column: usize| {
-        let seconds = column_seconds.iter().skip(column).step_by(columns);
-        let groups: Vec<Group> =
-            groups.iter().zip(seconds).map(|(group, &seconds)| Group { seconds, ..*group }).collect();
-        step_seconds(&groups, group_offsets, &options.of_column(column, columns))
-    };
-    (0..columns).map(of_column).collect()
-}
-
 pub(super) fn of_groups(pipeline: &Pipeline, groups: &[Group], offsets: &[usize], options: &DynamicCpOptions) -> f64 {
     if options.sync == Sync::MicroBatch && options.world_size > 1 {
         let slowest = |ends: &[usize]| groups[ends[0]..ends[1]].iter().map(|group| group.seconds).fold(0.0, f64::max);

@@ -1,11 +1,9 @@
-//! The plan of a step, of documents that cost one resource or several.
+//! The plan of a step.
 
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
 
-use super::columns;
 use super::cost::Costs;
-use super::even::even;
 use super::options::DynamicCpOptions;
 use super::plan::DynamicCpPlan;
 use super::sweep;
@@ -14,9 +12,8 @@ use super::sweep;
 ///
 /// # Arguments
 /// * `ids` - names of the documents in the plan; their indices if not given.
-/// * `costs` - what documents cost on one rank: a cost model, or one cost for each, or one for each resource with a
-///   barrier of its own: a step then takes the sum over these columns of the pipeline's time by that column. What is
-///   paid beside documents' costs belongs to the last column. Memory goes by tokens in all.
+/// * `costs` - what documents cost on one rank: a cost model, or one cost for each document. Memory goes by tokens
+///   either way.
 ///
 /// # Returns
 /// The groups of every micro-batch, their documents, the predicted time of the step, and a time that no plan beats.
@@ -33,9 +30,7 @@ use super::sweep;
 /// dozen numbers of micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for
 /// the simulation of the best. Where exchange costs and documents' costs do not follow their lengths, a logarithm of
 /// the groups more for each document. In a world that is no power of two, up to O(n m log world_size) instead, and O(n
-/// m world_size) where memory binds: mostly far less. Twice that where groups may have any size. With several columns a
-/// bounded number of steps more. With `even_tokens` up to eight
-/// more such searches, each of them longer where fewer tokens are hard to have: mostly 7 to 17 times the time.
+/// m world_size) where memory binds: mostly far less. Twice that where groups may have any size.
 ///
 /// # Example
 /// ```
@@ -60,20 +55,9 @@ pub fn plan_dynamic_cp<'a>(
         return Err(Error::Mismatch { argument: "ids", found, other: "lengths", expected: lengths.len() });
     }
     let costs = costs.into();
-    let mut plan = fastest(lengths, options, costs)?;
-    if let Some(part) = options.even_tokens {
-        plan = even(plan, part, lengths, options, costs, fastest)?;
-    }
+    let mut plan = sweep::plan(lengths, options, costs)?;
     if let Some(ids) = ids {
         plan.documents.iter_mut().for_each(|document| *document = ids[*document as usize]);
     }
     Ok(plan)
-}
-
-/// The plan by seconds alone.
-fn fastest(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> Result<DynamicCpPlan> {
-    match costs {
-        Costs::Given { costs, attention } if costs.columns() > 1 => columns::plan(lengths, options, costs, attention),
-        costs => sweep::plan(lengths, options, costs),
-    }
 }

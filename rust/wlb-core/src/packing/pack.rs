@@ -9,8 +9,8 @@ use crate::error::{Error, Result, check_range, saturating_i64};
 use crate::lengths::Lengths;
 use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
 
-use super::methods::{fixed_length, original, refined, var_length};
 use super::methods::columns::Priced;
+use super::methods::{fixed_length, original, refined, var_length};
 use super::options::{Leftover, Method, PackOptions, check_micro_batches};
 use super::piece::Piece;
 use super::plan::Packing;

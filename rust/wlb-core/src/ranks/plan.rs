@@ -8,11 +8,11 @@
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
 use crate::limits::MAX_MICRO_BATCHES;
-use crate::packing::{deal, light_ends};
 use crate::packing::options::{Sync, check_micro_batches};
 use crate::packing::pack::check_fit;
 use crate::packing::plan::Packing;
 use crate::packing::pricing::Pricing;
+use crate::packing::{deal, light_ends};
 
 use super::items::{Item, documents, groups, members};
 use super::level::Leveller;

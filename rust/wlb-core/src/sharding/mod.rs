@@ -17,7 +17,7 @@ mod rank_shard;
 mod resolve;
 mod shard;
 
-pub use options::{Remainder, ShardOptions, Strategy};
+pub use options::{ShardOptions, Strategy};
 pub use plan::{Segment, Shard};
 pub use rank_shard::RankShard;
 pub use shard::shard;

@@ -27,18 +27,6 @@ named_choices! {
     }
 }
 
-named_choices! {
-    /// Where the `length % (2*cp)` left-over tokens of a document go, per document.
-    #[derive(Default)]
-    Remainder, "remainder" {
-        /// They lengthen chunks by one each: at most two segments per document and rank.
-        #[default]
-        Chunk = "chunk",
-        /// They are dealt one by one, as the paper's text has it: more and shorter segments. For comparison.
-        Token = "token",
-    }
-}
-
 /// How to cut a micro-batch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ShardOptions {
@@ -48,8 +36,6 @@ pub struct ShardOptions {
     pub strategy: Strategy,
     /// Which keys a query attends to: decides pairs and key ranges, not who gets which token.
     pub mask: Mask,
-    /// Left-over tokens; other than [`Remainder::Chunk`] only with [`Strategy::PerDocument`].
-    pub remainder: Remainder,
     /// Documents of at least this many tokens are long; with [`Strategy::Hybrid`] only.
     pub hybrid_threshold: Option<i64>,
     /// With [`Strategy::Auto`], how many pairs the rank with the most may have, over the mean; otherwise of no effect.

@@ -1,6 +1,6 @@
 //! Chunks of every document: equal tokens and (almost) equal pairs on all ranks, without padding.
 
-use crate::longest_first::{longest_first, longest_first_of};
+use crate::longest_first::longest_first_of;
 
 use super::builder::{Ranks, owner};
 
@@ -65,27 +65,5 @@ pub(super) fn cut_document(ranks: &mut impl Ranks, document: usize, length: i32,
         let size = (base + u32::from(distance < longer)) as i32;
         ranks.push(owner(slot as usize, cp_size), document, start, size);
         start += size;
-    }
-}
-
-/// The variant of the paper's text: chunks of `length / (2*cp)`, and the document's last `length % (2*cp)` tokens dealt
-/// to ranks one by one.
-pub(super) fn cut_dealing_tokens(ranks: &mut impl Ranks, lengths: &[i32]) {
-    let cp_size = ranks.cp_size();
-    let chunks = 2 * cp_size;
-    let mut first_rank = vec![0; lengths.len()];
-    let mut cursor = 0;
-    for (_, document) in longest_first(lengths) {
-        first_rank[document] = cursor;
-        cursor = (cursor + lengths[document] as usize % chunks) % cp_size;
-    }
-    for (document, &length) in lengths.iter().enumerate() {
-        let base = length / chunks as i32;
-        for chunk in 0..chunks {
-            ranks.push(owner(chunk, cp_size), document, chunk as i32 * base, base);
-        }
-        for (token, start) in (base * chunks as i32..length).enumerate() {
-            ranks.push((first_rank[document] + token) % cp_size, document, start, 1);
-        }
     }
 }

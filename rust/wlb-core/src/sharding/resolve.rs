@@ -39,14 +39,13 @@ impl ShardOptions {
     ///
     /// # Example
     /// ```
-    /// use wlb_core::sharding::Remainder;
     /// use wlb_core::sharding::kernel::{Generation, KernelModel};
     /// use wlb_core::{Lengths, Mask, ShardOptions, Strategy};
     ///
     /// let kernel = KernelModel::analytic(Generation::H100, 32, 8, 128, Mask::Causal)?;
-    /// let (strategy, mask, remainder) = (Strategy::Adaptive, Mask::Causal, Remainder::Chunk);
+    /// let (strategy, mask) = (Strategy::Adaptive, Mask::Causal);
     /// let (hybrid_threshold, max_imbalance) = (None, 1.01);
-    /// let options = ShardOptions { cp_size: 4, strategy, mask, remainder, hybrid_threshold, max_imbalance };
+    /// let options = ShardOptions { cp_size: 4, strategy, mask, hybrid_threshold, max_imbalance };
     /// // A single document is balanced as it is.
     /// let resolved = options.resolve(&Lengths::new("lengths", &[65536])?, Some(&kernel), 0.0)?;
     /// assert_eq!(resolved.strategy, Strategy::PerSequence);

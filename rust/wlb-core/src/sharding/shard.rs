@@ -5,7 +5,7 @@ use crate::lengths::Lengths;
 use crate::limits::MAX_TOKENS;
 
 use super::builder::Builder;
-use super::options::{Remainder, ShardOptions, Strategy, check_size, wrong};
+use super::options::{ShardOptions, Strategy, check_size, wrong};
 use super::plan::Shard;
 use super::{auto, hybrid, per_document, per_sequence};
 
@@ -31,11 +31,10 @@ use super::{auto, hybrid, per_document, per_sequence};
 ///
 /// # Example
 /// ```
-/// use wlb_core::sharding::Remainder;
 /// use wlb_core::{Lengths, Mask, ShardOptions, Strategy, shard};
 ///
-/// let (strategy, mask, remainder) = (Strategy::PerDocument, Mask::Causal, Remainder::Chunk);
-/// let options = ShardOptions { cp_size: 2, strategy, mask, remainder, hybrid_threshold: None, max_imbalance: 1.01 };
+/// let (strategy, mask) = (Strategy::PerDocument, Mask::Causal);
+/// let options = ShardOptions { cp_size: 2, strategy, mask, hybrid_threshold: None, max_imbalance: 1.01 };
 /// let shard = shard(&Lengths::new("lengths", &[8, 4])?, &options)?;
 /// // Each document in four chunks: the first and the last for one rank, the two in the middle for the other.
 /// assert_eq!(shard.token_indices(0)?, [0, 1, 6, 7, 8, 11]);
@@ -43,13 +42,10 @@ use super::{auto, hybrid, per_document, per_sequence};
 /// # Ok::<(), wlb_core::Error>(())
 /// ```
 pub fn shard(lengths: &Lengths, options: &ShardOptions) -> Result<Shard> {
-    let ShardOptions { cp_size, strategy, mask, remainder, hybrid_threshold, max_imbalance } = *options;
+    let ShardOptions { cp_size, strategy, mask, hybrid_threshold, max_imbalance } = *options;
     check_size(lengths, cp_size)?;
     if strategy == Strategy::Adaptive {
         return wrong("kernel_model", "strategy=\"adaptive\" needs one");
-    }
-    if remainder != Remainder::Chunk && strategy != Strategy::PerDocument {
-        return wrong("remainder", "\"token\" needs strategy=\"per_document\"");
     }
     if hybrid_threshold.is_some() != (strategy == Strategy::Hybrid) {
         return wrong("hybrid_threshold", "strategy=\"hybrid\" needs it or a kernel_model, and no other takes it");
@@ -62,14 +58,13 @@ pub fn shard(lengths: &Lengths, options: &ShardOptions) -> Result<Shard> {
         Strategy::Auto => Builder::empty(lengths, cp_size),
         _ => Builder::new(lengths, cp_size),
     };
-    match (strategy, remainder) {
-        (Strategy::Auto, _) => auto::cut(&mut builder, lengths, mask, max_imbalance),
-        (Strategy::PerSequence, _) => per_sequence::cut(&mut builder, lengths),
-        (Strategy::Contiguous, _) => per_sequence::cut_contiguous(&mut builder, lengths),
-        (Strategy::PerDocument, Remainder::Chunk) => per_document::cut(&mut builder, lengths),
-        (Strategy::PerDocument, Remainder::Token) => per_document::cut_dealing_tokens(&mut builder, lengths),
+    match strategy {
+        Strategy::Auto => auto::cut(&mut builder, lengths, mask, max_imbalance),
+        Strategy::PerSequence => per_sequence::cut(&mut builder, lengths),
+        Strategy::Contiguous => per_sequence::cut_contiguous(&mut builder, lengths),
+        Strategy::PerDocument => per_document::cut(&mut builder, lengths),
         // An adaptive one was refused above.
-        (Strategy::Hybrid | Strategy::Adaptive, _) => {
+        Strategy::Hybrid | Strategy::Adaptive => {
             let threshold = hybrid_threshold.unwrap_or(1);
             check_range("hybrid_threshold", threshold, 1, MAX_TOKENS + 1)?;
             hybrid::cut(&mut builder, lengths, threshold);

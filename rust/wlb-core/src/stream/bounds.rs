@@ -12,11 +12,11 @@ use crate::longest_first::longest_first_of;
 use crate::packing::piece::Piece;
 use crate::packing::split::{cuts, split};
 
-use super::push::MAX_EARLY;
 use super::config::{Oversize, PackerConfig, Release};
 use super::costs::{CostTable, share};
-use super::queue::Waiting;
 use super::packer::Packer;
+use super::push::MAX_EARLY;
+use super::queue::Waiting;
 
 /// Iterations of lead for each mean micro-batch that a document costs beyond the first.
 ///

@@ -29,9 +29,9 @@ named_choices! {
 }
 
 impl Release {
-    /// The rule that follows from thresholds: queues where there are some, else [`Release::Adaptive`].
-    pub fn of_thresholds(outlier_thresholds: &[i32]) -> Self {
-        if outlier_thresholds.is_empty() { Self::Adaptive } else { Self::Fifo }
+    /// The rule that follows from thresholds: queues where they are given, else [`Release::Adaptive`].
+    pub fn of_thresholds(outlier_thresholds: Option<&[i32]>) -> Self {
+        if outlier_thresholds.is_some() { Self::Fifo } else { Self::Adaptive }
     }
 
     /// The price of delay, unless the user gives one.

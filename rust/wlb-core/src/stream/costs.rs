@@ -7,8 +7,8 @@ use crate::cost::DocumentCosts;
 use crate::error::{Error, Result};
 use crate::limits::MAX_ITERATION;
 
-use super::queue::Waiting;
 use super::packer::Packer;
+use super::queue::Waiting;
 
 /// The most that a document costs in a column: then no sum of costs overflows, however long documents wait.
 pub(super) const MOST_COST: f64 = f64::MAX / (MAX_ITERATION as f64 * MAX_ITERATION as f64);

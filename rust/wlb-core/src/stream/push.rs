@@ -13,9 +13,9 @@ use crate::packing::split::{check_cuts, split};
 
 use super::config::{Oversize, Release};
 use super::costs::CostTable;
-use super::step::{Batch, Occasion};
-use super::queue::Waiting;
 use super::packer::Packer;
+use super::queue::Waiting;
+use super::step::{Batch, Occasion};
 
 /// In place of the index of a pushed document: a part of one that was cut, or of an earlier push.
 const NO_DOCUMENT: u32 = u32::MAX;

@@ -9,12 +9,12 @@ use crate::limits::MAX_ITERATION;
 use crate::packing::padding::Padding;
 use crate::packing::piece::Piece;
 
-use super::push::MAX_EARLY;
 use super::config::PackerConfig;
 use super::costs::{CostRows, MOST_COST};
 use super::metrics::Metrics;
-use super::queue::{OutlierQueue, Waiting};
 use super::packer::Packer;
+use super::push::MAX_EARLY;
+use super::queue::{OutlierQueue, Waiting};
 use super::step_cost::Arrived;
 
 const FORMAT: &str = "wlb.packer";

@@ -122,9 +122,8 @@ impl Packer {
             max_documents: config.shape.max_documents,
             cost_model: config.cost_model.as_ref(),
         };
-        let is_late = |waiting: &Waiting| {
-            config.max_delay.is_some_and(|delay| self.iteration - waiting.arrived >= delay)
-        };
+        let is_late =
+            |waiting: &Waiting| config.max_delay.is_some_and(|delay| self.iteration - waiting.arrived >= delay);
         let may_be_due = |index: usize| occasion != Occasion::Drain && index >= carried && index < carried + released;
         let is_due = pieces.iter().enumerate().map(|(index, waiting)| may_be_due(index) && is_late(waiting));
         let order = Order::new(&priced, carried, is_due.collect());

@@ -2,9 +2,9 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use wlb_core::stream::{Metrics, Packer, Release, StepShape};
 use wlb_core::packing::{Packing, Padding, Piece, Ranks};
-use wlb_core::sharding::{RankShard, Remainder, Segment, Shard, ShardOptions, Strategy, shard};
+use wlb_core::sharding::{RankShard, Segment, Shard, ShardOptions, Strategy, shard};
+use wlb_core::stream::{Metrics, Packer, Release, StepShape};
 use wlb_core::{CostModel, Error, Leftover, Lengths, Mask, Method, PackOptions, pack};
 
 use super::{auto, bound, naive, ranks};
@@ -543,44 +543,36 @@ fn auto_is_even(shard: &Shard, options: &ShardOptions, lengths: &Lengths) {
 /// Shards by every strategy against the guarantees; against the oracles and written out when `exact`.
 pub(crate) fn shard_every_way(lengths: &[i32], cp_size: usize, mask: Mask, threshold: i64, exact: bool) {
     let checked = Lengths::new("lengths", &lengths.iter().map(|&d| i64::from(d)).collect::<Vec<_>>()).unwrap();
-    let ways = [
-        (Strategy::Auto, Remainder::Chunk),
-        (Strategy::PerSequence, Remainder::Chunk),
-        (Strategy::Contiguous, Remainder::Chunk),
-        (Strategy::PerDocument, Remainder::Chunk),
-        (Strategy::PerDocument, Remainder::Token),
-        (Strategy::Hybrid, Remainder::Chunk),
-    ];
-    for (strategy, remainder) in ways {
+    let ways = [Strategy::Auto, Strategy::PerSequence, Strategy::Contiguous, Strategy::PerDocument, Strategy::Hybrid];
+    for strategy in ways {
         let hybrid_threshold = (strategy == Strategy::Hybrid).then_some(threshold);
-        let options = ShardOptions { cp_size, strategy, mask, remainder, hybrid_threshold, max_imbalance: 1.01 };
+        let options = ShardOptions { cp_size, strategy, mask, hybrid_threshold, max_imbalance: 1.01 };
         let shard = shard(&checked, &options).unwrap();
         assert_eq!((shard.strategy, shard.mask, shard.cp_size()), (strategy, mask, cp_size));
         shard_is_legal(&shard, lengths);
-        match (strategy, remainder) {
-            (Strategy::PerDocument, Remainder::Chunk) if mask == Mask::Causal => per_document_is_balanced(&shard),
-            (Strategy::Hybrid, _) => hybrid_cuts_little(&shard, threshold),
-            (Strategy::Auto, _) => auto_is_even(&shard, &options, &checked),
+        match strategy {
+            Strategy::PerDocument if mask == Mask::Causal => per_document_is_balanced(&shard),
+            Strategy::Hybrid => hybrid_cuts_little(&shard, threshold),
+            Strategy::Auto => auto_is_even(&shard, &options, &checked),
             _ => {}
         }
         if exact {
-            let owners = match (strategy, remainder) {
-                (Strategy::Auto, _) => auto::auto(lengths, cp_size, mask, options.max_imbalance),
-                (Strategy::PerSequence, _) => naive::per_sequence(lengths, cp_size),
-                (Strategy::Contiguous, _) => naive::contiguous(lengths, cp_size),
-                (Strategy::PerDocument, Remainder::Chunk) => naive::per_document(lengths, cp_size, 1),
-                (Strategy::PerDocument, Remainder::Token) => naive::per_document_token(lengths, cp_size),
+            let owners = match strategy {
+                Strategy::Auto => auto::auto(lengths, cp_size, mask, options.max_imbalance),
+                Strategy::PerSequence => naive::per_sequence(lengths, cp_size),
+                Strategy::Contiguous => naive::contiguous(lengths, cp_size),
+                Strategy::PerDocument => naive::per_document(lengths, cp_size, 1),
                 _ => naive::hybrid(lengths, cp_size, threshold),
             };
-            assert_eq!(shard.ranks, naive::segments(&owners, cp_size), "{strategy:?} {remainder:?}");
+            assert_eq!(shard.ranks, naive::segments(&owners, cp_size), "{strategy:?}");
             let moved: Vec<i64> = (0..cp_size).map(|rank| shard.keys_moved(rank)).collect();
-            assert_eq!(moved, auto::keys_moved(&owners, cp_size, mask), "{strategy:?} {remainder:?}");
+            assert_eq!(moved, auto::keys_moved(&owners, cp_size, mask), "{strategy:?}");
             let gathered = auto::keys_gathered(&owners, cp_size, mask);
-            assert_eq!(shard.keys_gathered(), gathered, "{strategy:?} {remainder:?}");
+            assert_eq!(shard.keys_gathered(), gathered, "{strategy:?}");
             let copied: Vec<(i64, i64)> =
                 (0..cp_size).map(|rank| (shard.tokens_split(rank), shard.keys_picked(rank))).collect();
             let expected = auto::tokens_split_and_keys_picked(&owners, cp_size, mask);
-            assert_eq!(copied, expected, "{strategy:?} {remainder:?}");
+            assert_eq!(copied, expected, "{strategy:?}");
             ranks_are_legal(&shard);
         } else {
             keys_are_counted_or_refused(&shard);

@@ -11,7 +11,6 @@ use wlb_core::dynamic_cp::{
 };
 use wlb_core::packing::{Padding, Sync};
 use wlb_core::pipeline::{Kind, Op, PipelineOptions};
-use wlb_core::sharding::Remainder;
 use wlb_core::{Error, Lengths, Mask, Schedule, ShardOptions, Strategy, shard};
 
 /// What documents cost: of each its attention and the rest; what each takes on every rank; what a micro-batch takes.
@@ -23,24 +22,18 @@ pub(crate) struct Works {
 }
 
 impl Works {
-    /// One for each column.
-    pub(crate) fn of(lengths: &[i32], costs: Costs<'_>) -> Vec<Self> {
+    pub(crate) fn of(lengths: &[i32], costs: Costs<'_>) -> Self {
         match costs {
-            Costs::Model(model) => vec![Self {
+            Costs::Model(model) => Self {
                 attention: lengths.iter().map(|&length| model.attention_cost(length)).collect(),
                 linear: lengths.iter().map(|&length| model.linear_cost(length)).collect(),
                 document: model.document(),
                 micro_batch: model.micro_batch(),
-            }],
+            },
             Costs::Given { costs, attention } => {
-                let of_column = |column: usize| {
-                    let attention = attention.filter(|_| column + 1 == costs.columns());
-                    let attention = attention.map_or_else(|| vec![0.0; lengths.len()], <[f64]>::to_vec);
-                    let cost = |document: usize| costs.row(document)[column];
-                    let linear = attention.iter().enumerate().map(|(document, part)| cost(document) - part).collect();
-                    Self { attention, linear, document: 0.0, micro_batch: 0.0 }
-                };
-                (0..costs.columns()).map(of_column).collect()
+                let attention = attention.map_or_else(|| vec![0.0; lengths.len()], <[f64]>::to_vec);
+                let linear = costs.values().iter().zip(&attention).map(|(cost, part)| cost - part).collect();
+                Self { attention, linear, document: 0.0, micro_batch: 0.0 }
             }
         }
     }
@@ -49,24 +42,6 @@ impl Works {
         let linear: f64 = self.linear.iter().map(|linear| linear + self.document).sum();
         linear + self.attention.iter().sum::<f64>()
     }
-}
-
-/// What is paid beside documents' costs in a column of so many: all of it in the last, nothing in the others.
-fn of_column(options: &DynamicCpOptions, column: usize, columns: usize) -> DynamicCpOptions {
-    let mut options = options.clone();
-    if column + 1 < columns {
-        (options.communication, options.node) = (Communication::default(), None);
-        (options.p2p_seconds, options.micro_batch_seconds) = (0.0, 0.0);
-    }
-    options
-}
-
-/// Of each column in turn its work and its options.
-fn by_column<'a>(
-    works: &'a [Works],
-    options: &'a DynamicCpOptions,
-) -> impl Iterator<Item = (&'a Works, DynamicCpOptions)> {
-    works.iter().enumerate().map(|(column, of)| (of, of_column(options, column, works.len())))
 }
 
 /// Plans, asserts all that can be asserted, and returns the plan if there is one.
@@ -309,7 +284,6 @@ fn most_tokens_of_a_rank(lengths: &[i32], cp_size: usize) -> i64 {
         cp_size,
         strategy: Strategy::PerDocument,
         mask: Mask::Causal,
-        remainder: Remainder::Chunk,
         hybrid_threshold: None,
         max_imbalance: 1.01,
     };
@@ -318,19 +292,14 @@ fn most_tokens_of_a_rank(lengths: &[i32], cp_size: usize) -> i64 {
 }
 
 /// The seconds of groups, of the step, and the bounds on them.
-fn takes_that_long(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicCpOptions, works: &[Works], small: bool) {
+fn takes_that_long(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicCpOptions, works: &Works, small: bool) {
     let close = |a: f64, b: f64| (a - b).abs() <= 1e-9 * a.abs().max(b.abs());
-    let columns = works.len();
-    assert_eq!((plan.columns(), plan.column_seconds.len()), (columns, plan.groups.len() * columns));
-    let expected = column_seconds(plan, lengths, options, works);
     for (g, group) in plan.groups.iter().enumerate() {
-        let [expected, found] = [&expected, &plan.column_seconds].map(|seconds| &seconds[g * columns..][..columns]);
-        assert!(found.iter().zip(expected).all(|(&a, &b)| close(a, b)), "group {g}: {found:?} is not {expected:?}");
-        let together: f64 = expected.iter().sum();
-        assert!(close(group.seconds, together), "group {g}: {} is not {together}", group.seconds);
+        let documents: Vec<usize> = plan.documents[plan.documents_of(g)].iter().map(|&id| id as usize).collect();
+        let expected = group_seconds(&documents, lengths, group.ranks(), options, works);
+        assert!(close(group.seconds, expected), "group {g}: {} is not {expected}", group.seconds);
     }
-    let total: f64 = works.iter().map(Works::total).sum();
-    assert!(close(plan.balanced_seconds, total / (options.world_size * options.num_stages) as f64));
+    assert!(close(plan.balanced_seconds, works.total() / (options.world_size * options.num_stages) as f64));
     assert!(plan.lower_bound <= plan.seconds * (1.0 + 1e-9), "{} is above {}", plan.lower_bound, plan.seconds);
     assert!(plan.lower_bound >= plan.balanced_seconds * (1.0 - 1e-9));
     assert!(plan.sweep.is_sorted_by(|a, b| a.0 < b.0));
@@ -341,40 +310,20 @@ fn takes_that_long(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicCpOpt
         "not the best of the sweep"
     );
     assert!(plan.seconds <= estimate * (1.0 + 1e-9), "the estimate is one from above");
-    assert!(close(plan.seconds, plan.seconds_by_column.iter().sum()));
     if small {
         // As planned, and of groups that take other times.
-        let others: Vec<f64> =
-            (0..).zip(&plan.column_seconds).map(|(at, seconds)| seconds * (0.5 + f64::from(at * 7 % 5))).collect();
-        for (seconds, found) in [(&plan.column_seconds, Some(&plan.seconds_by_column)), (&others, None)] {
-            let again =
-                core::step_seconds_by_column(&plan.groups, seconds, columns, &plan.group_offsets, options).unwrap();
-            assert!(found.is_none_or(|found| *found == again), "{found:?} is not {again:?}");
-            for (column, (_, options)) in by_column(works, options).enumerate() {
-                let group = |g: usize| Group { seconds: seconds[g * columns + column], ..plan.groups[g] };
-                let micro_batches: Vec<Vec<Group>> =
-                    (0..plan.num_micro_batches()).map(|j| plan.groups_of(j).map(group).collect()).collect();
-                let expected = step_seconds(&micro_batches, &options);
-                assert!(close(again[column], expected), "column {column}: {} is not {expected}", again[column]);
-            }
+        let others =
+            |(at, group): (usize, &Group)| Group { seconds: group.seconds * (0.5 + (at * 7 % 5) as f64), ..*group };
+        let others: Vec<Group> = plan.groups.iter().enumerate().map(others).collect();
+        for (groups, found) in [(&plan.groups, Some(plan.seconds)), (&others, None)] {
+            let again = core::step_seconds(groups, &plan.group_offsets, options).unwrap();
+            assert!(found.is_none_or(|found| found == again), "{found:?} is not {again}");
+            let micro_batches: Vec<Vec<Group>> =
+                (0..plan.num_micro_batches()).map(|j| groups[plan.groups_of(j)].to_vec()).collect();
+            let expected = step_seconds(&micro_batches, options);
+            assert!(close(again, expected), "{again} is not {expected}");
         }
     }
-}
-
-/// Row by row, of a plan's groups: their seconds by each column.
-pub(crate) fn column_seconds(
-    plan: &DynamicCpPlan,
-    lengths: &[i32],
-    options: &DynamicCpOptions,
-    works: &[Works],
-) -> Vec<f64> {
-    let of_group = |g: usize| {
-        let documents: Vec<usize> = plan.documents[plan.documents_of(g)].iter().map(|&id| id as usize).collect();
-        let ranks = plan.groups[g].ranks();
-        by_column(works, options)
-            .map(move |(works, options)| group_seconds(&documents, lengths, ranks.clone(), &options, works))
-    };
-    (0..plan.groups.len()).flat_map(of_group).collect()
 }
 
 /// Seconds of some documents on a group, as documented.
@@ -520,15 +469,12 @@ pub(crate) fn optimum<'a>(
                 }
                 plan.push(groups);
             }
-            let of_column = |(works, options): (&Works, DynamicCpOptions)| {
-                let timed = |(group, documents): &(Group, &Vec<usize>)| {
-                    let seconds = group_seconds(documents, lengths, group.ranks(), &options, works);
-                    Group { seconds, ..*group }
-                };
-                let plan: Vec<Vec<Group>> = plan.iter().map(|groups| groups.iter().map(timed).collect()).collect();
-                step_seconds(&plan, &options)
+            let timed = |(group, documents): &(Group, &Vec<usize>)| {
+                let seconds = group_seconds(documents, lengths, group.ranks(), options, &works);
+                Group { seconds, ..*group }
             };
-            let seconds = by_column(&works, options).map(of_column).sum();
+            let plan: Vec<Vec<Group>> = plan.iter().map(|groups| groups.iter().map(timed).collect()).collect();
+            let seconds = step_seconds(&plan, options);
             best = Some(best.map_or(seconds, |best| best.min(seconds)));
         }
     }

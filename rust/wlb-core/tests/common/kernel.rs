@@ -5,7 +5,7 @@
 use serde_json::{Value, json};
 use wlb_core::cost::Passes;
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
-use wlb_core::sharding::{Remainder, Segment, Strategy};
+use wlb_core::sharding::{Segment, Strategy};
 use wlb_core::{Lengths, Mask, Shard, ShardOptions, shard};
 
 use super::check::{close, shard_is_legal};
@@ -15,12 +15,15 @@ const TICKS_PER_SECOND: f64 = (1_u64 << 44) as f64;
 
 /// The file of a measured kernel, with a `linear` part: seconds of these numbers of tokens, forward and backward.
 pub(crate) fn profile(kernel: &KernelDescription, linear: Option<(&[i64], &[f64], &[f64])>) -> Value {
-    let pass =
-        |table: &PassTable| json!({"launch_seconds": table.launch_seconds, "median_seconds": table.median_seconds});
+    let pass = |table: &PassTable| {
+        json!({
+            "tile": table.tile, "launch_seconds": table.launch_seconds, "median_seconds": table.median_seconds,
+        })
+    };
     let mut profile = json!({
         "format": "wlb.profile", "version": 1, "gpu": "Test GPU", "kernel": "test kernel", "causal": kernel.causal,
         "num_heads": kernel.num_heads, "num_kv_heads": kernel.num_kv_heads, "head_dim": kernel.head_dim,
-        "tile": kernel.tile, "query_lengths": kernel.query_lengths, "key_lengths": kernel.key_lengths,
+        "query_lengths": kernel.query_lengths, "key_lengths": kernel.key_lengths,
         "forward": pass(&kernel.forward), "backward": pass(&kernel.backward), "versions": {"torch": "0"},
     });
     if let Some((tokens, forward, backward)) = linear {
@@ -30,16 +33,13 @@ pub(crate) fn profile(kernel: &KernelDescription, linear: Option<(&[i64], &[f64]
     profile
 }
 
-/// Pairs of a segment whose queries fill its last tile.
-fn padded_pairs(kernel: &KernelDescription, queries: i64, keys: i64) -> f64 {
-    let padded = (queries + kernel.tile - 1) / kernel.tile * kernel.tile;
-    let start = keys - queries;
-    let pairs = if kernel.causal {
-        i128::from(padded) * i128::from(start) + i128::from(padded) * i128::from(padded + 1) / 2
-    } else {
-        i128::from(padded) * i128::from(keys)
-    };
-    pairs as f64
+/// Pairs that a kernel computes of a segment: all queries of a tile see as many keys as the last of them.
+fn computed_pairs(kernel: &KernelDescription, tile: i64, queries: i64, keys: i64) -> f64 {
+    let (whole, rest) = (i128::from(queries / tile), i128::from(queries % tile != 0));
+    let (tile, start, keys) = (i128::from(tile), i128::from(keys - queries), i128::from(keys));
+    // Keys that the last queries of the whole tiles see: start + tile, start + 2 * tile, ...
+    let seen = if kernel.causal { whole * start + tile * whole * (whole + 1) / 2 } else { whole * keys };
+    (tile * (seen + rest * keys)) as f64
 }
 
 /// Seconds of one segment.
@@ -52,12 +52,15 @@ pub(crate) fn naive_seconds(kernel: &KernelDescription, queries: i32, keys: i32,
     let (queries, keys) = (i64::from(queries), i64::from(keys));
     let mut sum = 0.0;
     for table in tables {
-        for (row, row_weight) in neighbours(queries, &kernel.query_lengths) {
+        let end = (queries + table.tile - 1) / table.tile * table.tile;
+        let measured_next = kernel.query_lengths.iter().find(|&&length| length >= queries);
+        let read_at = measured_next.map_or(end, |&next| end.min(next));
+        for (row, row_weight) in neighbours(read_at, &kernel.query_lengths) {
             for (column, column_weight) in neighbours(keys, &kernel.key_lengths) {
                 let measured = (column..).find(|&column| table.median_seconds[row][column].is_some()).unwrap();
-                let pairs = padded_pairs(kernel, kernel.query_lengths[row], kernel.key_lengths[measured]);
+                let pairs = computed_pairs(kernel, table.tile, kernel.query_lengths[row], kernel.key_lengths[measured]);
                 let rate = table.median_seconds[row][measured].unwrap() / pairs;
-                sum += row_weight * column_weight * rate * padded_pairs(kernel, queries, keys);
+                sum += row_weight * column_weight * rate * computed_pairs(kernel, table.tile, queries, keys);
             }
         }
     }
@@ -125,14 +128,7 @@ fn all_choices(
         [(Strategy::Hybrid, Some(shortest))].into_iter().chain(hybrid).collect()
     };
     let timed = ways.into_iter().map(|(strategy, hybrid_threshold)| {
-        let options = ShardOptions {
-            cp_size,
-            strategy,
-            mask: model.mask(),
-            remainder: Remainder::Chunk,
-            hybrid_threshold,
-            max_imbalance: 1.01,
-        };
+        let options = ShardOptions { cp_size, strategy, mask: model.mask(), hybrid_threshold, max_imbalance: 1.01 };
         let ticks = slowest(&shard(lengths, &options).unwrap(), model, ticks_per_key);
         (options, ticks)
     });
@@ -179,14 +175,8 @@ fn slowest(shard: &Shard, model: &KernelModel, ticks_per_key: i64) -> f64 {
 pub(crate) fn choice_is_the_best(lengths: &[i32], cp_size: usize, model: &KernelModel, ticks_per_key: i64) {
     let checked = Lengths::new("lengths", &lengths.iter().map(|&d| i64::from(d)).collect::<Vec<_>>()).unwrap();
     for strategy in [Strategy::Adaptive, Strategy::Hybrid] {
-        let asked_for = ShardOptions {
-            cp_size,
-            strategy,
-            mask: model.mask(),
-            remainder: Remainder::Chunk,
-            hybrid_threshold: None,
-            max_imbalance: 1.01,
-        };
+        let asked_for =
+            ShardOptions { cp_size, strategy, mask: model.mask(), hybrid_threshold: None, max_imbalance: 1.01 };
         let chosen = asked_for.resolve(&checked, Some(model), ticks_per_key as f64 / TICKS_PER_SECOND).unwrap();
         let shard = shard(&checked, &chosen).unwrap();
         shard_is_legal(&shard, lengths);

@@ -5,9 +5,9 @@
 use std::cmp::Reverse;
 
 use wlb_core::cost::LocalMask;
-use wlb_core::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::packing::{Piece, Ranks, Sync};
 use wlb_core::sharding::Segment;
+use wlb_core::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::{CostModel, Mask};
 
 /// What a packing says, in the plainest form.
@@ -1065,23 +1065,6 @@ pub(crate) fn per_document(lengths: &[i32], cp: usize, threshold: i64) -> Owners
         }
         for (k, size) in sizes.into_iter().enumerate() {
             owners[document].extend(vec![owner(k, cp); size]);
-        }
-    }
-    owners
-}
-
-/// `remainder="token"`.
-pub(crate) fn per_document_token(lengths: &[i32], cp: usize) -> Owners {
-    let mut owners = vec![Vec::new(); lengths.len()];
-    let mut cursor = 0;
-    for document in longest_first(lengths) {
-        let d = lengths[document] as usize;
-        for k in 0..2 * cp {
-            owners[document].extend(vec![owner(k, cp); d / (2 * cp)]);
-        }
-        for _ in 0..d % (2 * cp) {
-            owners[document].push(cursor);
-            cursor = (cursor + 1) % cp;
         }
     }
     owners

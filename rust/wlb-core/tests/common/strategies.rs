@@ -7,9 +7,9 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::FileFailurePersistence;
 use wlb_core::cost::{FlopsOptions, Passes, Rates, Unit};
-use wlb_core::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::packing::{Padding, Ranks, Sync};
 use wlb_core::sharding::kernel::{Generation, KernelDescription, KernelModel, PassTable};
+use wlb_core::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::{CostModel, Leftover, Lengths, Mask, Method, PackOptions};
 
 use super::stream::Event;
@@ -198,22 +198,22 @@ pub(crate) fn tables() -> impl Strategy<Value = (Vec<i32>, Vec<f64>, Vec<f64>, M
 /// A measured kernel: any grid, with queries and keys at odd places, and times without any order.
 pub(crate) fn kernel() -> impl Strategy<Value = KernelDescription> {
     let grid = || vec(prop_oneof![1_i64..300, 1_i64..10_000, (0_u32..17).prop_map(|bit| 1 << bit)], 1..7);
-    let tile = prop_oneof![3 => Just(128), 1 => select(vec![1_i64, 64, 100])];
+    let tile = || prop_oneof![3 => Just(128), 1 => select(vec![1_i64, 64, 100])];
     let launch = || prop_oneof![Just(0.0), 1e-7..1e-4];
     let seconds = || vec(1e-7..1e-3, 36);
-    (grid(), grid(), tile, any::<bool>(), (launch(), seconds()), (launch(), seconds())).prop_map(
-        |(mut query_lengths, mut key_lengths, tile, causal, forward, backward)| {
+    (grid(), grid(), any::<bool>(), (tile(), launch(), seconds()), (tile(), launch(), seconds())).prop_map(
+        |(mut query_lengths, mut key_lengths, causal, forward, backward)| {
             query_lengths.sort_unstable();
             query_lengths.dedup();
             key_lengths.extend(query_lengths.last());
             key_lengths.sort_unstable();
             key_lengths.dedup();
-            let table = |(launch_seconds, seconds): (f64, Vec<f64>)| {
+            let table = |(tile, launch_seconds, seconds): (i64, f64, Vec<f64>)| {
                 let mut seconds = seconds.into_iter().cycle();
                 let row = |&queries: &i64| {
                     key_lengths.iter().map(|&keys| seconds.next().filter(|_| queries <= keys)).collect()
                 };
-                PassTable { launch_seconds, median_seconds: query_lengths.iter().map(row).collect() }
+                PassTable { tile, launch_seconds, median_seconds: query_lengths.iter().map(row).collect() }
             };
             let (forward, backward) = (table(forward), table(backward));
             KernelDescription {
@@ -222,7 +222,6 @@ pub(crate) fn kernel() -> impl Strategy<Value = KernelDescription> {
                 num_heads: 32,
                 num_kv_heads: 8,
                 head_dim: 128,
-                tile,
                 query_lengths,
                 key_lengths,
                 forward,

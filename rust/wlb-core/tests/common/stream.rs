@@ -4,8 +4,8 @@
 
 use std::collections::BTreeSet;
 
-use wlb_core::stream::{Oversize, Packer, PackerConfig, Push, Release, StreamMethod};
 use wlb_core::packing::{Packing, Piece};
+use wlb_core::stream::{Oversize, Packer, PackerConfig, Push, Release, StreamMethod};
 use wlb_core::{CostModel, Error, Lengths};
 
 use super::{check, naive};

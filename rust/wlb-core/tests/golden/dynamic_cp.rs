@@ -128,7 +128,7 @@ impl Case for DynamicCpCase {
             let of_micro_batch = plan.groups_of(j).map(|g| {
                 let Group { first_rank, cp_size, .. } = plan.groups[g];
                 let documents: Vec<usize> = plan.documents[plan.documents_of(g)].iter().map(|&i| i as usize).collect();
-                let seconds = group_seconds(&documents, &self.lengths, plan.groups[g].ranks(), &options, &works[0]);
+                let seconds = group_seconds(&documents, &self.lengths, plan.groups[g].ranks(), &options, &works);
                 let tokens: i64 = documents.iter().map(|&document| i64::from(self.lengths[document])).sum();
                 let tokens = (tokens + i64::from(cp_size) - 1) / i64::from(cp_size);
                 let padded_tokens_per_rank = options.padding.as_ref().map(|padding| size_of(tokens, padding).unwrap());

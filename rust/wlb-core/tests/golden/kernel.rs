@@ -78,14 +78,8 @@ impl Choice {
     }
 
     fn check_engine(&self, lengths: &[i32], cp_size: usize, strategy: Strategy, model: &KernelModel) {
-        let asked_for = ShardOptions {
-            cp_size,
-            strategy,
-            mask: model.mask(),
-            remainder: wlb_core::sharding::Remainder::Chunk,
-            hybrid_threshold: None,
-            max_imbalance: 1.01,
-        };
+        let asked_for =
+            ShardOptions { cp_size, strategy, mask: model.mask(), hybrid_threshold: None, max_imbalance: 1.01 };
         let chosen = asked_for.resolve(&checked(lengths), Some(model), 0.0).unwrap();
         assert_eq!((chosen.strategy.as_str(), chosen.hybrid_threshold), (&*self.strategy, self.hybrid_threshold));
         let seconds = model.rank_seconds(&shard(&checked(lengths), &chosen).unwrap(), Passes::ForwardBackward).unwrap();

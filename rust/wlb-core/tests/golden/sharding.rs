@@ -1,7 +1,7 @@
 //! `shard.json`: what every rank holds, by every strategy that needs no kernel.
 
 use serde::{Deserialize, Serialize};
-use wlb_core::sharding::{Remainder, Segment, Shard};
+use wlb_core::sharding::{Segment, Shard};
 use wlb_core::{Mask, ShardOptions, Strategy, shard};
 
 use crate::common::auto;
@@ -17,8 +17,6 @@ struct ShardCase {
     cp_size: usize,
     causal: bool,
     strategy: Strategy,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    remainder: Option<Remainder>,
     #[serde(skip_serializing_if = "Option::is_none")]
     hybrid_threshold: Option<i64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -102,14 +100,13 @@ impl Rank {
 impl Case for ShardCase {
     fn answered(self) -> Self {
         let (lengths, cp_size, mask) = (&self.lengths, self.cp_size, mask(self.causal));
-        let owners = match (self.strategy, self.remainder.unwrap_or_default()) {
-            (Strategy::PerSequence, _) => naive::per_sequence(lengths, cp_size),
-            (Strategy::Contiguous, _) => naive::contiguous(lengths, cp_size),
-            (Strategy::PerDocument, Remainder::Chunk) => naive::per_document(lengths, cp_size, 1),
-            (Strategy::PerDocument, Remainder::Token) => naive::per_document_token(lengths, cp_size),
-            (Strategy::Hybrid, _) => naive::hybrid(lengths, cp_size, self.hybrid_threshold.unwrap()),
-            (Strategy::Auto, _) => auto::auto(lengths, cp_size, mask, self.max_imbalance.unwrap_or(1.01)),
-            (Strategy::Adaptive, _) => panic!("kernel.json has what is chosen by a kernel"),
+        let owners = match self.strategy {
+            Strategy::PerSequence => naive::per_sequence(lengths, cp_size),
+            Strategy::Contiguous => naive::contiguous(lengths, cp_size),
+            Strategy::PerDocument => naive::per_document(lengths, cp_size, 1),
+            Strategy::Hybrid => naive::hybrid(lengths, cp_size, self.hybrid_threshold.unwrap()),
+            Strategy::Auto => auto::auto(lengths, cp_size, mask, self.max_imbalance.unwrap_or(1.01)),
+            Strategy::Adaptive => panic!("kernel.json has what is chosen by a kernel"),
         };
         let segments = naive::segments(&owners, cp_size);
         let pairs = auto::pairs(lengths, &owners, cp_size, mask);
@@ -122,7 +119,6 @@ impl Case for ShardCase {
             cp_size: self.cp_size,
             strategy: self.strategy,
             mask: mask(self.causal),
-            remainder: self.remainder.unwrap_or_default(),
             hybrid_threshold: self.hybrid_threshold,
             max_imbalance: self.max_imbalance.unwrap_or(1.01),
         };

@@ -260,12 +260,7 @@ impl Priced<'_> {
     }
 
     /// The packing of what was placed.
-    pub(crate) fn packing(
-        &self,
-        placed: Placed,
-        method: Option<Method>,
-        piece: impl Fn(usize) -> Piece,
-    ) -> Packing {
+    pub(crate) fn packing(&self, placed: Placed, method: Option<Method>, piece: impl Fn(usize) -> Piece) -> Packing {
         let Placed { placement, loads } = placed;
         let columns = self.costs.columns();
         // In a stream some documents wait, which are not left over.
@@ -305,11 +300,7 @@ impl Priced<'_> {
 }
 
 /// Of a column, micro-batch by micro-batch.
-pub(crate) fn by_column(
-    loads: &[f64],
-    columns: usize,
-    column: usize,
-) -> impl ExactSizeIterator<Item = f64> {
+pub(crate) fn by_column(loads: &[f64], columns: usize, column: usize) -> impl ExactSizeIterator<Item = f64> {
     loads.iter().skip(column).step_by(columns).copied()
 }
 

@@ -23,12 +23,7 @@ const RAISED: f64 = 0.75;
 ///
 /// # Complexity
 /// As [`refine`].
-pub(crate) fn pack(
-    lengths: &[i32],
-    num_micro_batches: usize,
-    max_tokens: i32,
-    cost_model: &CostModel,
-) -> Packing {
+pub(crate) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
     let documents = Documents::new(lengths, &cost_model.costs(lengths), max_tokens);
     let empty = Placement::new(lengths.len(), num_micro_batches, cost_model.micro_batch());
     let mut bins = Bins::resume(empty, max_tokens);

@@ -14,12 +14,7 @@ use super::bins::Bins;
 ///
 /// # Complexity
 /// O(n) for the sort, and a few steps for each document (see [`Ladder`](crate::ladder::Ladder)); O(n N) at worst.
-pub(crate) fn pack(
-    lengths: &[i32],
-    num_micro_batches: usize,
-    max_tokens: i32,
-    cost_model: &CostModel,
-) -> Packing {
+pub(crate) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
     let empty = Placement::new(lengths.len(), num_micro_batches, cost_model.micro_batch());
     let mut bins = Bins::resume(empty, max_tokens);
     let costs = cost_model.costs(lengths);

@@ -90,7 +90,11 @@ impl KernelModel {
             let row = |&queries: &i64| {
                 key_lengths.iter().map(|&keys| (queries <= keys).then(|| seconds(queries, keys))).collect()
             };
-            PassTable { launch_seconds: [5e-6, 10e-6][pass], median_seconds: query_lengths.iter().map(row).collect() }
+            PassTable {
+                tile: 128,
+                launch_seconds: [5e-6, 10e-6][pass],
+                median_seconds: query_lengths.iter().map(row).collect(),
+            }
         };
         Self::new(KernelDescription {
             source: format!("analytic: {}", generation.as_str()),
@@ -98,7 +102,6 @@ impl KernelModel {
             num_heads,
             num_kv_heads,
             head_dim,
-            tile: 128,
             forward: table(0),
             backward: table(1),
             query_lengths,

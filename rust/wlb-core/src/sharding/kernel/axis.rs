@@ -40,6 +40,16 @@ impl Axis {
         self.lengths.len()
     }
 
+    /// The first length of the grid that is not below `length`; beyond the grid, the largest number.
+    #[inline]
+    pub(super) fn next(&self, length: i32) -> i32 {
+        let mut index = self.starts[length.ilog2() as usize];
+        while index < self.lengths.len() && self.lengths[index] < length {
+            index += 1;
+        }
+        self.lengths.get(index).copied().unwrap_or(i32::MAX)
+    }
+
     #[inline]
     pub(super) fn locate(&self, length: i32) -> Point {
         let mut below = self.starts[length.ilog2() as usize];

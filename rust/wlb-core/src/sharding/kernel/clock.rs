@@ -4,7 +4,7 @@ use crate::cost::{Mask, Passes};
 use crate::error::Result;
 use crate::sharding::plan::{Segment, Shard};
 
-use super::model::{KernelModel, Query};
+use super::model::{KernelModel, Query, Table};
 
 /// Sums of latencies are sums of integers, so that they do not depend on the order of the segments, and equal plans are
 /// exactly equal. One tick is 2^-44 s, or 57 femtoseconds.
@@ -35,13 +35,14 @@ impl KernelModel {
 /// Reads latencies of segments off a model, in ticks. Remembers the last number of queries: neighbours have the same.
 pub(in crate::sharding) struct Clock<'a> {
     model: &'a KernelModel,
-    table: &'a [f64],
+    tables: &'a [Table],
     last: Query,
 }
 
 impl<'a> Clock<'a> {
     pub(in crate::sharding) fn new(model: &'a KernelModel, passes: Passes) -> Self {
-        Self { model, table: model.table(passes), last: model.query(1) }
+        let tables = model.table(passes);
+        Self { model, tables, last: model.query(tables, 1) }
     }
 
     /// Keys of a segment that ends at `end`.
@@ -56,9 +57,9 @@ impl<'a> Clock<'a> {
     #[inline]
     pub(in crate::sharding) fn ticks(&mut self, queries: i32, keys: i32) -> i64 {
         if queries != self.last.length {
-            self.last = self.model.query(queries);
+            self.last = self.model.query(self.tables, queries);
         }
-        whole_ticks(self.model.seconds(&self.last, keys, self.table))
+        whole_ticks(self.model.seconds(&self.last, keys, self.tables))
     }
 }
 

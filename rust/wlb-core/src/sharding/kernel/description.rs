@@ -16,8 +16,6 @@ pub struct KernelDescription {
     pub num_kv_heads: i64,
     /// Width of one head.
     pub head_dim: i64,
-    /// Queries that a thread block computes at a time.
-    pub tile: i64,
     /// Queries of a segment: the rows of the tables. Ascending.
     pub query_lengths: Vec<i64>,
     /// Keys of a segment: the columns of the tables. Ascending.
@@ -32,6 +30,8 @@ pub struct KernelDescription {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PassTable {
+    /// Queries that a thread block computes at a time.
+    pub tile: i64,
     /// Seconds of a call, whatever its segments.
     pub launch_seconds: f64,
     /// Seconds of one segment of a call that fills the GPU: a row per query length, a column per key length; nothing

@@ -11,12 +11,15 @@ use super::description::{KernelDescription, PassTable};
 
 /// Latency of segments of attention.
 ///
-/// A segment of `l` queries ending at key `k` of its document computes the pairs of `l'` queries, `l` rounded up to the
-/// tile, from the same first query `s = k - l` on: `l'*s + l'(l'+1)/2` under a causal mask, `l'*k` under a full one. A
-/// pair is `4 * num_heads * head_dim` FLOPs. The latency is these pairs times the seconds per pair at `(l, k)`:
+/// A kernel computes whole tiles of queries. Under a causal mask all queries of a tile take as many keys as the last of
+/// them sees, so a segment of `l` queries that ends at key `k` of its document costs, with `s = k - l`,
+/// `sum over tiles t = 1.. of tile * min(k, s + tile * t)` pairs; under a full mask `tile * k` for each tile. A pair is
+/// `4 * num_heads * head_dim` FLOPs. Each pass has a tile of its own. The latency of a pass is these pairs times its
+/// seconds per pair, read at the query length `q` and the key length `k`, where `q` is the end of the last tile, or the
+/// next measured length if that comes before:
 ///
 /// - at a grid point, what was measured there over the same pairs, so that the model is exact there;
-/// - between grid points, bilinear in `(1 / l, 1 / k)`;
+/// - between grid points, bilinear in `(1 / q, 1 / k)`;
 /// - beyond the grid, as at its nearest edge, so that latency is in proportion to the pairs.
 ///
 /// A grid point with more queries than keys has the value to its right.
@@ -24,12 +27,24 @@ use super::description::{KernelDescription, PassTable};
 pub struct KernelModel {
     description: KernelDescription,
     pub(super) mask: Mask,
-    tile: u32,
     queries: Axis,
     keys: Axis,
-    /// Seconds per pair of the forward pass, of the backward pass, and of both. Interpolation is linear in them: the
-    /// sum of the passes is the table of the sums.
-    seconds_per_pair: [Vec<f64>; 3],
+    /// Tables of the forward pass, of the backward pass, and of both: one table, their sum, where the tiles are equal.
+    tables: [Vec<Table>; 3],
+}
+
+/// Seconds per pair at every grid point, row by row.
+#[derive(Clone, Debug)]
+pub(super) struct Table {
+    tile: Tile,
+    seconds_per_pair: Vec<f64>,
+}
+
+/// How a pass cuts the queries of a segment.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Tile {
+    queries: u32,
+    mask: Mask,
 }
 
 impl PartialEq for KernelModel {
@@ -48,7 +63,8 @@ impl KernelModel {
             ("num_heads", description.num_heads),
             ("num_kv_heads", description.num_kv_heads),
             ("head_dim", description.head_dim),
-            ("tile", description.tile),
+            ("forward.tile", description.forward.tile),
+            ("backward.tile", description.backward.tile),
         ];
         for (path, size) in sizes {
             if !(1..=MAX_KERNEL_SIZE).contains(&size) {
@@ -62,57 +78,22 @@ impl KernelModel {
             return wrong(format!("query_lengths[{last}]"), "is more than the largest key length");
         }
         let mask = if description.causal { Mask::Causal } else { Mask::Full };
-        let mut model = Self {
+        let forward = table(&description, "forward", &description.forward, mask)?;
+        let backward = table(&description, "backward", &description.backward, mask)?;
+        let both = if forward.tile == backward.tile {
+            let rates = forward.seconds_per_pair.iter().zip(&backward.seconds_per_pair);
+            let seconds_per_pair = rates.map(|(forward, backward)| forward + backward).collect();
+            vec![Table { tile: forward.tile, seconds_per_pair }]
+        } else {
+            vec![forward.clone(), backward.clone()]
+        };
+        Ok(Self {
             mask,
-            tile: description.tile as u32,
             queries: Axis::new(&description.query_lengths),
             keys: Axis::new(&description.key_lengths),
-            seconds_per_pair: Default::default(),
+            tables: [vec![forward], vec![backward], both],
             description,
-        };
-        let forward = model.rates("forward", &model.description.forward)?;
-        let backward = model.rates("backward", &model.description.backward)?;
-        let both = forward.iter().zip(&backward).map(|(forward, backward)| forward + backward).collect();
-        model.seconds_per_pair = [forward, backward, both];
-        Ok(model)
-    }
-
-    /// Seconds per pair at every grid point, row by row.
-    fn rates(&self, pass: &str, table: &PassTable) -> Result<Vec<f64>> {
-        let launch = table.launch_seconds;
-        if !(launch.is_finite() && launch >= 0.0) {
-            return wrong(format!("{pass}.launch_seconds"), format!("{launch} is no time of 0 or above"));
-        }
-        let KernelDescription { query_lengths, key_lengths, .. } = &self.description;
-        let name = format!("{pass}.median_seconds");
-        check_count(&name, table.median_seconds.len(), "query_lengths", query_lengths.len())?;
-        let mut rates = Vec::with_capacity(query_lengths.len() * key_lengths.len());
-        for (row, (entries, &queries)) in table.median_seconds.iter().zip(query_lengths).enumerate() {
-            check_count(&format!("{name}[{row}]"), entries.len(), "key_lengths", key_lengths.len())?;
-            let query = self.query(queries as i32);
-            let first = rates.len();
-            for (column, (&entry, &keys)) in entries.iter().zip(key_lengths).enumerate() {
-                let path = || format!("{name}[{row}][{column}]");
-                match entry {
-                    None if queries <= keys => {
-                        return wrong(path(), "is null, but so many queries can have so many keys");
-                    }
-                    Some(_) if queries > keys => {
-                        return wrong(path(), "must be null: a segment has no more queries than keys");
-                    }
-                    None => rates.push(0.0),
-                    Some(seconds) => {
-                        check_seconds(path, seconds)?;
-                        let rate = seconds / query.pairs(self.mask, keys as i32);
-                        check_seconds(path, rate)?;
-                        rates.push(rate);
-                        // A segment has no fewer keys than queries. For fewer, the rate of the fewest keys measured.
-                        rates[first..].iter_mut().filter(|rate| **rate == 0.0).for_each(|missing| *missing = rate);
-                    }
-                }
-            }
-        }
-        Ok(rates)
+        })
     }
 
     /// The same kernel with another number of query heads on a GPU: times in proportion, launches as they are.
@@ -157,7 +138,8 @@ impl KernelModel {
     /// # Complexity
     /// O(1) on a grid of powers of two.
     pub fn segment_seconds(&self, queries: i32, keys: i32, passes: Passes) -> f64 {
-        self.seconds(&self.query(queries), keys, self.table(passes))
+        let tables = self.table(passes);
+        self.seconds(&self.query(tables, queries), keys, tables)
     }
 
     /// Seconds of many segments, one by one.
@@ -208,8 +190,8 @@ impl KernelModel {
         Self::new(crate::error::from_json(json).map_err(|(path, problem)| Error::Profile { path, problem })?)
     }
 
-    pub(super) fn table(&self, passes: Passes) -> &[f64] {
-        let [forward, backward, both] = &self.seconds_per_pair;
+    pub(super) fn table(&self, passes: Passes) -> &[Table] {
+        let [forward, backward, both] = &self.tables;
         match passes {
             Passes::Forward => forward,
             Passes::Backward => backward,
@@ -217,41 +199,118 @@ impl KernelModel {
         }
     }
 
-    pub(super) fn query(&self, length: i32) -> Query {
-        let padded = (length as u32).div_ceil(self.tile) * self.tile;
-        Query { length, padded: f64::from(padded), point: self.queries.locate(length) }
+    /// So many queries, in these tables of this model.
+    pub(super) fn query(&self, tables: &[Table], length: i32) -> Query {
+        let read = |table: &Table| {
+            let end = table.tile.end(length).min(self.queries.next(length));
+            (table.tile.cut(length), self.queries.locate(end))
+        };
+        // A slice of tables has one or two.
+        let first = read(&tables[0]);
+        Query { length, read: [first, tables.get(1).map_or(first, read)] }
     }
 
+    /// Seconds of these queries, the last of which sees `keys`, in the same tables.
     #[inline]
-    pub(super) fn seconds(&self, query: &Query, keys: i32, table: &[f64]) -> f64 {
+    pub(super) fn seconds(&self, query: &Query, keys: i32, tables: &[Table]) -> f64 {
         let key = self.keys.locate(keys);
         let width = self.keys.len();
-        // A grid of one row or column has its only one on both sides.
-        let along_keys = |row: usize| {
-            let (left, right) = (table[row * width + key.below], table[row * width + key.above]);
-            left + (right - left) * key.fraction
-        };
-        let (below, above) = (along_keys(query.point.below), along_keys(query.point.above));
-        query.pairs(self.mask, keys) * (below + (above - below) * query.point.fraction)
+        let mut seconds = 0.0;
+        for (table, (cut, point)) in tables.iter().zip(&query.read) {
+            let rates = &table.seconds_per_pair;
+            // A grid of one row or column has its only one on both sides.
+            let along_keys = |row: usize| {
+                let (left, right) = (rates[row * width + key.below], rates[row * width + key.above]);
+                left + (right - left) * key.fraction
+            };
+            let (below, above) = (along_keys(point.below), along_keys(point.above));
+            seconds += cut.pairs(keys) * (below + (above - below) * point.fraction);
+        }
+        seconds
     }
 }
 
-/// The queries of a segment, as far as nothing else needs to be known.
+/// The queries of a segment, as far as nothing else needs to be known: what they cost and where they are read, in each
+/// of at most two tables.
 #[derive(Clone, Copy)]
 pub(super) struct Query {
     pub(super) length: i32,
-    /// Rounded up to the tile.
-    padded: f64,
-    point: Point,
+    read: [(Cut, Point); 2],
 }
 
-impl Query {
-    /// Pairs that the kernel computes. Exact up to 2^53.
-    #[inline]
-    fn pairs(&self, mask: Mask, keys: i32) -> f64 {
-        match mask {
-            Mask::Causal => self.padded * (f64::from(keys - self.length) + (self.padded + 1.0) * 0.5),
-            Mask::Full => self.padded * f64::from(keys),
+/// The table of a pass, checked.
+fn table(description: &KernelDescription, pass: &str, measured: &PassTable, mask: Mask) -> Result<Table> {
+    let launch = measured.launch_seconds;
+    if !(launch.is_finite() && launch >= 0.0) {
+        return wrong(format!("{pass}.launch_seconds"), format!("{launch} is no time of 0 or above"));
+    }
+    let tile = Tile { queries: measured.tile as u32, mask };
+    let KernelDescription { query_lengths, key_lengths, .. } = description;
+    let name = format!("{pass}.median_seconds");
+    check_count(&name, measured.median_seconds.len(), "query_lengths", query_lengths.len())?;
+    let mut rates = Vec::with_capacity(query_lengths.len() * key_lengths.len());
+    for (row, (entries, &queries)) in measured.median_seconds.iter().zip(query_lengths).enumerate() {
+        check_count(&format!("{name}[{row}]"), entries.len(), "key_lengths", key_lengths.len())?;
+        let cut = tile.cut(queries as i32);
+        let first = rates.len();
+        for (column, (&entry, &keys)) in entries.iter().zip(key_lengths).enumerate() {
+            let path = || format!("{name}[{row}][{column}]");
+            match entry {
+                None if queries <= keys => {
+                    return wrong(path(), "is null, but so many queries can have so many keys");
+                }
+                Some(_) if queries > keys => {
+                    return wrong(path(), "must be null: a segment has no more queries than keys");
+                }
+                None => rates.push(0.0),
+                Some(seconds) => {
+                    check_seconds(path, seconds)?;
+                    let rate = seconds / cut.pairs(keys as i32);
+                    check_seconds(path, rate)?;
+                    rates.push(rate);
+                    // A segment has no fewer keys than queries. For fewer, the rate of the fewest keys measured.
+                    rates[first..].iter_mut().filter(|rate| **rate == 0.0).for_each(|missing| *missing = rate);
+                }
+            }
         }
+    }
+    Ok(Table { tile, seconds_per_pair: rates })
+}
+
+impl Tile {
+    #[inline]
+    fn cut(self, queries: i32) -> Cut {
+        let (length, tile) = (queries as u32, self.queries);
+        let (whole, rest) = (f64::from(length / tile), f64::from(u32::from(length % tile != 0)));
+        let width = f64::from(tile);
+        match self.mask {
+            // With `s = k - l`: `tile * (whole * s + tile * whole * (whole + 1) / 2 + rest * k)`.
+            Mask::Causal => Cut {
+                per_key: width * (whole + rest),
+                constant: width * whole * (width * (whole + 1.0) * 0.5 - f64::from(length)),
+            },
+            Mask::Full => Cut { per_key: width * (whole + rest), constant: 0.0 },
+        }
+    }
+
+    /// The end of the last tile of so many queries.
+    #[inline]
+    fn end(self, queries: i32) -> i32 {
+        let end = (queries as u32).div_ceil(self.queries) * self.queries;
+        end.min(i32::MAX as u32) as i32
+    }
+}
+
+/// Pairs that a kernel computes of some queries: linear in the keys. Exact up to 2^53.
+#[derive(Clone, Copy)]
+struct Cut {
+    per_key: f64,
+    constant: f64,
+}
+
+impl Cut {
+    #[inline]
+    fn pairs(self, keys: i32) -> f64 {
+        self.per_key * f64::from(keys) + self.constant
     }
 }
