@@ -20,7 +20,7 @@ from wlb_tools.simulation.methods import next_fit
 
 
 class BaselineLoader:
-    """Steps of `pack(method="original")` or `pack(method="fixed_length", global_batches=...)`, or of whole documents in order.
+    """Steps of `pack(method="original")` or `pack(method="fixed_length")`, or of whole documents in order.
 
     Args:
         dataset: With `lengths` and token arrays, as in `corpus.py`.

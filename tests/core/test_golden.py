@@ -39,6 +39,7 @@ def cost_model(cost: dict[str, Any]) -> wlb.CostModel:
 @each("pack")
 def test_pack(case: dict[str, Any]) -> None:
     plan, cost = case.pop("plan"), cost_model(case.pop("cost"))
+    case["global_batches"] = case.pop("window")
     packing = wlb.pack(**case, leftover="return", cost_model=cost)
     assert plain(packing) == plan
     assert (
@@ -47,7 +48,7 @@ def test_pack(case: dict[str, Any]) -> None:
     )
     assert (packing.method, packing.global_batches, packing.max_tokens) == (
         case["method"],
-        case["window"],
+        case["global_batches"],
         case["max_tokens"],
     )
     copy = pickle.loads(pickle.dumps(packing))

@@ -48,8 +48,11 @@ struct Columns {
     starts: Vec<i32>,
     lengths: Vec<i32>,
     arrived: Vec<u64>,
-    turns: Vec<u64>,
+    /// Left out where no document came early: turns are then the arrivals.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    turns: Option<Vec<u64>>,
     /// Row by row, where documents bring their costs.
+    #[serde(skip_serializing_if = "Option::is_none")]
     costs: Option<Vec<f64>>,
 }
 
@@ -276,14 +279,16 @@ impl State {
 impl Columns {
     fn of<'a>(packer: &Packer, all: impl IntoIterator<Item = &'a Waiting>) -> Self {
         let mut columns = Self { costs: packer.config.limits.as_ref().map(|_| Vec::new()), ..Self::default() };
+        let mut turns = Vec::new();
         for waiting in all {
             columns.ids.push(waiting.piece.id);
             columns.starts.push(waiting.piece.start);
             columns.lengths.push(waiting.piece.length);
             columns.arrived.push(waiting.arrived);
-            columns.turns.push(waiting.turn);
+            turns.push(waiting.turn);
             columns.costs.iter_mut().for_each(|costs| costs.extend(packer.costs(waiting)));
         }
+        columns.turns = (turns != columns.arrived).then_some(turns);
         columns
     }
 
@@ -293,7 +298,8 @@ impl Columns {
             Err(Error::State { path: path.to_owned(), problem })
         }
         let rows = self.ids.len();
-        if [self.starts.len(), self.lengths.len(), self.arrived.len(), self.turns.len()] != [rows; 4] {
+        let turns = self.turns.as_ref().unwrap_or(&self.arrived);
+        if [self.starts.len(), self.lengths.len(), self.arrived.len(), turns.len()] != [rows; 4] {
             return wrong(path, "its columns differ in length".to_owned());
         }
         let limit = state.config.max_document_tokens;
@@ -320,7 +326,7 @@ impl Columns {
                         format!("arrived[{row}] = {arrived} is not before the iteration {}", state.iteration),
                     );
                 }
-                let turn = self.turns[row];
+                let turn = turns[row];
                 if turn.checked_sub(arrived).is_none_or(|early| early > MAX_EARLY as u64) {
                     return wrong(path, format!("turns[{row}] = {turn} is out of range"));
                 }
