@@ -147,9 +147,6 @@ $(TRAINERS)/.wlb: $(SOURCES)
 	# Its own tests of its planner are in no package.
 	test -d $(TRAINERS)/verl || { git clone --depth 1 --filter blob:none --sparse --branch v0.9.1 https://github.com/verl-project/verl $(TRAINERS)/verl \
 	    && git -C $(TRAINERS)/verl sparse-checkout set tests/utils; } || true
-	# It asks for older transformers and numpy, and for the clients of every cloud.
-	$(TRAINERS)/bin/python -m pip install boto3 Brotli catalogue python-snappy xxhash zstd || true
-	$(TRAINERS)/bin/python -m pip install --no-deps mosaicml-streaming || true
 	# `pretrain` is in no package. The path comes after the installed megatron-core.
 	$(TRAINERS)/bin/python -m pip install six || true
 	test -d $(TRAINERS)/Megatron-LM || git clone --depth 1 --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM $(TRAINERS)/Megatron-LM || true
