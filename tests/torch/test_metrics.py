@@ -20,9 +20,7 @@ LENGTHS = np.random.default_rng(0).integers(1, 200, 400)
 def loader() -> wt.StepLoader[Any]:
     cost = wlb.CostModel(attention=1.0, linear=50.0)
     packer = wlb.Packer(num_micro_batches=4, max_tokens=512, cost_model=cost, release="adaptive", max_delay=4)
-    sampler = wt.BalancedBatchSampler(
-        LENGTHS, packer=packer, dp_rank=0, dp_size=1, tokens_per_batch=1600, num_epochs=1
-    )
+    sampler = wt.BalancedBatchSampler(LENGTHS, packer=packer, dp_rank=0, dp_size=1, tokens_per_batch=1600, num_epochs=1)
     documents = wt.Documents([{"input_ids": np.zeros(length, np.int64)} for length in LENGTHS])
     return wt.StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=wt.collate))
 
