@@ -13,18 +13,16 @@ import torch
 import wlb
 import wlb_tools
 from benches.common import DOCS, RECORDS, rounded
+from studies import proof
+from studies.gpu import echo
+from studies.proof import __main__ as command
+from studies.proof import batches, figures, page, processes, slices
+from studies.proof import pace as pacing
+from studies.proof import probe as probing
 from tests.torch import processes as forked
 from wlb.torch.attention import context_parallel_attention
 from wlb_tools.cluster.overhead import Overhead
 from wlb_tools.profiling import LinkTimes, probe_link
-
-for needed in ("cyclopts", "matplotlib", "rich"):
-    pytest.importorskip(needed)
-proof = pytest.importorskip("studies.proof")
-batches, command, echo, figures, page, pacing, probing, processes, slices = (
-    pytest.importorskip(f"studies.proof.{name}")
-    for name in (*("batches", "__main__", "echo", "figures", "page", "pace", "probe", "processes", "slices"),)
-)
 
 BENCH = proof.Bench(hidden=64, context=64, batches=4)
 CPU = torch.device("cpu")
