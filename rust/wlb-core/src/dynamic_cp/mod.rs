@@ -6,7 +6,8 @@
 //!
 //! | part | what |
 //! | --- | --- |
-//! | `options` | the machine, and what can be wrong with it |
+//! | `options` | the machine, and what a plan may do |
+//! | `check` | what can be wrong with it |
 //! | `problem` | documents and the sizes that their groups may have |
 //! | `cost` | seconds of a group: its documents' cost over its ranks, and the exchange that attention does not hide |
 //! | `counts` | which numbers of micro-batches to try |
@@ -25,6 +26,7 @@
 mod block;
 mod bound;
 mod by_room;
+mod check;
 mod cost;
 mod counts;
 mod one_size;

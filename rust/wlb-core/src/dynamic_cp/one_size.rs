@@ -14,11 +14,12 @@ use crate::pipeline::Pipeline;
 use super::cost::Load;
 use super::counts::{Counts, price, whole};
 use super::options::{DynamicCpOptions, GroupSizes};
-use super::plan::{Draft, DraftGroup, Group};
+use super::plan::{Best, Draft, DraftGroup, Group};
 use super::problem::Problem;
-use super::search::{Best, SMALL};
 use super::simulate::{self, fits_memory};
 
+/// So few documents are planned in these ways, and moved one by one.
+pub(super) const SMALL: usize = 64;
 /// Numbers of micro-batches that are tried: up to so many times what memory or the pipeline needs.
 const COUNTS: usize = 2;
 /// A plan whose time is not below this part of the best is not faster: less than that is rounding.

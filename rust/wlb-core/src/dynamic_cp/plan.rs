@@ -6,6 +6,8 @@ use crate::digest::Digest;
 use crate::packing::{Padding, Sync};
 use crate::pipeline::Schedule;
 
+use super::counts::price;
+use super::options::DynamicCpOptions;
 use super::problem::Document;
 
 /// Ranks that share the documents of one micro-batch.
@@ -207,5 +209,21 @@ impl Draft {
         };
         let mut of_micro_batch = |groups: &[DraftGroup]| groups.iter().map(&mut of_group).fold(0, i64::max);
         self.offsets.windows(2).map(|ends| of_micro_batch(&self.groups[ends[0]..ends[1]])).collect()
+    }
+}
+
+/// A solution: a draft, the order of its micro-batches, and the seconds of its step.
+#[derive(Clone)]
+pub(super) struct Best {
+    pub(super) num_micro_batches: usize,
+    pub(super) draft: Draft,
+    /// Which micro-batch of the draft comes when.
+    pub(super) order: Vec<usize>,
+    pub(super) seconds: f64,
+}
+
+impl Best {
+    pub(super) fn price(&self, options: &DynamicCpOptions) -> f64 {
+        price(options, self.num_micro_batches, self.seconds)
     }
 }

@@ -8,9 +8,9 @@ use crate::pipeline::{Buffers, Pipeline, Times};
 
 use super::bound;
 use super::counts::{Counts, limit, note, price, whole};
-use super::one_size::in_one_size;
+use super::one_size::{SMALL, in_one_size};
 use super::options::DynamicCpOptions;
-use super::plan::Draft;
+use super::plan::Best;
 use super::problem::Problem;
 use super::refine::Refined;
 use super::simulate::{self, fits_memory};
@@ -40,9 +40,8 @@ const CLOSE: f64 = 1.1;
 const FIRST_STEPS: usize = 6;
 /// Promises that differ less are of the same problem.
 const SAME: f64 = 1e-9;
-/// So few documents are moved between micro-batches, one by one, in as many of the best plans, and so often at most in
+/// Few documents are moved between micro-batches, one by one, in as many of the best plans, and so often at most in
 /// each.
-pub(super) const SMALL: usize = 64;
 const FINALISTS: usize = 4;
 const TRIES: usize = 512;
 /// Most ops that steps towards the best targets simulate: fewer steps for larger pipelines.
@@ -52,22 +51,6 @@ const MAX_OPS: usize = 1 << 16;
 struct Candidate {
     num_micro_batches: usize,
     relaxed: Relaxed,
-}
-
-/// The best so far.
-#[derive(Clone)]
-pub(super) struct Best {
-    pub(super) num_micro_batches: usize,
-    pub(super) draft: Draft,
-    /// Which micro-batch of the draft comes when.
-    pub(super) order: Vec<usize>,
-    pub(super) seconds: f64,
-}
-
-impl Best {
-    pub(super) fn price(&self, options: &DynamicCpOptions) -> f64 {
-        price(options, self.num_micro_batches, self.seconds)
-    }
 }
 
 /// What a search found.

@@ -5,9 +5,10 @@ use crate::lengths::Lengths;
 use crate::pipeline::Pipeline;
 
 use super::bound;
+use super::check::check;
 use super::cost::{Costs, GroupCost};
 use super::counts::{Counts, price};
-use super::options::{DynamicCpOptions, GroupSizes, check};
+use super::options::{DynamicCpOptions, GroupSizes};
 use super::plan::{DraftGroup, DynamicCpPlan};
 use super::problem::Problem;
 use super::search::{Found, StepSearch, with_gains};

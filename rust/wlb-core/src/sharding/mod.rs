@@ -7,6 +7,7 @@
 mod adaptive;
 mod auto;
 mod builder;
+mod cut;
 mod hybrid;
 pub mod kernel;
 mod options;
@@ -16,6 +17,7 @@ mod rank_shard;
 mod resolve;
 mod shard;
 
+pub use cut::shard;
 pub use options::{ShardOptions, Strategy};
 pub use rank_shard::RankShard;
-pub use shard::{Segment, Shard, shard};
+pub use shard::{Segment, Shard};
