@@ -83,8 +83,6 @@ SECTIONS: dict[str, tuple[str, str, str, Callable[[Row], Iterator[str]]]] = {
     "engine": ("The engine", "make bench", "[what it means](measured.md)", engine),
     "refined": ('`method="refined"`', "make bench", "[what it means](measured.md)", refined),
     "proof": ("On a clock", "make proof", "[all of it](proof.md)", proof),
-    "proof_larger": ("On a clock, a larger model", "make proof-larger", "[all of it](proof_larger.md)", proof),
-    "proof_bounded": ("On a clock, steps bounded", "make proof-bounded", "[all of it](proof_bounded.md)", proof),
 }
 """By record: title, command, where more stands, and the figures."""
 

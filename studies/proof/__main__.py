@@ -6,11 +6,10 @@ A run that is cut off goes on with the layouts that it lacks when it is started 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -37,28 +36,17 @@ from studies.proof import (
     page,
     probe,
     processes,
-    shared,
     slices,
     system,
 )
-from studies.proof.figures import steady
-from wlb_tools.cluster.overhead import Overhead
 from wlb_tools.command.inputs.documents import read_documents
 from wlb_tools.command.inputs.options import plain
 from wlb_tools.simulation import Outcome
 
-DRAWS = 100
-"""Of repetitions, for how far other ones would be off."""
-
-SHORT_STEPS = 24
-"""Steps of few tokens, of which the median shows what a step takes beside its micro-batches."""
-
-IN_GROUPS = " ranks a group, micro-batches: "  # in the names of these steps
 BYTES_PER_TOKEN = 4  # of the documents of this machine, which are measured in bytes
 Row = dict[str, Any]
 Floats = NDArray[np.float64]
 PACE = "even micro-batches: "  # among the methods of a run
-WAITING = ("ranks wait more", "ranks wait less")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +154,7 @@ class Proof:
             if known["settings"] == settings:
                 return known
         # When and on what it ran: a later run that only goes on from here is another one.
-        own = kind == "processes" and self._device == "cpu" and system.has_processors(layout.world_size)
-        about = this_machine(["torch"]) | {"busy": system.busy_processors(), "own_processors": own}
+        about = this_machine(["torch"]) | {"busy": system.busy_processors()}
         record = {"settings": settings, "machine": about, **self._run(layout, kind)}
         write_record(path, record)
         return record
@@ -175,55 +162,34 @@ class Proof:
     def _run(self, layout: Layout, kind: str) -> Row:
         link = self._link(layout, kind)
         hardware = machine.hardware(self._bench, self._profile, processes.link_of(link), layout.world_size)
-        without, probed = self._probed(layout, hardware, kind)
-        overhead = self._of_steps(layout, without, probed, link)
-        scenario = replace(without, overhead=overhead)
+        without, probed = self._probed(layout, hardware)
+        scenario = replace(without, overhead=probed.overhead)
         outcomes = self._bench.simulate(self._scaled, scenario, self._methods)
         measure = self._processes if kind == "processes" else self._slices
         made, known = measure(layout, outcomes)
-        # What an op takes differs from minute to minute by more than the machine's pace does.
-        overhead = self._of_steps(layout, without, probed, known)
-        outcomes = {name: outcome.at_overhead(overhead) for name, outcome in outcomes.items()}
-        found, alone = self._machine(layout, replace(without, overhead=overhead), kind, known)
+        slower = pace.of(np.array(known["even"]), self._predicted_even(layout, scenario, kind))
         for name, row in made.items():
-            row |= predicted(outcomes[name], found, alone)
-        about = {"attention": probed.attention, "error": probed.error, "alone": alone}
+            row |= predicted(outcomes[name], slower)
         return {
             "sizes": layout.sizes,
             "title": str(layout),
             "kind": kind,
             "link": link,
-            "beside": about | {"neighbours": self._neighbours(layout, kind), **asdict(overhead)},
-            "pace": {"seconds": found, **known},
+            "beside": {"attention": probed.attention, "error": probed.error, **asdict(probed.overhead)},
+            "pace": {"seconds": slower, **known},
             "methods": made,
         }
 
-    def _machine(self, layout: Layout, scenario: wlb_tools.Scenario, kind: str, known: Row) -> tuple[float, float]:
-        """How many times as long as predicted known steps took, and what those take that others wait for."""
-        alone = 1.0
-        if known["waiting"] is not None:
-            lengths, count = pace.documents(self._bench.context)[-1], self._bench.micro_batches_of(layout)
-            alone = shared.found(known["waiting"], probe.waiting_seconds(scenario, lengths, count))
-        even = self._predicted_even(layout, scenario, kind, alone)
-        return pace.of(np.array(known["even"]), even), alone
-
-    def _predicted_even(self, layout: Layout, scenario: wlb_tools.Scenario, kind: str, alone: float) -> list[float]:
+    def _predicted_even(self, layout: Layout, scenario: wlb_tools.Scenario, kind: str) -> list[float]:
         """Seconds of a step of even micro-batches of each sort; in slices, of one on its first rank, all stages."""
         sorts = pace.documents(self._bench.context)
         if kind == "slices":
             return [float(probe.first_rank_seconds(scenario, lengths).sum()) for lengths in sorts]
         count = self._bench.micro_batches_of(layout)
         each = (probe.pass_seconds(scenario, lengths) for lengths in sorts)
-        return [probe.pipeline_seconds(scenario, passes, count, alone) for passes in each]
+        return [probe.pipeline_seconds(scenario, passes, count) for passes in each]
 
-    def _neighbours(self, layout: Layout, kind: str) -> int:
-        """Processes beside a rank: on a CPU ranks share a machine; slices run one after the other."""
-        beside = layout.world_size - 1 if kind == "processes" and self._device == "cpu" else 0
-        return min(beside, (os.cpu_count() or 1) - 1)
-
-    def _probed(
-        self, layout: Layout, hardware: wlb_tools.Hardware, kind: str
-    ) -> tuple[wlb_tools.Scenario, probe.Probed]:
+    def _probed(self, layout: Layout, hardware: wlb_tools.Hardware) -> tuple[wlb_tools.Scenario, probe.Probed]:
         """This model on these ranks, attention as long as in the trainer; and what stages take beside."""
         task = self._bars.add_task(f"{layout}, probe", total=None)
         without = self._bench.scenario(layout, hardware, self._profile)
@@ -232,61 +198,46 @@ class Proof:
             {layout.sizes["cp"], *(1 << power for power in range(without.layout.size("dp_cp").bit_length()))}
         )
         device, thread = torch.device(self._device), self._clock == "thread"
-        beside = self._neighbours(layout, kind)
-        found = probe.stages(self._bench, without, sizes, device=device, thread_clock=thread, neighbours=beside)
+        found = probe.stages(self._bench, without, sizes, device=device, thread_clock=thread)
         path = self._options.output_dir / f"profile-{layout.name}-{self._device}.json"
         profile = probe.corrected(self._profile, found.attention, path)
         self._bars.remove_task(task)
         return self._bench.scenario(layout, hardware, profile), found
 
-    def _of_steps(self, layout: Layout, without: wlb_tools.Scenario, probed: probe.Probed, known: Row) -> Overhead:
-        """What stages take beside, with what ops, gathering and steps do where short steps were timed."""
-        if not known.get("short"):
-            return probed.overhead
-
-        def machine_of(scenario: wlb_tools.Scenario) -> tuple[float, float]:
-            return self._machine(layout, scenario, "processes", known)
-
-        took = {int(size): {int(count): each for count, each in of.items()} for size, of in known["short"].items()}
-        return probe.of_steps(probed.overhead, without, probe.few_tokens(self._bench.context), took, machine_of)
-
     def _processes(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Row], Row]:
         work = processes.work_of(self._bench, layout, outcomes, self._options.repeats, self._device)
-        others, dynamic = known_steps(self._bench, layout, max(map(len, work.steps.values())))
-        work = replace(work, steps=between(work.steps, others), dynamic=work.dynamic | dynamic)
+        others = even_steps(self._bench, layout, max(map(len, work.steps.values())))
+        work = replace(work, steps=between(work.steps, others))
         steps = sum(map(len, work.steps.values())) * self._options.repeats
         task = self._bars.add_task(f"{layout}, processes", total=steps)
         measured = processes.launch(work, lambda: self._bars.advance(task))
         self._bars.remove_task(task)
         found = {}
-        for name, outcome in outcomes.items():
+        for name in outcomes:
             # Busy ranks: of each step, the repetition with the median time.
             seconds = np.array(measured["seconds"][name])
             chosen = np.argsort(seconds, axis=0)[seconds.shape[0] // 2]
             busy = [measured["busy"][name][repeat][step] for step, repeat in enumerate(chosen.tolist())]
             found[name] = {
                 "seconds": np.median(seconds, axis=0).tolist(),
-                "steadied": pace.quiet(seconds).tolist(),
                 "repetitions": seconds.tolist(),
-                "again": again(outcome, len(seconds), lambda chosen, of=seconds: pace.quiet(of[chosen])),
                 "work": [float(np.sum(step)) for step in busy],
                 "levels": page.levels_of(busy, layout, dynamic=name in work.dynamic),
             }
-        return found, known_seconds(measured["seconds"])
+        return found, even_seconds(measured["seconds"])
 
     def _slices(self, layout: Layout, outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Row], Row]:
         parts = sum(1 for outcome in outcomes.values() for _ in outcome.parts()) * self._options.sliced_repeats
         task = self._bars.add_task(f"{layout}, slices", total=parts)
-        with system.on_a_processor(self._device):
-            measured = slices.measure(
-                self._bench,
-                outcomes,
-                [pace.parts_of(lengths, layout.sizes["cp"])[0] for lengths in pace.documents(self._bench.context)],
-                repeats=self._options.sliced_repeats,
-                device=torch.device(self._device),
-                thread_clock=self._clock == "thread",
-                tick=lambda: self._bars.advance(task),
-            )
+        measured = slices.measure(
+            self._bench,
+            outcomes,
+            [pace.parts_of(lengths, layout.sizes["cp"])[0] for lengths in pace.documents(self._bench.context)],
+            repeats=self._options.sliced_repeats,
+            device=torch.device(self._device),
+            thread_clock=self._clock == "thread",
+            tick=lambda: self._bars.advance(task),
+        )
         self._bars.remove_task(task)
         # Why a prediction is off is asked of parts, which the record has not.
         parts_path = self._options.output_dir / f"parts-{layout.name}.npz"
@@ -297,20 +248,15 @@ class Proof:
             middle = np.median(seconds, axis=0)
             run, evenly = (of(outcome, middle) for of in (slices.as_measured, slices.even))
 
-            def took(chosen: Any, outcome: Outcome = outcome, seconds: Floats = seconds) -> Floats:
-                return slices.as_measured(outcome, pace.quiet(seconds[chosen])).seconds
-
             found[name] = {
                 "seconds": run.seconds.tolist(),
-                "steadied": took(slice(None)).tolist(),
-                "again": again(outcome, len(seconds), took),
                 "work": run.work.tolist(),
                 "even": evenly.seconds.tolist(),
                 "attribution": {part: float(of.sum() / run.total_seconds) for part, of in run.attribution.items()},
                 "levels": page.levels_of(slices.busy(outcome, middle), layout, dynamic=outcome.pipelines == "rank"),
             }
         others = {f"{PACE}{sort}": took.tolist() for sort, took in enumerate(measured.others)}
-        return found, known_seconds(others)
+        return found, even_seconds(others)
 
     def _link(self, layout: Layout, kind: str) -> Row:
         """Between the ranks of a layout; of a sliced one, between as many as are trained elsewhere, or 2.
@@ -326,12 +272,9 @@ class Proof:
             return {}
         task = self._bars.add_task(f"{layout}, link", total=None)
         work = processes.Work(self._bench, Layout(f"dp{size}"), {}, frozenset(), 1, self._device)
-        if kind == "processes":
-            steps, dynamic = known_steps(self._bench, layout, SHORT_STEPS)
-            work = replace(work, layout=layout, steps=steps, dynamic=dynamic)
         found = processes.launch(work, lambda: None)
         self._bars.remove_task(task)
-        return {name: found[name] for name in ("link", "all_gather")} | known_seconds(found.get("seconds", {}))
+        return {name: found[name] for name in ("link", "all_gather")}
 
     def _measured_profile(self) -> Path:
         if self._options.profile is not None:
@@ -344,8 +287,7 @@ class Proof:
         shape = f"h{self._bench.hidden}-c{self._bench.context}-{self._device}"
         path = self._options.output_dir / f"profile-{shape}.json"
         seconds = self._options.profile_seconds
-        with system.on_a_processor(self._device):
-            machine.profile(self._bench, path, device=self._device, budget_seconds=seconds, progress=show)
+        machine.profile(self._bench, path, device=self._device, budget_seconds=seconds, progress=show)
         self._bars.remove_task(task)
         return path
 
@@ -356,46 +298,17 @@ class Proof:
         return f"{len(found.lengths):,} documents: {found.source}", found.lengths
 
 
-def known_steps(bench: Bench, layout: Layout, turns: int) -> tuple[dict[str, processes.Steps], frozenset[str]]:
-    """Steps that no method trains, so many of each sort; and which of them choose groups, as those of Dynamic-CP.
-
-    Those of even micro-batches that nearly fill a context show the pace. Those of few tokens are named by the ranks of
-    a group and the micro-batches of a rank, as :func:`studies.proof.probe.of_steps` takes them. Two show what those
-    save that others wait for.
-    """
-    count, pp, cp = bench.micro_batches_of(layout), layout.sizes["pp"], layout.sizes["cp"]
-    documents, tokens = pace.documents(bench.context), probe.few_tokens(bench.context)
-    made = {f"{PACE}{sort}": processes.step(layout, [lengths], count, cp) for sort, lengths in enumerate(documents)}
-    if layout.world_size > 1:
-        made |= zip(WAITING, processes.waiting(layout, documents[-1], tokens, count), strict=True)
-    for group, many in itertools.product(probe.group_sizes(layout), (2 * pp, 4 * pp)):
-        made[f"{group}{IN_GROUPS}{many}"] = processes.step(layout, [[tokens * group]], many, group)
-    dynamic = frozenset(name for name, step in made.items() if step[0][0].first_rank is not None)
-    return {name: [step] * turns for name, step in made.items()}, dynamic
+def even_steps(bench: Bench, layout: Layout, turns: int) -> dict[str, processes.Steps]:
+    """Steps that no method trains, `turns` of each sort, whose even micro-batches show the machine's pace."""
+    count = bench.micro_batches_of(layout)
+    sorts = enumerate(pace.documents(bench.context))
+    return {f"{PACE}{sort}": [processes.step(layout, lengths, count)] * turns for sort, lengths in sorts}
 
 
-def known_seconds(seconds: Mapping[str, list[list[float]]]) -> Row:
-    """What :func:`known_steps` say of the machine, each by its quickest repetitions as the methods' steps are.
-
-    "took": seconds of each by repetition and turn; "even": seconds by sort; "short": by group and micro-batches;
-    "waiting": how many times as long a step takes in which ranks wait more as one in which they wait less, None of one
-    rank, or without such steps.
-    """
-    known = (PACE, *WAITING)
-    took = {name: of for name, of in seconds.items() if name.startswith(known) or IN_GROUPS in name}
-    alike = {name: float(pace.alike(np.array(of))) for name, of in took.items()}
-    short: dict[str, Row] = {}
-    for name in took:
-        if IN_GROUPS in name:
-            group, count = name.split(IN_GROUPS)
-            short.setdefault(group, {})[count] = alike[name]
-    more, less = (alike.get(name) for name in WAITING)
-    return {
-        "took": took,
-        "even": [alike[name] for name in took if name.startswith(PACE)],
-        "short": short,
-        "waiting": None if more is None or less is None else more / less,
-    }
+def even_seconds(seconds: Mapping[str, list[list[float]]]) -> Row:
+    """Seconds of :func:`even_steps`: "took" by repetition and turn, "even" the median of each sort."""
+    took = {name: of for name, of in seconds.items() if name.startswith(PACE)}
+    return {"took": took, "even": [float(np.median(of)) for of in took.values()]}
 
 
 def between(steps: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
@@ -408,32 +321,11 @@ def between(steps: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, An
     return made
 
 
-def again(outcome: Outcome, repeats: int, took: Callable[[Any], Floats]) -> list[float]:
-    """Seconds of the stream, see :attr:`studies.proof.figures.Run.steady_steadied`, in other repetitions.
-
-    That is, in as many drawn from those that there are, :data:`DRAWS` times: the same ones for every method.
-
-    Args:
-        outcome: the plan.
-        repeats: how many there are.
-        took: float64[steps] seconds of each step, by these repetitions only.
-    """
-    draws = np.random.default_rng(0).integers(0, repeats, (DRAWS, repeats))
-    streamed = np.arange(outcome.run.streamed)
-    return [steady(took(chosen), outcome.work, streamed) for chosen in draws]
-
-
-def predicted(outcome: Outcome, found: float, alone: float) -> Row:
-    """What the simulation says of a plan at the pace of the run, and what is known of the plan itself.
-
-    Args:
-        outcome: the plan.
-        found: the pace.
-        alone: see :mod:`studies.proof.shared`.
-    """
+def predicted(outcome: Outcome, slower: float) -> Row:
+    """What the simulation says of a plan, where everything takes `slower` times as long; and the plan itself."""
     return {
-        "predicted": (shared.of_steps(outcome, alone) * found).tolist(),
-        "predicted_work": (outcome.work * found).tolist(),
+        "predicted": (outcome.seconds * slower).tolist(),
+        "predicted_work": (outcome.work * slower).tolist(),
         "profiled": outcome.seconds.tolist(),
         "streamed": outcome.run.streamed,
         "tokens": outcome.tokens,

@@ -20,7 +20,6 @@ class Run:
 
     Args:
         seconds: [steps] median over repetitions.
-        steadied: [steps] without the machine's unrest (:mod:`studies.proof.pace`): what predictions are of.
         predicted: [steps] seconds of the simulation.
         work: [steps] seconds of all ranks together in the simulation, waiting aside: what a step weighs. A clock cannot
             tell, since ranks also wait for each other inside of micro-batches.
@@ -30,7 +29,6 @@ class Run:
     """
 
     seconds: Floats
-    steadied: Floats
     predicted: Floats
     work: Floats
     streamed: int
@@ -40,7 +38,7 @@ class Run:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Run:
         """Of a record."""
-        arrays = (np.array(row[name], float) for name in ("seconds", "steadied", "predicted", "predicted_work"))
+        arrays = (np.array(row[name], float) for name in ("seconds", "predicted", "predicted_work"))
         return cls(*arrays, row["streamed"], row["tokens"], row["flops"])
 
     @property
@@ -54,14 +52,9 @@ class Run:
         return steady(self.predicted, self.work, np.arange(self.streamed))
 
     @property
-    def steady_steadied(self) -> float:
-        """The same without the machine's unrest."""
-        return steady(self.steadied, self.work, np.arange(self.streamed))
-
-    @property
     def step_errors(self) -> Floats:
         """float64 [steps]: predicted over measured, less 1."""
-        return self.predicted / self.steadied - 1
+        return self.predicted / self.seconds - 1
 
 
 def steady(seconds: Floats, work: Floats, steps: NDArray[np.int64]) -> float:
@@ -76,17 +69,11 @@ class Gain:
     ratio: float
     low: float
     high: float
-    steadied: float  # without the machine's unrest
     predicted: float
 
     @property
     def error(self) -> float:
         """Predicted over measured, less 1."""
-        return self.predicted / self.steadied - 1
-
-    @property
-    def error_as_ran(self) -> float:
-        """The same with the machine's unrest."""
         return self.predicted / self.ratio - 1
 
     @property
@@ -111,11 +98,10 @@ def gain(run: Run, base: Run, *, flops: bool) -> Gain:
         for one in (run, base)
     ]
     low, high = np.percentile(ratio(*drawn), INTERVAL)
-    found = [
-        ratio(getattr(run, name), getattr(base, name)) for name in ("steady", "steady_steadied", "steady_predicted")
-    ]
-    measured, steadied, predicted = map(float, found)
-    return Gain(measured, float(low), float(high), steadied, predicted)
+    measured, predicted = (
+        float(ratio(getattr(run, name), getattr(base, name))) for name in ("steady", "steady_predicted")
+    )
+    return Gain(measured, float(low), float(high), predicted)
 
 
 def levels(busy: list[list[list[float]]], sizes: Mapping[str, int]) -> dict[str, float]:

@@ -4,11 +4,6 @@ A processor that other machines share is faster in one minute than in the next: 
 little about its seconds. Steps whose micro-batches are all alike show it, of one document, of few and of many. So much
 longer as they take than predicted, the methods are predicted to take; the ratios between methods do not change. Nothing
 is fitted to what is predicted.
-
-Predictions are graded by what is left of a measurement without the machine's unrest: by the quickest repetitions of a
-step (:func:`quiet`), and at the pace of the quickest ones of even micro-batches. Whatever else is in the way only makes
-a step longer, by a third or more for some seconds, and medians tell how often it was. Gains are medians of the clock as
-it ran.
 """
 
 from __future__ import annotations
@@ -27,9 +22,6 @@ Floats = NDArray[np.float64]
 KINDS = (1, 4, 16)
 """Documents of a micro-batch that together nearly fill a context."""
 
-QUICKEST = 2
-"""Repetitions of which the mean says what a step takes by itself. The very least may be of one lucky moment."""
-
 
 def of(took: Floats, predicted: Sequence[float]) -> float:
     """How many times as long as predicted everything takes: the geometric mean over sorts.
@@ -39,25 +31,6 @@ def of(took: Floats, predicted: Sequence[float]) -> float:
         predicted: seconds of each.
     """
     return float(np.exp(np.log(took / predicted).mean()))
-
-
-def quiet(seconds: Floats, axis: int = 0) -> Floats:
-    """The mean of the :data:`QUICKEST` repetitions, which are this axis.
-
-    Args:
-        seconds: as the clock ran.
-        axis: over which.
-    """
-    return np.asarray(np.sort(seconds, axis=axis).take(range(min(QUICKEST, seconds.shape[axis])), axis).mean(axis))
-
-
-def alike(took: Floats) -> Floats:
-    """float64[...]: what a step takes that is run in all turns of a repetition, as :func:`quiet` says it of another.
-
-    Args:
-        took: float64[..., repetitions, turns] seconds.
-    """
-    return np.asarray(np.median(quiet(took, axis=-2), axis=-1))
 
 
 def documents(context: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import wlb
 import wlb_tools
 from benches.common import STYLE, WLB
-from studies.proof import METHODS, Bench, Layout, shared
+from studies.proof import METHODS, Bench, Layout
 from studies.proof.figures import Gain, Run, gain, levels
 
 mpl.use("Agg")
@@ -26,9 +26,6 @@ Floats = NDArray[np.float64]
 BASES = ("original", "original, uncut")
 QUIET = 0.3
 """Processors that other programs may keep busy."""
-
-REPETITIONS = 3
-"""From so many on they tell how far another one would be off."""
 
 LEVELS = ("gpu", "dp", "pp", "cp", "micro-batch")
 HOW = {
@@ -73,33 +70,18 @@ def gains(layout: Row, *, flops: bool, base: str) -> dict[str, Gain]:
 
 
 def errors(layout: Row) -> dict[str, float]:
-    """The prediction against the clock: of steps, and of ratios to the baseline; of these also as the clock ran."""
+    """The prediction against the clock: of steps, and of ratios to the baseline."""
     found = runs(layout)
     steps = np.concatenate([run.step_errors for run in found.values()])
     others = [one for name, one in gains(layout, flops=False, base=BASES[0]).items() if name != BASES[0]]
-    ratios, as_ran = ([abs(getattr(one, name)) for one in others] for name in ("error", "error_as_ran"))
+    ratios = [abs(one.error) for one in others]
     return {
         "step_median": float(np.median(np.abs(steps))),
         "step_p95": float(np.percentile(np.abs(steps), 95)),
         "step_mean": float(steps.mean()),
         "ratio_median": float(np.median(ratios)) if ratios else 0.0,
         "ratio_worst": max(ratios, default=0.0),
-        "ratio_as_ran_median": float(np.median(as_ran)) if as_ran else 0.0,
-        "ratio_as_ran_worst": max(as_ran, default=0.0),
     }
-
-
-def noise(layout: Row) -> float | None:
-    """By how much a measured ratio to the baseline would be another in other repetitions, as a share of it.
-
-    The standard deviation over repetitions drawn anew, the median over methods: no prediction can be graded more
-    exactly. None where there are too few of them.
-    """
-    if layout["settings"]["repeats"] < REPETITIONS:
-        return None
-    took = {name: np.array(row["again"]) for name, row in layout["methods"].items()}
-    ratios = [took[BASES[0]] / of for name, of in took.items() if name != BASES[0]]
-    return float(np.median([of.std() / of.mean() for of in ratios])) if ratios else None
 
 
 def found(layouts: list[Row]) -> list[Row]:
@@ -177,7 +159,7 @@ def _layout(layout: Row) -> Iterator[str]:
             " figures."
         )
     yield ""
-    head = ["method", "tokens/s", "GFLOP/s", "x tokens/s", "steadied", "predicted"]
+    head = ["method", "tokens/s", "GFLOP/s", "x tokens/s", "predicted"]
     head += ["x FLOP/s", "over uncut", "step error", "idle"]
     head += ["even"] if sliced else []
     yield from _head([*head, "delay", "heaviest step"])
@@ -191,7 +173,6 @@ def _layout(layout: Row) -> Iterator[str]:
             f"{run.tokens / run.steady:,.0f}",
             f"{run.flops / run.steady / 1e9:,.1f}",
             _interval(tokens[name], name == BASES[0]),
-            f"{tokens[name].steadied:.3f}",
             f"{tokens[name].predicted:.3f}",
             _interval(flops[name], name == BASES[0]),
             _interval(uncut[name], name == BASES[-1]) if uncut else "",
@@ -201,14 +182,12 @@ def _layout(layout: Row) -> Iterator[str]:
         cells += [f"{run.seconds.sum() / sum(row['even']):.3f}"] if sliced else []
         work = run.work[: run.streamed]
         yield _row([*cells, f"{row['delay']:.2f}", f"{work.max() / work.mean():.2f}"])
-    error, by_chance = errors(layout), noise(layout)
-    again = "" if by_chance is None else f" In other repetitions a ratio would be another by some {by_chance:.1%}."
+    error = errors(layout)
     yield ""
     yield (
         f"Prediction: a step is off by {error['step_median']:.1%} in the median, {error['step_p95']:.1%} at the 95th"
         f" percentile ({error['step_mean']:+.1%} in the mean); a ratio to {BASES[0]} by {error['ratio_median']:.1%} in"
-        f" the median and {error['ratio_worst']:.1%} at most.{again} Of medians as the clock ran a ratio is off by"
-        f" {error['ratio_as_ran_median']:.1%} and {error['ratio_as_ran_worst']:.1%}."
+        f" the median and {error['ratio_worst']:.1%} at most."
         f" {_pace(layout)}{_gained(flops, uncut)}"
     )
     yield ""
@@ -226,9 +205,8 @@ def _measured(about: Row, repeats: int, *, sliced: bool) -> str:
     others = (
         "" if busy is None else f", {busy:.1f} of {about['cores']} processors busy with other programs at the start"
     )
-    own = ", each rank kept to a processor" if about.get("own_processors") else ""
     said = (
-        f"Measured {about['time'][:16].replace('T', ' ')} UTC, {repeats} times{others}{own}, torch"
+        f"Measured {about['time'][:16].replace('T', ' ')} UTC, {repeats} times{others}, torch"
         f" {about['packages']['torch']}, wlb {about['wlb']} at {about['commit'] or 'no known commit'}."
     )
     if busy is None or busy < QUIET:
@@ -242,31 +220,9 @@ def _measured(about: Row, repeats: int, *, sliced: bool) -> str:
 
 
 def _pace(layout: Row) -> str:
-    """How far the machine was from its profile, and how exactly it repeats itself."""
-    found, rows = layout["pace"], layout["methods"].values()
-    before = np.concatenate([np.divide(row["profiled"], row["seconds"]) - 1 for row in rows])
-    said = (
-        f"Even micro-batches of no method took {found['seconds']:.2f} times what was predicted before the run. As"
-        f" profiled, of medians as the clock ran, a step is off by {np.median(abs(before)):.1%}. "
-    )
-    alone = layout["beside"].get("alone", 1.0)
-    if alone < 1:
-        said += f"While the others wait a rank takes {alone:.3f} of the time that it takes beside busy ones. "
-    if alone < shared.LEAST:
-        said += "**That is less than caches and memory can explain: too few steps told it, and what is predicted here"
-        said += " means little. More of `--repeats` or `--batches` help.** "
-    again = [_repeated(row["repetitions"]) for row in rows if len(row.get("repetitions", ())) > 1]
-    return said + (
-        f"A single repetition of a step is off from the median of all by {np.median(np.concatenate(again)):.1%}. "
-        if again
-        else ""
-    )
-
-
-def _repeated(seconds: list[list[float]]) -> Floats:
-    """Of all steps and repetitions, how far they are from the step's median."""
-    table = np.array(seconds)
-    return np.abs(table / np.median(table, axis=0) - 1).ravel()
+    """How far the machine was from its profile."""
+    slower = layout["pace"]["seconds"]
+    return f"Even micro-batches of no method took {slower:.2f} times what was predicted before the run. "
 
 
 def _idle(row: Row) -> float:
@@ -301,21 +257,16 @@ def _reading() -> Iterator[str]:
         "- Every method trains every document once. The last steps, which empty queues, count at the efficiency of the"
         " others, as in a long run; what they weigh is the work that the simulation sees in them, measured and"
         " predicted alike.\n"
-        "- *steadied*: x tokens/s without the machine's unrest, which is what predictions are graded by. A processor"
-        " that other machines share is not always as fast, and what is in the way only makes a step longer: of the"
-        " repetitions of a step the mean of the two quickest counts. Gains (x) and what is done in a second are of"
-        " medians as the clock ran. *step error*: predicted over measured seconds of a step, less 1; the median without"
-        " its sign. Predicted is at the pace of the run, which the even micro-batches show, by their quickest"
-        " repetitions, too. *idle*: time in which the mean rank does not compute. *even*: time over"
+        "- x and what is done in a second are of the median repetition of each step. *step error*: predicted over"
+        " measured seconds of a step, less 1; the median without its sign. Predicted is at the pace of the run, which"
+        " the even micro-batches show. *idle*: time in which the mean rank does not compute. *even*: time over"
         " that of the same work spread evenly over ranks and micro-batches. *heaviest step*: its work over the mean"
         " step's; what waits for company makes steps uneven, unless their work is bounded (*steps of 2*: by twice a"
         " mean global batch's).\n"
         "- gpu, dp, pp, cp, micro-batch: which are compared. In processes, what a rank waits for inside a micro-batch"
         " (the keys of another) counts as busy, so that unevenness of cp hides there and shows in slices.\n"
         "- Processes keep the memory that they free, as a GPU's allocator does: else pages that come anew are up to a"
-        " quarter of the time of a large micro-batch, now and then. Where each rank keeps to a processor (the page says"
-        " so), what another one sent does not wait for a processor, either. Ranks share caches and memory, which GPUs"
-        " do not: so a rank is faster while the others wait, which the prediction counts where a probe measured it.\n"
+        " quarter of the time of a large micro-batch, now and then.\n"
         "- The model is small, and the ranks are processors of one machine: attention's weight is a 7B model's, the"
         " links are not. What holds on GPUs is for the same command on GPUs to say."
     )
@@ -331,7 +282,7 @@ def _row(cells: list[str]) -> str:
 
 
 def draw(record: Row, path: Path) -> None:
-    """Gains by model FLOPs a second with their intervals, steadied and predicted ones, layout by layout."""
+    """Gains by model FLOPs a second with their intervals, and predicted ones, layout by layout."""
     layouts = record["layouts"]
     names = [name for name in METHODS if any(name in layout["methods"] for layout in layouts)]
     size = 3.6 * len(layouts) + 1.4, 1.4 + 0.25 * len(names)
@@ -343,8 +294,6 @@ def draw(record: Row, path: Path) -> None:
             ratios = np.array([one.ratio for one in found.values()])
             reach = np.array([[one.ratio - one.low, one.high - one.ratio] for one in found.values()]).T
             axes.errorbar(ratios, places, xerr=reach, fmt="o", color=WLB, capsize=3, label="measured, 95 %")
-            steadied = [one.steadied for one in found.values()]
-            axes.plot(steadied, places, "o", color=WLB, markerfacecolor="white", label="the same, steadied")
             axes.plot([one.predicted for one in found.values()], places, "x", color="#c0452c", label="predicted")
             axes.axvline(1, color="#57606a", linewidth=1)
             axes.set_title(f"{layout['title']} ({layout['kind']})", fontsize=10.5)

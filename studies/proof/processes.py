@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,43 +63,19 @@ def work_of(bench: Bench, layout: Layout, outcomes: Mapping[str, Outcome], repea
     return Work(bench, layout, steps, dynamic, repeats, device)
 
 
-def step(layout: Layout, documents: Sequence[list[int]], count: int, size: int) -> list[list[Part]]:
-    """A step in which every group of ranks has documents of its own, the same in each of so many micro-batches.
+def step(layout: Layout, lengths: list[int], count: int) -> list[list[Part]]:
+    """A step whose micro-batches all hold documents of these lengths.
 
     Each micro-batch has a shard of its own, as those that are trained have: what attention keeps with a shard would
     else be in the caches already.
 
     Args:
         layout: the ranks.
-        documents: by group, lengths; of one group where they are those of all.
+        lengths: of the documents of a micro-batch.
         count: micro-batches of a rank.
-        size: ranks of a group. If it is not the layout's, plans choose groups, and parts have the first rank of theirs.
     """
-    firsts = range(0, layout.sizes["dp"] * layout.sizes["cp"], size)
-    of_groups = list(documents) * (len(firsts) // len(documents))
-    own = size == layout.sizes["cp"]
-    pairs = [(lengths, None if own else first) for lengths, first in zip(of_groups, firsts, strict=True)]
-    made = [[part for lengths, first in pairs for part in parts_of(lengths, size, first)] for _ in range(count)]
+    made = [parts_of(lengths, layout.sizes["cp"]) * layout.sizes["dp"] for _ in range(count)]
     return [list(row) for row in zip(*made, strict=True)]
-
-
-def waiting(layout: Layout, lengths: list[int], few: int, count: int) -> tuple[list[list[Part]], list[list[Part]]]:
-    """Two steps: one in which ranks wait for each other more than in the other.
-
-    In a pipeline one of few micro-batches, and one of many; else one in which a rank has these documents while the
-    others have next to nothing, and one in which all have them.
-
-    Args:
-        layout: the ranks, more than one.
-        lengths: of the documents.
-        few: tokens that are next to nothing.
-        count: micro-batches of a rank, at least as many as the pipeline has ranks.
-    """
-    if layout.sizes["pp"] > 1:
-        cp = layout.sizes["cp"]
-        return step(layout, [lengths], count, cp), step(layout, [lengths], 2 * count, cp)
-    others = [[few]] * (layout.world_size - 1)
-    return step(layout, [lengths, *others], count, 1), step(layout, [lengths], count, 1)
 
 
 def launch(work: Work, tick: Callable[[], None]) -> dict[str, Any]:
@@ -134,9 +110,6 @@ def main() -> None:
     given, found = map(Path, sys.argv[1:])
     work: Work = pickle.loads(given.read_bytes())
     torch.set_num_threads(1)
-    if work.device == "cpu":  # before the group has threads
-        system.take_processor(int(os.environ["LOCAL_RANK"]), of=work.layout.world_size)
-        system.give_way()
     system.keep_memory()
     bench, sizes = work.bench, work.layout.sizes
     settings = train.Settings(
@@ -154,11 +127,7 @@ def main() -> None:
         measured["link"] = {"latency": times.link.latency, "bandwidth": times.link.bandwidth}
         measured["all_gather"] = {"bytes": times.num_bytes.tolist(), "seconds": times.seconds.tolist()}
     if work.steps:
-        with train.failures_explained():
-            runner = Runner(work, settings, device, mesh)
-            if work.device == "cpu":  # once all groups have their threads
-                (system.compute_last if waits_for_all(work.layout) else system.compute_first)()
-            measured |= runner.run()
+        measured |= Runner(work, settings, device, mesh).run()
     if dist.get_rank() == 0:
         found.write_text(json.dumps(measured))
     dist.barrier()
@@ -239,11 +208,6 @@ class Runner:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def waits_for_all(layout: Layout) -> bool:
-    """Whether the thread of a rank that computes sends nothing itself, as a pipeline's does."""
-    return layout.sizes["pp"] == 1
 
 
 def link_of(measured: Mapping[str, Any]) -> wlb_tools.Link:

@@ -72,7 +72,6 @@ from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 from wlb.torch.pipeline import (
     PipelineMicroBatch,
     VarlenPipelineStage,
-    failures_explained,
     pipeline_step,
     stages_of_rank,
 )
@@ -212,10 +211,9 @@ class Settings:
 
 
 def train(settings: Settings) -> None:
-    """One rank's whole run; if it fails, the others end with its reason."""
+    """One rank's whole run."""
     device, mesh = set_up_ranks(settings)
-    with failures_explained():
-        run(settings, device, mesh)
+    run(settings, device, mesh)
 
 
 def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:
@@ -600,12 +598,13 @@ def build_ledger(settings: Settings, loader: Any, mesh: DeviceMesh) -> Ledger | 
 def build_tracker(
     settings: Settings, loader: Any, stages: list[VarlenPipelineStage], mesh: DeviceMesh, device: torch.device
 ) -> CostTracker | None:
-    """Times every micro-batch on its stages, and lets the packer go on by what the timings show."""
+    """Times every micro-batch on its stages, and logs what costs the timings show."""
     if not settings.learn_costs:
         return None
     if not isinstance(loader, StepLoader):
         raise SystemExit("--learn-costs goes with --method wlb and --plan static: elsewhere no packer plans by costs")
-    tracker = CostTracker(loader, every=settings.learn_costs, mesh=mesh, device=device, timer=StepTimer(device))
+    costs, every = loader.packer.cost_model, settings.learn_costs
+    tracker = CostTracker(costs, every=every, mesh=mesh, device=device, timer=StepTimer(device))
     tracker.timer.attach_stages(stages)
     return tracker
 

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 import wlb
+from studies.gpu import __main__ as main
+from studies.gpu import items, page, parity, step, training, transports
 from tests.torch import processes as forked
 from wlb.torch.attention import kernels
 
-items, main, page, parity, step, training, transports = (
-    pytest.importorskip(f"studies.gpu.{name}")
-    for name in ("items", "__main__", "page", "parity", "step", "training", "transports")
-)
 CPU = torch.device("cpu")
 torch.set_num_threads(1)
 

@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from studies.loss_curves import __main__ as command
+from studies.loss_curves import arms, corpus, page, statistics, training
+
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benches" / "records" / "loss_curves.jsonl"
 
-for needed in ("cyclopts", "matplotlib", "rich", "tokenizers"):
-    pytest.importorskip(needed)
-loss_curves = pytest.importorskip("studies.loss_curves")
-arms, command, corpus, page, statistics, training = (
-    pytest.importorskip(f"studies.loss_curves.{name}")
-    for name in ("arms", "__main__", "corpus", "page", "statistics", "training")
-)
+
 torch.set_num_threads(1)
 
 PACKS = arms.Packs(micro_batches=4, context=64)

@@ -1,7 +1,6 @@
 """Loaders of documents that bring their costs: a packer's plans that is told them, on any ranks, also resumed."""
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -139,15 +138,6 @@ def test_one_file_may_be_lengths_and_costs(tmp_path: Path) -> None:
         assert [step.packing.digest() for step in steps(of)] == [
             step.packing.digest() for step in steps(sampler(costs=LENGTHS, of=packer(1)))
         ]
-
-
-def test_other_cost_models_are_refused() -> None:
-    of = sampler()
-    with pytest.raises(wlb.WlbError, match="no cost model to correct"):
-        wt.CostTracker(of)
-    with pytest.raises(wlb.WlbError, match="whose documents bring their costs"):
-        of.cost_switches.switch(5, wlb.CostModel(attention=1.0, linear=1.0))
-    pickle.loads(pickle.dumps(packer()))
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------

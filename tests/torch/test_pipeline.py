@@ -21,10 +21,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 import wlb
 from tests.torch import processes
 from wlb.torch.pipeline import (
-    PeerFailed,
     PipelineMicroBatch,
     VarlenPipelineStage,
-    failures_explained,
     pipeline_step,
     stages_of_rank,
 )
@@ -348,17 +346,10 @@ def test_with_fsdp(schedule: str, num_stages: int) -> None:
     assert max(processes.run(4, with_fsdp, schedule, num_stages)) < 1e-5
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 500
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def fail_somewhere(rank: int, schedule: str, num_stages: int, where: str, folder: Path) -> None:
-    group = dist.new_group(timeout=WAITS)
+def fail_somewhere(rank: int, schedule: str, num_stages: int, where: str) -> None:
     parts = model(num_stages)
-    stages = own_stages(parts, schedule, group=group)
+    stages = own_stages(parts, schedule)
+    failed = 2 if where == "loss" else 1
 
     def fail(*_: object) -> None:
         raise ArithmeticError("the reason")
@@ -371,28 +362,20 @@ def fail_somewhere(rank: int, schedule: str, num_stages: int, where: str, folder
         pipeline_step(
             stages, micro_batches(DOCUMENTS[:4]), schedule=schedule, loss_fn=fail if where == "loss" else loss_fn
         )
-    except Exception as error:
-        names = [type(error).__name__]
-        while error.__cause__ is not None and not isinstance(error, PeerFailed):
-            error = error.__cause__
-            names.append(type(error).__name__)
-        text = " ".join(names) + f" {getattr(error, 'rank', rank)} {error}"
-        (folder / "new").with_suffix(f".{rank}").write_text(text)
-        (folder / "new").with_suffix(f".{rank}").rename(folder / str(rank))
-    wait_for(lambda: all((folder / str(other)).exists() for other in range(dist.get_world_size())))
+    except ArithmeticError:
+        if rank == failed:
+            raise
+    time.sleep(processes.TIMEOUT)  # as a rank that waits
 
 
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "where"),
     [("1f1b", 3, "forward"), ("interleaved_1f1b", 6, "backward"), ("interleaved_zero_bubble", 6, "loss")],
 )
-def test_a_failure_reaches_all_with_its_reason(schedule: str, num_stages: int, where: str, tmp_path: Path) -> None:
-    processes.run(3, fail_somewhere, schedule, num_stages, where, tmp_path)
-    failed = 2 if where == "loss" else 1
-    for rank in range(3):
-        text = (tmp_path / str(rank)).read_text()
-        assert "the reason" in text
-        assert ("ArithmeticError" if rank == failed else f"PeerFailed {failed} rank {failed} failed first") in text
+def test_a_stage_that_fails_raises_at_once_and_as_itself(schedule: str, num_stages: int, where: str) -> None:
+    with pytest.raises(processes.RankFailed, match="the reason") as caught:
+        processes.run(3, fail_somewhere, schedule, num_stages, where)
+    assert caught.value.rank == (2 if where == "loss" else 1)
 
 
 def test_a_failure_ends_a_job(tmp_path: Path) -> None:
@@ -477,72 +460,26 @@ def test_fsdp_keeps_gradients_of_a_failed_step() -> None:
     processes.run(1, fail_with_fsdp)
 
 
-def fail_twice(rank: int) -> None:
-    for failing, reason in ((1, ArithmeticError("the first")), (0, RuntimeError("the second"))):
-        parts = model(2)
-        stages = own_stages(parts, "1f1b", group=dist.new_group(timeout=WAITS))
+def fail_and_go_on(rank: int) -> None:
+    parts = model(2)
+    stages = own_stages(parts, "1f1b", group=dist.new_group(timeout=WAITS))
+    reason = ArithmeticError("the reason")
 
-        def fail(*_: object, reason: Exception = reason) -> None:
-            raise reason
+    def fail(*_: object) -> None:
+        raise reason
 
-        if rank == failing:
-            parts[rank].register_forward_pre_hook(fail)
-        with pytest.raises(type(reason) if rank == failing else PeerFailed, match=str(reason)) as caught:
-            pipeline_step(stages, micro_batches(DOCUMENTS[:3]), loss_fn=loss_fn)
-        assert caught.value is reason or getattr(caught.value, "rank", None) == failing
-        with pytest.raises(wlb.WlbError, match=r"stages\[0\] has failed .* messages are still under way"):
-            pipeline_step(stages, micro_batches(DOCUMENTS[:3]), loss_fn=loss_fn)
-        dist.barrier()
-
-
-def test_an_old_failure_does_not_explain_a_new_one() -> None:
-    processes.run(2, fail_twice)
-
-
-@failures_explained()
-def train(stages: Sequence[VarlenPipelineStage], group: dist.ProcessGroup | None, wait_in_step: bool) -> None:
-    if dist.get_rank() == 1:
-        raise LookupError(f"no document, {wait_in_step}")
-    if wait_in_step:
-        pipeline_step(stages, micro_batches(DOCUMENTS[:3]), loss_fn=loss_fn)
-    else:
-        dist.all_reduce(torch.ones(1), group=group)
-
-
-def fail_around_a_step(rank: int) -> None:
-    for wait_in_step in (False, True):
-        group = dist.new_group(timeout=WAITS)
-        stages = own_stages(model(2), "1f1b", group=group)
-
-        with pytest.raises(LookupError if rank == 1 else PeerFailed) as caught:
-            train(stages, group, wait_in_step)
-        if isinstance(caught.value, PeerFailed):
-            assert caught.value.rank == 1
-            assert f"LookupError: no document, {wait_in_step}" in str(caught.value)
-            assert type(caught.value.__cause__) is RuntimeError
-        dist.barrier()
-
-
-def test_a_failure_outside_of_the_pipeline_reaches_all() -> None:
-    processes.run(2, fail_around_a_step)
-
-
-@failures_explained()
-def fail_after_rank_1() -> None:
-    if dist.get_rank() == 0:
-        dist.barrier()
-    raise ValueError(f"of rank {dist.get_rank()}")
-
-
-def fail_one_after_the_other(rank: int) -> None:
-    with pytest.raises(ValueError, match=f"of rank {rank}"):
-        fail_after_rank_1()
     if rank == 1:
-        dist.barrier()
+        parts[1].register_forward_pre_hook(fail)
+    with pytest.raises(ArithmeticError if rank == 1 else RuntimeError) as caught:
+        pipeline_step(stages, micro_batches(DOCUMENTS[:3]), loss_fn=loss_fn)
+    assert rank == 0 or caught.value is reason
+    with pytest.raises(wlb.WlbError, match=r"stages\[0\] has failed .* messages are still under way"):
+        pipeline_step(stages, micro_batches(DOCUMENTS[:3]), loss_fn=loss_fn)
+    dist.barrier()
 
 
-def test_what_is_no_communication_error_stays_what_it_is() -> None:
-    processes.run(2, fail_one_after_the_other)
+def test_a_pipeline_with_messages_under_way_refuses_to_go_on() -> None:
+    processes.run(2, fail_and_go_on)
 
 
 def wrong_output(rank: int) -> None:

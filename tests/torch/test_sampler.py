@@ -228,7 +228,9 @@ def test_a_memory_map_is_neither_copied_nor_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "start_method"), [(1, "fork"), (4, "fork"), (1, "spawn")], ids=["1", "4", "spawn"]
+    ("num_workers", "start_method"),
+    [(1, "fork"), (4, "fork"), pytest.param(1, "spawn", marks=pytest.mark.long)],
+    ids=["1", "4", "spawn"],
 )
 def test_state_is_tied_to_consumed_steps(num_workers: int, start_method: str) -> None:
     """Whatever workers prefetch, batches and states are those of a loader without any."""
@@ -693,7 +695,10 @@ def die_and_go_on(folder: Path, dp_size: int, cp_size: int, num_workers: int, se
     assert [epoch.trained for epoch in proof.epochs] == [LENGTHS.size] * 2
 
 
-@pytest.mark.parametrize(("dp_size", "cp_size", "num_workers"), [(2, 1, 0), (4, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize(
+    ("dp_size", "cp_size", "num_workers"),
+    [(2, 1, 0), *(pytest.param(*of, marks=pytest.mark.long) for of in [(4, 1, 2), (2, 2, 1)])],
+)
 def test_killed_and_resumed(dp_size: int, cp_size: int, num_workers: int, tmp_path: Path) -> None:
     die_and_go_on(tmp_path, dp_size, cp_size, num_workers, seed=dp_size * 10 + num_workers)
 

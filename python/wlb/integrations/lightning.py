@@ -29,8 +29,7 @@ from wlb.integrations.lightning_proof import prove
 from wlb.integrations.versions import check_version
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
 from wlb.torch.data.documents import measured
-from wlb.torch.data.loading import Loading
-from wlb.torch.data.room import micro_batches
+from wlb.torch.data.loading import Loading, micro_batches
 from wlb.torch.data.state import field
 from wlb.torch.loss import count_valid_tokens
 from wlb.torch.metrics import StepMetrics

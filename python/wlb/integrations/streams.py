@@ -10,8 +10,6 @@ from typing import Any
 from numpy.typing import NDArray
 
 from wlb._errors import error
-from wlb.integrations.mosaic import is_mosaic
-from wlb.integrations.mosaic import streams_of as mosaic_streams_of
 from wlb.integrations.rows import Collator, row, tokens_and_labels
 from wlb.torch.data.one_stream import restores_itself
 
@@ -23,9 +21,8 @@ def streams_of(dataset: Any, collator: Collator = tokens_and_labels) -> list[Any
         stream = BalancedStream(streams_of(data), packer=packer, collate_fn=collate, group=group)
 
     Args:
-        dataset: Hugging Face's `IterableDataset`, the whole of it on every rank; a `StreamingDataset` of MosaicML's
-            (:func:`wlb.integrations.mosaic.streams_of`); or any iterable of rows with `input_ids` and maybe `labels`,
-            of which the tokens that an `attention_mask` hides are padding.
+        dataset: Hugging Face's `IterableDataset`, the whole of it on every rank; or any iterable of rows with
+            `input_ids` and maybe `labels`, of which the tokens that an `attention_mask` hides are padding.
         collator: Makes what is learnt of a list of one row, as a trainer's.
 
     Returns:
@@ -35,8 +32,6 @@ def streams_of(dataset: Any, collator: Collator = tokens_and_labels) -> list[Any
     Raises:
         wlb.WlbError: It gives every rank its own part already.
     """
-    if is_mosaic(dataset):
-        return mosaic_streams_of(dataset, collator)
     if getattr(dataset, "_distributed", None) is not None:
         message = "is split by node already: give the whole of it, the same on every rank"
         raise error("train_dataset", message)

@@ -15,7 +15,6 @@ OLDEST: Final = {
     "lightning": "2.5",
     "llamafactory": "0.9.5.dev0",  # the first on transformers 5
     "megatron-core": "0.16",  # the first whose rows name their ranks
-    "mosaicml-streaming": "0.8",
     "torchtitan": "0.3.0",
     "transformers": "5.0",
     "trl": "1.0",

@@ -38,7 +38,6 @@ from wlb.torch.data import (
     balanced_loader,
     collate,
 )
-from wlb.torch.failures import PeerFailed, failures_explained
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.gradients import all_reduce_gradients, sum_gradients
 from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context, expert_ranks
@@ -71,7 +70,6 @@ __all__ = [
     "LevelReport",
     "Loading",
     "PackedBatch",
-    "PeerFailed",
     "Piece",
     "PipelineMicroBatch",
     "Proof",
@@ -90,7 +88,6 @@ __all__ = [
     "count_valid_tokens",
     "data_and_context",
     "expert_ranks",
-    "failures_explained",
     "max_cp_size",
     "model_flops",
     "model_flops_utilization",

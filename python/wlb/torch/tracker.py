@@ -1,13 +1,12 @@
-"""Costs learnt while training: ranks gather what micro-batches took, fit one model, and plan by it where it pays."""
+"""Costs fitted while training: ranks gather what micro-batches took, and all fit the same cost model."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,13 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 import wlb
-from wlb._errors import check_integer, check_positive, error
+from wlb._errors import check_integer, error
 from wlb.torch.agreement import check_agreement
-from wlb.torch.data.costs import CostSwitches
-from wlb.torch.data.work import PlannedWork, median_error, replan_as
 from wlb.torch.timing import StepTimer, TimedStep
-from wlb.torch.timings import LEVELS, LevelReport, RankPlace, TimedPlan, level_reports
+from wlb.torch.timings import LEVELS, LevelReport, PlannedWork, RankPlace, TimedPlan, level_reports, median_error
 
 MOST_SHARE_ERROR = 0.1
-"""Standard error of a term's share of all time above which a fit is a guess, and changes nothing."""
+"""Standard error of a term's share of all time above which a fit is a guess, and nobody should plan by it."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +33,10 @@ class CostUpdate:
         step: Steps that were trained.
         fit: The costs that the timings show; None if there were too few of them.
         error_in_use: Median relative error of the costs in use over the same rows, times the factor that suits best.
-        problem: Why there is no fit, or why it is not good enough to plan by.
+        problem: Why there is no fit, or why it is not good enough to plan by; "" for a good one.
         imbalance: Mean imbalance of the steps since the last look, as the fitted costs show it.
-        believed: The same as the costs in use show it.
-        attainable: What it would be if the documents of each step were packed by the fitted costs.
-        drift: How far the costs in use are off: by how much a micro-batch's share of its step's work changes in the
-            mean, relative to the mean share.
+        believed: Mean imbalance of these steps as the costs in use show it.
         levels: By "dp", "pp" and "cp", where there is more than one rank of it.
-        switched_from: The first step that is planned by the new costs; None if the costs stay.
     """
 
     step: int
@@ -52,20 +45,20 @@ class CostUpdate:
     problem: str = ""
     imbalance: float = math.nan
     believed: float = math.nan
-    attainable: float = math.nan
-    drift: float = math.nan
     levels: dict[str, LevelReport] | None = None
-    switched_from: int | None = None
+
+    @property
+    def cost_model(self) -> wlb.CostModel | None:
+        """The fitted costs, for `packer.set_cost_model`; None if there is no fit that is good enough."""
+        return None if self.fit is None or self.problem else self.fit.cost_model
 
     def report(self) -> str:
         """A few lines for a log."""
         if self.fit is None:
             return f"costs after step {self.step}: no fit: {self.problem}"
-        change = "stay" if self.switched_from is None else f"change from step {self.switched_from} on"
         lines = [
-            f"costs after step {self.step} {change}: imbalance {self.imbalance:.4f} by what was measured, "
-            f"{self.believed:.4f} by the costs in use, {self.attainable:.4f} attainable; "
-            f"shares of work are off by {self.drift:.1%}",
+            f"costs after step {self.step}: imbalance {self.imbalance:.4f} by what was measured, "
+            f"{self.believed:.4f} by the costs in use",
             *(
                 f"  {name}: {level.slowest} is slowest, {level.residual:+.1%} over the mean, drift {level.drift:+.1%}"
                 for name, level in (self.levels or {}).items()
@@ -77,37 +70,33 @@ class CostUpdate:
 
 
 class CostTracker:
-    """Learns what documents cost from the run itself, and lets the loader plan by it where it pays.
+    """Fits what documents cost to what the run itself measures.
 
-        tracker = wt.CostTracker(loader, every=50, switch_above=0.01, mesh=mesh)
-        for step in loader:
+        tracker = wt.CostTracker(packer.cost_model, every=50, mesh=mesh)
+        for number in range(steps):
+            step = ...                               # packer.push(...), and which of its micro-batches are this rank's
             for index, batch in enumerate(step.micro_batches):
                 with tracker.timer.micro_batch(index):
                     ...                              # forward and backward
             optimizer.step()
-            tracker.step(step)                       # before step.state is saved
-            save(step.state)
+            update = tracker.step(step)
+            if update is not None and update.cost_model is not None:
+                packer.set_cost_model(update.cost_model)
+                tracker.cost_model = update.cost_model
 
     After every `every` steps the ranks gather what their micro-batches took and fit the same costs (`CostModel.fit`).
-    The costs in use are replaced if the imbalance that the new ones show for the steps since the last look is more than
-    `switch_above` over what the old ones showed for them, or over what packing their documents anew gives. So costs
-    that are off but pack as well, and steps that no costs could balance, change nothing. Nor does a fit that explains
-    the times no better than the costs in use, or whose shares have a standard error of more than a tenth of all time.
+    `CostUpdate.cost_model` is None for a fit that explains the times no better than the costs in use, or whose shares
+    have a standard error of more than a tenth of all time. The tracker changes no plan: the caller decides. A loader
+    plans ahead of training. It changes its costs where it begins anew: make one whose packer has the new costs, and
+    `load_state_dict(step.state, allow_config_change=True)`.
 
     Under a `DynamicCpLoader` groups of ranks that share documents are timed, and the imbalance is the step's way
     through all micro-batches and stages (`DynamicCpPlan.step_seconds`) over the work of the mean rank. What the planner
-    was told that ranks exchange is taken off the times first. A packer in front of it keeps its costs.
-
-    A change takes effect at a step of which no rank has begun to plan, whatever was fetched ahead: every rank plans the
-    steps before it by the old costs, and from it on by the new. `step.state` has it from the decision on, so that a run
-    that is resumed makes the same plans. Who resumes makes the packer with the costs of the first start.
+    was told that ranks exchange is taken off the times first.
 
     Args:
-        packer: What plans: a `StepLoader`, `BalancedBatchSampler`, `BalancedStream`, or a `DynamicCpLoader` whose
-            `plan` is a `functools.partial` with a `cost_model`; or the `wlb.Packer` itself in a loop that pushes into
-            it right before each step.
+        cost_model: The costs that plans are made by now: `packer.cost_model`.
         every: Steps between two looks.
-        switch_above: Imbalance that a change must gain.
         window: Steps that a fit is made from, the latest; by default four times `every`.
         windows: Of the model's attention layers, as in `CostModel.fit`.
         chunks: As in `CostModel.fit`.
@@ -117,6 +106,7 @@ class CostTracker:
         timer: Of this rank, if one is in use already.
 
     Attributes:
+        cost_model: The costs in use. Set it when plans change theirs, on all ranks at the same step.
         timer: Times the micro-batches of this rank.
         updates: What the looks said, the latest 100.
 
@@ -126,10 +116,9 @@ class CostTracker:
 
     def __init__(
         self,
-        packer: Any,
+        cost_model: wlb.CostModel,
         *,
         every: int = 50,
-        switch_above: float = 0.01,
         window: int | None = None,
         windows: Sequence[int] = (),
         chunks: Sequence[int] = (),
@@ -141,21 +130,11 @@ class CostTracker:
         check_integer("every", every, minimum=1)
         if window is not None:
             check_integer("window", window, minimum=every)
-        if switch_above != 0:
-            check_positive("switch_above", switch_above)
-        self._switches: CostSwitches | None = getattr(packer, "cost_switches", None)
-        if self._switches is None and not isinstance(packer, wlb.Packer):
-            message = (
-                f"is a {type(packer).__name__}: give a StepLoader, BalancedBatchSampler, BalancedStream or Packer, or a"
-                " DynamicCpLoader whose plan is a functools.partial with cost_model="
-            )
-            raise error("packer", message, value=type(packer).__name__)
-        self._packer = packer
-        if self._latest() is None:
-            message = "documents bring their costs to it, and there is no cost model to correct"
-            raise error("packer", message)
+        if not isinstance(cost_model, wlb.CostModel):
+            message = f"is a {type(cost_model).__name__}: give the CostModel that plans are made by"
+            raise error("cost_model", message, value=type(cost_model).__name__)
+        self.cost_model = cost_model
         self._every = every
-        self._switch_above = switch_above
         self._terms: dict[str, Any] = {"windows": tuple(windows), "chunks": tuple(chunks)}
         self._mesh, self._group = mesh, group
         self._device = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
@@ -187,9 +166,7 @@ class CostTracker:
             raise error("step", f"is a {type(step).__name__} without a Packing: its costs are not the packer's")
         number = int(step.number)
         self.timer.end_step(step)
-        planned_by = self._packer.cost_model if self._switches is None else self._switches.of(number)
-        assert planned_by is not None  # it was looked at first
-        self._plans[number] = work = PlannedWork.of(plan, planned_by)
+        self._plans[number] = work = PlannedWork.of(plan, self.cost_model)
         if isinstance(plan, wlb.Packing):
             self._mine[number] = step.indices
         else:
@@ -203,87 +180,34 @@ class CostTracker:
         return update
 
     def _look(self) -> CostUpdate:
-        switches = self._switches
-        if switches is None:
-            return self._looked(self._steps)
-        with switches.held() as begun:
-            return self._looked(begun)
-
-    def _looked(self, begun: int) -> CostUpdate:
-        steps, ranks, begun = self._gather(begun)
+        steps, ranks = self._gather()
         self._gathered.extend(steps)
         rows = [row for step in self._gathered for row in step.rows()]
         lengths, shared = [part.lengths for part, _ in rows], np.array([part.ranks for part, _ in rows], np.int64)
         seconds = [seconds for _, seconds in rows]
-        now = self._cost_model()
+        now = self.cost_model
         try:
             fit = wlb.CostModel.fit(lengths, seconds, ranks=shared, causal=now.causal, **self._terms)
         except wlb.WlbError as cause:
             fit, update = None, CostUpdate(self._steps, problem=str(cause))
         if fit is not None:
             error_in_use = median_error(now, rows)
-            problem = _problem(fit, error_in_use)
-            update = self._judged(fit, now, [step.work for step in steps], begun, ranks, problem)
-            update = dataclasses.replace(update, error_in_use=error_in_use)
+            update = self._judged(fit, [step.work for step in steps], ranks)
+            update = replace(update, error_in_use=error_in_use, problem=_problem(fit, error_in_use))
         if dist.is_initialized():
-            content = repr((now, fit and fit.cost_model, update.switched_from))
+            content = repr((now, fit and fit.cost_model))
             digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
             check_agreement(digest, step=self._steps, group=self._group, device=self._device)
-        if fit is not None and update.switched_from is not None:
-            if self._switches is None:
-                self._packer.set_cost_model(fit.cost_model)
-            else:
-                self._switches.switch(update.switched_from, fit.cost_model)
         return update
 
-    def _judged(
-        self,
-        fit: wlb.CostFit,
-        now: wlb.CostModel,
-        plans: list[PlannedWork],
-        begun: int,
-        ranks: list[RankPlace],
-        problem: str,
-    ) -> CostUpdate:
-        new = fit.cost_model
-        replan = replan_as(self._packer) if self._switches is None else self._switches.replan
-        imbalance, believed, attainable, drift = [], [], [], []
-        for work in plans:
-            planned, shown = work.imbalance(now), work.imbalance(new)
-            if math.isnan(planned) or math.isnan(shown):
-                continue
-            believed.append(planned)
-            imbalance.append(shown)
-            drift.append(float(np.abs(work.shares(new) - work.shares(now)).mean()) * len(work.parts))
-            attainable.append(min(shown, work.again(replan, new)))
-        if not imbalance:
-            return CostUpdate(self._steps, problem="nothing was trained since the last look")
-        shown, planned, possible = (float(np.mean(values)) for values in (imbalance, believed, attainable))
-        # What is held back is chosen by the costs too: by wrong ones a step may hold what no packing can balance.
-        switched = shown - min(planned, possible) > self._switch_above and new != now and not problem
-        return CostUpdate(
-            self._steps,
-            fit,
-            problem=problem,
-            imbalance=shown,
-            believed=planned,
-            attainable=possible,
-            drift=float(np.mean(drift)),
-            levels=level_reports(list(self._gathered), ranks, new),
-            switched_from=begun if switched else None,
-        )
+    def _judged(self, fit: wlb.CostFit, plans: list[PlannedWork], ranks: list[RankPlace]) -> CostUpdate:
+        both = np.array([[work.imbalance(fit.cost_model), work.imbalance(self.cost_model)] for work in plans])
+        both = both[~np.isnan(both).any(axis=1)]
+        shown, believed = both.mean(axis=0).tolist() if len(both) else (math.nan, math.nan)
+        levels = level_reports(list(self._gathered), ranks, fit.cost_model)
+        return CostUpdate(self._steps, fit, imbalance=shown, believed=believed, levels=levels)
 
-    def _cost_model(self) -> wlb.CostModel:
-        """What the latest plans were, or will be, made by."""
-        latest = self._latest()
-        assert latest is not None  # it was looked at first
-        return latest
-
-    def _latest(self) -> wlb.CostModel | None:
-        latest: wlb.CostModel | None = self._packer.cost_model if self._switches is None else self._switches.latest
-        return latest
-
-    def _gather(self, begun: int) -> tuple[list[TimedPlan], list[RankPlace], int]:
+    def _gather(self) -> tuple[list[TimedPlan], list[RankPlace]]:
         """Timings of all ranks since the last look, by step; those of a rank that are not known yet are missing."""
         numbers = sorted(self._plans)
         per_rank = max((self._mine[number].size for number in numbers), default=0)
@@ -291,9 +215,9 @@ class CostTracker:
         alone = not dist.is_initialized()
         if self._mesh is None and not alone:
             role[0] = dist.get_rank(self._group)
-        settings = hashlib.blake2b(repr((self._every, self._switch_above, self._terms)).encode(), digest_size=6)
+        settings = hashlib.blake2b(repr((self._every, self._terms)).encode(), digest_size=6)
         known = int.from_bytes(settings.digest(), "little")
-        head = [self._steps, len(numbers), per_rank, known, begun, *role, self._data]
+        head = [self._steps, len(numbers), per_rank, known, *role, self._data]
         heads = self._all_gather(torch.tensor(head, dtype=torch.int64))
         for what, column in (
             ("steps trained", 0),
@@ -315,10 +239,10 @@ class CostTracker:
             if timed is not None:
                 times[at, : mine.size, 1] = timed.seconds
         everyone = self._all_gather(torch.from_numpy(times).flatten()).reshape(len(heads), *times.shape)
-        ranks = [RankPlace(*row[5:].tolist()) for row in heads]
+        ranks = [RankPlace(*row[4:].tolist()) for row in heads]
         gathered = [TimedPlan(self._plans[number], everyone[:, at], tuple(ranks)) for at, number in enumerate(numbers)]
         self._plans, self._mine, self._timed = {}, {}, {}
-        return gathered, ranks, int(heads[:, 4].max())
+        return gathered, ranks
 
     def _all_gather(self, mine: torch.Tensor) -> NDArray[Any]:
         if not dist.is_initialized():

@@ -2,8 +2,8 @@
 
 use std::cmp::Ordering;
 
-/// Micro-batches from which on the steps of a search are counted. With fewer, a search is short, and counting is a tenth
-/// of all work.
+/// Micro-batches from which on the steps of a search are counted. With fewer, a search is short, and counting is a
+/// tenth of all work.
 const COUNTED_FROM: usize = 1024;
 
 /// Steps after which a search among so many goes on from a sample.

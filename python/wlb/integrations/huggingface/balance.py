@@ -25,8 +25,7 @@ from wlb.integrations.huggingface.proof import prove
 from wlb.integrations.huggingface.refusals import check_trainer, shuffles
 from wlb.integrations.rows import Rows
 from wlb.torch.data import IGNORE, BalancedStream
-from wlb.torch.data.loading import Loading
-from wlb.torch.data.room import step_tokens
+from wlb.torch.data.loading import Loading, step_tokens
 from wlb.torch.training import meeting_place, takes_keywords
 
 _SET_HERE = ("trainer", "packer", "num_micro_batches")  # not given by a user

@@ -17,8 +17,7 @@ import wlb
 from wlb.integrations.rows import Collator, Rows
 from wlb.integrations.streams import streams_of
 from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, PackedBatch, StepLoader, collate
-from wlb.torch.data.loading import Loading
-from wlb.torch.data.room import micro_batches
+from wlb.torch.data.loading import Loading, micro_batches
 
 EVALUATED_TOGETHER: Final = 4  # micro-batches of a rank in a step of an evaluation: enough to fill them
 

@@ -23,9 +23,8 @@ from wlb.integrations.megatron.refusals import check_config, check_layers, check
 from wlb.integrations.megatron.rows import Ranks
 from wlb.integrations.megatron.sharing import Sharing
 from wlb.torch.data import DynamicCpLoader, PackedBatch, StepLoader, collate
-from wlb.torch.data.loading import Loading
+from wlb.torch.data.loading import ROOM, Loading, micro_batches
 from wlb.torch.data.peers import Peers
-from wlb.torch.data.room import ROOM, micro_batches
 
 # Arguments of plans that follow from the model and the ranks.
 _SET_HERE: Final = ("options", "world_size", "num_stages", "num_virtual_stages", "costs", "attention_costs", "ids")

@@ -14,8 +14,7 @@ from wlb.integrations.megatron.costs import cost_of
 from wlb.integrations.megatron.data import data_iterator
 from wlb.integrations.megatron.iterator import DataIterator
 from wlb.integrations.megatron.rows import Batch
-from wlb.torch.data.loading import FOREVER
-from wlb.torch.data.room import step_tokens
+from wlb.torch.data.loading import FOREVER, step_tokens
 
 
 def pretraining(

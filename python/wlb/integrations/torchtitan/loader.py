@@ -21,8 +21,7 @@ from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.torchtitan.documents import known, streams
 from wlb.torch.data import IGNORE, BalancedStream, PackedBatch, Step, StepLoader, collate
-from wlb.torch.data.loading import FOREVER, Loading
-from wlb.torch.data.room import step_tokens
+from wlb.torch.data.loading import FOREVER, Loading, step_tokens
 from wlb.torch.data.state import field as field_of
 from wlb.torch.metrics import StepMetrics
 

@@ -20,7 +20,7 @@ from wlb.integrations.torchtitan.loader import WlbDataLoader
 from wlb.integrations.torchtitan.pipeline import over_unequal_micro_batches, token_shares
 from wlb.integrations.torchtitan.proof import prove
 from wlb.integrations.torchtitan.refusals import check_config, inner_attentions
-from wlb.torch.data.room import micro_batches
+from wlb.torch.data.loading import micro_batches
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer as _Trainer

@@ -6,13 +6,12 @@ the state to save once it is trained, which holds documents, so that a run goes 
 ranks or workers too; a `Ledger` keeps what was trained.
 """
 
-from wlb.torch.data.balanced import balanced_loader
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.collate import collate
 from wlb.torch.data.documents import Document, Documents, Piece
 from wlb.torch.data.dynamic_cp import DynamicCpLoader, DynamicCpStep
 from wlb.torch.data.ledger import Ledger
-from wlb.torch.data.loading import Loading
+from wlb.torch.data.loading import Loading, balanced_loader
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import Step, StepLoader
 from wlb.torch.data.stream import BalancedStream

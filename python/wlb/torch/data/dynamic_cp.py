@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,13 +20,12 @@ from wlb._seal import Hashed, check_seal
 from wlb.ledger import Pieces
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.collate import packed
-from wlb.torch.data.costs import CostSwitches, read_changes
 from wlb.torch.data.documents import Document, num_labels
 from wlb.torch.data.dynamic_documents import Costs, Table, checked, costs_by, costs_of
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, field, same
 from wlb.torch.data.step import Step, moved, written
-from wlb.torch.data.thread import Ahead, Position, PreparedStep, StepsAhead
+from wlb.torch.data.thread import Position, PreparedStep, StepIterator, StepsAhead
 
 FORMAT: Final = "wlb.dynamic_cp_loader"
 VERSION: Final = 2
@@ -89,7 +86,7 @@ class DynamicCpStep(Generic[T]):
         return replace(self, micro_batches=[moved(batch, device, non_blocking) for batch in self.micro_batches])
 
 
-class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
+class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
     """An iterator of steps over any iterator of documents: a plan for each, a context-parallel group for each document.
 
     The documents of a step are what all ranks read for it together, each its own share, and knows of no other. Each
@@ -133,8 +130,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
     Args:
         batches: See above. Read in a thread, by every rank of the pipeline and tensor-parallel groups alike.
         plan: Makes the plan from int64 [documents], their lengths: `functools.partial(wlb.plan_dynamic_cp, ...)` with
-            the group's size for a world. The same on every rank. A `CostTracker` changes the `cost_model` of such a
-            partial.
+            the group's size for a world. The same on every rank.
         costs: What a document costs on one rank, in seconds for the whole model, where its length does not tell: a
             float array by the ids of documents, of which none is cut; or a function of a document, called once for each
             of a step, in the thread of the rank that reads it. `plan` is then called with `costs=`, float64
@@ -147,8 +143,6 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
-        cost_switches: From which step on other costs hold, see `CostTracker`; None where `plan` is no partial with a
-            cost model.
 
     Every step is a collective on `group`: its ranks take as many. With a group, making one is a collective of the whole
     world: every rank makes its own at the same point. Close it before the process groups are destroyed.
@@ -173,11 +167,6 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
         for name, of_document in (("costs", costs), ("attention_costs", attention_costs)):
             if of_document is not None:
                 self._costs[name] = costs_by(name, of_document)
-        told = plan.keywords.get("cost_model") if isinstance(plan, functools.partial) else None
-        self._cost_model = told if isinstance(told, wlb.CostModel) else None  # of the first start
-        self.cost_switches: CostSwitches | None = None
-        if self._cost_model is not None:
-            self.cost_switches = CostSwitches(self._cost_model, functools.partial(_replan, plan))
         self._prepare = prepare
         self._stateful = all(hasattr(batches, f"{verb}state_dict") for verb in ("", "load_"))
         self._iterator: Iterator[Any] | None = None
@@ -188,8 +177,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
         self._item: Step[Any] | None = None  # that was read last, if `batches` gives steps
         self._link = Link()
         self._latest = self._position()  # after the step that was made last
-        make = self._peers.making(self._make, lambda: self._number)
-        self._steps = StepsAhead(make, self._latest, name="wlb-dynamic-cp", argument="batches")
+        self._steps = StepsAhead(self._make, self._latest, name="wlb-dynamic-cp", argument="batches")
         self.tokens_moved = 0
 
     def __next__(self) -> DynamicCpStep[T]:
@@ -198,7 +186,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
         Raises:
             wlb.WlbError: Reading or `prepare` failed on some rank, a document does not fit, or plans differ; on every
                 rank. Or the loader is closed.
-            PeerFailed: A rank ended, or hangs for longer than the timeout.
+            RuntimeError: A rank ended, or is later than the timeout.
         """
         started = time.perf_counter()
         step = self._steps.take()
@@ -236,17 +224,10 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
             raise error("state", f"was saved with{'out' if self._stateful else ''} a state of batches", value=batches)
         same(state, self._reader(), "this loader")
         link = Link.of(state)
-        changes, learnt = read_changes(state), self._cost_model
-        if "cost_model" in state:
-            learnt = wlb.CostModel.from_json(json.dumps(state["cost_model"]))
-        if (changes or learnt is not self._cost_model) and self.cost_switches is None:
-            raise error("state", "has learnt costs: make `plan` a functools.partial with the first cost_model")
         if self._stateful:
             self._batches.load_state_dict(batches)
         self._number, self._read, self._skip = number, read, 0 if self._stateful else read
         self._link = link
-        if self.cost_switches is not None:
-            self.cost_switches.restart(number, learnt, changes)
         self._steps.position = self._latest = self._position()
 
     def _reader(self) -> dict[str, int]:
@@ -258,20 +239,14 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
     def _position(self) -> Position:
         metrics = self._batches.metrics() if hasattr(self._batches, "metrics") else None
         known = {"format": FORMAT, "version": VERSION, "step": self._number, "read": self._read, **self._reader()}
-        switches = self.cost_switches
-        learnt = switches.of(self._number - 1) if switches is not None else None
-        if learnt is not None and learnt != self._cost_model:
-            known["cost_model"] = json.loads(learnt.to_json())
         within = self._item.snapshot if self._stateful and self._item is not None else None
         if within is not None:
             known = self._link.sealed({**known, "batches": Hashed(within.digest)})
-            snapshot = Snapshot(
-                known, within.progress, lambda: {**known, "batches": copy.deepcopy(within.state)}, switches
-            )
+            snapshot = Snapshot(known, within.progress, lambda: {**known, "batches": copy.deepcopy(within.state)})
         else:
             known["batches"] = copy.deepcopy(self._batches.state_dict()) if self._stateful else None
             known = self._link.sealed(known)
-            snapshot = Snapshot.of(known, Progress(), switches)
+            snapshot = Snapshot.of(known, Progress())
         return Position(self._number, snapshot, Link.after(known), metrics)
 
     def _make(self) -> PreparedStep[DynamicCpStep[T], Position]:
@@ -281,7 +256,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
                 break
             if table.ended:
                 self._iterator, self._read, self._ended, self._item = None, 0, False, None
-                return self._peers.finished(self._end)
+                return self._peers.finished(self._end, step=self._number)
         plan, seconds = self._planned(table)
         batches = self._exchange(plan, table, documents)
 
@@ -303,7 +278,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
             )
             return PreparedStep(step, self._latest)
 
-        return self._peers.finished(finish)
+        return self._peers.finished(finish, step=self._number)
 
     def _end(self) -> PreparedStep[DynamicCpStep[T], Position]:
         """After the last step of the iteration."""
@@ -352,7 +327,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
             costs = {name: costs_of(documents, name, of) for name, of in self._costs.items()}
         except BaseException as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
-        # All fit: `_checked` looked.
+        # All fit in int64: `checked` looked.
         named = zip(documents, names, strict=True)
         rows = np.array([(d.tokens.size, d.id, d.start, num_labels(d), name) for d, name in named], np.int64)
         part = {
@@ -363,7 +338,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
             "ended": self._ended,
         }
         parts = self._peers.gather(part)
-        self._peers.agree(parts, failure, argument="batches", what="step or kind of costs")
+        self._peers.agree(parts, failure, step=self._number, argument="batches", what="step or kind of costs")
         costs = {name: np.concatenate([part["costs"][name] for part in parts]) for name in self._costs}
         everyone = [part["rows"] for part in parts]
         return documents, Table.of(everyone, costs, ended=all(part["ended"] for part in parts))
@@ -374,10 +349,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
         failure: BaseException | None = None
         plan = None
         try:
-            costs: dict[str, Any] = dict(table.costs)
-            if self.cost_switches is not None:
-                costs["cost_model"] = self.cost_switches.begin(self._number)
-            plan = self._plan(table.lengths, **costs)
+            plan = self._plan(table.lengths, **table.costs)
             if plan.world_size != self._peers.size:
                 message = f"is for world_size = {plan.world_size}; the group has {self._peers.size} ranks"
                 raise error("plan", message, value=plan.world_size)
@@ -391,7 +363,7 @@ class DynamicCpLoader(Ahead[DynamicCpStep[T]], Generic[T]):
             failure = error("batches", f"have {where}: {failure}", value=failure.value)
         digest = plan.digest() if failure is None and plan is not None else None
         parts = self._peers.gather({"failure": failure_text(failure), "agreement": digest})
-        self._peers.agree(parts, failure, argument="plan", what="plan")
+        self._peers.agree(parts, failure, step=self._number, argument="plan", what="plan")
         assert plan is not None
         return plan, seconds
 
@@ -466,12 +438,6 @@ def check_source(batches: object) -> None:
             )
             message += "" if name == "dp_size" else " of the packer, and give it to plan"
             raise error("batches", message, value=value)
-
-
-def _replan(
-    plan: Callable[..., wlb.DynamicCpPlan], lengths: NDArray[np.int64], cost_model: wlb.CostModel, _: object
-) -> wlb.DynamicCpPlan:
-    return plan(lengths, cost_model=cost_model)
 
 
 def _check_every_document(plan: wlb.DynamicCpPlan, lengths: NDArray[np.int64]) -> None:

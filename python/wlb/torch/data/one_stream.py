@@ -46,8 +46,8 @@ def restores_itself(stream: Any) -> bool:
         inspect.signature(stream.state_dict).bind()
     except TypeError:
         message = (
-            f"is a {type(stream).__name__}, whose state_dict asks for arguments: give what wraps it, such as "
-            "wlb.integrations.mosaic.streams_of(...)"
+            f"is a {type(stream).__name__}, whose state_dict asks for arguments: give a stream whose "
+            "state_dict takes none"
         )
         raise error("streams", message, value=stream) from None
     except ValueError:  # a function that does not say what it takes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,9 +14,6 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import error
-from wlb.torch.failures import Together
-
-PATIENCE: Final = timedelta(seconds=1)  # until one who waits asks the store whether it waits in vain
 
 T = TypeVar("T")
 
@@ -27,7 +24,7 @@ class Peers:
     They talk over a group of their own, for a thread must not come between collectives of training; and on the host,
     for no kernel is to wait for documents. Making one is a collective of the whole world.
 
-    Nobody waits for longer than the timeout, nor for one that has failed: `PeerFailed` says who did, and why.
+    Nobody waits for longer than the timeout.
 
     Args:
         group: Its ranks.
@@ -42,43 +39,16 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup | None, *, timeout: timedelta | None, description: str) -> None:
         self._group: dist.ProcessGroup | None = None
-        self._told: BaseException | None = None
         if group is not None:
-            making = Together(f"making {description}", None, what=f"making a {description}")
-            making.begin(0)
-            try:
-                self._group = _on_host(group, timeout=timeout, description=description)
-            except BaseException as own:
-                making.explain(own)
-            finally:
-                making.close()
+            self._group = _on_host(group, timeout=timeout, description=description)
         self.rank = 0 if self._group is None else self._group.rank()
         self.size = 1 if self._group is None else self._group.size()
-        name = "" if self._group is None else self._group.group_name
         self.ranks = [0] if self._group is None else dist.get_process_group_ranks(self._group)
-        self._together = Together(f"{description} {name}", self.ranks, what=f"the {description}'s thread")
 
     def close(self) -> None:
         """Destroys the group of their own."""
         if self._group is not None:
-            self._together.close()
             dist.destroy_process_group(self._group)
-
-    def making(self, make: Callable[[], T], step: Callable[[], int]) -> Callable[[], T]:
-        """`make`, which makes the step that `step` tells. If it ends otherwise than `agree` lets it, all are told."""
-
-        def made() -> T:
-            self._together.begin(step())
-            try:
-                return make()
-            except BaseException as own:
-                if own is self._told:
-                    raise
-                self._together.explain(own)
-            finally:
-                self._together.end()
-
-        return made
 
     def gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """`mine` of every rank."""
@@ -91,20 +61,22 @@ class Peers:
         rows = self._all_gather(padded).numpy()
         return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def agree(self, parts: list[dict[str, Any]], failure: BaseException | None, *, argument: str, what: str) -> None:
+    def agree(
+        self, parts: list[dict[str, Any]], failure: BaseException | None, *, step: int, argument: str, what: str
+    ) -> None:
         """Raises on all ranks what failed on some: each part has its "failure" or None, and an "agreement".
+
+        Args:
+            parts: What `gather` gave, by rank.
+            failure: This rank's own, or None.
+            step: The number of the step that is made.
+            argument: That the error names.
+            what: Is to be the same on all ranks, in words.
 
         Raises:
             wlb.WlbError: That names the ranks.
             BaseException: `failure`, where it is one that is to end the program, such as `SystemExit`.
         """
-        try:
-            self._agree(parts, failure, argument, what)
-        except BaseException as own:
-            self._told = own
-            raise
-
-    def _agree(self, parts: list[dict[str, Any]], failure: BaseException | None, argument: str, what: str) -> None:
         if failure is not None and not isinstance(failure, Exception):
             raise failure
         if isinstance(failure, wlb.WlbError) and self.size == 1:
@@ -115,7 +87,6 @@ class Peers:
         if len(failures) == self.size > 1 and len({part["failure"] for part in parts}) == 1:
             failures = [f"all ranks: {parts[0]['failure']}"]
         if failures:
-            step = self._together.activity.step
             failed = f"{step} failed" if argument == "step" else f"failed in step {step}"
             raise error(argument, f"{failed} on {'; '.join(failures)}") from failure
         pairs = zip(self.ranks, parts, strict=True)
@@ -123,8 +94,8 @@ class Peers:
         if others:
             raise error("group", f"has ranks {others} with another {what} than rank {self.ranks[0]}", value=others)
 
-    def finished(self, work: Callable[[], T]) -> T:
-        """What `work` gives, once it did on all ranks: one that is not given a step would leave the rest in it.
+    def finished(self, work: Callable[[], T], *, step: int) -> T:
+        """What `work` gives for a step, once it did on all ranks: one without the step would leave the rest in it.
 
         Raises:
             wlb.WlbError: It failed on some; on every rank.
@@ -136,7 +107,7 @@ class Peers:
         except BaseException as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
         parts = self.gather({"failure": failure_text(failure), "agreement": None})
-        self.agree(parts, failure, argument="step", what="step")
+        self.agree(parts, failure, step=step, argument="step", what="step")
         return result[0]
 
     def all_to_all(
@@ -157,7 +128,7 @@ class Peers:
             received = torch.empty(sum(counts), dtype=torch.int64)
             given = [sum(array.size for array in arrays) for arrays in outgoing]
             sent_tensor = torch.from_numpy(joined)
-            self._wait(dist.all_to_all_single(received, sent_tensor, counts, given, group=self._group, async_op=True))
+            dist.all_to_all_single(received, sent_tensor, counts, given, group=self._group)
             arrived = received.numpy()
         by_source = np.split(arrived, np.cumsum(counts)[:-1])
         return [iter(np.split(array, np.cumsum(sizes)[:-1])) for array, sizes in zip(by_source, incoming, strict=True)]
@@ -165,25 +136,8 @@ class Peers:
     def _all_gather(self, mine: torch.Tensor) -> torch.Tensor:
         """[size, n] of [n]."""
         everyone = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
-        self._wait(dist.all_gather_into_tensor(everyone, mine, group=self._group, async_op=True))
+        dist.all_gather_into_tensor(everyone, mine, group=self._group)
         return everyone.view(self.size, -1)
-
-    def _wait(self, work: Any) -> None:
-        """Until it is done, it fails, or another rank says that it failed."""
-        self._together.activity.count += 1
-        try:
-            while True:
-                try:
-                    work.wait(PATIENCE)
-                    return
-                except RuntimeError:
-                    if work.is_completed():
-                        work.wait()  # raises why, unless it was done just now
-                        return
-                if (failure := self._together.failure()) is not None:
-                    raise failure
-        except RuntimeError as own:
-            self._together.explain(own)
 
 
 def _on_host(group: dist.ProcessGroup, *, timeout: timedelta | None, description: str) -> dist.ProcessGroup:

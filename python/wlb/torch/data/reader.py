@@ -15,7 +15,6 @@ from wlb._seal import check_seal
 from wlb.filling import Offer, next_packing, next_turns
 from wlb.ledger import waiting_pieces
 from wlb.torch.data.corpus import Corpus
-from wlb.torch.data.costs import CostSwitches, with_costs
 from wlb.torch.data.given_costs import CorpusCosts
 from wlb.torch.data.permutation import Permutation
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
@@ -78,7 +77,7 @@ class ReadingOrder:
         return rows
 
 
-class Ahead:
+class DocumentsAhead:
     """The documents of an epoch from a place on: what a packer is offered (`next_packing`).
 
     Under `oversize="split"` documents are cut here, where the packer would cut them, so that one that is longer than a
@@ -207,10 +206,9 @@ class StepReader:
         step: Global steps so far.
     """
 
-    def __init__(self, order: ReadingOrder, packer: wlb.Packer, switches: CostSwitches | None = None) -> None:
+    def __init__(self, order: ReadingOrder, packer: wlb.Packer) -> None:
         """Begins with epoch 0, with the configuration of `packer`, which is left alone."""
         self._order = order
-        self._switches = switches
         self._config = packer
         self._packer = packer.empty_copy()
         self._position = 0
@@ -226,11 +224,6 @@ class StepReader:
     def packer(self) -> wlb.Packer:
         """The one that gave the configuration; it holds nothing."""
         return self._config
-
-    @property
-    def cost_model(self) -> wlb.CostModel | None:
-        """What the last step was planned by, or the first is; None where documents bring their costs."""
-        return self._packer.cost_model
 
     @property
     def pending(self) -> int:
@@ -253,7 +246,7 @@ class StepReader:
 
     def copy(self) -> StepReader:
         """One that goes on from here on its own."""
-        result = StepReader(self._order, self._config, self._switches)
+        result = StepReader(self._order, self._config)
         result._restore(self._state())
         return result
 
@@ -264,18 +257,13 @@ class StepReader:
             return False
         return self.pending == 0 or self.epoch + 1 < self._order.num_epochs
 
-    def next_step(self, *, real: bool = True) -> wlb.Packing:
-        """Packs the next step of an epoch that has not ended. O(its documents + those that wait).
-
-        A step that is not `real` is planned to know what would come, and not trained.
-        """
+    def next_step(self) -> wlb.Packing:
+        """Packs the next step of an epoch that has not ended. O(its documents + those that wait)."""
         link = Link.after(self._state())
-        if self._switches is not None:
-            self._packer = with_costs(self._packer, self._switches.begin(self.step, real=real))
         if self._position == self._order.corpus.lengths.size:
             packing = self._packer.drain()
         else:
-            ahead = Ahead(
+            ahead = DocumentsAhead(
                 self._order,
                 self._packer,
                 epoch=self.epoch,
@@ -296,7 +284,7 @@ class StepReader:
         reader = self.copy()
         while reader.epoch < self._order.num_epochs:
             while not reader.ended:
-                reader.next_step(real=False)
+                reader.next_step()
             reader.next_epoch()
         return reader.step
 
@@ -335,7 +323,7 @@ class StepReader:
         """The state, to be written out later; it does not change when the reader goes on."""
         state = self._state()
         read = self._position + (self._offset > 0) + self._taken.size
-        return Snapshot.of(state, Progress.of(read, state), self._switches)
+        return Snapshot.of(state, Progress.of(read, state))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values; O(documents that wait)."""
@@ -408,7 +396,7 @@ class StepReader:
             raise error("state", f"has 'epoch' = {epoch}, beyond what ids can count", value=epoch)
         read_taken(state, position, total)
         check_outside(read_outside(state), self._config)
-        reader = StepReader(self._order, self._config, self._switches)
+        reader = StepReader(self._order, self._config)
         reader._restore(state, allow_config_change=allow_config_change)
         if read_outside(reader._state()) != read_outside(state):
             raise error("state", "has a piece in 'outside' that is not the rest of the document at 'position'")

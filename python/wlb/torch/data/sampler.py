@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,11 +16,26 @@ from wlb._errors import check_integer, error
 from wlb._seal import seal
 from wlb.filling import batch_tokens, check_max_early, check_ranks, least_tokens, warn_of_long
 from wlb.torch.data.corpus import Corpus
-from wlb.torch.data.costs import CostSwitches, read_changes
 from wlb.torch.data.documents import Piece
 from wlb.torch.data.given_costs import CorpusCosts, check_given
 from wlb.torch.data.reader import ReadingOrder, StepReader
 from wlb.torch.data.state import Link, field
+
+
+class PlannedStep(NamedTuple):
+    """A global step, as the sampler planned it.
+
+    Attributes:
+        packing: The plan.
+        indices: int64 [micro-batches of this rank]: which of the plan's they are.
+        seconds: What planning took.
+        reader: Stands after the step.
+    """
+
+    packing: wlb.Packing
+    indices: NDArray[np.int64]
+    seconds: float
+    reader: StepReader
 
 
 class BalancedBatchSampler(Sampler[list["int | Piece"]]):
@@ -67,9 +84,6 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             floats: it is asked whenever a step is planned, in workers too, and has to answer alike every time. A piece
             of a document has the share of its tokens. A state knows an array by its hash; a function is taken at its
             word.
-
-    Attributes:
-        cost_switches: From which step on other costs hold; see `CostTracker`.
 
     Raises:
         wlb.WlbError: An argument makes no sense; a document is too long for the packer.
@@ -126,9 +140,9 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         if packer.oversize == "split":
             warn_of_long("the longest document", order.corpus.longest, tokens_per_batch, stacklevel=2)
         self._lengths = order.corpus.lengths
-        self.cost_switches = CostSwitches.of_packer(packer)
-        self._start = self._origin = StepReader(order, packer, self.cost_switches)
+        self._start = self._origin = StepReader(order, packer)
         self._skip = 0
+        self._plans: deque[PlannedStep] | None = None  # for a `StepLoader` that follows the next iteration
         self._followed = False  # whether a StepLoader tells where the next one begins
         self._moves = 0  # how often it was said where one begins
         self._yielded = (self._start.snapshot(), 0)
@@ -147,7 +161,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         """Global steps of the whole run, those done included: what a learning rate schedule wants to know.
 
         Known only once all are planned, which is done here: some milliseconds a step. It stays the same when a run is
-        resumed, unless its settings change; other costs (`CostTracker`) may change it by some steps.
+        resumed, unless its settings change.
         """
         return self._start.total_steps()
 
@@ -169,7 +183,9 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         """The micro-batches of this rank in the rest of the epoch."""
         self._begin(self._start, self._skip)
         self._origin, self._followed = self._start, False
-        return self._micro_batches(self._start.copy(), self._skip, self._moves)
+        if self._plans is not None:
+            self._plans.clear()  # a `StatefulDataLoader` may begin twice, the second time from its state
+        return self._micro_batches(self._start.copy(), self._skip, self._moves, self._plans)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values: the order, the position in it, and the documents that wait."""
@@ -201,8 +217,12 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             if (saved_size, saved) != (self._dp_size, now) or yielded >= self.num_micro_batches_per_rank:
                 message = f"was saved inside a step of {saved} micro-batches on {saved_size} data-parallel ranks"
                 raise error("state", f"{message}; it can not go on with {now} on {self._dp_size}", value=yielded)
-        self.cost_switches.restart(reader.step, reader.cost_model, read_changes(state))
         self._begin(reader, yielded)
+
+    def follow(self) -> deque[PlannedStep]:
+        """For `StepLoader`: the steps of the iteration that begins next, filled when they are planned."""
+        self._plans = deque()
+        return self._plans
 
     def consumer(self) -> StepReader:
         """For `StepLoader`, which says from now on where the next iteration begins: where the latest one did.
@@ -213,7 +233,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         if self._skip:
             message = f"begins after {self._skip} of {self.num_micro_batches_per_rank} micro-batches of a step"
             raise error("loader", message, value=self._skip)
-        self._start, self._followed = self._origin, True
+        self._start, self._followed, self._plans = self._origin, True, None
         return self._origin
 
     def consumed(self, reader: StepReader) -> None:
@@ -243,12 +263,19 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         self._yielded = (reader.snapshot(), skip)
         self._moves += 1
 
-    def _micro_batches(self, reader: StepReader, skip: int, moves: int) -> Iterator[list[int | Piece]]:
+    def _micro_batches(
+        self, reader: StepReader, skip: int, moves: int, plans: deque[PlannedStep] | None
+    ) -> Iterator[list[int | Piece]]:
         before = reader.snapshot()
         while not reader.ended:
+            started = time.perf_counter()
             packing = reader.next_step()
+            indices = self.share(packing)
+            seconds = time.perf_counter() - started
             after = reader.snapshot()
-            for done, index in enumerate(self.share(packing).tolist(), start=1):
+            if plans is not None:
+                plans.append(PlannedStep(packing, indices, seconds, reader.copy()))
+            for done, index in enumerate(indices.tolist(), start=1):
                 if done > skip:
                     last = done == self.num_micro_batches_per_rank
                     self._yielded = (after, 0) if last else (before, done)

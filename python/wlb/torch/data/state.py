@@ -12,7 +12,6 @@ import wlb
 from wlb._errors import error
 from wlb._seal import seal
 from wlb.ledger import waiting_pieces
-from wlb.torch.data.costs import CostSwitches
 
 T = TypeVar("T")
 
@@ -156,19 +155,12 @@ class Snapshot:
         progress: How far the run is.
     """
 
-    def __init__(
-        self,
-        state: Mapping[str, Any],
-        progress: Progress,
-        write: Callable[[], dict[str, Any]],
-        switches: CostSwitches | None = None,
-    ) -> None:
-        """Of a sealed state, or what of it `write` completes; with what `switches` knows when it is asked for."""
+    def __init__(self, state: Mapping[str, Any], progress: Progress, write: Callable[[], dict[str, Any]]) -> None:
+        """Of a sealed state, or what of it `write` completes."""
         self.digest: str = state["digest"]
         self.previous: str | None = state["previous"]
         self.progress = progress
         self._write: Callable[[], dict[str, Any]] | None = write
-        self._switches = switches
 
     @functools.cached_property
     def _written(self) -> dict[str, Any]:
@@ -177,15 +169,14 @@ class Snapshot:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Plain JSON values; the caller's own. With the changes of costs that were decided since it was taken."""
-        written = self._written if self._switches is None else self._switches.saved_with(self._written)
-        return copy.deepcopy(written)
+        """Plain JSON values; the caller's own."""
+        return copy.deepcopy(self._written)
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker sends its step with the state written out: what would write it stays behind.
-        return {**vars(self), "_written": self.state, "_write": None, "_switches": None}
+        return {**vars(self), "_written": self.state, "_write": None}
 
     @classmethod
-    def of(cls, state: dict[str, Any], progress: Progress, switches: CostSwitches | None = None) -> Snapshot:
+    def of(cls, state: dict[str, Any], progress: Progress) -> Snapshot:
         """Of a sealed state that others go on reading."""
-        return cls(state, progress, lambda: copy.deepcopy(state), switches)
+        return cls(state, progress, lambda: copy.deepcopy(state))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ import wlb
 from wlb._errors import error
 from wlb.ledger import Pieces
 from wlb.torch.data.batch import PackedBatch
-from wlb.torch.data.costs import CostSwitches
 from wlb.torch.data.reader import StepReader
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.state import Snapshot
@@ -140,18 +138,19 @@ class StepLoader(Generic[T]):
             wlb.WlbError: The loader was restored inside a step, or gives a batch of other lengths than planned; or a
                 state was loaded, or another epoch or iteration begun, while this one goes on.
         """
+        planned = self._sampler.follow()
         batches = iter(self._loader)
         reader = self._sampler.consumer()
         most = self.packer.max_documents
 
         def next_step(reader: StepReader) -> tuple[Step[T], StepReader]:
             """What follows `reader`, and where one stands after it. On an error nothing counts as consumed."""
-            following = reader.copy()  # the loader's own plans run ahead; planning again costs microseconds
             micro_batches = list(itertools.islice(batches, self._sampler.num_micro_batches_per_rank))
-            started = time.perf_counter()
-            packing = following.next_step()
-            indices = self._sampler.share(packing)
-            seconds = time.perf_counter() - started
+            if not planned:
+                raise error(
+                    "loader", f"gives no step {reader.step}: it ended before its batch_sampler", value=reader.step
+                )
+            packing, indices, seconds, following = planned.popleft()
             padded = packing.padded_tokens
             for index, batch in zip(indices.tolist(), micro_batches, strict=True):
                 numbers = following.documents(packing[index])
@@ -179,11 +178,6 @@ class StepLoader(Generic[T]):
     def packer(self) -> wlb.Packer:
         """The one that gave the configuration; it holds nothing."""
         return self._sampler.reader.packer
-
-    @property
-    def cost_switches(self) -> CostSwitches:
-        """From which step on other costs hold; see `CostTracker`."""
-        return self._sampler.cost_switches
 
     @property
     def num_micro_batches_per_rank(self) -> int:

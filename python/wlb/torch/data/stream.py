@@ -26,14 +26,13 @@ from wlb.filling import (
     warn_of_long,
 )
 from wlb.ledger import waiting_pieces
-from wlb.torch.data.costs import CostSwitches, read_changes, with_costs
 from wlb.torch.data.documents import Document
 from wlb.torch.data.given_costs import check_given
 from wlb.torch.data.one_stream import OneStream, ReadDocument, costs_of, restores_itself
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.torch.data.step import Step, check_batch
-from wlb.torch.data.thread import Ahead, Position, PreparedStep, StepsAhead
+from wlb.torch.data.thread import Position, PreparedStep, StepIterator, StepsAhead
 from wlb.torch.data.waiting import Early, Outside, ReadBatch, Waiting
 
 FORMAT: Final = "wlb.balanced_stream"
@@ -42,7 +41,7 @@ VERSION: Final = 2
 T = TypeVar("T")
 
 
-class BalancedStream(Ahead[Step[T]], Generic[T]):
+class BalancedStream(StepIterator[Step[T]], Generic[T]):
     """An iterator of steps over streams of documents, read by the ranks of a data-parallel group together.
 
     In every step each rank reads its streams, the lengths are gathered, every rank makes the same plan, and documents
@@ -92,7 +91,6 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
-        cost_switches: From which step on other costs hold; see `CostTracker`.
 
     Raises:
         wlb.WlbError: An argument makes no sense.
@@ -132,7 +130,6 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
         self._tokens_per_batch = batch_tokens(packer, tokens_per_batch)
         self._config = packer
-        self.cost_switches = CostSwitches.of_packer(packer)
         self._min_step_tokens = least_tokens(packer, self._tokens_per_batch, min_step_tokens)
         self._max_early = max_early
         self._longest = packer.max_document_tokens if packer.oversize == "truncate" else None
@@ -150,8 +147,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         self._next_id = 0
         self._number = 0  # of the step that is made next
         self._latest = self._position()  # after the step that was made last
-        make = self._peers.making(self._make, lambda: self._number)
-        self._steps = StepsAhead(make, self._latest, name="wlb-balanced-stream", argument="streams")
+        self._steps = StepsAhead(self._make, self._latest, name="wlb-balanced-stream", argument="streams")
         self.tokens_moved = 0
 
     def __next__(self) -> Step[T]:
@@ -160,7 +156,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         Raises:
             wlb.WlbError: A stream or `collate_fn` failed on some rank (all ranks say which, and why), ranks have
                 different configurations, or the packer refuses a document. Or it is closed.
-            PeerFailed: A rank ended, or hangs for longer than the timeout.
+            RuntimeError: A rank ended, or is later than the timeout.
         """
         step = self._steps.take()
         if step is None:
@@ -212,7 +208,6 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             id = field(saved, "id", int)
             waiting[id] = Waiting.of(saved, len(streams), rest.get(id), self._config.cost_columns or 0)
         taken = _taken(state)
-        changes = read_changes(state)
         number, next_id, link = field(state, "step", int), field(state, "next_id", int), Link.of(state)
         if len(waiting) != len(saved_documents) or max(waiting, default=-1) >= next_id:
             raise error("state", f"has a document that waits twice, or one beyond 'next_id' = {next_id}", value=next_id)
@@ -226,7 +221,6 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         self._packer, self._streams, self._waiting = packer, streams, waiting
         self._stand, self._taken = [stream.state_dict() for stream in streams], taken
         self._ahead.clear()
-        self.cost_switches.restart(number, packer.cost_model, changes)
         self._steps.position = self._latest = self._position()
 
     # In the thread.
@@ -265,7 +259,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
                 record.update(document.texts())
             return state
 
-        snapshot = Snapshot(known, Progress.of(self._next_id, known), write, self.cost_switches)
+        snapshot = Snapshot(known, Progress.of(self._next_id, known), write)
         return Position(self._number, snapshot, Link.after(known), self._packer.metrics())
 
     def _make(self) -> PreparedStep[Step[T], Position]:
@@ -288,7 +282,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             step = Step(number, 0, packing, deal[self._rank], micro_batches, snapshot=self._latest.snapshot)
             return PreparedStep(step, self._latest)
 
-        return self._peers.finished(finish)
+        return self._peers.finished(finish, step=self._number)
 
     def _own_streams(self) -> list[tuple[int, OneStream]]:
         return list(enumerate(self._streams))[self._rank :: self._size]
@@ -298,7 +292,6 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
         unentered = Outside(self._waiting, self._packer, self._read, self._early, self._take)
         if unentered.tokens < self._tokens_per_batch:
             unentered.read()
-        self._packer = with_costs(self._packer, self.cost_switches.begin(self._number))
         if not unentered.ids:
             return self._packer.drain() if self._packer.pending else None
         self._packer, packing = next_packing(self._packer, unentered, min_step_tokens=self._min_step_tokens)
@@ -402,7 +395,7 @@ class BalancedStream(Ahead[Step[T]], Generic[T]):
             }
         )
         what = "packer, tokens_per_batch, min_step_tokens, max_early, number of streams or step"
-        self._peers.agree(parts, failure, argument="streams", what=what)
+        self._peers.agree(parts, failure, step=self._number, argument="streams", what=what)
 
         documents = {}
         for number, stream in enumerate(self._streams):

@@ -124,7 +124,7 @@ class Position:
     metrics: wlb.PackerMetrics | None
 
 
-class Ahead(Generic[S]):
+class StepIterator(Generic[S]):
     """Base of iterators whose steps ranks make together, in threads: a loop that was left goes on in the next one."""
 
     _peers: Peers

@@ -3,17 +3,14 @@
 Every stage knows the plan, so every receive buffer has the right shape and no shape is ever sent.
 """
 
-from wlb.torch.failures import PeerFailed, failures_explained
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch
 from wlb.torch.pipeline.schedule import stages_of_rank
 from wlb.torch.pipeline.stage import VarlenPipelineStage
 from wlb.torch.pipeline.step import pipeline_step
 
 __all__ = [
-    "PeerFailed",
     "PipelineMicroBatch",
     "VarlenPipelineStage",
-    "failures_explained",
     "pipeline_step",
     "stages_of_rank",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -13,22 +13,25 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from wlb._errors import error
-from wlb.torch.heartbeat import StoreGone, heartbeat
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch
 
 SLOTS: Final = 64  # of the store, used in turn: of ranks further apart, the last does not compare
 
 
 class _Group:
-    """What this rank knows of a pipeline: its steps so far, and what was found in the slots, the next step's first."""
+    """What this rank knows of a pipeline: its steps so far, and what was found in the slots, the next step's first.
 
-    def __init__(self) -> None:
+    It has a connection to the store of its own: one on which another thread waits takes nothing else.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store.clone()
         self.steps = 0
         self.found = deque([""] * SLOTS, SLOTS)
 
 
 # By store, then by name.
-_groups: WeakKeyDictionary[Store, defaultdict[str, _Group]] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Store, dict[str, _Group]] = WeakKeyDictionary()
 
 
 def check_same(group: dist.ProcessGroup | None, micro_batches: Sequence[PipelineMicroBatch], how: str) -> None:
@@ -43,8 +46,8 @@ def check_same(group: dist.ProcessGroup | None, micro_batches: Sequence[Pipeline
         how: By which schedule.
 
     Raises:
-        wlb.WlbError: That names the rank that came first; on those that run something else. They fail, and so do the
-            others, which communicate with them in vain.
+        wlb.WlbError: That names the rank that came first; on those that run something else. The others wait for these
+            in vain, until their processes end or the group's timeout.
 
     Complexity:
         One round trip to the store, if there is more than one rank.
@@ -53,8 +56,12 @@ def check_same(group: dist.ProcessGroup | None, micro_batches: Sequence[Pipeline
         return
     group = group or dist.distributed_c10d._get_default_group()
     name = f"{group.group_name}/{dist.get_process_group_ranks(group)[0]}"  # some ranks' groups are named alike
-    known = _groups.setdefault(dist.distributed_c10d._get_default_store(), defaultdict(_Group))[name]
-    known.steps += 1  # whether or not the store can be asked, now and with whichever heartbeat: the others count it too
+    store = dist.distributed_c10d._get_default_store()
+    groups = _groups.setdefault(store, {})
+    if name not in groups:
+        groups[name] = _Group(store)
+    known = groups[name]
+    known.steps += 1
     number, found = known.steps, known.found[0]
     tokens = [micro_batch.tokens for micro_batch in micro_batches]
     digest = hashlib.blake2b(repr((tokens, how)).encode(), digest_size=16).hexdigest()
@@ -62,16 +69,9 @@ def check_same(group: dist.ProcessGroup | None, micro_batches: Sequence[Pipeline
     mine = json.dumps([number, digest, dist.get_rank(), text])
     key = f"wlb/micro_batches/{name}/{number % SLOTS}"
     if not found or json.loads(found)[0] < number:
-        before = found
-        heart = heartbeat()
-        try:
-            # Whoever comes first puts it in place of what all found there before, the others find it.
-            found = heart.ask(lambda store: store.compare_set(key, before, mine)).decode() if heart is not None else ""
-        except StoreGone:  # who keeps it has failed, and so will communication
-            found = ""
+        # Whoever comes first puts it in place of what all found there before, the others find it.
+        found = known.store.compare_set(key, found, mine).decode()
     known.found.append(found)
-    if not found:
-        return
     step, theirs, rank, what = json.loads(found)
     if step == number and theirs != digest:
         raise error("micro_batches", f"differ from those of rank {rank}: here {text}, there {what}", value=tokens)

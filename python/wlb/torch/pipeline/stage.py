@@ -16,7 +16,7 @@ from typing_extensions import override
 
 import wlb
 from wlb._errors import error
-from wlb.torch.failures import computing
+from wlb.torch.pipeline.escape import escaping
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch
 
 
@@ -139,7 +139,7 @@ class VarlenPipelineStage(PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         self._running = fwd_chunk_id
-        with computing(), self.timed(fwd_chunk_id):
+        with escaping(), self.timed(fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, args, {}, save_forward_output)
         if not self.has_backward and not self._sends:
             del self._forwarded[fwd_chunk_id]
@@ -167,7 +167,7 @@ class VarlenPipelineStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with computing(), self.timed(bwd_chunk_id):
+        with escaping(), self.timed(bwd_chunk_id):
             if not full_backward:
                 self._unshard()
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -182,7 +182,7 @@ class VarlenPipelineStage(PipelineStage):
 
     @override
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with computing(), self.timed(bwd_chunk_id):
+        with escaping(), self.timed(bwd_chunk_id):
             self._unshard()
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 

@@ -13,14 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb._errors import error
-from wlb.torch.failures import computing, failures_explained
 from wlb.torch.pipeline.agreement import check_same
+from wlb.torch.pipeline.escape import escaped, escaping
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch, check
 from wlb.torch.pipeline.schedule import Schedule, forget, schedule_class, schedule_for, stages_of_rank
 from wlb.torch.pipeline.stage import VarlenPipelineStage
 
 
-@failures_explained()
 def pipeline_step(
     stages: Sequence[VarlenPipelineStage],
     micro_batches: Sequence[PipelineMicroBatch],
@@ -57,8 +56,8 @@ def pipeline_step(
             micro-batches it cannot run; a micro-batch without args, or whose tensors or shards have other token counts.
             Micro-batches, a schedule or `loss_fn` of which another rank of the pipeline has another kind or number.
             Before any communication, but for one round trip to the store.
-        PeerFailed: Another rank failed, ended or hangs; see `failures_explained`.
         BaseException: What this rank's module or loss function raised, itself: `except torch.OutOfMemoryError` works.
+            It is raised at once. The other ranks wait for this one until its process ends or their group's timeout.
     """
     cls = schedule_class(schedule)
     _check_stages(stages, cls)
@@ -78,7 +77,7 @@ def pipeline_step(
         ]
     losses: list[Any] = []
     try:
-        with torch.set_grad_enabled(backward):
+        with escaped(), torch.set_grad_enabled(backward):
             _run(runner, stages, args, targets, losses, backward=backward)
     except BaseException:
         forget(stages)
@@ -111,7 +110,7 @@ def _evaluate(
     timed: Callable[[], AbstractContextManager[None]],
     output: Any,
 ) -> Any:
-    with computing(), timed():
+    with escaping(), timed():
         loss = output if loss_fn is None else loss_fn(output, target)
     # Split backward passes detach the loss in place, which a view does not allow.
     return loss.clone() if isinstance(loss, Tensor) and loss._is_view() else loss

@@ -23,7 +23,12 @@ _WIDEST = 1000  # columns of a terminal
 
 
 def show(report: Report, console: Console) -> None:
-    """Prints sentences, tables, notes and code."""
+    """Prints the title and the headlines, then sentences, tables, notes and code."""
+    if report.title:
+        console.print(report.title, style="bold cyan")
+        for headline in report.headlines:
+            console.print(f"  {headline.label}: {headline.before} {headline.between} {headline.after}")
+        console.print()
     blocks = [Paragraphs(report.sentences), *(block for block in report.blocks if not isinstance(block, Picture))]
     for index, block in enumerate(blocks):
         if isinstance(block, Paragraphs):
