@@ -59,7 +59,6 @@ def speed(progress: Progress) -> list[dict[str, Any]]:
         (1500, 64, "var_length", "", TIGHT),
         (8700, 64, "var_length", "165 us, 6x sort", 1.5),
         (8700, 64, "var_length", "", TIGHT),
-        (8700, 64, "var_length_fast", "80 us", 1.5),
         (500, 16, "refined", "1 ms", TIGHT),
         (30000, 1024, "var_length", "1 ms", 1.5),
         (1500, 64, "fixed_length", "", 1.5),

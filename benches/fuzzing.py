@@ -50,7 +50,7 @@ def random_lengths(rng: np.random.Generator, longest: int) -> Lengths:
 
 def one_packing(rng: np.random.Generator, cost: wlb.CostModel) -> tuple[int, list[str]]:
     lengths = random_lengths(rng, 300)
-    method: Any = rng.choice(["var_length", "var_length_fast", "refined", "fixed_length", "original"])
+    method: Any = rng.choice(["var_length", "refined", "fixed_length", "original"])
     room = max(int(lengths.max()), int(rng.uniform(0.5, 3) * lengths.mean() * 5))
     plan = wlb.pack(
         lengths,

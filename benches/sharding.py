@@ -50,6 +50,7 @@ def micro_batches(lengths: NDArray[np.int64], tokens: int, limit: int) -> list[N
         max_document_tokens=tokens,
         oversize="split",
         cost_model=COST,
+        release="fifo",
     )
     offsets = wlb.batch_offsets(lengths, tokens_per_batch=MICRO_BATCHES * tokens)
     found: list[NDArray[np.int32]] = []

@@ -53,7 +53,7 @@ def ways() -> Iterator[tuple[str, dict[str, Any]]]:
     for bound in (2.0, 1.5):
         dear = {"release": "adaptive", "max_step_cost": bound, "delay_price": PRICES[0]}
         yield f"bound {bound:g}, price {PRICES[0]:g}", dear
-    yield "nothing waits", {}
+    yield "nothing waits", {"release": "fifo"}
 
 
 def measured(lengths: Lengths, micro_batches: int, seed: int, **arguments: Any) -> Row:

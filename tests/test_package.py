@@ -18,7 +18,6 @@ ROOMS = {
 FILES = {
     LIBRARY: {
         "__init__.py",
-        "_attach.py",
         "_arrays.py",
         "_choices.py",
         "_core.pyi",

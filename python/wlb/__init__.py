@@ -16,7 +16,6 @@ The same lengths give the same plan, byte for byte, on every rank. Only numpy is
 
 from wlb import _arrays, _core, profiles
 from wlb import timings as timings
-from wlb._attach import attach
 from wlb._core import (
     BUILD_PROFILE,
     BacklogWarning,
@@ -83,7 +82,6 @@ __all__ = [
     "TunedPoint",
     "WlbError",
     "__version__",
-    "attach",
     "batch_offsets",
     "order_micro_batches",
     "pack",

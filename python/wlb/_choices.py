@@ -5,7 +5,7 @@ from typing import Literal
 Generation = Literal["a100", "h100", "h200", "b200"]
 GroupSizes = Literal["powers_of_two", "any"]
 Leftover = Literal["error", "return"]
-Method = Literal["original", "fixed_length", "var_length", "var_length_fast", "refined"]
+Method = Literal["original", "fixed_length", "var_length", "refined"]
 OnBacklog = Literal["warn", "error"]
 Oversize = Literal["error", "split", "truncate"]
 Passes = Literal["forward", "backward", "forward_backward"]

@@ -133,10 +133,6 @@ class CostModel:
         unit: Unit | None = None,
     ) -> CostModel: ...
     @staticmethod
-    def range(models: Sequence[CostModel]) -> CostModel: ...
-    @property
-    def models(self) -> tuple[CostModel, ...]: ...
-    @staticmethod
     def from_flops(
         *,
         hidden_size: int,
@@ -216,7 +212,7 @@ class Packing:
         *,
         num_micro_batches: int,
         max_tokens: int,
-        cost_model: CostModel | Sequence[CostModel] | None = None,
+        cost_model: CostModel | None = None,
         costs: ArrayLike | None = None,
         limits: ArrayLike | None = None,
     ) -> Packing: ...
@@ -257,13 +253,11 @@ class Packing:
     @property
     def rank_imbalance(self) -> float: ...
     @property
-    def imbalances(self) -> NDArray[np.float64]: ...
-    @property
     def lower_bound(self) -> float: ...
     @property
     def length_fallbacks(self) -> int: ...
     @property
-    def window(self) -> int: ...
+    def global_batches(self) -> int: ...
     def digest(self) -> str: ...
     def deal(self, dp_size: int) -> NDArray[np.int64]: ...
     def __len__(self) -> int: ...
@@ -277,11 +271,11 @@ def pack(
     *,
     num_micro_batches: int | None,
     max_tokens: int,
-    cost_model: CostModel | Sequence[CostModel] | None = None,
+    cost_model: CostModel | None = None,
     costs: ArrayLike | None = None,
     limits: ArrayLike | None = None,
     method: Method = "var_length",
-    window: int = 1,
+    global_batches: int = 1,
     multiple_of: int = 1,
     dp_size: int | None = None,
     sync: Sync | None = None,
@@ -300,11 +294,11 @@ class Packer:
         *,
         num_micro_batches: int,
         max_tokens: int,
-        cost_model: CostModel | Sequence[CostModel] | None = None,
+        cost_model: CostModel | None = None,
         cost_columns: int | None = None,
         limits: ArrayLike | None = None,
-        outlier_thresholds: Sequence[int] = (),
-        release: Release = "fifo",
+        outlier_thresholds: Sequence[int] | None = None,
+        release: Release | None = None,
         delay_price: float | None = None,
         max_delay: int | None = None,
         max_document_tokens: int | None = None,
@@ -394,7 +388,7 @@ class Packer:
     def cost_columns(self) -> int | None: ...
     @property
     def limits(self) -> tuple[float, ...] | None: ...
-    def set_cost_model(self, cost_model: CostModel | Sequence[CostModel]) -> None: ...
+    def set_cost_model(self, cost_model: CostModel) -> None: ...
     @property
     def fingerprint(self) -> str: ...
     def metrics(self) -> PackerMetrics: ...
@@ -408,7 +402,7 @@ def tune_outlier_thresholds(
     *,
     num_micro_batches: int,
     max_tokens: int,
-    cost_model: CostModel | Sequence[CostModel] | None = None,
+    cost_model: CostModel | None = None,
     costs: ArrayLike | None = None,
     limits: ArrayLike | None = None,
     num_queues: int = 2,
@@ -426,7 +420,7 @@ def tune_delay_price(
     *,
     num_micro_batches: int,
     max_tokens: int,
-    cost_model: CostModel | Sequence[CostModel] | None = None,
+    cost_model: CostModel | None = None,
     costs: ArrayLike | None = None,
     max_mean_delay: float = 0.6,
     max_delay: int | None = None,

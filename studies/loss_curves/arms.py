@@ -93,7 +93,7 @@ def in_order(lengths: Lengths, packs: Packs, *, method: Any = "original", window
             max_tokens=packs.context,
             cost_model=packs.cost_model,
             method=method,
-            window=len(some),
+            global_batches=len(some),
         )
         made = [pieces(batch, first) for batch in packing]
         steps += [made[start : start + packs.micro_batches] for start in range(0, len(made), packs.micro_batches)]

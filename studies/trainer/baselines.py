@@ -20,7 +20,7 @@ from wlb_tools.simulation.methods import next_fit
 
 
 class BaselineLoader:
-    """Steps of `pack(method="original")` or `pack(method="fixed_length", window=...)`, or of whole documents in order.
+    """Steps of `pack(method="original")` or `pack(method="fixed_length")`, or of whole documents in order.
 
     Args:
         dataset: With `lengths` and token arrays, as in `corpus.py`.
@@ -99,7 +99,7 @@ class BaselineLoader:
     def _step(
         self, documents: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64], which: int
     ) -> Step[PackedBatch]:
-        window = {"window": self.window} if self.method == "fixed_length" else {}
+        window = {"global_batches": self.window} if self.method == "fixed_length" else {}
         started = time.perf_counter()
         if self.method == "whole":
             in_order = next_fit(lengths, self.sizes["max_tokens"])

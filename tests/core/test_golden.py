@@ -39,13 +39,18 @@ def cost_model(cost: dict[str, Any]) -> wlb.CostModel:
 @each("pack")
 def test_pack(case: dict[str, Any]) -> None:
     plan, cost = case.pop("plan"), cost_model(case.pop("cost"))
+    case["global_batches"] = case.pop("window")
     packing = wlb.pack(**case, leftover="return", cost_model=cost)
     assert plain(packing) == plan
     assert (
         plain(wlb.pack(**case | {"lengths": np.array(case["lengths"], np.int32)}, leftover="return", cost_model=cost))
         == plan
     )
-    assert (packing.method, packing.window, packing.max_tokens) == (case["method"], case["window"], case["max_tokens"])
+    assert (packing.method, packing.global_batches, packing.max_tokens) == (
+        case["method"],
+        case["global_batches"],
+        case["max_tokens"],
+    )
     copy = pickle.loads(pickle.dumps(packing))
     assert (copy, copy.digest(), plain(copy)) == (packing, packing.digest(), plan)
     assert [pickle.loads(pickle.dumps(batch)) for batch in packing] == list(packing)
@@ -72,13 +77,14 @@ def test_pack_by_columns(case: dict[str, Any]) -> None:
 @each("packer")
 def test_packer(case: dict[str, Any]) -> None:
     cost = cost_model(case["cost"])
+    waiting: dict[str, Any] = {} if "release" in case["settings"] else {"release": "fifo"}
 
     def check(packer: wlb.Packer, steps: list[dict[str, Any]]) -> None:
         for step in steps:
             least = {name: step[name] for name in ("min_step_tokens",) if name in step}
             assert plain(packer.push(step["lengths"], step["ids"], **least)) == step["plan"]
 
-    packer = wlb.Packer(cost_model=cost, **case["settings"])
+    packer = wlb.Packer(cost_model=cost, **waiting, **case["settings"])
     check(packer, case["before"])
     state = packer.state_dict()
     assert {name: state[name] for name in case["saved"]} == case["saved"]
@@ -86,7 +92,7 @@ def test_packer(case: dict[str, Any]) -> None:
     assert packer.carried == len(case["saved"]["carried"]["ids"])
 
     settings = case["settings"] | {"num_micro_batches": case["num_micro_batches_after"]}
-    packer = wlb.Packer(cost_model=cost, **settings)
+    packer = wlb.Packer(cost_model=cost, **waiting, **settings)
     packer.load_state_dict(state)
     check(packer, case["after"])
     assert [plain(packed) for packed in packer.flush()] == case["flush"]

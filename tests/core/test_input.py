@@ -15,7 +15,7 @@ SIZES: dict[str, Any] = {"num_micro_batches": 2, "max_tokens": 1000, "cost_model
 
 
 def packer(**settings: Any) -> wlb.Packer:
-    return wlb.Packer(**(SIZES | settings))
+    return wlb.Packer(**({"release": "fifo"} | SIZES | settings))
 
 
 TAKES_LENGTHS: dict[str, Callable[[Any], Any]] = {
@@ -221,8 +221,8 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
     (pack, SIZES, "num_micro_batches", NO_INT32_SIZE),
     (pack, SIZES, "max_tokens", NO_INT32_SIZE),
     (pack, SIZES, "method", ["best", ""]),
-    (pack, SIZES, "window", [2]),
-    (pack, SIZES | {"method": "fixed_length"}, "window", [*NO_SIZE, 2**62]),
+    (pack, SIZES, "global_batches", [2]),
+    (pack, SIZES | {"method": "fixed_length"}, "global_batches", [*NO_SIZE, 2**62]),
     (packer, {}, "num_micro_batches", NO_INT32_SIZE),
     (packer, {}, "max_tokens", NO_INT32_SIZE),
     (
@@ -301,7 +301,6 @@ WRONG_TYPES: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] = [
     (pack, SIZES, "method", [None, 3]),
     (pack, SIZES, "cost_model", [None, 1.0, "llama"]),
     (packer, {}, "cost_model", [None, 1.0]),
-    (packer, {}, "release", [None]),
     (packer, {"release": "adaptive"}, "delay_price", ["0.1", 1j]),
     (packer, {"release": "adaptive"}, "max_step_cost", ["1.5", 1j]),
     (packer, {}, "oversize", [None]),
@@ -391,7 +390,7 @@ def test_bad_lengths_change_nothing(case: str) -> None:
     assert waiting.state_dict() == before
 
 
-@pytest.mark.parametrize("method", ["var_length", "var_length_fast", "refined"])
+@pytest.mark.parametrize("method", ["var_length", "refined"])
 def test_a_document_over_max_tokens_is_named(method: Any) -> None:
     waiting = packer(outlier_thresholds=[50])
     waiting.push([60])

@@ -161,12 +161,32 @@ def test_the_default_price_is_stated() -> None:
         "cost_model": wlb.CostModel(attention=1.0, linear=1.0),
     }
     assert wlb.Packer(**sizes, release="adaptive").delay_price == 0.03
-    assert wlb.Packer(**sizes).delay_price is None
+    assert wlb.Packer(**sizes, release="fifo").delay_price is None
     assert wlb.Packer(**sizes, release="adaptive").queued == (0,)
 
 
+def test_the_rule_follows_from_the_thresholds() -> None:
+    sizes: dict[str, Any] = {
+        "num_micro_batches": 2,
+        "max_tokens": 9,
+        "cost_model": wlb.CostModel(attention=1.0, linear=1.0),
+    }
+    packer = wlb.Packer(**sizes)
+    assert (packer.release, packer.delay_price, packer.max_delay) == ("adaptive", 0.03, 16)
+    assert wlb.Packer(**sizes, outlier_thresholds=(5,)).release == "fifo"
+    assert wlb.Packer(**sizes, outlier_thresholds=()).release == "fifo", "a queue without levels holds nothing back"
+    with pytest.raises(wlb.WlbError, match="outlier_thresholds: have no meaning with release"):
+        wlb.Packer(**sizes, outlier_thresholds=(5,), release="adaptive")
+    with pytest.raises(wlb.WlbError, match="pass outlier_thresholds for queues"):
+        wlb.Packer(num_micro_batches=2, max_tokens=9, cost_columns=2)
+    with pytest.raises(TypeError, match="groups"):
+        wlb.Packer(**sizes, groups=[1])
+
+
 def small_packer() -> wlb.Packer:
-    return wlb.Packer(num_micro_batches=1, max_tokens=9, cost_model=wlb.CostModel(attention=0.0, linear=1.0))
+    return wlb.Packer(
+        num_micro_batches=1, max_tokens=9, cost_model=wlb.CostModel(attention=0.0, linear=1.0), release="fifo"
+    )
 
 
 def test_other_costs_price_what_waits_anew_and_come_with_the_state() -> None:
@@ -179,7 +199,7 @@ def test_other_costs_price_what_waits_anew_and_come_with_the_state() -> None:
     assert packer.fingerprint == before == wlb.Packer(cost_model=first, **settings).fingerprint
     packer.set_cost_model(later)
     assert packer.cost_model == later
-    assert packer.fingerprint not in (before, wlb.Packer(cost_model=later, **settings).fingerprint)
+    assert packer.fingerprint == wlb.Packer(cost_model=later, **settings).fingerprint != before
     resumed, other = (wlb.Packer(cost_model=cost, **settings) for cost in (first, later))
     resumed.load_state_dict(through_json(packer))
     assert resumed.cost_model == later

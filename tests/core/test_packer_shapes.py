@@ -119,8 +119,6 @@ def test_a_state_goes_on_with_other_ranks_and_no_other_shape() -> None:
         ({"multiple_of_tokens": 4096}, "max_tokens"),
         ({"token_buckets": (100, 50)}, "token_buckets"),
         ({"dp_size": 4, "cost_model": None, "cost_columns": 2, "release": "fifo"}, "cost_columns"),
-        ({"groups": [1, 1, 2]}, "groups"),
-        ({"equal_documents": True}, "equal_documents"),
     ],
 )
 def test_what_makes_no_sense_is_named(options: dict[str, Any], argument: str) -> None:

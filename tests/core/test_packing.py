@@ -71,14 +71,16 @@ def test_the_faces_of_a_packing_agree(options: dict[str, Any]) -> None:
     [
         ({"num_micro_batches": 4, "multiple_of": 2}, "multiple_of: a multiple other than 1 needs"),
         ({"num_micro_batches": None, "multiple_of": 0}, "multiple_of = 0: must be from 1"),
-        ({"num_micro_batches": None, "window": 2}, "window: a window other than 1 needs num_micro_batches"),
+        ({"num_micro_batches": None, "global_batches": 2}, "global_batches: other than 1 need num_micro_batches"),
         ({"num_micro_batches": None, "multiple_of": 1 << 20, "max_tokens": 3}, "num_micro_batches = 2097152"),
     ],
 )
 def test_a_whole_batch_names_what_is_wrong(options: Any, message: str) -> None:
     options = {"max_tokens": 1 << 20, "cost_model": COST} | options
     with pytest.raises(wlb.WlbError, match=message):
-        wlb.pack(np.full((1 << 20) + 1, 3), method="fixed_length" if "window" in options else "var_length", **options)
+        wlb.pack(
+            np.full((1 << 20) + 1, 3), method="fixed_length" if "global_batches" in options else "var_length", **options
+        )
 
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
@@ -251,7 +253,7 @@ def test_what_would_hold_all_documents_is_a_size() -> None:
     assert "max_tokens=" not in message
     assert "; num_micro_batches=None takes as many as hold them all; leftover=" in message
     with pytest.raises(wlb.WlbError, match=r"lengths\[\d\] = 90; leftover="):
-        wlb.pack([90] * 3, max_tokens=130, **options, token_buckets=[125], method="fixed_length", window=2)
+        wlb.pack([90] * 3, max_tokens=130, **options, token_buckets=[125], method="fixed_length", global_batches=2)
 
 
 @pytest.mark.parametrize("padding", ['"multiple_of":0', '"multiple_of":-2', '"multiple_of":2,"buckets":[4,2]'])
@@ -268,9 +270,9 @@ def test_deal_over_a_window() -> None:
     """Every global batch of a window is dealt by itself."""
     sizes: dict[str, Any] = {"num_micro_batches": 4, "max_tokens": 60, "cost_model": COST, "method": "fixed_length"}
     assert wlb.pack(LENGTHS[:4], **sizes).deal(2).shape == (2, 2)
-    packing = wlb.pack(LENGTHS, **sizes, window=2)
+    packing = wlb.pack(LENGTHS, **sizes, global_batches=2)
     dealt = packing.deal(2)
-    assert (packing.window, dealt.shape, dealt.dtype) == (2, (2, 2, 2), np.int64)
+    assert (packing.global_batches, dealt.shape, dealt.dtype) == (2, (2, 2, 2), np.int64)
     assert [sorted(step.ravel().tolist()) for step in dealt] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(wlb.WlbError):
         packing.deal(3)

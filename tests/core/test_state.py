@@ -148,7 +148,7 @@ def test_equal_configurations_have_equal_fingerprints(settings: dict[str, Any], 
 def test_a_state_says_what_it_is() -> None:
     state = a_packer().state_dict()
     assert (state["format"], state["version"]) == ("wlb.packer", 1)
-    names = "format version fingerprint config iteration next_id carried queues metrics digest"
+    names = "format version fingerprint config iteration next_id carried queues metrics first_cost_model arrived digest"
     assert state.keys() == set(names.split())
     state["version"] = 2
     with pytest.raises(wlb.StateError, match="version"):

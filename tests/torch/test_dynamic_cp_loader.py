@@ -242,7 +242,7 @@ def sampled(rank: int, state: dict[str, Any] | None, num_workers: int) -> tuple[
     ("name", "value"), [("dp_size", 2), ("max_documents", 8), ("multiple_of_tokens", 16), ("token_buckets", (64, 160))]
 )
 def test_what_a_packer_promises_of_micro_batches_is_refused(name: str, value: Any) -> None:
-    packer = wlb.Packer(num_micro_batches=2, max_tokens=160, cost_model=COST, **{name: value})
+    packer = wlb.Packer(num_micro_batches=2, max_tokens=160, cost_model=COST, release="fifo", **{name: value})
     sampler = BalancedBatchSampler(LENGTHS, packer=packer, dp_rank=0, dp_size=packer.dp_size or 1)
     source = StepLoader(DataLoader(Documents(DATA), batch_sampler=sampler, collate_fn=list))  # type: ignore[arg-type]
     with pytest.raises(wlb.WlbError, match=f"batches has a packer with {name} = .*leave {name} out"):
@@ -522,7 +522,7 @@ def test_the_thread_uses_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch)
         seen.append(torch.cuda.current_device())
 
     next(alone([DATA[:2]], prepare=prepare))
-    packer = wlb.Packer(num_micro_batches=1, max_tokens=1000, cost_model=COST)
+    packer = wlb.Packer(num_micro_batches=1, max_tokens=1000, cost_model=COST, release="fifo")
     sampler = BalancedBatchSampler(LENGTHS[:2], packer=packer, dp_rank=0, dp_size=1)
     documents: Any = Documents(DATA[:2])
     ahead: Any = DataLoader(documents, batch_sampler=sampler, collate_fn=list, num_workers=1)

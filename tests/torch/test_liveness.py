@@ -40,7 +40,7 @@ RULES: dict[str, dict[str, Any]] = {
     "one level": {"outlier_thresholds": (33,), "max_delay": 6},
     "every document an outlier": {"outlier_thresholds": (1, 20, 60), "max_delay": 12},
     "queues without a limit": {"outlier_thresholds": (1, 40)},
-    "no queue": {},
+    "no queue": {"release": "fifo"},
 }
 
 
@@ -182,7 +182,7 @@ def trained_steps(sampler: BalancedBatchSampler) -> list[int]:
 @pytest.mark.filterwarnings("ignore:the longest document")
 @pytest.mark.parametrize("lengths", [[100, 1], [1000, 1], [30, 1, 1]])
 def test_an_epoch_leaves_no_rest_of_next_to_nothing(lengths: list[int]) -> None:
-    config = wlb.Packer(num_micro_batches=4, max_tokens=100, cost_model=COST, oversize="split")
+    config = wlb.Packer(num_micro_batches=4, max_tokens=100, cost_model=COST, oversize="split", release="fifo")
     sampler = BalancedBatchSampler(
         lengths, packer=config, dp_rank=0, dp_size=1, tokens_per_batch=50, min_step_tokens=40, num_epochs=2
     )
@@ -193,7 +193,7 @@ def test_an_epoch_leaves_no_rest_of_next_to_nothing(lengths: list[int]) -> None:
 
 def test_much_is_read_in_few_steps() -> None:
     """A least step of a thousand batches: what waits is packed some ten times, and not a thousand."""
-    config = wlb.Packer(num_micro_batches=8, max_tokens=65536, cost_model=COST)
+    config = wlb.Packer(num_micro_batches=8, max_tokens=65536, cost_model=COST, release="fifo")
     sampler = BalancedBatchSampler(
         np.full(200_000, 3), packer=config, dp_rank=0, dp_size=1, tokens_per_batch=128, min_step_tokens=128_000
     )
@@ -205,8 +205,8 @@ def test_much_is_read_in_few_steps() -> None:
 @pytest.mark.filterwarnings("ignore:the longest document", "ignore:document .* more than tokens_per_batch")
 @pytest.mark.parametrize("oversize", ["error", "truncate"])
 def test_only_who_splits_goes_on_with_a_document_that_entered_in_part(oversize: str) -> None:
-    splitting = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=COST, oversize="split")
-    other = wlb.Packer(num_micro_batches=2, max_tokens=1000, cost_model=COST, oversize=oversize)  # type: ignore[arg-type]
+    splitting = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=COST, oversize="split", release="fifo")
+    other = wlb.Packer(num_micro_batches=2, max_tokens=1000, cost_model=COST, oversize=oversize, release="fifo")  # type: ignore[arg-type]
     sizes: dict[str, Any] = {"dp_rank": 0, "dp_size": 1, "shuffle": False}
     reader = BalancedBatchSampler([1000] * 3, packer=splitting, **sizes).reader.copy()
     reader.next_step()
@@ -224,7 +224,7 @@ def test_only_who_splits_goes_on_with_a_document_that_entered_in_part(oversize: 
 
 def test_truncated_documents_fill_a_stream_s_steps() -> None:
     """They count for what is trained of them, in reading as in packing."""
-    config = wlb.Packer(num_micro_batches=4, max_tokens=100, cost_model=COST, oversize="truncate")
+    config = wlb.Packer(num_micro_batches=4, max_tokens=100, cost_model=COST, oversize="truncate", release="fifo")
     stream = BalancedStream([documents([2000] * 40)], packer=config, collate_fn=list)
     steps = [step.packing.num_tokens for step in stream]
     stream.close()

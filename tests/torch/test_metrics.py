@@ -50,7 +50,7 @@ def test_figures_are_those_of_the_plans() -> None:
 
 
 def test_each_column_has_a_heaviest() -> None:
-    packer = wlb.Packer(num_micro_batches=2, max_tokens=10, cost_columns=2)
+    packer = wlb.Packer(num_micro_batches=2, max_tokens=10, cost_columns=2, release="fifo")
     sampler = wt.BalancedBatchSampler(
         [4, 4, 2, 2], packer=packer, dp_rank=0, dp_size=1, costs=[[9.0, 1.0], [1.0, 6.0], [1.0, 0.0], [0.0, 2.0]]
     )

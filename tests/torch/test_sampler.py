@@ -153,6 +153,7 @@ def test_documents_of_many_batches_do_not_pile_up() -> None:
         max_document_tokens=25,
         oversize="split",
         cost_model=wlb.CostModel(attention=1.0, linear=1.0),
+        release="fifo",
     )
     with pytest.warns(UserWarning, match="the longest document has 1000 tokens, more than tokens_per_batch = 100"):
         of = BalancedBatchSampler(lengths, packer=config, dp_rank=0, dp_size=1)

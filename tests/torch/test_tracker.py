@@ -70,7 +70,9 @@ def pushed(packer: wlb.Packer, number: int) -> Pushed:
 
 
 def a_packer(cost_model: wlb.CostModel = WRONG) -> wlb.Packer:
-    return wlb.Packer(num_micro_batches=4, max_tokens=16_384, max_document_tokens=2048, cost_model=cost_model)
+    return wlb.Packer(
+        num_micro_batches=4, max_tokens=16_384, max_document_tokens=2048, cost_model=cost_model, release="fifo"
+    )
 
 
 def learn(rank: int, size: int) -> tuple[list[str], list[float], list[dict[str, Any]]]:
@@ -344,7 +346,7 @@ def test_groups_of_dynamic_plans_are_logged_with_their_ranks(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("more", [{"dp_size": 2}, {"dp_size": 2, "sync": "micro_batch"}, {"max_documents": 8}])
 def test_plans_for_ranks_and_in_shapes_are_judged_as_what_they_are(more: dict[str, Any]) -> None:
-    packer = wlb.Packer(num_micro_batches=8, max_tokens=8192, cost_model=WRONG, **more)
+    packer = wlb.Packer(num_micro_batches=8, max_tokens=8192, cost_model=WRONG, release="fifo", **more)
     packing = packer.push([4096, 4096, *[300] * 12])
     work = PlannedWork.of(packing, WRONG)
     assert work.imbalance(WRONG) == pytest.approx(packing.rank_imbalance)

@@ -59,6 +59,7 @@ def loader(rank: int, size: int, data: Any = None) -> wt.StepLoader[PackedBatch]
         max_document_tokens=40,
         oversize="split",
         cost_model=wlb.CostModel(attention=1.0, linear=50.0),
+        release="fifo",
     )
     sampler = wt.BalancedBatchSampler(LENGTHS, packer=packer, dp_rank=rank, dp_size=size, tokens_per_batch=130)
     return wt.StepLoader(DataLoader(wt.Documents(data or documents()), batch_sampler=sampler, collate_fn=wt.collate))

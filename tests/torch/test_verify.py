@@ -372,7 +372,7 @@ def prompted(labels: bool = True) -> Step[PackedBatch]:
         if number == 1 or not labels:
             rows[-1]["labels"] = torch.full_like(tokens, IGNORE)
     cost = wlb.CostModel(attention=1.0, linear=50.0)
-    packer = wlb.Packer(num_micro_batches=1, max_tokens=512, max_document_tokens=128, cost_model=cost)
+    packer = wlb.Packer(num_micro_batches=1, max_tokens=512, max_document_tokens=128, cost_model=cost, release="fifo")
     lengths = [row["input_ids"].numel() for row in rows]
     sampler = wt.BalancedBatchSampler(lengths, packer=packer, dp_rank=0, dp_size=1)
     return next(iter(wt.StepLoader(DataLoader(wt.Documents(rows), batch_sampler=sampler, collate_fn=wt.collate))))
@@ -489,7 +489,13 @@ def test_rows_that_are_filled_up_are_proved_and_padding_is_no_document() -> None
     sizes: dict[str, Any] = {"multiple_of_tokens": 16, "max_documents": 9}
     cost = wlb.CostModel(attention=1.0, linear=50.0)
     packer = wlb.Packer(
-        num_micro_batches=4, max_tokens=64, max_document_tokens=40, oversize="split", cost_model=cost, **sizes
+        num_micro_batches=4,
+        max_tokens=64,
+        max_document_tokens=40,
+        oversize="split",
+        cost_model=cost,
+        release="fifo",
+        **sizes,
     )
     sampler = wt.BalancedBatchSampler(LENGTHS, packer=packer, dp_rank=0, dp_size=1)
     padded = DataLoader(wt.Documents(documents()), batch_sampler=sampler, collate_fn=partial(wt.collate, **sizes))

@@ -157,7 +157,11 @@ def micro_batches_of_masked(rank: int, labelled: int) -> int:
         feature | {"labels": torch.full_like(feature["input_ids"], -100)} for feature in documents([9] * 8)
     ]
     packer = wlb.Packer(
-        num_micro_batches=4, max_tokens=20, max_document_tokens=9, cost_model=wlb.CostModel(attention=1.0, linear=1.0)
+        num_micro_batches=4,
+        max_tokens=20,
+        max_document_tokens=9,
+        cost_model=wlb.CostModel(attention=1.0, linear=1.0),
+        release="fifo",
     )
     batches = BalancedBatchSampler(
         [9] * 8, packer=packer, dp_rank=rank, dp_size=dist.get_world_size(), tokens_per_batch=36, shuffle=False

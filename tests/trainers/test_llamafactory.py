@@ -1,4 +1,4 @@
-"""`wlb.attach(run_exp)` inside LLaMA-Factory; `make test-trainers` runs it with the versions that this asks for."""
+"""`balanced(run_exp)` inside LLaMA-Factory; `make test-trainers` runs it with the versions that this asks for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 import torch
 import yaml
 
-import wlb
 from tests.trainers.page import block
 from tests.trainers.programs import check_losses, check_resuming, save_model
 from tests.trainers.text_corpus import texts, tokenised
 from wlb._errors import WlbError
+from wlb.integrations.llamafactory import balanced
 
 pytest.importorskip("llamafactory")
 with mock.patch.object(torch.version, "cuda", None):  # it refuses one of another CUDA than its own, which no test needs
@@ -94,19 +94,19 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_balanced_is_refused(argument: str, changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(WlbError) as refused:
-        wlb.attach(run_exp, max_tokens=64)(configuration(save_model(tmp_path), tmp_path / "out", **changes))
+        balanced(run_exp, max_tokens=64)(configuration(save_model(tmp_path), tmp_path / "out", **changes))
     assert refused.value.argument == argument
 
 
 def test_an_option_that_is_unknown_is_named_where_it_is_given() -> None:
     with pytest.raises(WlbError, match=r"max_delays is no option here; known are .*max_delay, "):
-        wlb.attach(run_exp, max_tokens=64, max_delays=3)
+        balanced(run_exp, max_tokens=64, max_delays=3)
 
 
 def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wlb.integrations.versions.version", lambda package: "0.9.4")
     with pytest.raises(WlbError, match=r"llamafactory is 0.9.4: 0.9.5.dev0 or newer is needed"):
-        wlb.attach(run_exp, max_tokens=64)
+        balanced(run_exp, max_tokens=64)
 
 
 def test_what_trains_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -114,6 +114,6 @@ def test_what_trains_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     with monkeypatch.context() as ray:
         ray.setenv("USE_RAY", "1")
         with pytest.raises(WlbError, match="USE_RAY"):
-            wlb.attach(run_exp, max_tokens=64)(options)
+            balanced(run_exp, max_tokens=64)(options)
     with pytest.raises(WlbError, match="none of transformers' began to train"):
-        wlb.attach(run_exp, max_tokens=64)(options | {"do_train": False})
+        balanced(run_exp, max_tokens=64)(options | {"do_train": False})

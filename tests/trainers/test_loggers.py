@@ -18,7 +18,7 @@ def trained(*sinks: Any) -> list[dict[str, float]]:
     cost = wlb.CostModel(attention=1.0, linear=50.0)
     sampler = wt.BalancedBatchSampler(
         np.arange(1, 200),
-        packer=wlb.Packer(num_micro_batches=2, max_tokens=512, cost_model=cost),
+        packer=wlb.Packer(num_micro_batches=2, max_tokens=512, cost_model=cost, release="fifo"),
         dp_rank=0,
         dp_size=1,
         tokens_per_batch=800,

@@ -71,7 +71,9 @@ def test_the_page_says_what_runs() -> None:
         "load_dataset": lambda *_, streaming: datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4),
         "tokenise": lambda row: {"input_ids": [3] * len(row["words"].split())},
         "wt": wt,
-        "packer": wlb.Packer(num_micro_batches=4, max_tokens=512, cost_model=wlb.CostModel(attention=1.0, linear=50.0)),
+        "packer": wlb.Packer(
+            num_micro_batches=4, max_tokens=512, cost_model=wlb.CostModel(attention=1.0, linear=50.0), release="fifo"
+        ),
         "data_parallel_group": None,
         "model": llama(max_position_embeddings=512),
         "optimizer": None,

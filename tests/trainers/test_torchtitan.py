@@ -425,14 +425,6 @@ def test_data_ends_where_it_is_said(tmp_path: Path) -> None:
     assert 8 < len(losses) < 30
 
 
-def test_attach_knows_the_configuration(tmp_path: Path) -> None:
-    made = titan.config(tmp_path)
-    balanced = wlb.attach(made, **sources())
-    assert type(balanced.dataloader) is WlbDataLoader.Config
-    assert isinstance(balanced, type(made))
-    assert type(made.dataloader) is not WlbDataLoader.Config
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

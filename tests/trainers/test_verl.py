@@ -30,8 +30,8 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
     balancing = importlib.import_module("verl.utils.seqlen_balancing")
     for name in ("get_seqlen_balanced_partitions", "rearrange_micro_batches"):
         monkeypatch.setattr(balancing, name, getattr(balancing, name))
-    package = importlib.import_module("verl")
-    assert wlb.attach(package) is package
+    importlib.import_module("verl")
+    ours.install()
     assert balancing.rearrange_micro_batches is ours.rearrange_micro_batches
     return balancing
 

@@ -92,15 +92,6 @@ class PackerMetrics:
     carried_over: int
     padding_tokens: int
     _delays: tuple[tuple[int, int], ...]  # (iterations, tokens that waited so many), ascending
-    _imbalances: tuple[float, ...]  # mean under each model of a range
-
-    @property
-    def imbalance_mean_by_model(self) -> NDArray[np.float64]:
-        """float64[models]: the mean imbalance under each cost model of a range, over the steps since it was set.
-
-        Empty under a single cost model, and before the first step.
-        """
-        return np.array(self._imbalances, np.float64)
 
     @property
     def delay_histogram(self) -> NDArray[np.int64]:

@@ -18,8 +18,8 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
-import wlb
 from wlb._errors import error
+from wlb.integrations.huggingface import balance
 from wlb.integrations.versions import OLDEST
 from wlb.torch.training import takes_keywords
 
@@ -65,4 +65,4 @@ class BalancePlugin(BasePlugin):
         model = trainer.accelerator.unwrap_model(trainer.model)
         trainer.model_accepts_loss_kwargs = getattr(model, "accepts_loss_kwargs", takes_keywords(model))
         trainer.args.average_tokens_across_devices = True
-        wlb.attach(trainer, **cfg.wlb)
+        balance(trainer, **cfg.wlb)

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's `run_exp` on wlb's plans: `run_exp = wlb.attach(run_exp, max_tokens=65536)`."""
+"""LLaMA-Factory's `run_exp` on wlb's plans: `run_exp = balanced(run_exp, max_tokens=65536)`."""
 
 from __future__ import annotations
 

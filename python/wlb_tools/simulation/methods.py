@@ -148,7 +148,7 @@ def fixed_length(stream: GlobalBatches, setup: Setup, window: int) -> Iterator[S
             max_tokens=setup.context,
             cost_model=setup.cost_model,
             method="fixed_length",
-            window=end - i,
+            global_batches=end - i,
         )
         seconds = (time.perf_counter() - began) / (end - i)
         micro_batches, digest = packing.micro_batches, packing.digest()

@@ -143,7 +143,7 @@ pub enum Error {
     #[allow(missing_docs)]
     State { path: String, problem: String },
 
-    /// The caller's `keep_going` said no between two candidates of tuning ([`crate::packing::tune`]).
+    /// The caller's `keep_going` said no between two candidates of tuning ([`crate::tune`]).
     #[error("interrupted")]
     Interrupted,
 

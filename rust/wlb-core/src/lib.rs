@@ -8,7 +8,9 @@
 //! | --- | --- | --- |
 //! | what does a document cost? | [`cost`] | section 2.1, 3.1 |
 //! | which documents go together in a micro-batch? | [`packing`] | sections 3.2, 4 |
-//! | which documents wait for others of their size? | [`packing::stream`] | section 4.3, Algorithm 1 |
+//! | which data-parallel rank trains which documents? | [`ranks`] | |
+//! | which documents wait for others of their size? | [`stream`] | section 4.3, Algorithm 1 |
+//! | which documents should wait? | [`tune`] | section 4.3 |
 //! | which tokens go to which context-parallel rank? | [`sharding`] | section 5 |
 //! | when does each stage of the pipeline compute what? | [`pipeline`] | section 2.2 |
 //! | how many ranks does each document get? | [`dynamic_cp`] | |
@@ -39,7 +41,10 @@ mod longest_first;
 pub mod packing;
 pub mod pipeline;
 pub mod profile;
+pub mod ranks;
 pub mod sharding;
+pub mod stream;
+pub mod tune;
 
 pub use cost::{CostModel, Mask};
 pub use error::{Error, Result};

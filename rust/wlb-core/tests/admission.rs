@@ -5,7 +5,7 @@ mod common;
 
 use common::strategies::{checked, config, lengths, packer_config};
 use proptest::prelude::*;
-use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
+use wlb_core::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 /// A reader: takes what the packer admits of the next documents.

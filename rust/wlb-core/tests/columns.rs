@@ -338,5 +338,5 @@ fn what_makes_no_sense_is_named() {
     }
     let good = DocumentCosts::new(vec![1.0, 2.0], 2, 1, &[]).unwrap();
     let method = |method| pack(&lengths, &PackOptions { method, ..options.clone() }, &good).unwrap_err().argument();
-    assert_eq!([method(Method::FixedLength), method(Method::VarLengthFast)], ["method"; 2]);
+    assert_eq!(method(Method::FixedLength), "method");
 }

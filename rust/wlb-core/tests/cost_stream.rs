@@ -9,8 +9,8 @@ use common::strategies::{checked, config, cost_model, lengths, pack_options, pac
 use proptest::collection::vec;
 use proptest::prelude::*;
 use wlb_core::cost::DocumentCosts;
-use wlb_core::packing::stream::{CostTable, Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
 use wlb_core::packing::{Packing, Piece};
+use wlb_core::stream::{CostTable, Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
 use wlb_core::{Error, Method, pack};
 
 type Document = (i32, Vec<f64>);

@@ -10,8 +10,8 @@ use common::strategies::{checked, config, cost_model, lengths, method, pack_opti
 use common::stream::{Event, run};
 use proptest::prelude::*;
 use wlb_core::packing::Padding;
-use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
-use wlb_core::packing::tune::{
+use wlb_core::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
+use wlb_core::tune::{
     FEWEST_BATCHES, ORDERS, TuneOptions, halves, reordered, tune_delay_price, tune_outlier_thresholds,
 };
 use wlb_core::{CostModel, Error, Mask, Method, pack};

@@ -16,8 +16,7 @@ use wlb_core::limits::MAX_MICRO_BATCHES;
 use wlb_core::packing::{Padding, Piece, batch_offsets, split_documents};
 use wlb_core::{CostModel, Error, Leftover, Mask, Method, PackOptions, Packing, pack, pack_whole};
 
-const METHODS: [Method; 5] =
-    [Method::Original, Method::FixedLength, Method::VarLength, Method::VarLengthFast, Method::Refined];
+const METHODS: [Method; 4] = [Method::Original, Method::FixedLength, Method::VarLength, Method::Refined];
 
 fn pack_var_length(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost: &CostModel) -> Packing {
     let options = pack_options(num_micro_batches, max_tokens, Method::VarLength);
@@ -178,7 +177,7 @@ proptest! {
         lengths.push(1);
         let at = at.index(lengths.len());
         lengths[at] = 1001;
-        for method in [Method::VarLength, Method::VarLengthFast, Method::Refined] {
+        for method in [Method::VarLength, Method::Refined] {
             let options = pack_options(3, 1000, method);
             let error = pack(&checked(&lengths), &options, &cost).unwrap_err();
             prop_assert_eq!((error.argument(), error.index()), ("lengths", Some(at)));
@@ -270,9 +269,9 @@ fn sizes_out_of_range_are_named() {
     assert_eq!(argument(PackOptions { num_micro_batches: usize::MAX, ..good.clone() }), "num_micro_batches");
     assert_eq!(argument(PackOptions { max_tokens: 0, ..good.clone() }), "max_tokens");
     assert_eq!(argument(PackOptions { max_tokens: -1, ..good.clone() }), "max_tokens");
-    assert_eq!(argument(PackOptions { global_batches: 0, ..good.clone() }), "window");
-    assert_eq!(argument(PackOptions { global_batches: usize::MAX, ..good.clone() }), "window");
-    assert_eq!(argument(PackOptions { method: Method::VarLength, global_batches: 2, ..good }), "window");
+    assert_eq!(argument(PackOptions { global_batches: 0, ..good.clone() }), "global_batches");
+    assert_eq!(argument(PackOptions { global_batches: usize::MAX, ..good.clone() }), "global_batches");
+    assert_eq!(argument(PackOptions { method: Method::VarLength, global_batches: 2, ..good }), "global_batches");
 }
 
 /// Nobody gave the size that `max_tokens` was lowered to.

@@ -7,7 +7,8 @@ use common::ranks::{optimum, planned, step_cost};
 use common::strategies::{config, cost_model, lengths};
 use proptest::prelude::*;
 use wlb_core::cost::Rates;
-use wlb_core::packing::{RankOptions, Ranks, Sync};
+use wlb_core::packing::{Ranks, Sync};
+use wlb_core::ranks::RankOptions;
 use wlb_core::{CostModel, Error, Mask, Method};
 
 fn sync() -> impl Strategy<Value = Sync> {
@@ -171,7 +172,7 @@ fn what_cannot_hold_is_refused_by_name() {
         max_documents: None,
     };
     let refused =
-        |options: RankOptions| wlb_core::packing::pack_for_ranks(&lengths, &options, &cost).map(|_| ()).unwrap_err();
+        |options: RankOptions| wlb_core::ranks::pack_for_ranks(&lengths, &options, &cost).map(|_| ()).unwrap_err();
     let of_ranks = |dp_size| Some(Ranks { dp_size, sync: Sync::Step });
     let cases = [
         (RankOptions { ranks: of_ranks(0), ..good.clone() }, "dp_size"),

@@ -9,7 +9,7 @@ use common::naive::{self, Plan};
 use common::strategies::{checked, pack_options};
 use common::{auto, bound, check};
 use wlb_core::packing::Piece;
-use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
+use wlb_core::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
 use wlb_core::{CostModel, Mask, Method, ShardOptions, Strategy, pack, shard};
 
 /// Costs that follow the pairs alone: 1, 3, 6, 10, 15, 21, 28, 36 for 1 to 8 tokens.

@@ -9,7 +9,7 @@ use common::stream::{Event, run};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use serde_json::Value;
-use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Release, StepShape, StreamMethod};
+use wlb_core::stream::{Oversize, Packer, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::{CostModel, Error, Lengths, Mask};
 
 /// A packer with something in every field.
@@ -221,13 +221,17 @@ fn forged_contradictions_are_refused() {
         ("\"delay_price\":0.01", "\"delay_price\":-0.01", "a price below nothing"),
         ("\"outlier_thresholds\":[]", "\"outlier_thresholds\":[40]", "a threshold without a meaning"),
         ("\"method\":\"refined\"", "\"method\":\"fixed_length\"", "a method that no packer has"),
-        ("\"queues\":[{", "\"queues\":[{\"ids\":[],\"starts\":[],\"lengths\":[],\"arrived\":[]},{", "two levels"),
+        (
+            "\"queues\":[{",
+            "\"queues\":[{\"ids\":[],\"starts\":[],\"lengths\":[],\"arrived\":[]},{",
+            "two levels",
+        ),
     ];
-    let of_repriced = [
-        ("\"changes\":2", "\"changes\":0", "a history of nothing"),
-        ("\"since\":4", "\"since\":6", "costs from the future"),
-        ("\"first\":{\"attention\":{\"rate\":0.5}", "\"first\":{\"attention\":{\"rate\":-0.5}", "costs below 0"),
-    ];
+    let of_repriced = [(
+        "\"first_cost_model\":{\"attention\":{\"rate\":0.5}",
+        "\"first_cost_model\":{\"attention\":{\"rate\":-0.5}",
+        "costs below 0",
+    )];
     let contradictions = [(full(), &of_full[..]), (adaptive(), &of_adaptive[..]), (repriced(), &of_repriced[..])];
     for (packer, changes) in contradictions {
         let text = packer.save();
@@ -247,8 +251,7 @@ fn forged_contradictions_are_refused() {
 #[test]
 fn later_costs_come_with_the_state() {
     let packer = repriced();
-    let history = packer.cost_history().unwrap();
-    assert_eq!((history.changes, history.since, &history.first), (2, 4, full().config().cost_model.as_ref().unwrap()));
+    assert_eq!(&packer.first_config(), full().config());
     let mut made_alike = Packer::new(full().config().clone()).unwrap();
     made_alike.restore(&packer.save(), false).unwrap();
     assert_eq!(made_alike, packer);
@@ -257,31 +260,13 @@ fn later_costs_come_with_the_state() {
     let refused = made_with_the_last.restore(&packer.save(), false);
     assert!(matches!(refused, Err(Error::ConfigChanged { fields }) if fields.starts_with("cost_model")));
     made_with_the_last.restore(&packer.save(), true).unwrap();
-    assert_eq!((made_with_the_last.config(), made_with_the_last.cost_history()), (packer.config(), None));
-    // The order of two changes is seen.
-    let mut other = full();
-    let push = |packer: &mut Packer| packer.push(&Lengths::new("lengths", &[30, 90]).unwrap(), None).unwrap();
-    other.set_cost_model(CostModel::analytic(2.0, 10.0, Mask::Causal).unwrap()).unwrap();
-    push(&mut other);
-    push(&mut other);
-    assert_eq!(other.config(), packer.config());
-    assert_ne!(other.fingerprint(), packer.fingerprint());
+    assert_eq!((made_with_the_last.config(), &made_with_the_last.first_config()), (packer.config(), packer.config()));
+    let mut other = packer.clone();
     // Costs whose sums overflow change nothing.
     let before = other.clone();
     let refused = other.set_cost_model(CostModel::analytic(f64::MAX, 0.0, Mask::Causal).unwrap());
     assert!(matches!(refused, Err(Error::Number { argument: "cost_model", .. })));
     assert_eq!(other, before);
-}
-
-/// States and fingerprints of before there was a choice of methods stay what they were.
-#[test]
-fn the_default_method_leaves_no_trace() {
-    let packer = full();
-    assert!(!packer.save().contains("method"));
-    let fingerprint = "19fbbb10f1ad533d8f2e800aab0a143de10a77ad48aba4919acc456efdad4c33";
-    assert_eq!(packer.config().fingerprint(), fingerprint);
-    let refined = PackerConfig { method: StreamMethod::Refined, ..packer.config().clone() };
-    assert_ne!(refined.fingerprint(), fingerprint);
 }
 
 #[test]

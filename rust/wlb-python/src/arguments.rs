@@ -143,6 +143,7 @@ arguments! {
     head_dim: i64 = integer();
     hidden_size: i32 = positive();
     hybrid_threshold: i64 = integer();
+    global_batches: usize = count(MAX_MICRO_BATCHES);
     group_offsets: Vec<i64> = integers();
     group_seconds: Vec<f64> = floats();
     groups: Vec<i64> = integers();
@@ -188,7 +189,6 @@ arguments! {
     tokens: i64 = integer();
     tokens_per_batch: i64 = integer();
     vocab_size: i64 = integer();
-    window: usize = count(MAX_MICRO_BATCHES);
     windows: Vec<(i32, f64)> = rates_by_size();
     world_size: usize = count(MAX_WORLD_SIZE);
 }

@@ -3,7 +3,7 @@
 use numpy::PyArray1;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict, PySequence};
+use pyo3::types::{IntoPyDict, PyDict};
 use wlb_core::Lengths;
 use wlb_core::cost::fit::{FitOptions, FittedTerm};
 use wlb_core::cost::{CostModel as Model, DocumentCosts, FlopsOptions, Mask, Passes, Rates, Unit};
@@ -82,19 +82,13 @@ pub(crate) fn mask(causal: bool) -> Mask {
 #[derive(PartialEq)]
 pub(crate) struct CostModel(pub(crate) Model);
 
-/// What documents cost, as an argument: a cost model, or a sequence of them of which any may be the true one.
+/// What documents cost, as an argument.
 pub(crate) fn read_costs(cost_model: &Bound<'_, PyAny>) -> PyResult<Model> {
-    let single = |object: &Bound<'_, PyAny>| object.cast::<CostModel>().ok().map(|model| model.get().0.clone());
-    let wrong = |object: &Bound<'_, PyAny>| {
-        let kind = object.get_type().qualname().map_or_else(|_| "object".to_owned(), |name| name.to_string());
-        PyTypeError::new_err(format!("'{kind}' object is no CostModel, nor a sequence of them"))
-    };
-    if let Some(model) = single(cost_model) {
-        return Ok(model);
+    if let Ok(model) = cost_model.cast::<CostModel>() {
+        return Ok(model.get().0.clone());
     }
-    let sequence = cost_model.cast::<PySequence>().map_err(|_| wrong(cost_model))?;
-    let one = |item: PyResult<Bound<'_, PyAny>>| item.and_then(|item| single(&item).ok_or_else(|| wrong(&item)));
-    Model::range(sequence.try_iter()?.map(one).collect::<PyResult<_>>()?).map_err(raise)
+    let kind = cost_model.get_type().qualname().map_or_else(|_| "object".to_owned(), |name| name.to_string());
+    Err(PyTypeError::new_err(format!("'{kind}' object is no CostModel")))
 }
 
 /// What documents cost, as an argument that may be None because `costs` takes its place.
@@ -111,29 +105,10 @@ properties! {
     unit: Option<&'static str> = |model| model.0.unit().map(Unit::as_str);
     /// Whether pairs are counted under a causal mask.
     causal: bool = |cost| cost.0.mask() == Mask::Causal;
-    /// The models of a range in the order given, as a tuple; of a single model, itself.
-    models: Tuple<CostModel> = |cost| Tuple(cost.0.models().iter().cloned().map(Self).collect());
 }
 
 #[pymethods]
 impl CostModel {
-    /// A cost model that is not certain: any of these may be the true one.
-    ///
-    /// Wherever wlb takes a ``cost_model``, ``[low, high]`` is the same. Packings then have the least worst imbalance
-    /// over all of them: :attr:`Packing.imbalance` is that of the worst, :attr:`Packing.imbalances` has each. Models
-    /// that differ in their rates alone cover all rates between theirs. Where a single cost is asked for (:meth:`cost`,
-    /// what a release rule holds back) it is that of the model under which long documents weigh the most.
-    ///
-    /// Args:
-    ///     models: two or more of one mask and one unit.
-    ///
-    /// Raises:
-    ///     WlbError: fewer than two, a range among them, or models with different masks or units.
-    #[staticmethod]
-    fn range(models: &Bound<'_, PySequence>) -> PyResult<Self> {
-        read_costs(models).map(Self)
-    }
-
     /// Rates by term, those that are not 0, in this order: "pairs", "window_pairs[w]" and "chunk_pairs[c]" by ascending
     /// size, "tokens", "documents", "micro_batches".
     ///

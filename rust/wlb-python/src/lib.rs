@@ -32,9 +32,9 @@ mod tune;
 mod _core {
     use pyo3::prelude::*;
     use pyo3::types::{PyDict, PyTuple};
-    use wlb_core::packing::{Leftover, Method, Sync, stream};
+    use wlb_core::packing::{Leftover, Method, Sync};
     use wlb_core::sharding::kernel::Generation;
-    use wlb_core::{cost, dynamic_cp, limits, packing, pipeline, sharding};
+    use wlb_core::{cost, dynamic_cp, limits, pipeline, sharding, stream, tune};
 
     #[pymodule_export]
     use super::error::{BacklogWarning, StateError, WlbError};
@@ -66,7 +66,7 @@ mod _core {
         module.add("MAX_CP_SIZE", limits::MAX_CP_SIZE)?;
         module.add("MAX_WORLD_SIZE", limits::MAX_WORLD_SIZE)?;
         module.add("MAX_STAGES", limits::MAX_STAGES)?;
-        module.add("MAX_MEAN_DELAY", packing::tune::MAX_MEAN_DELAY)?;
+        module.add("MAX_MEAN_DELAY", tune::MAX_MEAN_DELAY)?;
         module.add("MAX_DELAY", stream::Release::Adaptive.default_max_delay())?;
         module.add("DELAY_PRICE", stream::Release::Adaptive.default_price())?;
         module.add("IMBALANCE_RESOLUTION", stream::IMBALANCE_RESOLUTION)?;

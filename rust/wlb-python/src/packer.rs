@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use wlb_core::CostModel as Model;
 use wlb_core::packing::Padding;
-use wlb_core::packing::stream::{
+use wlb_core::stream::{
     CostTable, OnBacklog, Oversize, Packer as Core, PackerConfig, Push, Release, StepShape, StreamMethod,
 };
 
@@ -23,30 +23,33 @@ use crate::packing::{Packing, ranks};
 use crate::plain::{Pickle, Tuple, properties};
 use crate::results::answer;
 
-/// Packs a stream of global batches, holding outliers back until they can be balanced.
+/// Packs a stream of global batches, and holds long documents back until they can be balanced.
 ///
-/// Documents of ``outlier_thresholds[i]`` tokens or more, and fewer than the next threshold, wait in level ``i``. While
-/// a level holds ``num_micro_batches`` documents, that many leave it and join the batch being packed, one for each
-/// micro-batch. All others are emitted in the iteration they arrive in, if they fit; what does not fit goes first in
-/// the next. The same pushes give the same plans on every rank, and after every resume. Safe to share between threads;
-/// picklable.
+/// Without ``outlier_thresholds`` the adaptive rule decides in every step how many of the longest documents wait. With
+/// them documents wait in queues, as in the paper: documents of ``outlier_thresholds[i]`` tokens or more, and fewer
+/// than the next threshold, wait in level ``i``; while a level holds ``num_micro_batches`` documents, that many leave
+/// it and join the batch being packed, one for each micro-batch. All other documents are emitted in the iteration they
+/// arrive in, if they fit; documents that do not fit go first in the next. The same pushes give the same plans on every
+/// rank, and after every resume. Safe to share between threads; picklable.
 ///
 /// Args:
 ///     num_micro_batches: micro-batches of a global batch, ``N`` (``pp_size * dp_size`` in the paper).
 ///     max_tokens: most tokens of a micro-batch (``S_max``): a memory bound, and usually above the context window.
-///     cost_model: what documents cost, by their lengths; of ``[low, high]``, or more, any may be the true one
-///         (:meth:`CostModel.range`). Or ``cost_columns``.
+///     cost_model: what documents cost, by their lengths. Or ``cost_columns``.
 ///     cost_columns: documents bring their costs, in so many columns (``push(costs=)``, always). A step takes the sum
 ///         over columns of the heaviest micro-batch in that column. Said here, and not by the first push, because it
 ///         belongs to what ranks compare before they begin. Queues go by length all the same; "adaptive" takes one
 ///         column.
 ///     limits: float64[cost_columns], the most that a micro-batch may have in each column, infinite for none. What has
 ///         a limit is memory, and takes no time.
-///     outlier_thresholds: tokens, ascending; () holds nothing back. :func:`tune_outlier_thresholds` finds good ones.
-///     release: which waiting documents join a batch. "fifo" is the paper's rule, above. "adaptive" has no thresholds
-///         (``outlier_thresholds`` must be ()): it holds the longest documents, new or waiting, as long as the step
-///         becomes so much more even that ``delay_price`` is paid, and short ones while there is no room for them. It
-///         balances better than "fifo" at less delay.
+///     outlier_thresholds: tokens, ascending, where the levels of the queue begin. :func:`tune_outlier_thresholds` finds
+///         good ones. ``None``, the default, takes the adaptive rule; ``()`` is a queue without levels, which holds
+///         nothing back.
+///     release: which waiting documents join a batch. It follows from ``outlier_thresholds`` and need not be said. With
+///         thresholds it is "fifo", the paper's queues. Without them it is "adaptive": the longest documents, new or
+///         waiting, are held as long as the step becomes so much more even that ``delay_price`` is paid, and short ones
+///         while there is no room for them. "adaptive" balances better than queues at less delay. "fifo" without
+///         thresholds holds nothing back; "adaptive" with thresholds is refused.
 ///     delay_price: with "adaptive": how much shorter a step must become, relative to an even one, to be worth that a
 ///         context for each micro-batch waits one iteration (0.03, the default: 3 %); to wait a second iteration costs
 ///         twice as much. At a higher price less waits. Give :func:`tune_delay_price` a mean delay, and it finds the
@@ -260,8 +263,8 @@ properties! {
         let infinite = |limit: &Option<f64>| limit.unwrap_or(f64::INFINITY);
         packer.lock().config().limits.as_ref().map(|limits| Tuple(limits.iter().map(infinite).collect()))
     };
-    /// Hex hash of the configuration, all but ``num_micro_batches``, ``dp_size`` and ``tokens_per_batch``, and of every
-    /// change of the cost model: equal if and only if the same documents gave, and will give, the same plans.
+    /// Hex hash of the configuration under the present cost model, all but ``num_micro_batches``, ``dp_size`` and
+    /// ``tokens_per_batch``: packers of equal fingerprints in which the same documents wait give the same plans.
     fingerprint: String = |packer| packer.lock().fingerprint();
 }
 
@@ -333,7 +336,6 @@ impl Packer {
             delay_p99: metrics.delay_percentile(0.99),
             padding_tokens: metrics.padding,
             _delays: Tuple(metrics.delays().collect()),
-            _imbalances: Tuple(metrics.imbalance_mean_by_model()),
         })
     }
 
@@ -385,25 +387,20 @@ functions! {
     Packer:
     #[new]
     #[pyo3(text_signature = "(*, num_micro_batches, max_tokens, cost_model=None, cost_columns=None, limits=None, \
-                             outlier_thresholds=(), release='fifo', delay_price=None, max_delay=None, \
+                             outlier_thresholds=None, release=None, delay_price=None, max_delay=None, \
                              max_document_tokens=None, oversize='error', method='var_length', dp_size=None, sync=None, \
                              max_documents=None, multiple_of_tokens=1, token_buckets=(), max_step_cost=None, \
                              tokens_per_batch=None, on_backlog='warn')")]
     fn new[](
         *, num_micro_batches, max_tokens, cost_model by read_costs_if_any: Option<Model> = None, cost_columns?, limits?,
-        outlier_thresholds?, release: &str = "fifo", delay_price?, max_delay?, max_document_tokens?,
+        outlier_thresholds?, release: Option<&str> = None, delay_price?, max_delay?, max_document_tokens?,
         oversize: &str = "error", method: &str = "var_length", dp_size?, sync: Option<&str> = None, max_documents?,
         multiple_of_tokens = 1, token_buckets?, max_step_cost?, tokens_per_batch?, on_backlog: &str = "warn",
-        groups: Option<&Bound<'_, PyAny>> = None, equal_documents: Option<&Bound<'_, PyAny>> = None,
     ) -> PyResult<Self> {
-        for (argument, given) in [("groups", groups), ("equal_documents", equal_documents)] {
-            if given.is_some() {
-                let requirement = "has no meaning in a stream, whose documents wait one by one: batches that come whole, as in \
-                                   RL, are for wlb.pack(num_micro_batches=None, dp_size=...), which takes it";
-                return Err(raise(wlb_core::Error::Combination { argument, requirement }));
-            }
-        }
-        let release: Release = choice(release)?;
+        let release = match release {
+            Some(release) => choice(release)?,
+            None => Release::of_thresholds(outlier_thresholds.as_deref()),
+        };
         let padding = Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
         let max_tokens = padding.most(max_tokens).map_err(raise)?;
         let padding = Some(padding).filter(|padding| !padding.is_none());
@@ -546,8 +543,8 @@ functions! {
     /// lengths and ``delay_price`` is a share of a step, so both still mean what they meant; but what was tuned to a
     /// mean delay was tuned under the costs before.
     ///
-    /// The change is part of the state and of :attr:`fingerprint`. A packer that loads the state was made with the
-    /// *first* costs, as in the run that saved it, and goes on with the latest. Equal costs are no change.
+    /// A state holds both cost models. A packer that loads it is made with the *first* one, as in the run that saved it,
+    /// and goes on with the present one. Equal costs are no change.
     ///
     /// Args:
     ///     cost_model: what documents cost from now on. The same on every rank, at the same iteration.

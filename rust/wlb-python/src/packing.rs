@@ -9,6 +9,7 @@ use pyo3::types::PyIterator;
 use wlb_core::CostModel;
 use wlb_core::limits::MAX_MICRO_BATCHES;
 use wlb_core::packing::{self as core, Method, Piece};
+use wlb_core::ranks::{RankOptions, pack_for_ranks};
 
 use crate::arguments::{self, functions};
 use crate::convert::choice;
@@ -27,8 +28,7 @@ functions! {
     ///         documents over. With ``dp_size`` and ``sync="step"``, one more of each rank where that makes the step
     ///         5 % shorter.
     ///     max_tokens: most tokens of a micro-batch; a memory bound (``S_max``).
-    ///     cost_model: what documents cost, by their lengths; of ``[low, high]``, or more, any may be the true one
-    ///         (:meth:`CostModel.range`). Or ``costs``.
+    ///     cost_model: what documents cost, by their lengths. Or ``costs``.
     ///     costs: float64[n], what each document costs, in any one unit; or float64[n, r], a column for every resource
     ///         with a barrier of its own (vision encoder, language model). A step takes the sum over columns of the
     ///         heaviest micro-batch in that column; ``imbalance`` and ``lower_bound`` follow. With "var_length",
@@ -36,14 +36,13 @@ functions! {
     ///     limits: float64[r], the most that a micro-batch may have in each column, infinite for none. What has a limit
     ///         is memory, and takes no time.
     ///     method: "var_length" (WLB-LLM's Algorithm 1: longest first, each to the micro-batch with the least cost),
-    ///         "var_length_fast" (the same for heavy documents, the light tail poured in arrival order; costs at most
-    ///         1.001 of the lower bound where var_length does), "refined" (no worse than var_length, and next to
+    ///         "refined" (no worse than var_length, and next to
     ///         optimal where ``max_tokens`` binds; 1.3 times its time at the median, about three times where a few
     ///         pieces fill a micro-batch that has next to no room to spare), "fixed_length" (longest first, to the
     ///         least attention work that has room; cuts what fits nowhere), "original" (arrival order, cut every
     ///         ``max_tokens``).
-    ///     window: with "fixed_length", the number of global batches in ``lengths``. They are packed together into
-    ///         ``window * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
+    ///     global_batches: with "fixed_length", the number of global batches in ``lengths``. They are packed together into
+    ///         ``global_batches * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
     ///     multiple_of: with ``num_micro_batches=None``, what their number is a multiple of: the data-parallel ranks,
     ///         so that :meth:`Packing.deal` gives all of them as many.
     ///     dp_size: data-parallel ranks that the plan is made for: documents are exchanged between ranks, not only
@@ -71,7 +70,7 @@ functions! {
     /// Raises:
     ///     WlbError: a length or size out of range, a document over ``max_tokens`` (the methods that keep documents
     ///         whole), an unknown method, a cost that is negative or not finite, a column of zeros or none without a
-    ///         limit, both or none of ``cost_model`` and ``costs``, a window without "fixed_length", ``multiple_of``
+    ///         limit, both or none of ``cost_model`` and ``costs``, several ``global_batches`` without "fixed_length", ``multiple_of``
     ///         beside ``num_micro_batches``, what needs ``dp_size`` without it. Documents do not fit: the message says
     ///         how many, and a ``max_tokens`` that surely holds them all (with the methods that cut documents the least
     ///         one).
@@ -83,7 +82,7 @@ functions! {
     fn pack[py: Python<'_>](
         lengths, *, num_micro_batches by arguments::optional::num_micro_batches: Option<usize>, max_tokens,
         cost_model by read_costs_if_any: Option<CostModel> = None, costs?, limits?, method: &str = "var_length",
-        window = 1, multiple_of = 1, dp_size?, sync: Option<&str> = None, groups?, equal_documents = false,
+        global_batches = 1, multiple_of = 1, dp_size?, sync: Option<&str> = None, groups?, equal_documents = false,
         max_documents?, multiple_of_tokens = 1, token_buckets?, leftover: &str = "error",
     ) -> PyResult<Packing> {
         let combination = |argument, requirement| raise(wlb_core::Error::Combination { argument, requirement });
@@ -100,16 +99,16 @@ functions! {
             num_micro_batches: num_micro_batches.unwrap_or(1),
             max_tokens: most,
             method: choice(method)?,
-            global_batches: window,
+            global_batches,
             leftover: choice(leftover)?,
         };
         let given = document_costs(costs, limits.as_deref(), lengths.len())?;
         let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
-        let micro_batches = options.num_micro_batches.saturating_mul(window);
+        let micro_batches = options.num_micro_batches.saturating_mul(global_batches);
         let ranks = ranks(dp_size, sync)?;
         if dp_size.is_some() || max_documents.is_some() || groups.is_some() || equal_documents {
-            if window != 1 {
-                return Err(combination("window", "other than 1 goes without dp_size and max_documents"));
+            if global_batches != 1 {
+                return Err(combination("global_batches", "other than 1 goes without dp_size and max_documents"));
             }
             if options.leftover == core::Leftover::Return {
                 return Err(combination(
@@ -117,7 +116,7 @@ functions! {
                     "\"return\" goes without dp_size and max_documents: all is placed",
                 ));
             }
-            let options = core::RankOptions {
+            let options = RankOptions {
                 num_micro_batches,
                 multiple_of,
                 max_tokens: most,
@@ -128,7 +127,7 @@ functions! {
                 max_documents,
             };
             return run(py, lengths.len().saturating_add(micro_batches), || {
-                core::pack_for_ranks(&lengths, &options, pricing)
+                pack_for_ranks(&lengths, &options, pricing)
             })
             .map(padded)
             .map_err(explained);
@@ -177,8 +176,8 @@ properties! {
     num_micro_batches: usize = |packing| packing.0.num_micro_batches();
     /// Most tokens that a micro-batch was allowed.
     max_tokens: i32 = |packing| packing.0.max_tokens;
-    /// Global batches that were packed together: step ``i`` trains the ``i``-th ``M / window`` micro-batches.
-    window: usize = |packing| packing.0.global_batches;
+    /// Global batches that were packed together: step ``i`` trains the ``i``-th ``M / global_batches`` micro-batches.
+    global_batches: usize = |packing| packing.0.global_batches;
     /// Tokens of all micro-batches.
     num_tokens: i64 = |packing| packing.0.num_tokens();
     /// The micro-batches, a tuple of :class:`MicroBatch`. An empty one is legal.
@@ -191,7 +190,7 @@ properties! {
     /// int64[M]: tokens of each micro-batch.
     tokens: Array<&[i64]> = |packing| Array(&packing.0.tokens);
     /// float64[M]: cost of each micro-batch, in the cost model's unit; with several columns of costs, of all that take
-    /// time; of a range of cost models under the one where the packing is least even.
+    /// time.
     costs: Array<&[f64]> = |packing| Array(&packing.0.costs);
     /// float64[M, r]: cost of each micro-batch in each column of the documents' costs; with a cost model there is one.
     column_costs: Table<f64> = |packing| {
@@ -212,7 +211,7 @@ properties! {
     /// int32[l]: tokens of each left-over piece.
     leftover_lengths: Array<Vec<i32>> = |packing| Array(piece_lengths(&packing.0.leftover));
     /// ``step_cost * M / total cost``: how much longer a step takes than with perfect balance. 1.0 when nothing is
-    /// placed. Of a range of cost models it is that of the worst.
+    /// placed.
     imbalance: f64 = |packing| packing.0.imbalance();
     /// Data-parallel ranks that it was made for; None where it may be dealt to any.
     dp_size: Option<usize> = |packing| packing.0.ranks.map(|ranks| ranks.dp_size);
@@ -221,8 +220,6 @@ properties! {
     /// How much longer a step takes than on equal ranks. Under "step" it takes the sum of the heaviest rank, under
     /// "micro_batch" that of the heaviest micro-batch of each round. Without ranks it is the :attr:`imbalance`.
     rank_imbalance: f64 = |packing| packing.0.rank_imbalance();
-    /// float64[models]: :attr:`imbalance` under each cost model of a range, in its order; of a single one, that.
-    imbalances: Array<Vec<f64>> = |packing| Array(packing.0.imbalances());
     /// Documents that Algorithm 1 places by token count instead of by cost. At 0 with "var_length", ``max cost <= total
     /// / M + (1 - 1/M) * w``, where ``w`` is the cost of the last document put into the heaviest micro-batch.
     length_fallbacks: usize = |packing| packing.0.length_fallbacks;
@@ -232,8 +229,7 @@ properties! {
 impl Packing {
     /// No packing of the placed documents into as many micro-batches of ``max_tokens`` has a smaller ``step_cost``:
     /// ``max(total cost / M, largest document)``, or what a linear program says where tokens are scarce; summed over
-    /// columns. Of a range of cost models, none has a smaller ``imbalance``, times the mean cost. O(n log n) when it is
-    /// first asked for.
+    /// columns. O(n log n) when it is first asked for.
     #[getter]
     fn lower_bound(&self, py: Python<'_>) -> f64 {
         run(py, self.0.pieces.len(), || self.0.lower_bound())
@@ -297,8 +293,8 @@ functions! {
     /// was made for ranks (``pack(dp_size=...)``) is dealt as it was made.
     ///
     /// Returns:
-    ///     int64[dp_size, M / dp_size]: micro-batch indices of each rank; with a window of several global batches
-    ///     int64[window, dp_size, M / window / dp_size].
+    ///     int64[dp_size, M / dp_size]: micro-batch indices of each rank; with several global batches
+    ///     int64[global_batches, dp_size, M / global_batches / dp_size].
     ///
     /// Raises:
     ///     WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was

@@ -3,8 +3,8 @@
 use std::cell::RefCell;
 
 use pyo3::prelude::*;
-use wlb_core::packing::stream::{PackerConfig, Release, StepShape};
-use wlb_core::packing::tune::{self, Sample, TuneOptions, Tuned, TunedPoint};
+use wlb_core::stream::{PackerConfig, Release, StepShape};
+use wlb_core::tune::{self, Sample, TuneOptions, Tuned, TunedPoint};
 use wlb_core::{CostModel, Error};
 
 use crate::arguments::{self, functions};

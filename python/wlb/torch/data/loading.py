@@ -109,6 +109,8 @@ class Loading:
             arguments |= {"release": "adaptive", "max_delay": self.max_delay}
         elif {"release", "outlier_thresholds"} & others.keys():
             arguments["max_delay"] = 0  # a rule by which documents wait has a limit of its own
+        else:
+            arguments["release"] = "fifo"  # no document waits
         return wlb.Packer(num_micro_batches=num_micro_batches, **arguments | others)
 
     def sampler(self, lengths: ArrayLike, packer: wlb.Packer, *, rank: int, ranks: int) -> BalancedBatchSampler:

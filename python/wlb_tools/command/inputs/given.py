@@ -119,5 +119,7 @@ class DocumentCosts(Cost):
             raise CliError(f"{self.costs}: {rows.dtype} of shape {rows.shape}: must be numbers [n] or [n, columns]")
         rows = rows.reshape(len(rows), -1)
         limits = (math.inf,) * rows.shape[1] if self.limits is None else self.limits
-        wlb.Packer(num_micro_batches=1, max_tokens=1, cost_columns=rows.shape[1], limits=limits)  # checks them
+        wlb.Packer(
+            num_micro_batches=1, max_tokens=1, cost_columns=rows.shape[1], limits=limits, release="fifo"
+        )  # checks them
         return Columns(self.costs, rows, limits)

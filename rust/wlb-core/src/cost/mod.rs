@@ -9,7 +9,6 @@ pub mod fit;
 mod flops;
 mod mask;
 mod model;
-mod range;
 mod rates;
 
 pub(crate) use curve::Curve;

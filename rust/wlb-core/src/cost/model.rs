@@ -20,8 +20,7 @@ pub struct CostModel {
     attention: Curve,
     linear: Curve,
     mask: Mask,
-    // What follows is left out where it says nothing, so that a model without it has the JSON and the fingerprint that
-    // it had before there was a choice.
+    // A term that costs nothing is left out of the JSON.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     windows: Vec<(i32, f64)>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -32,9 +31,6 @@ pub struct CostModel {
     micro_batch: f64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     unit: Option<Unit>,
-    /// Of a range all models; the rest then is the one under which long documents weigh the most.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) range: Vec<CostModel>,
 }
 
 fn is_zero(rate: &f64) -> bool {
@@ -107,17 +103,7 @@ impl CostModel {
 
     fn plain(attention: Curve, linear: Curve, mask: Mask) -> Self {
         let (windows, chunks) = (Vec::new(), Vec::new());
-        Self {
-            attention,
-            linear,
-            mask,
-            windows,
-            chunks,
-            document: 0.0,
-            micro_batch: 0.0,
-            unit: None,
-            range: Vec::new(),
-        }
+        Self { attention, linear, mask, windows, chunks, document: 0.0, micro_batch: 0.0, unit: None }
     }
 
     /// Cost from times measured at some document lengths.
@@ -273,9 +259,8 @@ impl CostModel {
     pub fn check_finite(&self, lengths: &[i32]) -> Result<()> {
         // Cost never decreases with length, so the longest document bounds them all.
         let longest = lengths.iter().copied().max().unwrap_or(0);
-        let most =
-            |model: &Self| model.cost(longest) * lengths.len() as f64 + model.micro_batch * MAX_MICRO_BATCHES as f64;
-        if self.models().iter().all(|model| most(model).is_finite()) {
+        let most = self.cost(longest) * lengths.len() as f64 + self.micro_batch * MAX_MICRO_BATCHES as f64;
+        if most.is_finite() {
             return Ok(());
         }
         let index = lengths.iter().position(|&length| length == longest).unwrap_or(0);
@@ -295,7 +280,7 @@ impl CostModel {
             let requirement = "attention, linear, windows, chunks and document must not all be 0";
             return Err(Error::Number { argument: "linear", value: 0.0, requirement });
         }
-        self.check_range()
+        Ok(())
     }
 }
 

@@ -105,12 +105,7 @@ fn check_schedule(options: &DynamicCpOptions) -> Result<()> {
 
 fn check_model(options: &DynamicCpOptions, cost_model: &CostModel) -> Result<()> {
     check_seconds("cost_model.micro_batch", cost_model.micro_batch())?;
-    check_unit(options, cost_model)?;
-    if cost_model.is_range() {
-        let requirement = "is a range: Dynamic-CP plans by one cost model";
-        return Err(Error::Combination { argument: "cost_model", requirement });
-    }
-    Ok(())
+    check_unit(options, cost_model)
 }
 
 fn check_given(

@@ -99,9 +99,6 @@ impl Packing {
             let requirement = "with this document the micro-batch has more than max_tokens tokens";
             return Err(Error::Entry { argument, index, value: assignment[index] as f64, requirement });
         }
-        Ok(match costs {
-            Pricing::Model(cost_model) => packing.scored(cost_model),
-            Pricing::Given(_) => packing,
-        })
+        Ok(packing)
     }
 }

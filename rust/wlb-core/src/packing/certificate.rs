@@ -39,21 +39,21 @@ const LEAST_COST: f64 = 1e-280;
 pub struct Certificate {
     basis: Basis,
     /// Once it is known.
-    pub(super) bound: Known,
+    pub(crate) bound: Known,
 }
 
 /// A number once it is known. No lock: a process that is forked while another thread sets one would wait for it for
 /// ever. Who finds it meanwhile finds the same.
 #[derive(Debug)]
-pub(super) struct Known(AtomicU64);
+pub(crate) struct Known(AtomicU64);
 
 impl Known {
     /// What is not known is no number.
-    pub(super) fn get(&self) -> Option<f64> {
+    pub(crate) fn get(&self) -> Option<f64> {
         Some(f64::from_bits(self.0.load(Ordering::Relaxed))).filter(|number| !number.is_nan())
     }
 
-    pub(super) fn set(&self, number: f64) {
+    pub(crate) fn set(&self, number: f64) {
         self.0.store(number.to_bits(), Ordering::Relaxed);
     }
 }
@@ -89,22 +89,22 @@ enum Basis {
 }
 
 impl Certificate {
-    pub(super) fn of_model(model: &CostModel) -> Self {
+    pub(crate) fn of_model(model: &CostModel) -> Self {
         Self { basis: Basis::Model(Box::new(model.clone())), ..Self::default() }
     }
 
     /// Of pieces in the order of the packing.
-    pub(super) fn of_rows(rows: Vec<f64>) -> Self {
+    pub(crate) fn of_rows(rows: Vec<f64>) -> Self {
         Self { basis: Basis::Given(rows), ..Self::default() }
     }
 
-    /// The models of a range, or the one there is; none where documents brought their costs.
-    pub(super) fn models(&self) -> &[CostModel] {
-        if let Basis::Model(model) = &self.basis { model.models() } else { &[] }
+    /// The cost model; none where documents brought their costs.
+    pub(crate) fn model(&self) -> Option<&CostModel> {
+        if let Basis::Model(model) = &self.basis { Some(model) } else { None }
     }
 
     /// What pieces cost in one of some columns; `None` if that is not known.
-    pub(super) fn costs(&self, pieces: &[Piece], column: usize, columns: usize) -> Option<Vec<f64>> {
+    pub(crate) fn costs(&self, pieces: &[Piece], column: usize, columns: usize) -> Option<Vec<f64>> {
         match &self.basis {
             Basis::Unknown => None,
             Basis::Model(model) => Some(of_pieces(model, pieces)),
@@ -115,13 +115,13 @@ impl Certificate {
         }
     }
 
-    pub(super) fn is_unknown(&self) -> bool {
+    pub(crate) fn is_unknown(&self) -> bool {
         self.bound.get().is_none()
     }
 }
 
-/// Under one model.
-pub(super) fn of_pieces(model: &CostModel, pieces: &[Piece]) -> Vec<f64> {
+/// What pieces cost under a model.
+fn of_pieces(model: &CostModel, pieces: &[Piece]) -> Vec<f64> {
     model.costs(&pieces.iter().map(|piece| piece.length).collect::<Vec<i32>>())
 }
 
@@ -146,10 +146,10 @@ impl<'de> Deserialize<'de> for Certificate {
 
 /// Micro-batches that are all alike before anything is in them.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Bins {
-    pub(super) count: usize,
-    pub(super) max_tokens: i32,
-    pub(super) empty_cost: f64,
+pub(crate) struct Bins {
+    pub(crate) count: usize,
+    pub(crate) max_tokens: i32,
+    pub(crate) empty_cost: f64,
 }
 
 /// A document that has a micro-batch for itself and what is cut.
@@ -175,7 +175,7 @@ struct Part {
 ///
 /// # Complexity
 /// O(n log n + N log N) for `n` pieces in `N` micro-batches.
-pub(super) fn raised(bins: Bins, pieces: &[Piece], costs: &[f64], from: f64, most: f64) -> f64 {
+pub(crate) fn raised(bins: Bins, pieces: &[Piece], costs: &[f64], from: f64, most: f64) -> f64 {
     let unit = most - bins.empty_cost;
     if pieces.is_empty() || !(from < most && unit > LEAST_COST) {
         return from.min(most);

@@ -18,13 +18,13 @@ pub struct Columns {
 
 impl Columns {
     /// Micro-batches without documents.
-    pub(super) fn none(limits: &[Option<f64>], micro_batches: usize) -> Self {
+    pub(crate) fn none(limits: &[Option<f64>], micro_batches: usize) -> Self {
         let columns = limits.len();
         Self { limits: limits.to_vec(), costs: vec![0.0; columns * micro_batches], largest: vec![0.0; columns] }
     }
 
     /// Puts a document, or a part of one, into a micro-batch.
-    pub(super) fn put(&mut self, micro_batch: usize, row: impl Iterator<Item = f64>) {
+    pub(crate) fn put(&mut self, micro_batch: usize, row: impl Iterator<Item = f64>) {
         let at = micro_batch * self.len();
         for ((sum, most), cost) in self.costs[at..].iter_mut().zip(&mut self.largest).zip(row) {
             *sum += cost;
@@ -63,14 +63,14 @@ impl Columns {
     }
 
     /// The heaviest micro-batch has no less of a column, in any packing of the same documents into as many.
-    pub(super) fn least(&self, column: usize) -> f64 {
+    pub(crate) fn least(&self, column: usize) -> f64 {
         let micro_batches = (self.costs.len() / self.len()) as f64;
         let mean = self.column(column).sum::<f64>() / micro_batches;
         mean.max(self.largest[column]).min(self.max(column))
     }
 
     /// Whether these are the columns of so many micro-batches.
-    pub(super) fn fit(&self, micro_batches: usize) -> bool {
+    pub(crate) fn fit(&self, micro_batches: usize) -> bool {
         !self.is_empty() && self.largest.len() == self.len() && self.costs.len() == self.len() * micro_batches
     }
 }

@@ -132,7 +132,7 @@ pub(crate) fn deal(costs: &[f64], dp_size: usize) -> Vec<usize> {
 }
 
 /// Reorders heaviest-first items: lightest first, second lightest last, and so on inwards.
-pub(super) fn light_ends(heaviest_first: &[usize]) -> Vec<usize> {
+pub(crate) fn light_ends(heaviest_first: &[usize]) -> Vec<usize> {
     let from_lightest = || heaviest_first.iter().rev().copied();
     let rising = from_lightest().step_by(2);
     let falling: Vec<usize> = from_lightest().skip(1).step_by(2).collect();

@@ -18,8 +18,6 @@ named_choices! {
         /// Longest first, to the micro-batch with the least cost (WLB-LLM, Algorithm 1).
         #[default]
         VarLength = "var_length",
-        /// The same for heavy documents; light ones fill up in arrival order, which needs no sort.
-        VarLengthFast = "var_length_fast",
         /// Algorithm 1's plan, better balanced where token limits bind.
         Refined = "refined",
     }

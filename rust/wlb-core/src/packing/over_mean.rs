@@ -1,7 +1,7 @@
 //! How far a part is above the mean, also where costs are near the end of floats.
 
 /// A part over the mean of so many: 1 where all have nothing.
-pub(super) fn over_mean(part: f64, count: usize, total: f64) -> f64 {
+pub(crate) fn over_mean(part: f64, count: usize, total: f64) -> f64 {
     if total <= 0.0 {
         return 1.0;
     }

@@ -147,7 +147,7 @@ impl Padding {
     }
 
     /// The multiple aside, which follows from how ranks share a micro-batch and may be another one on resume.
-    pub(super) fn of_any_multiple(&self) -> Option<Self> {
+    pub(crate) fn of_any_multiple(&self) -> Option<Self> {
         Some(Self { multiple_of: 1, buckets: self.buckets.clone() }).filter(|padding| !padding.is_none())
     }
 
@@ -161,7 +161,7 @@ impl Padding {
     }
 
     /// Whether it is one that [`Padding::new`] makes: what was read from a file may not be.
-    pub(super) fn is_sound(&self) -> bool {
+    pub(crate) fn is_sound(&self) -> bool {
         Self::new(self.multiple_of, &self.buckets).is_ok()
     }
 

@@ -17,7 +17,7 @@ pub struct Piece {
 impl Piece {
     /// Document `index` of a batch, all of it.
     #[inline]
-    pub(super) fn whole(index: usize, length: i32) -> Self {
+    pub(crate) fn whole(index: usize, length: i32) -> Self {
         Self { id: index as i64, start: 0, length }
     }
 }

@@ -1,21 +1,23 @@
-//! Where whole documents are put while a packing is made.
+//! Where documents are put while a packing is made: whole ones, and pieces of those that are cut.
 
 use crate::cost::CostModel;
 
 use super::certificate::Certificate;
+use super::columns::Columns;
 use super::options::Method;
 use super::piece::Piece;
 use super::plan::Packing;
+use super::pricing::Pricing;
 
 /// Where whole documents were put: what the packing methods that keep documents whole fill in.
 #[derive(Clone)]
-pub(super) struct Placement {
-    pub(super) assignment: Vec<i32>,
-    pub(super) tokens: Vec<i64>,
-    pub(super) costs: Vec<f64>,
+pub(crate) struct Placement {
+    pub(crate) assignment: Vec<i32>,
+    pub(crate) tokens: Vec<i64>,
+    pub(crate) costs: Vec<f64>,
     /// Indices of documents, in the order tried.
-    pub(super) leftover: Vec<usize>,
-    pub(super) length_fallbacks: usize,
+    pub(crate) leftover: Vec<usize>,
+    pub(crate) length_fallbacks: usize,
     /// Longest document placed.
     longest: i32,
     /// Cost of a micro-batch without documents.
@@ -24,7 +26,7 @@ pub(super) struct Placement {
 
 impl Placement {
     /// Nothing put anywhere yet; a micro-batch without documents costs `empty_cost`.
-    pub(super) fn new(num_documents: usize, num_micro_batches: usize, empty_cost: f64) -> Self {
+    pub(crate) fn new(num_documents: usize, num_micro_batches: usize, empty_cost: f64) -> Self {
         Self {
             assignment: vec![-1; num_documents],
             tokens: vec![0; num_micro_batches],
@@ -37,35 +39,35 @@ impl Placement {
     }
 
     /// The same documents and micro-batches, nothing put anywhere yet.
-    pub(super) fn emptied(&self) -> Self {
+    pub(crate) fn emptied(&self) -> Self {
         Self::new(self.assignment.len(), self.tokens.len(), self.empty_cost)
     }
 
     /// The same documents, each placed elsewhere; nothing left over yet.
-    pub(super) fn rearranged(&self, assignment: Vec<i32>, tokens: Vec<i64>, costs: Vec<f64>) -> Self {
+    pub(crate) fn rearranged(&self, assignment: Vec<i32>, tokens: Vec<i64>, costs: Vec<f64>) -> Self {
         let Self { length_fallbacks, longest, empty_cost, .. } = *self;
         Self { assignment, tokens, costs, leftover: Vec::new(), length_fallbacks, longest, empty_cost }
     }
 
     /// Cost of a micro-batch without documents.
-    pub(super) fn empty_cost(&self) -> f64 {
+    pub(crate) fn empty_cost(&self) -> f64 {
         self.empty_cost
     }
 
     #[inline]
-    pub(super) fn put(&mut self, index: usize, micro_batch: usize, length: i32, cost: f64) {
+    pub(crate) fn put(&mut self, index: usize, micro_batch: usize, length: i32, cost: f64) {
         self.assignment[index] = micro_batch as i32;
         self.tokens[micro_batch] += i64::from(length);
         self.costs[micro_batch] += cost;
         self.longest = self.longest.max(length);
     }
 
-    pub(super) fn max_cost(&self) -> f64 {
+    pub(crate) fn max_cost(&self) -> f64 {
         self.costs.iter().copied().fold(0.0, f64::max)
     }
 
     /// The packing of documents that cost what the model says.
-    pub(super) fn into_packing(
+    pub(crate) fn into_packing(
         self,
         method: Option<Method>,
         max_tokens: i32,
@@ -79,7 +81,7 @@ impl Placement {
     }
 
     /// Lists the pieces of each micro-batch in document order: a counting sort.
-    pub(super) fn into_packing_of(
+    pub(crate) fn into_packing_of(
         self,
         method: Option<Method>,
         max_tokens: i32,
@@ -121,10 +123,100 @@ impl Placement {
             length_fallbacks: self.length_fallbacks,
             largest_cost,
             columns: None,
-            by_model: Vec::new(),
             ranks: None,
             padding: None,
             certificate: Certificate::default(),
+        }
+    }
+}
+
+/// Where pieces of cut documents were put: what the packing methods that cut documents fill in.
+pub(crate) struct Cuts {
+    placed: Vec<(usize, Piece)>,
+    tokens: Vec<i64>,
+    leftover: Vec<Piece>,
+}
+
+impl Cuts {
+    pub(crate) fn new(num_documents: usize, num_micro_batches: usize) -> Self {
+        Self { placed: Vec::with_capacity(num_documents), tokens: vec![0; num_micro_batches], leftover: Vec::new() }
+    }
+
+    pub(crate) fn tokens(&self) -> &[i64] {
+        &self.tokens
+    }
+
+    pub(crate) fn put(&mut self, micro_batch: usize, piece: Piece) {
+        self.tokens[micro_batch] += i64::from(piece.length);
+        self.placed.push((micro_batch, piece));
+    }
+
+    pub(crate) fn leave_over(&mut self, piece: Piece) {
+        self.leftover.push(piece);
+    }
+
+    pub(crate) fn into_packing(
+        self,
+        method: Method,
+        max_tokens: i32,
+        lengths: &[i32],
+        pricing: Pricing<'_>,
+    ) -> Packing {
+        let (empty_cost, by_length, certificate) = match pricing {
+            Pricing::Model(model) => {
+                let of_pieces: Vec<i32> = self.placed.iter().map(|&(_, piece)| piece.length).collect();
+                (model.micro_batch(), model.costs(&of_pieces), Certificate::of_model(model))
+            }
+            Pricing::Given(_) => (0.0, Vec::new(), Certificate::default()),
+        };
+        let mut costs = vec![empty_cost; self.tokens.len()];
+        let mut columns = match pricing {
+            Pricing::Given(given) if given.columns() > 1 => Some(Columns::none(given.limits(), self.tokens.len())),
+            _ => None,
+        };
+        let mut largest_cost = 0.0_f64;
+        let mut assignment = vec![-1; lengths.len()];
+        let mut counts = vec![0_usize; self.tokens.len()];
+        for (at, &(micro_batch, piece)) in self.placed.iter().enumerate() {
+            let cost = match pricing {
+                Pricing::Model(_) => by_length[at],
+                // A part of a document has the part of its cost that it has of its tokens.
+                Pricing::Given(given) => {
+                    let share = f64::from(piece.length) / f64::from(lengths[piece.id as usize]);
+                    let row = given.row(piece.id as usize).iter().map(|cost| cost * share);
+                    columns.iter_mut().for_each(|columns| columns.put(micro_batch, row.clone()));
+                    row.zip(given.limits()).filter(|(_, limit)| limit.is_none()).map(|(cost, _)| cost).sum()
+                }
+            };
+            costs[micro_batch] += cost;
+            largest_cost = largest_cost.max(cost);
+            counts[micro_batch] += 1;
+            if piece.length == lengths[piece.id as usize] {
+                assignment[piece.id as usize] = micro_batch as i32;
+            }
+        }
+        let mut placed = self.placed;
+        placed.sort_unstable_by_key(|&(micro_batch, piece)| (micro_batch, piece.id, piece.start));
+        let mut offsets = vec![0; 1];
+        for count in counts {
+            offsets.push(offsets[offsets.len() - 1] + count);
+        }
+        Packing {
+            method: Some(method),
+            max_tokens,
+            global_batches: 1,
+            pieces: placed.into_iter().map(|(_, piece)| piece).collect(),
+            offsets,
+            assignment,
+            tokens: self.tokens,
+            costs,
+            leftover: self.leftover,
+            length_fallbacks: 0,
+            largest_cost: empty_cost + largest_cost,
+            columns,
+            ranks: None,
+            padding: None,
+            certificate,
         }
     }
 }

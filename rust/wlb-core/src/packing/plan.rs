@@ -8,7 +8,7 @@ use crate::cost::CostModel;
 use crate::digest::Digest;
 use crate::error::{Error, Result, from_json};
 
-use super::certificate::{Bins, Certificate, of_pieces, raised};
+use super::certificate::{Bins, Certificate, raised};
 use super::columns::Columns;
 use super::options::{Method, Ranks};
 use super::over_mean::over_mean;
@@ -24,7 +24,6 @@ pub struct Packing {
     /// Most tokens that a micro-batch was allowed.
     pub max_tokens: i32,
     /// Global batches that were packed together: step `i` trains the `i`-th of as many equal runs of micro-batches.
-    #[serde(rename = "window")]
     pub global_batches: usize,
     /// All placed pieces, micro-batch by micro-batch; inside one, in arrival order.
     pub pieces: Vec<Piece>,
@@ -35,7 +34,6 @@ pub struct Packing {
     /// Tokens of each micro-batch.
     pub tokens: Vec<i64>,
     /// Cost of each micro-batch: what an empty one costs, and its documents in the order in which they were put there.
-    /// Of a range of cost models under the one where the packing is least even.
     pub costs: Vec<f64>,
     /// What was not placed, in the order in which it was tried.
     pub leftover: Vec<Piece>,
@@ -46,9 +44,6 @@ pub struct Packing {
     /// Costs in each column, where documents have several. `costs` are then those of all columns that take time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub columns: Option<Columns>,
-    /// What the micro-batches cost under each model of a range; empty under a single cost model.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub by_model: Vec<ModelCosts>,
     /// The ranks that it was made for, if it was: the first micro-batches are those of the first rank, and so on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks: Option<Ranks>,
@@ -58,36 +53,6 @@ pub struct Packing {
     /// From what its bound follows.
     #[serde(rename = "lower_bound", default, skip_serializing_if = "Certificate::is_unknown")]
     pub certificate: Certificate,
-}
-
-/// What the micro-batches of a packing cost under one model of a range.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ModelCosts {
-    /// Of each micro-batch.
-    pub costs: Vec<f64>,
-    /// Cost of a micro-batch with nothing but the heaviest placed piece.
-    pub largest_cost: f64,
-}
-
-impl ModelCosts {
-    fn of(packing: &Packing, model: &CostModel) -> Self {
-        let cost = |piece: &Piece| model.cost(piece.length);
-        let of_micro_batch = |j: usize| model.micro_batch() + packing.micro_batch(j).iter().map(cost).sum::<f64>();
-        Self {
-            costs: (0..packing.num_micro_batches()).map(of_micro_batch).collect(),
-            largest_cost: model.micro_batch() + packing.pieces.iter().map(cost).fold(0.0, f64::max),
-        }
-    }
-
-    /// The heaviest micro-batch over the mean.
-    fn imbalance(&self) -> f64 {
-        self.over_mean(self.costs.iter().copied().fold(0.0, f64::max))
-    }
-
-    fn over_mean(&self, cost: f64) -> f64 {
-        over_mean(cost, self.costs.len(), self.costs.iter().sum())
-    }
 }
 
 impl Packing {
@@ -132,24 +97,7 @@ impl Packing {
         self.columns.as_ref().map_or_else(|| self.max_cost(), Columns::step_cost)
     }
 
-    /// Scored under every model of a range, if it is one; its costs are then those where the imbalance is worst, the
-    /// first of equals.
-    pub(super) fn scored(mut self, cost_model: &CostModel) -> Self {
-        if !cost_model.is_range() {
-            return self;
-        }
-        self.by_model = cost_model.models().iter().map(|model| ModelCosts::of(&self, model)).collect();
-        let worse =
-            |worst: &ModelCosts, model: &ModelCosts| !self.pieces.is_empty() && model.imbalance() > worst.imbalance();
-        let worst = self.by_model.iter().reduce(|worst, model| if worse(worst, model) { model } else { worst });
-        if let Some(ModelCosts { costs, largest_cost }) = worst.cloned() {
-            (self.costs, self.largest_cost) = (costs, largest_cost);
-        }
-        self
-    }
-
-    /// `step cost * N / total cost`: how much longer a step takes than with perfect balance. 1 if nothing is placed. Of
-    /// a range of cost models it is that of the worst.
+    /// `step cost * N / total cost`: how much longer a step takes than with perfect balance. 1 if nothing is placed.
     pub fn imbalance(&self) -> f64 {
         if self.pieces.is_empty() {
             return 1.0;
@@ -167,29 +115,7 @@ impl Packing {
         }
     }
 
-    /// [`Packing::rank_imbalance`] under each model of a range, in its order; under a single cost model the one there
-    /// is.
-    pub fn rank_imbalances(&self) -> Vec<f64> {
-        match self.ranks {
-            Some(ranks) if !self.by_model.is_empty() && !self.pieces.is_empty() => {
-                self.by_model.iter().map(|model| ranks.imbalance(&model.costs)).collect()
-            }
-            Some(_) if self.by_model.is_empty() => vec![self.rank_imbalance()],
-            _ => self.imbalances(),
-        }
-    }
-
-    /// The imbalance under each model of a range, in its order; under a single cost model the one there is.
-    pub fn imbalances(&self) -> Vec<f64> {
-        if self.by_model.is_empty() {
-            return vec![self.imbalance()];
-        }
-        let of = |model: &ModelCosts| if self.pieces.is_empty() { 1.0 } else { model.imbalance() };
-        self.by_model.iter().map(of).collect()
-    }
-
     /// No packing of the placed pieces into as many micro-batches of `max_tokens` has a smaller [`Packing::step_cost`].
-    /// Of a range of cost models: none has a smaller imbalance, times the mean cost.
     ///
     /// # Complexity
     /// O(n log n) for `n` pieces when it is first asked for.
@@ -211,19 +137,9 @@ impl Packing {
             return columns.timed().map(of).sum();
         }
         let mean = self.total_cost() / self.num_micro_batches() as f64;
-        if self.by_model.is_empty() {
-            let empty_cost = self.certificate.models().first().map_or(0.0, CostModel::micro_batch);
-            let costs = || self.certificate.costs(&self.pieces, 0, 1);
-            return self.raised(costs, empty_cost, mean.max(self.largest_cost), self.max_cost());
-        }
-        let of = |(at, costs): (usize, &ModelCosts)| {
-            let most = costs.costs.iter().copied().fold(0.0, f64::max);
-            let least = (costs.costs.iter().sum::<f64>() / costs.costs.len() as f64).max(costs.largest_cost);
-            let model = self.certificate.models().get(at);
-            let of_documents = || model.map(|model| of_pieces(model, &self.pieces));
-            costs.over_mean(self.raised(of_documents, model.map_or(0.0, CostModel::micro_batch), least, most))
-        };
-        self.by_model.iter().enumerate().map(of).fold(1.0, f64::max) * mean
+        let empty_cost = self.certificate.model().map_or(0.0, CostModel::micro_batch);
+        let costs = || self.certificate.costs(&self.pieces, 0, 1);
+        self.raised(costs, empty_cost, mean.max(self.largest_cost), self.max_cost())
     }
 
     /// What `max_tokens` makes of a bound, where the heaviest costs `most`.
@@ -283,7 +199,6 @@ impl Packing {
         let exists = |&j: &i32| j == -1 || usize::try_from(j).is_ok_and(|j| j < micro_batches);
         let fits = micro_batches > 0
             && packing.costs.len() == micro_batches
-            && packing.by_model.iter().all(|model| model.costs.len() == micro_batches)
             && packing.offsets.len() == micro_batches + 1
             && packing.offsets.first() == Some(&0)
             && packing.offsets.last() == Some(&packing.pieces.len())

@@ -26,7 +26,7 @@ impl<'a> From<&'a DocumentCosts> for Pricing<'a> {
 
 impl Pricing<'_> {
     /// What every micro-batch costs beside its documents.
-    pub(super) fn micro_batch(&self) -> f64 {
+    pub(crate) fn micro_batch(&self) -> f64 {
         match self {
             Self::Model(model) => model.micro_batch(),
             Self::Given(_) => 0.0,
@@ -34,7 +34,7 @@ impl Pricing<'_> {
     }
 
     /// Checks that these documents have costs, whose sums are finite.
-    pub(super) fn check(&self, lengths: &[i32]) -> Result<()> {
+    pub(crate) fn check(&self, lengths: &[i32]) -> Result<()> {
         match self {
             Self::Model(model) => model.check_finite(lengths),
             Self::Given(costs) if costs.documents() == lengths.len() => costs.check_columns(),

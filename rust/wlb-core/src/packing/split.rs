@@ -1,4 +1,4 @@
-//! Documents cut into pieces that are no longer than a limit.
+//! A list of documents cut: into pieces that are no longer than a limit, and into global batches.
 
 use crate::error::{Error, Result, check_range};
 use crate::lengths::Lengths;
@@ -44,12 +44,12 @@ pub fn split_documents(lengths: &Lengths, max_document_tokens: i64) -> Result<Ve
 }
 
 /// Cuts that it takes to have no piece longer than `limit`.
-pub(super) fn cuts(lengths: &[i32], limit: i32) -> i64 {
+pub(crate) fn cuts(lengths: &[i32], limit: i32) -> i64 {
     lengths.iter().filter(|&&length| length > limit).map(|&length| i64::from((length - 1) / limit)).sum()
 }
 
 /// Checks that cutting at `limit` takes no more than [`MAX_CUTS`].
-pub(super) fn check_cuts(lengths: &[i32], limit: i32) -> Result<()> {
+pub(crate) fn check_cuts(lengths: &[i32], limit: i32) -> Result<()> {
     if cuts(lengths, limit) <= MAX_CUTS {
         return Ok(());
     }
@@ -58,7 +58,7 @@ pub(super) fn check_cuts(lengths: &[i32], limit: i32) -> Result<()> {
 }
 
 /// The parts of one document, `limit` tokens each but for the last.
-pub(super) fn split(document: Piece, limit: i32) -> impl Iterator<Item = Piece> {
+pub(crate) fn split(document: Piece, limit: i32) -> impl Iterator<Item = Piece> {
     let mut rest = document;
     std::iter::from_fn(move || {
         let length = rest.length.min(limit);
@@ -66,4 +66,47 @@ pub(super) fn split(document: Piece, limit: i32) -> impl Iterator<Item = Piece> 
         rest = Piece { start: rest.start + length, length: rest.length - length, ..rest };
         (length > 0).then_some(piece)
     })
+}
+
+/// Cuts a stream into global batches of whole documents: as many as fit in `tokens_per_batch`, at least one each.
+///
+/// Batch `i` is `lengths[offsets[i]..offsets[i + 1]]`; no documents, no batch.
+///
+/// # Arguments
+/// * `lengths` - documents in arrival order.
+/// * `tokens_per_batch` - most tokens of a batch; a longer document is a batch by itself.
+///
+/// # Returns
+/// Where each batch begins among the documents; one entry more, their number.
+///
+/// # Errors
+/// [`crate::Error::OutOfRange`] for `tokens_per_batch`.
+///
+/// # Complexity
+/// O(n).
+///
+/// # Example
+/// ```
+/// use wlb_core::Lengths;
+/// use wlb_core::packing::batch_offsets;
+///
+/// assert_eq!(batch_offsets(&Lengths::new("lengths", &[60, 40, 50, 70])?, 100)?, [0, 2, 3, 4]);
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
+pub fn batch_offsets(lengths: &Lengths, tokens_per_batch: i64) -> Result<Vec<usize>> {
+    check_range("tokens_per_batch", tokens_per_batch, 1, i64::MAX)?;
+    let mut offsets = vec![0];
+    let mut tokens = 0_i64;
+    for (index, &length) in lengths.iter().enumerate() {
+        let length = i64::from(length);
+        if index > 0 && tokens + length > tokens_per_batch {
+            offsets.push(index);
+            tokens = 0;
+        }
+        tokens += length;
+    }
+    if !lengths.is_empty() {
+        offsets.push(lengths.len());
+    }
+    Ok(offsets)
 }

@@ -9,7 +9,7 @@ use crate::ladder::Ladder;
 ///
 /// One that comes first but may not take the item steps aside until the first item that it may take, so that it is
 /// looked at once for as long as it waits, and not for every item in between.
-pub(super) struct Takers {
+pub(crate) struct Takers {
     ready: Ladder,
     /// Rank of the item and, below it, who waits for it.
     waiting: BinaryHeap<Reverse<u64>>,
@@ -17,7 +17,7 @@ pub(super) struct Takers {
 
 impl Takers {
     /// All of them, by their weights.
-    pub(super) fn new(weights: impl ExactSizeIterator<Item = f64>) -> Self {
+    pub(crate) fn new(weights: impl ExactSizeIterator<Item = f64>) -> Self {
         Self { ready: Ladder::new(weights), waiting: BinaryHeap::new() }
     }
 
@@ -27,7 +27,7 @@ impl Takers {
     /// * `weight` - what one weighs by now: no less than it did before, unless that was set.
     /// * `next` - the first item that it may take, from this rank on; none if there is none.
     #[inline]
-    pub(super) fn first(
+    pub(crate) fn first(
         &mut self,
         rank: usize,
         weight: impl Fn(usize) -> f64,
@@ -53,7 +53,7 @@ impl Takers {
 
     /// Sets what one weighs that may have become lighter.
     #[inline]
-    pub(super) fn set(&mut self, taker: usize, weight: f64) {
+    pub(crate) fn set(&mut self, taker: usize, weight: f64) {
         self.ready.set(taker, weight);
     }
 }

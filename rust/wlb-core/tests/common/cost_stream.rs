@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use wlb_core::packing::Piece;
-use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StreamMethod};
+use wlb_core::stream::{Oversize, PackerConfig, Release, StreamMethod};
 
 use super::columns::{Batch, Plan};
 use super::naive;

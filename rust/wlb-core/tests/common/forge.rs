@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use wlb_core::packing::stream::Packer;
+use wlb_core::stream::Packer;
 use wlb_core::{Error, Lengths};
 
 /// Where the numbers of a JSON text stand, outside of strings.
@@ -40,11 +40,7 @@ fn sign_whole(text: &str) -> Option<String> {
     comparable.replace_range(n, "0");
     let mut text = text.to_owned();
     let fingerprint = between(&text, "\"fingerprint\":\"", "\"")?;
-    let mut signature = blake3::hash(comparable.as_bytes()).to_hex().to_string();
-    if let Some(history) = text.find("\"cost_history\":") {
-        let history = text.get(history + "\"cost_history\":".len()..text.rfind(",\"digest\":\"")?)?;
-        signature = blake3::hash(format!("[\"{signature}\",{history}]").as_bytes()).to_hex().to_string();
-    }
+    let signature = blake3::hash(comparable.as_bytes()).to_hex().to_string();
     text.replace_range(fingerprint, &signature);
     sign_digest(&text)
 }

@@ -15,8 +15,6 @@
 //! | Kernel models | `kernel` |
 //! | Pipelines | `pipeline` |
 //! | Dynamic-CP | `dynamic_cp`: what must hold of every plan, by one column of costs or several, and how long it takes |
-//!
-//! Of `var_length_fast` there is none: `check` holds it to what it promises beside `var_length`.
 
 pub(crate) mod auto;
 pub(crate) mod bound;

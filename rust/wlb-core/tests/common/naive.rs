@@ -5,9 +5,9 @@
 use std::cmp::Reverse;
 
 use wlb_core::cost::LocalMask;
-use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::packing::{Piece, Ranks, Sync};
 use wlb_core::sharding::Segment;
+use wlb_core::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::{CostModel, Mask};
 
 /// What a packing says, in the plainest form.
@@ -442,41 +442,22 @@ fn empty_queues(config: &PackerConfig) -> Vec<Vec<Waiting>> {
     }
 }
 
-/// What documents cost that came lately: costs and tokens, halved whenever they are of more than 256 global batches;
-/// and whether that is a guess.
+/// What documents cost that came lately: costs and tokens, halved whenever they are of more than 256 global batches.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Arrived(f64, f64, bool);
+pub(crate) struct Arrived(f64, f64);
 
 impl Arrived {
     /// With new documents: the most that those of a step may cost, infinite if there is no bound.
     pub(crate) fn budget(&mut self, new: &[(i32, f64)], config: &PackerConfig) -> f64 {
         let Some(times) = config.shape.max_cost else { return f64::INFINITY };
         let global_batch = global_batch(config);
-        if self.2 && !new.is_empty() {
-            *self = Self::default();
-        }
         for (length, cost) in new {
-            *self = Self(self.0 + cost, self.1 + f64::from(*length), false);
+            *self = Self(self.0 + cost, self.1 + f64::from(*length));
         }
         while self.1 > 256.0 * global_batch {
-            *self = Self(self.0 / 2.0, self.1 / 2.0, self.2);
+            *self = Self(self.0 / 2.0, self.1 / 2.0);
         }
         if self.1 == 0.0 { f64::INFINITY } else { times * (self.0 / self.1) * global_batch }
-    }
-
-    /// Costs are others: as many times as high in the mean as those of what waits, until a document comes.
-    fn reprice(&mut self, waiting: &[Waiting], before: Option<&CostModel>, config: &PackerConfig) {
-        let cost = |model: Option<&CostModel>| -> f64 {
-            waiting.iter().map(|waiting| model.map_or(0.0, |model| model.cost(waiting.piece.length))).sum()
-        };
-        let (before, now) = (cost(before), cost(config.cost_model.as_ref()));
-        if before == 0.0 || self.1 == 0.0 {
-            return *self = Self::default();
-        }
-        *self = Self(self.0 * (now / before), self.1, true);
-        if self.0.is_infinite() {
-            *self = Self::default();
-        }
     }
 }
 
@@ -988,9 +969,8 @@ impl Packer {
     }
 
     /// Costs are those of this configuration from here on.
-    pub(crate) fn change_costs(&mut self, config: &PackerConfig) {
-        let waiting = self.pending();
-        self.arrived.reprice(&waiting, self.config.cost_model.as_ref(), config);
+    pub(crate) fn change_costs(&mut self) {
+        self.arrived = Arrived::default();
         self.costed_from = self.steps.len();
     }
 

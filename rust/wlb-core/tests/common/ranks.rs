@@ -4,7 +4,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use wlb_core::packing::{Packing, RankOptions, Sync, pack_for_ranks};
+use wlb_core::packing::{Packing, Sync};
+use wlb_core::ranks::{RankOptions, pack_for_ranks};
 use wlb_core::{CostModel, Error, Lengths};
 
 use super::check;

@@ -7,9 +7,9 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::FileFailurePersistence;
 use wlb_core::cost::{FlopsOptions, Passes, Rates, Unit};
-use wlb_core::packing::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::packing::{Padding, Ranks, Sync};
 use wlb_core::sharding::kernel::{Generation, KernelDescription, KernelModel, PassTable};
+use wlb_core::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::{CostModel, Leftover, Lengths, Mask, Method, PackOptions};
 
 use super::stream::Event;

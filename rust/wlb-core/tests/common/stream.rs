@@ -4,8 +4,8 @@
 
 use std::collections::BTreeSet;
 
-use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StreamMethod};
 use wlb_core::packing::{Packing, Piece};
+use wlb_core::stream::{Oversize, Packer, PackerConfig, Push, Release, StreamMethod};
 use wlb_core::{CostModel, Error, Lengths};
 
 use super::{check, naive};
@@ -98,7 +98,7 @@ impl Both {
                 self.packer = resumed;
             }
             Event::ResumeOn(num_micro_batches) => {
-                let mut config = self.made_with();
+                let mut config = self.packer.first_config();
                 if let Some(ranks) = &mut config.shape.ranks {
                     ranks.dp_size = *num_micro_batches;
                 }
@@ -107,7 +107,6 @@ impl Both {
                 let mut resumed = Packer::new(config).unwrap();
                 resumed.restore(&self.packer.save(), false).unwrap();
                 assert_eq!(resumed.fingerprint(), self.packer.fingerprint());
-                assert_eq!(resumed.cost_history(), self.packer.cost_history());
                 let cost_model = self.oracle.config.cost_model.clone();
                 self.oracle.reconfigure(PackerConfig { cost_model, ..resumed.config().clone() }, false);
                 self.packer = resumed;
@@ -116,13 +115,12 @@ impl Both {
             Event::SetCostModel(cost_model) => {
                 let before = self.packer.clone();
                 self.packer.set_cost_model(cost_model.clone()).unwrap();
-                let changes = |packer: &Packer| packer.cost_history().map_or(0, |history| history.changes);
                 let changed = before.config().cost_model.as_ref() != Some(cost_model);
-                assert_eq!(changes(&self.packer), changes(&before) + u64::from(changed));
+                assert_eq!(self.packer.first_config(), before.first_config());
                 assert_eq!(self.packer.fingerprint() != before.fingerprint(), changed);
                 let config = PackerConfig { cost_model: Some(cost_model.clone()), ..self.oracle.config.clone() };
                 if changed {
-                    self.oracle.change_costs(&config);
+                    self.oracle.change_costs();
                 }
                 self.oracle.config = config;
             }
@@ -269,18 +267,9 @@ impl Both {
         assert_eq!(self.packer, before, "a push that failed changed the packer");
     }
 
-    /// The configuration before any other costs were set: what a new process makes its packer with.
-    fn made_with(&self) -> PackerConfig {
-        let mut config = self.packer.config().clone();
-        if let Some(history) = self.packer.cost_history() {
-            config.cost_model = Some(history.first.clone());
-        }
-        config
-    }
-
     fn resume_as(&mut self, config: &PackerConfig) {
         let text = self.packer.save();
-        let saved = self.made_with();
+        let saved = self.packer.first_config();
         let sync = |config: &PackerConfig| config.shape.ranks.map(|ranks| ranks.sync);
         let buckets = |config: &PackerConfig| {
             config.shape.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec())
@@ -302,14 +291,6 @@ impl Both {
             ("max_step_cost", saved.shape.max_cost != config.shape.max_cost),
             // The multiple aside, which follows from the layout.
             ("token_buckets", buckets(&saved) != buckets(config)),
-            // The bound was told in contexts, and is not any more.
-            (
-                "tokens_per_batch",
-                saved.shape.max_cost.is_some()
-                    && saved.shape.max_cost == config.shape.max_cost
-                    && saved.shape.tokens_per_batch.is_none()
-                    && config.shape.tokens_per_batch.is_some_and(|tokens| tokens as f64 != naive::contexts(config)),
-            ),
         ];
         let any_changed = changed.iter().any(|&(_, differs)| differs);
         match resumed.restore(&text, false) {
@@ -332,7 +313,7 @@ impl Both {
                 if config.cost_model == saved.cost_model {
                     config.cost_model = self.oracle.config.cost_model.clone();
                 } else {
-                    self.oracle.change_costs(&config);
+                    self.oracle.change_costs();
                 }
                 if config.shape.max_cost.is_none() {
                     self.oracle.arrived = naive::Arrived::default();

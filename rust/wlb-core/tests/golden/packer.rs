@@ -1,7 +1,7 @@
 //! `packer.json`: streams that stop in the middle and go on with another number of micro-batches.
 
 use serde::{Deserialize, Deserializer, Serialize};
-use wlb_core::packing::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod, Waiting};
+use wlb_core::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod, Waiting};
 
 use crate::common::naive;
 use crate::common::strategies::checked;

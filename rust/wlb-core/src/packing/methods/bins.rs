@@ -6,11 +6,11 @@ use crate::packing::placement::Placement;
 use super::counts::Counts;
 
 /// Micro-batches being filled by Algorithm 1's rule.
-pub(in crate::packing) struct Bins {
-    pub(in crate::packing) placement: Placement,
+pub(crate) struct Bins {
+    pub(crate) placement: Placement,
     max_tokens: i64,
     /// Where their number is limited.
-    pub(in crate::packing) counts: Option<Counts>,
+    pub(crate) counts: Option<Counts>,
     by_cost: Ladder,
     /// Built at the first document that does not fit where the cost is least: most batches never need it. By sizes,
     /// where the number of documents is limited.
@@ -19,12 +19,12 @@ pub(in crate::packing) struct Bins {
 
 impl Bins {
     /// Goes on from micro-batches that may already hold documents.
-    pub(in crate::packing) fn resume(placement: Placement, max_tokens: i32) -> Self {
+    pub(crate) fn resume(placement: Placement, max_tokens: i32) -> Self {
         Self::limited(placement, i64::from(max_tokens), None)
     }
 
     /// The same; where the number of documents is limited, from empty micro-batches on.
-    pub(in crate::packing) fn limited(placement: Placement, max_tokens: i64, max_documents: Option<usize>) -> Self {
+    pub(crate) fn limited(placement: Placement, max_tokens: i64, max_documents: Option<usize>) -> Self {
         let by_cost = Ladder::new(placement.costs.iter().copied());
         let counts = max_documents.map(|most| Counts::new(placement.tokens.len(), max_tokens, most));
         Self { placement, max_tokens, counts, by_cost, by_tokens: None }
@@ -32,7 +32,7 @@ impl Bins {
 
     /// Puts a document where the cost is least; else where the tokens are fewest; else leaves it over.
     #[inline]
-    pub(in crate::packing) fn place(&mut self, index: usize, length: i32, cost: f64) {
+    pub(crate) fn place(&mut self, index: usize, length: i32, cost: f64) {
         let mut micro_batch = self.by_cost.lightest();
         if !self.has_room(micro_batch, length) {
             micro_batch = self.fewest_tokens();
@@ -49,7 +49,7 @@ impl Bins {
     ///
     /// Documents that all find room in this way find it too when some of them are taken away (no micro-batch gets
     /// longer then); that does not hold of [`Bins::place`].
-    pub(in crate::packing) fn place_by_tokens(&mut self, index: usize, length: i32, cost: f64) {
+    pub(crate) fn place_by_tokens(&mut self, index: usize, length: i32, cost: f64) {
         let micro_batch = self.fewest_tokens();
         if self.has_room(micro_batch, length) {
             self.placement.length_fallbacks += usize::from(micro_batch != self.by_cost.lightest());

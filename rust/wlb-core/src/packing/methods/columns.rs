@@ -20,24 +20,24 @@ use crate::packing::plan::Packing;
 use super::bins::Bins;
 
 /// Documents with costs, and the micro-batches that they go to.
-pub(in crate::packing) struct Priced<'a> {
-    pub(in crate::packing) lengths: &'a [i32],
-    pub(in crate::packing) costs: &'a DocumentCosts,
-    pub(in crate::packing) num_micro_batches: usize,
-    pub(in crate::packing) max_tokens: i32,
+pub(crate) struct Priced<'a> {
+    pub(crate) lengths: &'a [i32],
+    pub(crate) costs: &'a DocumentCosts,
+    pub(crate) num_micro_batches: usize,
+    pub(crate) max_tokens: i32,
     /// Most documents of a micro-batch; only with costs in one column.
-    pub(in crate::packing) max_documents: Option<usize>,
+    pub(crate) max_documents: Option<usize>,
     /// Where the costs are from, if they are those of a model.
-    pub(in crate::packing) cost_model: Option<&'a CostModel>,
+    pub(crate) cost_model: Option<&'a CostModel>,
 }
 
 /// Documents put into micro-batches, and what these have in each column.
 #[derive(Clone)]
-pub(in crate::packing) struct Placed {
+pub(crate) struct Placed {
     /// Costs are those of all columns that take time, together.
-    pub(in crate::packing) placement: Placement,
+    pub(crate) placement: Placement,
     /// Row by row.
-    pub(in crate::packing) loads: Vec<f64>,
+    pub(crate) loads: Vec<f64>,
 }
 
 impl From<Placement> for Placed {
@@ -49,7 +49,7 @@ impl From<Placement> for Placed {
 
 impl Priced<'_> {
     /// Cost of a micro-batch without documents; in the first column that takes time.
-    pub(in crate::packing) fn empty_cost(&self) -> f64 {
+    pub(crate) fn empty_cost(&self) -> f64 {
         self.cost_model.map_or(0.0, CostModel::micro_batch)
     }
 
@@ -58,12 +58,12 @@ impl Priced<'_> {
     ///
     /// # Complexity
     /// O(n) for the sort, and a few steps for each document and column; O(n N) at worst, and where memory is limited.
-    pub(in crate::packing) fn place(&self) -> Placed {
+    pub(crate) fn place(&self) -> Placed {
         self.place_after(&[])
     }
 
     /// The same, but for the documents that are `urgent`: they go first, as they are listed.
-    pub(in crate::packing) fn place_after(&self, urgent: &[usize]) -> Placed {
+    pub(crate) fn place_after(&self, urgent: &[usize]) -> Placed {
         let (leading, parts) = self.parts();
         // Where nothing is urgent the order needs no filter: a good part of the time of a document.
         let placed = match urgent {
@@ -80,14 +80,14 @@ impl Priced<'_> {
     }
 
     /// The order in which [`Priced::place_after`] tries documents first.
-    pub(in crate::packing) fn order_after(&self, urgent: &[usize]) -> Vec<usize> {
+    pub(crate) fn order_after(&self, urgent: &[usize]) -> Vec<usize> {
         costliest_after(urgent, &self.parts().1).collect()
     }
 
     /// Each document, in the order given, to the micro-batch with the least cost in its leading column. If it does not
     /// fit there: where the tokens are fewest, or, where memory is limited, to the first in order of that cost that has
     /// room. Else it is left over.
-    pub(in crate::packing) fn place_in_order(&self, order: impl Iterator<Item = usize>, leading: &[u8]) -> Placed {
+    pub(crate) fn place_in_order(&self, order: impl Iterator<Item = usize>, leading: &[u8]) -> Placed {
         match self.costs.columns() {
             1 => {
                 let mut bins = self.bins();
@@ -140,12 +140,12 @@ impl Priced<'_> {
     }
 
     /// Nothing put anywhere yet, with costs in one column.
-    pub(in crate::packing) fn bins(&self) -> Bins {
+    pub(crate) fn bins(&self) -> Bins {
         Bins::limited(self.nothing().placement, i64::from(self.max_tokens), self.max_documents)
     }
 
     /// Micro-batches without documents.
-    pub(in crate::packing) fn nothing(&self) -> Placed {
+    pub(crate) fn nothing(&self) -> Placed {
         let placement = Placement::new(self.lengths.len(), self.num_micro_batches, self.empty_cost());
         let columns = self.costs.columns();
         let first = self.timed().next().unwrap_or(0);
@@ -154,7 +154,7 @@ impl Priced<'_> {
     }
 
     #[inline]
-    pub(in crate::packing) fn put(&self, placed: &mut Placed, index: usize, micro_batch: usize) {
+    pub(crate) fn put(&self, placed: &mut Placed, index: usize, micro_batch: usize) {
         self.put_row(placed, index, micro_batch, self.costs.row(index));
     }
 
@@ -168,7 +168,7 @@ impl Priced<'_> {
 
     /// What a document takes in all columns together, one after the other.
     #[inline]
-    pub(in crate::packing) fn time(&self, row: &[f64]) -> f64 {
+    pub(crate) fn time(&self, row: &[f64]) -> f64 {
         if !self.costs.is_limited() {
             return row.iter().sum();
         }
@@ -176,7 +176,7 @@ impl Priced<'_> {
     }
 
     #[inline]
-    pub(in crate::packing) fn has_room(&self, placed: &Placed, micro_batch: usize, index: usize) -> bool {
+    pub(crate) fn has_room(&self, placed: &Placed, micro_batch: usize, index: usize) -> bool {
         let tokens = placed.placement.tokens[micro_batch] + i64::from(self.lengths[index]);
         tokens <= i64::from(self.max_tokens)
             && (!self.costs.is_limited() || self.has_memory(&placed.loads, micro_batch, self.costs.row(index)))
@@ -192,19 +192,19 @@ impl Priced<'_> {
     }
 
     /// Whether no micro-batch has more memory than its limit.
-    pub(in crate::packing) fn keeps_limits(&self, loads: &[f64]) -> bool {
+    pub(crate) fn keeps_limits(&self, loads: &[f64]) -> bool {
         let mut limits = self.costs.limits().iter().cycle();
         loads.iter().all(|load| limits.next().copied().flatten().is_none_or(|limit| *load <= limit))
     }
 
     /// Columns that take time.
-    pub(super) fn timed(&self) -> impl Iterator<Item = usize> + '_ {
+    pub(crate) fn timed(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.costs.columns()).filter(|&column| self.costs.limits()[column].is_none())
     }
 
     /// What makes of a cost a part of its column: one over the column's sum, 0 for nothing but zeros. Minus infinity
     /// for memory.
-    pub(super) fn scale(&self) -> Vec<f64> {
+    pub(crate) fn scale(&self) -> Vec<f64> {
         let limits = self.costs.limits().iter();
         let scale = self.costs.sums().iter().zip(limits).map(|(&sum, limit)| match limit {
             Some(_) => f64::NEG_INFINITY,
@@ -224,7 +224,7 @@ impl Priced<'_> {
     }
 
     /// Of each document, the column in which it is the greatest part, the first of several, and that part.
-    pub(super) fn leading(&self) -> (Vec<u8>, Vec<f64>) {
+    pub(crate) fn leading(&self) -> (Vec<u8>, Vec<f64>) {
         match self.costs.columns() {
             2 => self.leading_of(2),
             columns => self.leading_of(columns),
@@ -254,18 +254,13 @@ impl Priced<'_> {
     }
 
     /// Time of a step: the sum over columns of the heaviest micro-batch.
-    pub(in crate::packing) fn step_cost(&self, loads: &[f64]) -> f64 {
+    pub(crate) fn step_cost(&self, loads: &[f64]) -> f64 {
         let columns = self.costs.columns();
         self.timed().map(|column| by_column(loads, columns, column).fold(0.0, f64::max)).sum()
     }
 
     /// The packing of what was placed.
-    pub(in crate::packing) fn packing(
-        &self,
-        placed: Placed,
-        method: Option<Method>,
-        piece: impl Fn(usize) -> Piece,
-    ) -> Packing {
+    pub(crate) fn packing(&self, placed: Placed, method: Option<Method>, piece: impl Fn(usize) -> Piece) -> Packing {
         let Placed { placement, loads } = placed;
         let columns = self.costs.columns();
         // In a stream some documents wait, which are not left over.
@@ -305,11 +300,7 @@ impl Priced<'_> {
 }
 
 /// Of a column, micro-batch by micro-batch.
-pub(in crate::packing) fn by_column(
-    loads: &[f64],
-    columns: usize,
-    column: usize,
-) -> impl ExactSizeIterator<Item = f64> {
+pub(crate) fn by_column(loads: &[f64], columns: usize, column: usize) -> impl ExactSizeIterator<Item = f64> {
     loads.iter().skip(column).step_by(columns).copied()
 }
 

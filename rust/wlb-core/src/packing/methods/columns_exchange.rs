@@ -29,7 +29,7 @@ impl Priced<'_> {
     /// [`refine`] does it: then lengths tell what costs more, and searches are shorter.
     ///
     /// What is neither placed nor left over stays where it is.
-    pub(in crate::packing) fn refine_from(&self, start: Placed) -> Placed {
+    pub(crate) fn refine_from(&self, start: Placed) -> Placed {
         let by_length = longest_first(self.lengths).map(|(_, index)| self.costs.values()[index]);
         if self.costs.columns() == 1 && by_length.is_sorted_by(|a, b| a >= b) {
             let placement = refine(start.placement, self.lengths, self.costs.values(), self.max_tokens);
@@ -46,7 +46,7 @@ impl Priced<'_> {
     ///
     /// # Complexity
     /// O(N) where the step is close to the mean micro-batch; else O(n), and a bounded number of steps more.
-    pub(in crate::packing) fn level(&self, start: Placed) -> Placed {
+    pub(crate) fn level(&self, start: Placed) -> Placed {
         let columns = self.costs.columns();
         let mean =
             |column: usize| by_column(&start.loads, columns, column).sum::<f64>() / self.num_micro_batches as f64;
@@ -112,7 +112,7 @@ impl Priced<'_> {
     /// # Complexity
     /// O(n + N columns) an exchange, and [`Effort::looks`] in all.
     fn exchange(&self, start: Placed, effort: &Effort) -> Placed {
-        let mut search = Search::new(self, &start, effort);
+        let mut search = ColumnExchangeSearch::new(self, &start, effort);
         let mut improved = false;
         while let Some(exchange) = search.find() {
             search.apply(&exchange);
@@ -135,7 +135,7 @@ struct Exchange {
     taken: Option<usize>,
 }
 
-struct Search<'a, 'b> {
+struct ColumnExchangeSearch<'a, 'b> {
     priced: &'a Priced<'b>,
     columns: usize,
     /// Documents of each micro-batch, ascending.
@@ -147,7 +147,7 @@ struct Search<'a, 'b> {
     looks: usize,
 }
 
-impl<'a, 'b> Search<'a, 'b> {
+impl<'a, 'b> ColumnExchangeSearch<'a, 'b> {
     fn new(priced: &'a Priced<'b>, start: &Placed, effort: &'a Effort) -> Self {
         let mut contents = vec![Vec::new(); priced.num_micro_batches];
         for (index, &micro_batch) in start.placement.assignment.iter().enumerate() {

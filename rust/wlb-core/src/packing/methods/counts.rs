@@ -4,25 +4,25 @@
 /// micro-batch. Documents whose sizes are `max_tokens` together keep both limits, and a micro-batch that is full of
 /// either has at least that size: so what holds of tokens holds of sizes.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::packing) struct Sizes {
+pub(crate) struct Sizes {
     least: i64,
 }
 
 impl Sizes {
     /// Of documents in micro-batches of so many tokens.
-    pub(in crate::packing) fn new(max_tokens: i64, max_documents: Option<usize>) -> Self {
+    pub(crate) fn new(max_tokens: i64, max_documents: Option<usize>) -> Self {
         Self { least: max_documents.map_or(1, |most| (max_tokens as u64).div_ceil(most as u64) as i64) }
     }
 
     /// That of a document.
-    pub(in crate::packing) fn of(self, length: i32) -> i64 {
+    pub(crate) fn of(self, length: i32) -> i64 {
         i64::from(length).max(self.least)
     }
 }
 
 /// The documents of each micro-batch.
 #[derive(Clone, Debug)]
-pub(in crate::packing) struct Counts {
+pub(crate) struct Counts {
     most: usize,
     documents: Vec<usize>,
     sizes: Vec<i64>,
@@ -31,22 +31,22 @@ pub(in crate::packing) struct Counts {
 
 impl Counts {
     /// Nothing in any micro-batch yet.
-    pub(in crate::packing) fn new(num_micro_batches: usize, max_tokens: i64, max_documents: usize) -> Self {
+    pub(crate) fn new(num_micro_batches: usize, max_tokens: i64, max_documents: usize) -> Self {
         let size = Sizes::new(max_tokens, Some(max_documents));
         Self { most: max_documents, documents: vec![0; num_micro_batches], sizes: vec![0; num_micro_batches], size }
     }
 
     /// Whether a micro-batch may have a further document.
-    pub(in crate::packing) fn has_room(&self, micro_batch: usize) -> bool {
+    pub(crate) fn has_room(&self, micro_batch: usize) -> bool {
         self.documents[micro_batch] < self.most
     }
 
     /// Sizes of a micro-batch's documents, together.
-    pub(in crate::packing) fn size(&self, micro_batch: usize) -> i64 {
+    pub(crate) fn size(&self, micro_batch: usize) -> i64 {
         self.sizes[micro_batch]
     }
 
-    pub(in crate::packing) fn put(&mut self, micro_batch: usize, length: i32) {
+    pub(crate) fn put(&mut self, micro_batch: usize, length: i32) {
         self.documents[micro_batch] += 1;
         self.sizes[micro_batch] += self.size.of(length);
     }

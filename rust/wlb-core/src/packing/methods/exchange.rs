@@ -27,7 +27,7 @@ const STEPS_MOST: usize = 256;
 ///
 /// # Complexity
 /// O(n + N), O(log N) a partner, and O(n) steps, of which every partner takes some.
-pub(super) fn exchange(documents: &Documents, start: Placement, low_enough: f64) -> Placement {
+pub(crate) fn exchange(documents: &Documents, start: Placement, low_enough: f64) -> Placement {
     if start.max_cost() <= low_enough {
         return start;
     }
@@ -103,7 +103,7 @@ struct Span {
 }
 
 /// A search for the best exchange between the heaviest micro-batch and a partner.
-struct Search<'a> {
+struct ExchangeSearch<'a> {
     has: &'a [Item],
     offers: &'a [Item],
     /// Cost of both.
@@ -115,7 +115,7 @@ struct Search<'a> {
     best: Option<Exchange>,
 }
 
-impl Search<'_> {
+impl ExchangeSearch<'_> {
     /// What both cost when so much is given and so much taken.
     fn after(&self, given: f64, taken: f64) -> [f64; 2] {
         let moved = given - taken;
@@ -274,7 +274,7 @@ impl<'a> Contents<'a> {
                     self.last_steps = self.last_steps.saturating_sub(steps);
                 }
                 let both = [heaviest, partner];
-                let mut search = Search {
+                let mut search = ExchangeSearch {
                     has: self.items(heaviest),
                     offers: self.items(partner),
                     costs: both.map(|j| self.costs[j]),

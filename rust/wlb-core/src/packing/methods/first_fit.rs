@@ -11,8 +11,8 @@ const ORDERS: u64 = 24;
 /// Which of the documents, longest first, is the first that fits. Four of five placements ask: after most documents a
 /// micro-batch waits for a much shorter one, and halving misses the caches. So tables by length and by cost tell it,
 /// whose rows hold some documents each.
-pub(super) struct FirstFit<'a> {
-    pub(super) documents: &'a Documents,
+pub(crate) struct FirstFit<'a> {
+    pub(crate) documents: &'a Documents,
     /// First rank of a length of so much, shifted, or less.
     by_length: Vec<u32>,
     length_shift: u32,
@@ -24,7 +24,7 @@ pub(super) struct FirstFit<'a> {
 }
 
 impl<'a> FirstFit<'a> {
-    pub(super) fn new(documents: &'a Documents) -> Self {
+    pub(crate) fn new(documents: &'a Documents) -> Self {
         let all = &documents.longest_first;
         let (longest, dearest) = all.first().map_or((0, 0.0), |document| (document.length, document.cost));
         let cheapest = all.last().map_or(0.0, |document| document.cost);
@@ -51,7 +51,7 @@ impl<'a> FirstFit<'a> {
     }
 
     /// The rank, `from` or more, of the first that a micro-batch may take which has so many tokens and costs so much.
-    pub(super) fn of(&self, from: usize, tokens: i64, cost: f64, target: f64) -> usize {
+    pub(crate) fn of(&self, from: usize, tokens: i64, cost: f64, target: f64) -> usize {
         let all = &self.documents.longest_first;
         let room = self.documents.max_tokens - tokens;
         if self.by_length.is_empty() {

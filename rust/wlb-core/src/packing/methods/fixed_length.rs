@@ -3,9 +3,9 @@
 use crate::cost::CostModel;
 use crate::longest_first::longest_first;
 
-use crate::packing::cuts::Cuts;
 use crate::packing::options::Method;
 use crate::packing::piece::Piece;
+use crate::packing::placement::Cuts;
 use crate::packing::plan::Packing;
 
 /// Longest first, each to the micro-batch with the least attention work that still has room (Fixed-4D).
@@ -15,12 +15,7 @@ use crate::packing::plan::Packing;
 ///
 /// # Complexity
 /// O(n N).
-pub(in crate::packing) fn pack(
-    lengths: &[i32],
-    num_micro_batches: usize,
-    max_tokens: i32,
-    cost_model: &CostModel,
-) -> Packing {
+pub(crate) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
     let mut cuts = Cuts::new(lengths.len(), num_micro_batches);
     let mut pairs = vec![0_u128; num_micro_batches];
     for (length, id) in longest_first(lengths) {

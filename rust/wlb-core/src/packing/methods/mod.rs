@@ -1,17 +1,15 @@
 //! The ways to pack one global batch: one file each.
 
-pub(super) mod bins;
-pub(super) mod columns;
+pub(crate) mod bins;
+pub(crate) mod columns;
 mod columns_exchange;
-pub(super) mod counts;
+pub(crate) mod counts;
 mod documents;
 mod exchange;
 mod first_fit;
-pub(super) mod fixed_length;
-pub(super) mod minimax;
-pub(super) mod original;
-pub(super) mod refined;
+pub(crate) mod fixed_length;
+pub(crate) mod original;
+pub(crate) mod refined;
 mod steepest;
 mod tournament;
-pub(super) mod var_length;
-pub(super) mod var_length_fast;
+pub(crate) mod var_length;

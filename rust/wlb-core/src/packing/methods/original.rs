@@ -1,8 +1,8 @@
 //! The usual packing, and the baseline: concatenate, cut.
 
-use crate::packing::cuts::Cuts;
 use crate::packing::options::Method;
 use crate::packing::piece::Piece;
+use crate::packing::placement::Cuts;
 use crate::packing::plan::Packing;
 use crate::packing::pricing::Pricing;
 
@@ -12,12 +12,7 @@ use crate::packing::pricing::Pricing;
 ///
 /// # Complexity
 /// O(n log n + N).
-pub(in crate::packing) fn pack(
-    lengths: &[i32],
-    num_micro_batches: usize,
-    max_tokens: i32,
-    costs: Pricing<'_>,
-) -> Packing {
+pub(crate) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, costs: Pricing<'_>) -> Packing {
     let mut cuts = Cuts::new(lengths.len(), num_micro_batches);
     let (mut micro_batch, mut room) = (0, max_tokens);
     for (id, &length) in lengths.iter().enumerate() {

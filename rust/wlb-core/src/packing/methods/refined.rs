@@ -9,7 +9,6 @@ use crate::packing::plan::Packing;
 use super::bins::Bins;
 use super::documents::Documents;
 use super::exchange::exchange;
-use super::minimax::even_out;
 use super::steepest::steepest;
 
 /// A plan is left as it is once its maximum is this close to the lower bound.
@@ -24,12 +23,7 @@ const RAISED: f64 = 0.75;
 ///
 /// # Complexity
 /// As [`refine`].
-pub(in crate::packing) fn pack(
-    lengths: &[i32],
-    num_micro_batches: usize,
-    max_tokens: i32,
-    cost_model: &CostModel,
-) -> Packing {
+pub(crate) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
     let documents = Documents::new(lengths, &cost_model.costs(lengths), max_tokens);
     let empty = Placement::new(lengths.len(), num_micro_batches, cost_model.micro_batch());
     let mut bins = Bins::resume(empty, max_tokens);
@@ -37,12 +31,8 @@ pub(in crate::packing) fn pack(
         bins.place(document.index as usize, document.length, document.cost);
     }
     let placement = improve(bins.placement, || documents);
-    even_out(placement, lengths, cost_model, max_tokens).into_packing(
-        Some(Method::Refined),
-        max_tokens,
-        cost_model,
-        |index| Piece::whole(index, lengths[index]),
-    )
+    let piece = |index| Piece::whole(index, lengths[index]);
+    placement.into_packing(Some(Method::Refined), max_tokens, cost_model, piece)
 }
 
 /// A plan no worse than `start`: every document placed there is placed, and the maximum cost is not higher. What was
@@ -50,7 +40,7 @@ pub(in crate::packing) fn pack(
 ///
 /// # Complexity
 /// O(n log N) for `n` documents and `N` micro-batches, and a bounded number of exchanges.
-pub(in crate::packing) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_tokens: i32) -> Placement {
+pub(crate) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_tokens: i32) -> Placement {
     improve(start, || Documents::new(lengths, costs, max_tokens))
 }
 

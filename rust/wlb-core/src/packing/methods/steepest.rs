@@ -24,7 +24,7 @@ const MANY: usize = 64;
 ///
 /// # Complexity
 /// O(n log N), as long as few documents share a row of [`FirstFit`]; else O(n log n).
-pub(super) fn steepest(documents: &Documents, start: &Placement, target: f64, ceiling: f64) -> Option<Placement> {
+pub(crate) fn steepest(documents: &Documents, start: &Placement, target: f64, ceiling: f64) -> Option<Placement> {
     let mut assignment = vec![-1; start.assignment.len()];
     let mut held = vec![Held { tokens: 0, cost: start.empty_cost() }; start.tokens.len()];
     let first_fit = FirstFit::new(documents);
@@ -324,7 +324,7 @@ impl<'a, W: Fn(&Held) -> f64, R: Ready> Takers<'a, W, R> {
 }
 
 /// Integers in the order of [`f64::total_cmp`].
-pub(super) fn ordered(weight: f64) -> u64 {
+pub(crate) fn ordered(weight: f64) -> u64 {
     let bits = weight.to_bits();
     if bits >> 63 == 1 { !bits } else { bits | 1 << 63 }
 }

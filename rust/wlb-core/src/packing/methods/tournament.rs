@@ -19,16 +19,16 @@ struct Level {
 /// Keys stand where their index says: nothing moves, ties go to the lowest index by themselves, and most changes end at
 /// the first node, whose least key is as before. A binary heap goes through twice as many cache lines and more, and
 /// what it has of indices that changed must be told from what holds.
-pub(super) struct Tournament {
+pub(crate) struct Tournament {
     /// From the keys up to a single node.
     levels: Vec<Level>,
 }
 
 impl Tournament {
     /// The key of an index that has none: above all others.
-    pub(super) const NONE: u64 = u64::MAX;
+    pub(crate) const NONE: u64 = u64::MAX;
 
-    pub(super) fn new(keys: impl Iterator<Item = u64>) -> Self {
+    pub(crate) fn new(keys: impl Iterator<Item = u64>) -> Self {
         let mut levels = vec![Level::new(keys)];
         while let Some(below) = levels.last()
             && below.nodes.len() > 1
@@ -41,14 +41,14 @@ impl Tournament {
 
     /// The index of the least key, the lowest of several.
     #[inline]
-    pub(super) fn least(&self) -> Option<usize> {
+    pub(crate) fn least(&self) -> Option<usize> {
         let at = self.levels.iter().rev().fold(0, |at, level| at * WIDTH + usize::from(level.least[at]));
         let node = self.levels.first()?.nodes.get(at / WIDTH)?;
         (node.0[at % WIDTH] < Self::NONE).then_some(at)
     }
 
     #[inline]
-    pub(super) fn set(&mut self, index: usize, key: u64) {
+    pub(crate) fn set(&mut self, index: usize, key: u64) {
         let (mut at, mut key) = (index, key);
         for level in &mut self.levels {
             let node = &mut level.nodes[at / WIDTH];

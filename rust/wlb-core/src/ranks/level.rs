@@ -1,0 +1,204 @@
+//! Exchanges of items between two shares, so that the heavier becomes lighter.
+
+use crate::ladder::Ladder;
+
+use super::shares::Shares;
+
+/// Partners that micro-batches try, from the lightest on: where tokens run out most find none, and looking farther
+/// takes the time that other starts are better for.
+pub(super) const PARTNERS: usize = 4;
+/// Places beside the best that are looked at, where that is not allowed: with one item for one, and with two for two.
+const REACH: [usize; 2] = [4, 16];
+/// No item.
+const NONE: u32 = u32::MAX;
+
+/// How many items go each way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Size {
+    /// One for at most one.
+    One,
+    /// Up to two for up to two: where limits bind, one long document goes for two short ones of as many tokens.
+    Two,
+}
+
+/// What is given, or taken: at most two items.
+#[derive(Clone, Copy, Debug)]
+struct Bundle {
+    cost: f64,
+    tokens: i64,
+    documents: i64,
+    places: [u32; 2],
+}
+
+const NOTHING: Bundle = Bundle { cost: 0.0, tokens: 0, documents: 0, places: [NONE; 2] };
+
+impl Bundle {
+    fn of(shares: &Shares, place: u32) -> Self {
+        let item = &shares.items[place as usize];
+        let (tokens, documents) = (item.tokens, i64::from(item.documents));
+        Self { cost: item.cost, tokens, documents, places: [place, NONE] }
+    }
+
+    fn with(self, other: Self) -> Self {
+        Self {
+            cost: self.cost + other.cost,
+            tokens: self.tokens + other.tokens,
+            documents: self.documents + other.documents,
+            places: [self.places[0], other.places[0]],
+        }
+    }
+
+    fn items(&self) -> impl Iterator<Item = u32> + use<> {
+        self.places.into_iter().filter(|&place| place != NONE)
+    }
+}
+
+/// What one share gives another, and gets for it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Exchange {
+    pub(super) from: usize,
+    pub(super) to: usize,
+    given: Bundle,
+    taken: Bundle,
+    /// How far what is moved is from what was wished.
+    pub(super) error: f64,
+}
+
+impl Exchange {
+    pub(super) fn apply(&self, shares: &mut Shares) {
+        self.given.items().for_each(|place| shares.hand_over(place, self.from, self.to));
+        self.taken.items().for_each(|place| shares.hand_over(place, self.to, self.from));
+    }
+}
+
+/// A search for exchanges: how much longer it goes on, and what it may exchange.
+pub(super) struct Leveller {
+    /// Steps that are left: each looks at an item or two.
+    pub(super) steps: usize,
+    /// Whether every share keeps its number of documents.
+    pub(super) keeps_counts: bool,
+    /// Partners of a share that are tried, from the lightest on.
+    pub(super) partners: usize,
+    /// Bundles of the two shares that are looked at.
+    bundles: [Vec<Bundle>; 2],
+}
+
+impl Leveller {
+    pub(super) fn new(steps: usize, keeps_counts: bool) -> Self {
+        Self { steps, keeps_counts, partners: PARTNERS, bundles: [Vec::new(), Vec::new()] }
+    }
+
+    fn spend(&mut self, steps: usize) {
+        self.steps = self.steps.saturating_sub(steps);
+    }
+
+    /// The exchange that moves a cost as near to `aim` as any does, and nearer than `error`.
+    ///
+    /// # Complexity
+    /// O(items of both shares), for two items the square of that, sorted.
+    pub(super) fn find(
+        &mut self,
+        shares: &Shares,
+        [from, to]: [usize; 2],
+        size: Size,
+        aim: f64,
+        error: f64,
+    ) -> Option<Exchange> {
+        let mut bundles = std::mem::take(&mut self.bundles);
+        for (bundles, share) in bundles.iter_mut().zip([from, to]) {
+            bundles.clear();
+            list(shares, share, size, bundles);
+        }
+        self.spend(bundles[0].len() + bundles[1].len());
+        let best = self.nearest(shares, [from, to], &bundles, size, aim, error);
+        self.bundles = bundles;
+        best
+    }
+
+    fn nearest(
+        &self,
+        shares: &Shares,
+        [from, to]: [usize; 2],
+        [has, offers]: &[Vec<Bundle>; 2],
+        size: Size,
+        aim: f64,
+        error: f64,
+    ) -> Option<Exchange> {
+        let reach = REACH[size as usize];
+        let held = shares.contents[from].len();
+        let (mut best, mut least, mut turn) = (None, error, 0);
+        // The last is nothing.
+        for given in &has[..has.len() - 1] {
+            // The cheaper what is given, the cheaper what is taken.
+            turn += offers[turn..].iter().take_while(|taken| taken.cost > given.cost - aim).count();
+            let mut look = |taken: &Bundle, least: &mut f64| {
+                let error = (given.cost - taken.cost - aim).abs();
+                // Farther on it only grows.
+                if error >= *least || error.is_nan() {
+                    return true;
+                }
+                let (tokens, documents) = (given.tokens - taken.tokens, given.documents - taken.documents);
+                let empties = taken.documents == 0 && given.items().count() == held;
+                let allowed = !empties
+                    && (!self.keeps_counts || documents == 0)
+                    && shares.has_room(to, tokens, documents)
+                    && shares.has_room(from, -tokens, -documents);
+                if allowed {
+                    *least = error;
+                    best = Some(Exchange { from, to, given: *given, taken: *taken, error });
+                }
+                allowed
+            };
+            let _ = offers[turn..].iter().take(reach).any(|taken| look(taken, &mut least));
+            let _ = offers[..turn].iter().rev().take(reach).any(|taken| look(taken, &mut least));
+        }
+        best
+    }
+
+    /// Lowers the load of the heaviest of some shares, then of the next that can be lowered, until all are within
+    /// `close` of the lightest, no exchange is left, or the steps are used up.
+    ///
+    /// The heaviest gives to the first partner, of a few from the lightest on, with which an exchange leaves both below
+    /// what it had. One that finds none is set aside.
+    pub(super) fn level(&mut self, shares: &mut Shares, among: &[usize], close: f64) {
+        let mut by_load = Ladder::new(among.iter().map(|&j| shares.loads[j]));
+        for _ in 1..among.len() {
+            loop {
+                let (heavy, light) = (by_load.heaviest(), by_load.lightest());
+                let gap = |partner: usize| shares.loads[among[heavy]] - shares.loads[among[partner]];
+                if gap(light) <= close || self.steps == 0 {
+                    return;
+                }
+                let partners = by_load.ascending().take(self.partners).filter(|&partner| partner != heavy);
+                let found = partners.take_while(|&partner| gap(partner) > close).find_map(|partner| {
+                    let (pair, aim) = ([among[heavy], among[partner]], gap(partner) / 2.0);
+                    // Both end at least a little below the heavier: so this ends, whatever is rounded.
+                    let exchange = self.find(shares, pair, Size::One, aim, aim * (1.0 - 1e-6))?;
+                    Some((partner, exchange))
+                });
+                let Some((partner, exchange)) = found else {
+                    by_load.remove(heavy);
+                    break;
+                };
+                exchange.apply(shares);
+                by_load.set(heavy, shares.loads[among[heavy]]);
+                by_load.set(partner, shares.loads[among[partner]]);
+            }
+        }
+    }
+}
+
+/// What a share may give: its items, for [`Size::Two`] also each two of them, and nothing; costliest first.
+fn list(shares: &Shares, share: usize, size: Size, bundles: &mut Vec<Bundle>) {
+    let contents = &shares.contents[share];
+    bundles.extend(contents.iter().map(|&place| Bundle::of(shares, place)));
+    if size == Size::Two {
+        for first in 0..contents.len() {
+            for second in first + 1..contents.len() {
+                bundles.push(bundles[first].with(bundles[second]));
+            }
+        }
+        bundles.sort_by(|a, b| b.cost.total_cmp(&a.cost));
+    }
+    bundles.push(NOTHING);
+}

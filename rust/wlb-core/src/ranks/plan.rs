@@ -1,0 +1,402 @@
+//! A global batch packed for data-parallel ranks.
+//!
+//! There are two ways. Where documents may go to any rank, micro-batches are filled first and dealt to ranks, and
+//! then documents are exchanged between the micro-batches of different ranks, within their limits: as many
+//! micro-batches suffice as for any one packing. Where ranks have to keep something together, groups or numbers of
+//! documents, these are shared out to ranks first, and each rank's documents fill its own micro-batches.
+
+use crate::error::{Error, Result};
+use crate::lengths::Lengths;
+use crate::limits::MAX_MICRO_BATCHES;
+use crate::packing::options::{Sync, check_micro_batches};
+use crate::packing::pack::check_fit;
+use crate::packing::plan::Packing;
+use crate::packing::pricing::Pricing;
+use crate::packing::{deal, light_ends};
+
+use super::items::{Item, documents, groups, members};
+use super::level::Leveller;
+use super::options::RankOptions;
+use super::shares::{Limits, Rule, Shares};
+use super::{rounds, sums};
+
+/// Micro-batches are level once they differ by this part of their mean.
+const CLOSE: f64 = 1e-4;
+/// Sums of ranks are level once they differ by this part of their mean.
+const CLOSE_SUMS: f64 = 1e-5;
+/// Exchanges that are looked at to make micro-batches level, and as many for ranks: a tenth of a millisecond.
+const STEPS: usize = 1 << 15;
+/// Where ranks wait for each other once a step, one micro-batch more of each has to make the step shorter by this part.
+const WORTH_A_ROUND: f64 = 0.05;
+/// Rounds of unequal micro-batches are planned rank by rank as well, where they take so much more than is aimed at.
+const UNEVEN: f64 = 0.03;
+/// Partners that a rank tries to exchange groups with.
+const RANKS: usize = 12;
+/// Rounds, or documents, without a limit: more than any batch has, and far from overflow.
+const ANY: i64 = 1 << 31;
+
+/// [`pack`](crate::pack) for data-parallel ranks, each document whole.
+///
+/// Documents are exchanged between ranks, not only micro-batches dealt: with [`Sync::Step`] until the sums of ranks are
+/// equal, and then the micro-batches of each rank; with [`Sync::MicroBatch`] until the micro-batches of each round are
+/// equal, and then the sums.
+///
+/// # Returns
+/// A packing whose micro-batches are those of the first rank in schedule order, then those of the second, and so on;
+/// [`Packing::deal`] gives them. All ranks have as many; as few as were found to hold the documents, with
+/// [`Sync::Step`] one more where the step is 5 % shorter with it, unless the number is given. None is empty on a rank
+/// that has as many documents.
+///
+/// # Errors
+/// [`Error::OutOfRange`] for sizes, also where more than [`MAX_MICRO_BATCHES`] would be needed; [`Error::TooLong`] for
+/// a document over `max_tokens`; [`Error::Mismatch`] for another number of groups than documents;
+/// [`Error::Indivisible`] where `dp_size` does not divide a given number of micro-batches; [`Error::Combination`] for
+/// groups whose sizes cannot be dealt equally, several columns of costs, or documents that do not fit into a given
+/// number of micro-batches; [`Error::InfiniteCost`].
+///
+/// # Complexity
+/// O(n log n) for `n` documents and a bounded number of exchanges, for each number of micro-batches that is tried:
+/// one where as many do as the tokens need, else O(log n).
+///
+/// # Example
+/// ```
+/// use wlb_core::packing::{RankOptions, Ranks, Sync, pack_for_ranks};
+/// use wlb_core::{CostModel, Lengths, Mask, Method};
+///
+/// let lengths = Lengths::new("lengths", &[600, 500, 500, 400, 300, 300])?;
+/// let cost = CostModel::analytic(0.0, 1.0, Mask::Causal)?;
+/// let options = RankOptions {
+///     num_micro_batches: None,
+///     multiple_of: 1,
+///     max_tokens: 700,
+///     method: Method::VarLength,
+///     ranks: Some(Ranks { dp_size: 2, sync: Sync::Step }),
+///     groups: vec![],
+///     equal_documents: true,
+///     max_documents: None,
+/// };
+/// let packing = pack_for_ranks(&lengths, &options, &cost)?;
+/// let dealt = packing.deal(2)?;
+/// let sum = |rank: &[usize]| rank.iter().map(|&j| packing.costs[j]).sum::<f64>();
+/// // Three micro-batches a rank: five hold these documents, and both ranks have as many.
+/// assert_eq!(dealt.chunks(3).map(sum).collect::<Vec<_>>(), [1300.0, 1300.0]);
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
+pub fn pack_for_ranks<'a>(lengths: &Lengths, options: &RankOptions, costs: impl Into<Pricing<'a>>) -> Result<Packing> {
+    let costs = costs.into();
+    options.check(lengths.len())?;
+    costs.check(lengths)?;
+    check_fit(lengths, options.max_tokens)?;
+    let each = match costs {
+        Pricing::Model(model) => model.costs(lengths),
+        Pricing::Given(given) if given.columns() == 1 && !given.is_limited() => given.values().to_vec(),
+        Pricing::Given(_) => {
+            let requirement = "dp_size and max_documents take one column, without a limit";
+            return Err(Error::Combination { argument: "costs", requirement });
+        }
+    };
+    let mut batch = Batch::new(lengths, &each, options)?;
+    batch.micro_batch = costs.micro_batch();
+    let dp_size = options.dp_size();
+    let (rounds, ranks) = match options.num_micro_batches {
+        Some(total) => batch.attempt(total / dp_size).map(|ranks| (total / dp_size, ranks)).ok_or_else(|| {
+            let requirement = "found no plan in which these hold all documents: None takes as many as are needed";
+            Error::Combination { argument: "num_micro_batches", requirement }
+        }),
+        None => batch.fewest(options.multiple_of / gcd(options.multiple_of, dp_size)),
+    }?;
+    let mut assignment = vec![-1; lengths.len()];
+    for (micro_batch, contents) in (0..).zip(ranks.iter().flatten()) {
+        contents.iter().for_each(|&document| assignment[document as usize] = micro_batch);
+    }
+    let packing = Packing::from_assignment(lengths, &assignment, rounds * dp_size, options.max_tokens, costs)?;
+    Ok(Packing { method: Some(options.method), ranks: options.ranks, ..packing })
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// The documents of each micro-batch of each rank, in schedule order.
+pub(super) type Contents = Vec<Vec<Vec<u32>>>;
+
+/// A global batch, and what its plan has to keep.
+pub(super) struct Batch<'a> {
+    options: &'a RankOptions,
+    /// Documents, costliest first.
+    items: Vec<Item>,
+    /// The place of each document in `items`.
+    places: Vec<u32>,
+    /// Documents that stay on one rank.
+    members: Vec<Vec<u32>>,
+    /// The same as items, costliest first.
+    groups: Vec<Item>,
+    limits: Limits,
+    /// What every micro-batch costs beside its documents.
+    micro_batch: f64,
+    /// Micro-batches that hold the documents already, if there are some: indices of documents, the costliest
+    /// micro-batch first.
+    pub(super) start: Option<Vec<Vec<u32>>>,
+}
+
+impl<'a> Batch<'a> {
+    pub(super) fn new(lengths: &[i32], costs: &[f64], options: &'a RankOptions) -> Result<Self> {
+        let items = documents(lengths, costs);
+        let mut places = vec![0; items.len()];
+        items.iter().zip(0..).for_each(|(item, place)| places[item.index as usize] = place);
+        let by_rank = !options.groups.is_empty() || options.equal_documents;
+        let members = if by_rank { members(lengths.len(), &options.groups) } else { Vec::new() };
+        let groups = groups(&members, lengths, costs);
+        let documents = options.max_documents.map_or(ANY, |most| most as i64);
+        let limits = Limits { tokens: i64::from(options.max_tokens), documents };
+        let batch = Self { options, items, places, members, groups, limits, micro_batch: 0.0, start: None };
+        if options.equal_documents && batch.shared_out(ANY as usize).is_none() {
+            let requirement = "found no way to give every rank as many documents, in groups of these sizes";
+            return Err(Error::Combination { argument: "equal_documents", requirement });
+        }
+        Ok(batch)
+    }
+
+    /// The plan of as few rounds as were found to hold all, a multiple of some number.
+    fn fewest(&self, multiple: usize) -> Result<(usize, Contents)> {
+        let dp_size = self.options.dp_size();
+        let attempt = |multiples: usize| {
+            let rounds = multiples.saturating_mul(multiple);
+            check_micro_batches(rounds.saturating_mul(dp_size))?;
+            Ok(self.attempt(rounds))
+        };
+        // `too_few` multiples leave something over. Steps double, so that a bound far too low costs few attempts.
+        let (mut too_few, mut step) = (self.least_rounds().div_ceil(multiple) - 1, 1);
+        let (mut enough, mut best) = loop {
+            let multiples = too_few + step;
+            if let Some(found) = attempt(multiples)? {
+                break (multiples, found);
+            }
+            // The last step is as long as there is room for.
+            step = (2 * step).min((MAX_MICRO_BATCHES / (dp_size * multiple)).saturating_sub(multiples)).max(1);
+            too_few = multiples;
+        };
+        while enough - too_few > 1 {
+            let middle = too_few + (enough - too_few) / 2;
+            match attempt(middle)? {
+                Some(found) => (enough, best) = (middle, found),
+                None => too_few = middle,
+            }
+        }
+        let rounds = enough * multiple;
+        let shorter = if multiple == 1 { self.one_more(rounds, &best) } else { None };
+        Ok(shorter.map_or((rounds, best), |shorter| (rounds + 1, shorter)))
+    }
+
+    /// The plan of one round more, where that makes a step of ranks that wait for each other once clearly shorter:
+    /// micro-batches may be so full that they leave no choice which rank has what.
+    fn one_more(&self, rounds: usize, plan: &Contents) -> Option<Contents> {
+        let dp_size = self.options.dp_size();
+        let cost =
+            |held: &Vec<u32>| held.iter().map(|&d| self.items[self.places[d as usize] as usize].cost).sum::<f64>();
+        let step = |plan: &Contents| {
+            let longest = plan.iter().map(|rank| rank.iter().map(cost).sum::<f64>()).fold(0.0, f64::max);
+            longest + self.micro_batch * plan[0].len() as f64
+        };
+        let total: f64 = self.items.iter().map(|item| item.cost).sum();
+        let costliest = self.items.iter().chain(&self.groups).map(|item| item.cost).fold(0.0, f64::max);
+        let least = (total / dp_size as f64).max(costliest) + self.micro_batch * (rounds + 1) as f64;
+        let most = step(plan) * (1.0 - WORTH_A_ROUND);
+        if self.options.sync() != Sync::Step || least > most {
+            return None;
+        }
+        check_micro_batches((rounds + 1) * dp_size).ok()?;
+        self.attempt(rounds + 1).filter(|more| step(more) <= most && !more.iter().flatten().any(Vec::is_empty))
+    }
+
+    /// No plan has fewer rounds.
+    fn least_rounds(&self) -> usize {
+        let Limits { tokens, documents } = self.limits;
+        let needs = |tokens_held: i64, documents_held: usize, apart: usize, ranks: usize| {
+            let by_tokens = (tokens_held as u64).div_ceil(tokens as u64 * ranks as u64) as usize;
+            by_tokens.max(documents_held.div_ceil(documents as usize * ranks)).max(apart.div_ceil(ranks))
+        };
+        let all = self.items.iter().map(|item| item.tokens).sum();
+        // No two of these fit together.
+        let apart = self.items.iter().filter(|item| item.tokens > tokens / 2).count();
+        let whole = needs(all, self.items.len(), apart, self.options.dp_size());
+        let group = |group: &Item| needs(group.tokens, group.documents as usize, 1, 1);
+        self.groups.iter().map(group).fold(whole, usize::max).max(1)
+    }
+
+    /// The plan with so many micro-batches a rank; none if none was found that holds all documents.
+    pub(super) fn attempt(&self, rounds: usize) -> Option<Contents> {
+        let dp_size = self.options.dp_size();
+        let sync = self.options.sync();
+        let targets = match sync {
+            Sync::Step => {
+                let total: f64 = self.items.iter().map(|item| item.cost).sum();
+                vec![total / (rounds * dp_size) as f64; rounds]
+            }
+            Sync::MicroBatch => rounds::targets(&self.items, dp_size, rounds),
+        };
+        let mean = targets.iter().sum::<f64>() / rounds as f64;
+        let (mut shares, mut ranks) = if self.members.is_empty() {
+            let targets: Vec<f64> = targets.iter().flat_map(|&target| std::iter::repeat_n(target, dp_size)).collect();
+            let shares = self.filled(&self.items, &targets, CLOSE * mean, self.start.as_deref())?;
+            let ranks = deal(&shares.costs(), dp_size).chunks(rounds).map(<[usize]>::to_vec).collect();
+            (shares, ranks)
+        } else {
+            self.by_rank(&targets, mean)?
+        };
+        let level = |shares: &mut Shares, ranks: &mut [Vec<usize>]| match sync {
+            Sync::Step => self.level_sums(shares, ranks, mean),
+            Sync::MicroBatch => self.level_rounds(shares, ranks, mean),
+        };
+        let most = match sync {
+            Sync::Step => mean * rounds as f64 * (1.0 + CLOSE),
+            Sync::MicroBatch => targets.iter().sum::<f64>() * (1.0 + UNEVEN),
+        };
+        level(&mut shares, &mut ranks);
+        // Costly documents that are no multiple of the ranks, or full micro-batches, leave sums or rounds that few
+        // exchanges do not level: then ranks first.
+        let longest = self.longest(&shares, &ranks);
+        if self.members.is_empty()
+            && longest > most
+            && let Some((mut others, mut held)) = self.by_rank(&targets, mean)
+        {
+            level(&mut others, &mut held);
+            if self.longest(&others, &held) < longest {
+                (shares, ranks) = (others, held);
+            }
+        }
+        let documents = |&j: &usize| shares.contents[j].iter().map(|&place| self.items[place as usize].index).collect();
+        Some(ranks.iter().map(|held| held.iter().map(documents).collect()).collect())
+    }
+
+    /// Documents may go from rank to rank.
+    fn documents_move(&self) -> bool {
+        self.options.groups.is_empty()
+    }
+
+    /// Makes the sums of ranks equal, then the micro-batches of each, and puts these in schedule order.
+    fn level_sums(&self, shares: &mut Shares, ranks: &mut [Vec<usize>], mean: f64) {
+        if self.documents_move() && ranks.len() > 1 {
+            let close = CLOSE_SUMS * mean * ranks[0].len() as f64;
+            sums::level(shares, ranks, close, &mut Leveller::new(STEPS, self.options.equal_documents));
+            let mut search = Leveller::new(STEPS, false);
+            ranks.iter().for_each(|held| search.level(shares, held, CLOSE * mean));
+        }
+        let costs = shares.costs();
+        for held in ranks {
+            held.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]));
+            *held = light_ends(held);
+        }
+    }
+
+    /// Makes the micro-batches of each round equal, then the sums of ranks, and puts rounds in schedule order.
+    fn level_rounds(&self, shares: &mut Shares, ranks: &mut [Vec<usize>], mean: f64) {
+        let (dp_size, rounds) = (ranks.len(), ranks[0].len());
+        let deals = self.members.is_empty();
+        let together = |ranks: &[Vec<usize>], costs: &[f64]| match deals {
+            true => rounds::heaviest_together(costs, dp_size),
+            false => rounds::of_ranks(ranks, costs),
+        };
+        let mut rows = together(ranks, &shares.costs());
+        if self.documents_move() {
+            let mut search = Leveller::new(STEPS, self.options.equal_documents);
+            rows.iter().for_each(|round| search.level(shares, round, CLOSE * mean));
+            rows = together(ranks, &shares.costs());
+        }
+        if deals {
+            rounds::deal(&mut rows, &shares.costs(), dp_size);
+        }
+        let order = light_ends(&(0..rounds).collect::<Vec<usize>>());
+        for (rank, held) in ranks.iter_mut().enumerate() {
+            *held = order.iter().map(|&round| rows[round][rank]).collect();
+        }
+    }
+
+    /// Items in shares near their targets, level; none if some rule finds no room for all, and there is no `start`.
+    fn filled<'b>(
+        &self,
+        items: &'b [Item],
+        targets: &[f64],
+        close: f64,
+        start: Option<&[Vec<u32>]>,
+    ) -> Option<Shares<'b>> {
+        let all: Vec<usize> = (0..targets.len()).collect();
+        let excess = |shares: &Shares| match self.options.sync() {
+            Sync::Step => shares.loads.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+            Sync::MicroBatch => shares.loads.iter().map(|load| load.max(0.0)).sum(),
+        };
+        let levelled = |mut shares: Shares<'b>| {
+            Leveller::new(STEPS, false).level(&mut shares, &all, close);
+            shares
+        };
+        let made = |rule: Rule| Shares::filled(items, self.limits, targets, rule).map(levelled);
+        let first = made(Rule::LeastLoad);
+        if let Some(first) = first.as_ref().filter(|first| excess(first) <= close) {
+            return Some(first.clone());
+        }
+        let started = start.map(|start| {
+            let places = start.iter().map(|held| held.iter().map(|&document| self.places[document as usize]).collect());
+            levelled(Shares::held(items, self.limits, targets, places.collect()))
+        });
+        let made_so = [first, made(Rule::Steepest), started].into_iter().flatten();
+        let best = made_so.reduce(|best, other| if excess(&other) < excess(&best) { other } else { best });
+        best.or_else(|| made(Rule::BestFit))
+    }
+
+    /// Groups, or single documents where there are none, on ranks, each with room for so many micro-batches; none if
+    /// none was found.
+    fn shared_out(&self, rounds: usize) -> Option<Shares<'_>> {
+        let Limits { tokens, documents } = self.limits;
+        let rounds = rounds as i64;
+        let limits = Limits { tokens: tokens * rounds, documents: documents * rounds };
+        let targets = vec![0.0; self.options.dp_size()];
+        let rule = if self.options.equal_documents { Rule::FewestDocuments } else { Rule::LeastLoad };
+        let together = if self.members.is_empty() { &self.items } else { &self.groups };
+        let shares = Shares::filled(together, limits, &targets, rule)?;
+        let documents = |held: &Vec<u32>| held.iter().map(|&place| together[place as usize].documents).sum::<u32>();
+        let held = || shares.contents.iter().map(documents);
+        let spread = held().max().unwrap_or(0) - held().min().unwrap_or(0);
+        (!self.options.equal_documents || spread <= 1).then_some(shares)
+    }
+
+    /// Groups on ranks, then each rank's documents in its own micro-batches, near the targets of its rounds.
+    fn by_rank(&self, targets: &[f64], mean: f64) -> Option<(Shares<'_>, Vec<Vec<usize>>)> {
+        let mut on_ranks = self.shared_out(targets.len())?;
+        let all: Vec<usize> = (0..on_ranks.contents.len()).collect();
+        let mut search = Leveller::new(STEPS, self.options.equal_documents);
+        search.partners = RANKS;
+        search.level(&mut on_ranks, &all, CLOSE_SUMS * mean * targets.len() as f64);
+
+        let held_targets: Vec<f64> = all.iter().flat_map(|_| targets.iter().copied()).collect();
+        let mut shares = Shares::new(&self.items, self.limits, &held_targets);
+        for (rank, held) in on_ranks.contents.iter().enumerate() {
+            let members = |&place: &u32| &self.members[self.groups[place as usize].index as usize];
+            let mut places: Vec<u32> = if self.members.is_empty() {
+                held.clone()
+            } else {
+                held.iter().flat_map(members).map(|&document| self.places[document as usize]).collect()
+            };
+            places.sort_unstable();
+            let items: Vec<Item> = places.iter().map(|&place| self.items[place as usize]).collect();
+            let filled = self.filled(&items, targets, CLOSE * mean, None)?;
+            for (round, contents) in filled.contents.iter().enumerate() {
+                let micro_batch = rank * targets.len() + round;
+                contents.iter().for_each(|&place| shares.put(places[place as usize], micro_batch));
+            }
+        }
+        let ranks = all.iter().map(|rank| (rank * targets.len()..(rank + 1) * targets.len()).collect()).collect();
+        Some((shares, ranks))
+    }
+
+    /// What a step takes: the heaviest rank, or the heaviest micro-batch of each round.
+    fn longest(&self, shares: &Shares<'_>, ranks: &[Vec<usize>]) -> f64 {
+        let costs = shares.costs();
+        match self.options.sync() {
+            Sync::Step => ranks.iter().map(|held| held.iter().map(|&j| costs[j]).sum()).fold(0.0, f64::max),
+            Sync::MicroBatch => {
+                let heaviest = |round: usize| ranks.iter().map(|held| costs[held[round]]).fold(0.0, f64::max);
+                (0..ranks[0].len()).map(heaviest).sum()
+            }
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! Sums of ranks: what counts where they wait for each other once a step.
+
+use crate::ladder::Ladder;
+
+use super::level::{Exchange, Leveller, Size};
+use super::shares::Shares;
+
+/// Partners of the heaviest rank that are tried, from the lightest on.
+const PARTNERS: usize = 3;
+/// An exchange brings at least this part of what is wished: with less, many would be needed.
+const LEAST: f64 = 0.05;
+
+/// What two ranks exchange.
+enum Swap {
+    /// A micro-batch for another: places in what the ranks hold.
+    MicroBatches(usize, usize),
+    /// Documents between two of their micro-batches.
+    Documents(Exchange),
+}
+
+/// Makes the sums of ranks equal, as far as exchanges of micro-batches and of documents do.
+///
+/// The heaviest rank gives to one of the lightest what comes nearest to half their difference, until all are within
+/// `close` of the lightest, nothing is found, or the steps are used up.
+///
+/// # Arguments
+/// * `ranks` - the micro-batches of each rank.
+pub(super) fn level(shares: &mut Shares, ranks: &mut [Vec<usize>], close: f64, search: &mut Leveller) {
+    let mut costs = shares.costs();
+    let sum = |held: &[usize], costs: &[f64]| held.iter().map(|&j| costs[j]).sum::<f64>();
+    let mut sums: Vec<f64> = ranks.iter().map(|held| sum(held, &costs)).collect();
+    let mut by_sum = Ladder::new(sums.iter().copied());
+    loop {
+        let (heavy, light) = (by_sum.heaviest(), by_sum.lightest());
+        if sums[heavy] - sums[light] <= close || search.steps == 0 {
+            return;
+        }
+        let partners: Vec<usize> = by_sum.ascending().take(PARTNERS).filter(|&rank| rank != heavy).collect();
+        let found = [Size::One, Size::Two].into_iter().find_map(|size| {
+            partners.iter().find_map(|&light| {
+                let aim = (sums[heavy] - sums[light]) / 2.0;
+                let swap = best(shares, &costs, [&ranks[heavy], &ranks[light]], size, [aim, close / 2.0], search)?;
+                Some((light, swap))
+            })
+        });
+        let Some((light, swap)) = found else { return };
+        match swap {
+            Swap::MicroBatches(given, taken) => {
+                let (a, b) = (ranks[heavy][given], ranks[light][taken]);
+                (ranks[heavy][given], ranks[light][taken]) = (b, a);
+            }
+            Swap::Documents(exchange) => {
+                exchange.apply(shares);
+                [exchange.from, exchange.to].into_iter().for_each(|j| costs[j] = shares.cost(j));
+            }
+        }
+        for rank in [heavy, light] {
+            sums[rank] = sum(&ranks[rank], &costs);
+            by_sum.set(rank, sums[rank]);
+        }
+    }
+}
+
+/// What moves a cost as near to `aim` as any exchange of two ranks does; the first that is within `enough` of it.
+fn best(
+    shares: &Shares,
+    costs: &[f64],
+    [heavy, light]: [&[usize]; 2],
+    size: Size,
+    [aim, enough]: [f64; 2],
+    search: &mut Leveller,
+) -> Option<Swap> {
+    let (mut found, mut error) = (None, aim * (1.0 - LEAST));
+    if !search.keeps_counts {
+        search.steps = search.steps.saturating_sub(heavy.len() * light.len());
+        let of = |held: &[usize]| held.iter().map(|&j| costs[j]).collect::<Vec<f64>>();
+        if let Some((given, taken, off)) = nearest(&of(heavy), &of(light), aim, error) {
+            (found, error) = (Some(Swap::MicroBatches(given, taken)), off);
+        }
+    }
+    for pair in heavy.iter().flat_map(|&from| light.iter().map(move |&to| [from, to])) {
+        if error <= enough || search.steps == 0 {
+            break;
+        }
+        if let Some(exchange) = search.find(shares, pair, size, aim, error) {
+            (found, error) = (Some(Swap::Documents(exchange)), exchange.error);
+        }
+    }
+    found
+}
+
+/// Of which two costs, one of each rank, the difference is nearest to `aim`, and nearer than `error`: the first such
+/// pair, and how far it is off.
+///
+/// # Complexity
+/// O(n log n); more only where costs differ by so little that differences round alike.
+fn nearest(heavy: &[f64], light: &[f64], aim: f64, error: f64) -> Option<(usize, usize, f64)> {
+    // The first of equal costs stands for them; of nothing the sum may be -0.
+    let mut offers: Vec<(f64, usize)> = light.iter().zip(0..).map(|(&cost, taken)| (cost + 0.0, taken)).collect();
+    offers.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+    offers.dedup_by_key(|&mut (cost, _)| cost);
+    let (mut found, mut error) = (None, error);
+    for (given, &cost) in heavy.iter().enumerate() {
+        // The more is taken, the less is moved, also rounded: the nearest stand where that passes `aim`.
+        let moved = |&(taken, _): &(f64, usize)| cost - taken - aim;
+        let (more, less) = offers.split_at(offers.partition_point(|offer| moved(offer) > 0.0));
+        let off =
+            more.last().into_iter().chain(less.first()).map(|offer| moved(offer).abs()).fold(f64::INFINITY, f64::min);
+        if off < error {
+            let alike = |offer: &&(f64, usize)| moved(offer).abs() == off;
+            let nearest = more.iter().rev().take_while(alike).chain(less.iter().take_while(alike));
+            (found, error) = (nearest.map(|&(_, taken)| (given, taken, off)).min_by_key(|&(_, taken, _)| taken), off);
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::nearest;
+
+    /// Few numbers, so that many are alike; some so small beside others that differences round.
+    fn costs() -> impl Strategy<Value = Vec<f64>> {
+        let cost =
+            prop_oneof![(0..12).prop_map(f64::from), (0..9).prop_map(|k| f64::from(k) * 1e-17), 0.0..12.0, Just(-0.0)];
+        proptest::collection::vec(cost, 1..12)
+    }
+
+    proptest! {
+        #[test]
+        fn the_nearest_pair_is_the_one_that_looking_at_all_finds(
+            heavy in costs(), light in costs(), aim in prop_oneof![0.0..6.0, (0..6).prop_map(f64::from)], part in 0.1..1.5,
+        ) {
+            let below = aim * part;
+            let (mut found, mut error) = (None, below);
+            for (given, &a) in heavy.iter().enumerate() {
+                for (taken, &b) in light.iter().enumerate() {
+                    let off = f64::abs(a - b - aim);
+                    if off < error {
+                        (found, error) = (Some((given, taken, off)), off);
+                    }
+                }
+            }
+            prop_assert_eq!(nearest(&heavy, &light, aim, below), found);
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! How much may wait, and how much may therefore enter: what keeps every stream bounded.
+//!
+//! Documents can arrive faster than they can be trained, however much memory there is: documents of 0.6 `max_tokens`
+//! fill 0.6 of every micro-batch, so a stream that brings full global batches is never caught up with. A packer cannot
+//! refuse what was read; whoever reads asks first ([`Packer::admits`]), and then what waits stays within
+//! [`Packer::bounds`]. The proof stands in `docs/semantics.md`.
+
+use crate::error::{Error, Result, check_range, named_choices};
+use crate::ladder::Ladder;
+use crate::lengths::Lengths;
+use crate::longest_first::longest_first_of;
+use crate::packing::piece::Piece;
+use crate::packing::split::{cuts, split};
+
+use super::config::{Oversize, PackerConfig, Release};
+use super::costs::{CostTable, share};
+use super::packer::Packer;
+use super::push::MAX_EARLY;
+use super::queue::Waiting;
+
+/// Iterations of lead for each mean micro-batch that a document costs beyond the first.
+///
+/// A document that costs as much as `c` mean micro-batches is level only in a step of `c` times the work: `c - 1`
+/// global batches have to be gathered for it, by holding others of its kind. Found on real lengths: with twice that,
+/// documents are trained as often before as after their turn.
+const LEAD: f64 = 2.0;
+
+/// How many full global batches (`N * max_tokens`) may wait under [`Release::Adaptive`]. Two are enough for the rule to
+/// choose from, and more makes it worse: what waits longer is forced out by `max_delay`, balanced or not.
+const ADAPTIVE_BACKLOG: i64 = 2;
+
+named_choices! {
+    /// What is done about a push after which more waits than the packer's [`Bounds`] allow.
+    #[derive(Default)]
+    OnBacklog, "on_backlog" {
+        /// The caller is told once.
+        #[default]
+        Warn = "warn",
+        /// The push is refused.
+        Error = "error",
+    }
+}
+
+/// What a packer promises as long as no push brings more than it [`Packer::admits`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bounds {
+    /// Most tokens that ever wait after a push. Where the number of documents is limited, each counts for its share of
+    /// a full micro-batch at least.
+    pub tokens: i64,
+    /// Most iterations that a document waits while documents come; draining the rest at the end of the stream adds no
+    /// more than [`Bounds::drain`]. None if nothing limits it: queues without `max_delay`, where an outlier waits for
+    /// others of its length, however rare they are.
+    pub delay: Option<u64>,
+    /// Most iterations that it takes to drain what waits.
+    pub drain: u64,
+}
+
+impl Bounds {
+    pub(super) fn of(config: &PackerConfig) -> Self {
+        let capacity = config.capacity();
+        match config.release {
+            Release::Adaptive => {
+                let tokens = ADAPTIVE_BACKLOG * capacity;
+                Self { tokens, delay: config.max_delay, drain: service(tokens, capacity) }
+            }
+            Release::Fifo => {
+                let ends = config.outlier_thresholds.iter().skip(1).map(|&next| next - 1);
+                let longest = ends.chain([config.max_document_tokens]).map(|longest| config.size(longest));
+                // A level releases while it holds so many and one more.
+                let kept = config.company() as i64 - 1;
+                let queued = config.outlier_thresholds.iter().zip(longest);
+                let queued = queued.fold(0_i64, |sum, (_, longest)| sum.saturating_add(kept.saturating_mul(longest)));
+                let tokens = queued.saturating_add(capacity);
+                let queue_delay = if config.outlier_thresholds.is_empty() { Some(0) } else { config.max_delay };
+                // Of each column with a limit as much may wait, in steps that are full of it.
+                let limited = config.limits.iter().flatten().flatten().count() as i64;
+                let levels = config.outlier_thresholds.len() as i64;
+                let full = kept.saturating_mul(levels).saturating_add(config.num_micro_batches as i64);
+                let full = full.saturating_mul(limited).saturating_mul(i64::from(config.max_tokens));
+                let drain = service(tokens.saturating_add(full), capacity);
+                Self { tokens, delay: queue_delay.map(|delay| delay.saturating_add(drain)), drain }
+            }
+        }
+    }
+}
+
+/// Most iterations until a document is placed that goes after fewer than `tokens` others: two in a row place `capacity`
+/// of them.
+fn service(tokens: i64, capacity: i64) -> u64 {
+    2 * (tokens / capacity) as u64 + 1
+}
+
+impl Packer {
+    /// What waits at most, and for how long, if no push brings more than the packer [`Packer::admits`].
+    pub fn bounds(&self) -> Bounds {
+        Bounds::of(&self.config)
+    }
+
+    /// That more waits than the bounds allow, if so: for who warns, or takes back the push that brought too much.
+    pub fn backlog(&self) -> Option<Error> {
+        let (pending_tokens, bound) = (self.pending_size(), self.bounds().tokens);
+        (pending_tokens > bound).then_some(Error::Backlog { pending_tokens, bound })
+    }
+
+    /// What of [`Bounds::tokens`] is used, O(pending): tokens, but where the number of documents is limited each counts
+    /// for its share of a full micro-batch at least.
+    pub fn pending_size(&self) -> i64 {
+        self.size_of(self.queue.levels().iter().flatten().chain(&self.carried))
+    }
+
+    /// Tokens that the next push may bring, each document counted as in [`Packer::pending_size`]; O(pending).
+    pub fn room(&self) -> i64 {
+        let room = match self.config.release {
+            Release::Adaptive => self.bounds().tokens - self.pending_size(),
+            // What the levels hold is bounded by themselves.
+            Release::Fifo => self.config.capacity() - self.size_of(&self.carried),
+        };
+        room.max(0)
+    }
+
+    /// What documents count for there, before they are cut.
+    pub fn size_of_new(&self, lengths: &[i32]) -> i64 {
+        match self.config.shape.max_documents {
+            None => lengths.iter().map(|&length| i64::from(length)).sum(),
+            Some(_) => lengths.iter().map(|&length| self.config.size_cut(length)).sum(),
+        }
+    }
+
+    /// Pieces that these documents become when they are pushed; O(documents).
+    pub fn pieces_of_new(&self, lengths: &[i32]) -> usize {
+        let added = match self.config.oversize {
+            Oversize::Split => cuts(lengths, self.config.max_document_tokens),
+            Oversize::Error | Oversize::Truncate => 0,
+        };
+        lengths.len().saturating_add(added as usize)
+    }
+
+    fn size_of<'a>(&self, all: impl IntoIterator<Item = &'a Waiting>) -> i64 {
+        all.into_iter().map(|waiting| self.config.size(waiting.piece.length)).sum()
+    }
+
+    /// How many of the first of these documents the next push may bring, so that the packer keeps its
+    /// [`Packer::bounds`].
+    ///
+    /// Their tokens are at most its [`Packer::room`], and their costs in each column with a limit what a step may have
+    /// of it less what is carried over. Under [`Release::Adaptive`] they also fit into the micro-batches of one step by
+    /// themselves, longest first where the tokens are fewest: then they all find room in the step in which `max_delay`
+    /// makes them leave. Where nothing waits, at least one.
+    ///
+    /// # Arguments
+    /// * `costs` - of these documents, as a push takes them; needed only where a column has a limit.
+    ///
+    /// # Errors
+    /// As those of a push about costs. [`Error::Entry`] for a first document that this packer never admits, because the
+    /// pieces that it would be cut into are more than a step holds: who asks would wait for ever.
+    ///
+    /// # Complexity
+    /// O(n + pending), with a sort and log(n) placements where they do not all fit.
+    pub fn admits(&self, lengths: &Lengths, costs: Option<CostTable<'_>>) -> Result<usize> {
+        let limit = self.config.max_document_tokens;
+        let counted = |length: i32| match self.config.oversize {
+            Oversize::Truncate => length.min(limit),
+            Oversize::Error | Oversize::Split => length,
+        };
+        let mut room = self.room();
+        let within = lengths.iter().take_while(|&&length| {
+            room -= self.config.size_cut(counted(length));
+            room >= 0
+        });
+        let mut admitted = within.count();
+        let limited = self.config.limits.iter().flatten().any(Option::is_some);
+        if limited || costs.is_some() {
+            self.check_costs(lengths, costs, |length| length.min(limit))?;
+        }
+        if let Some(costs) = costs
+            && limited
+        {
+            admitted = admitted.min(self.within_limits(lengths, costs, counted));
+        }
+        if self.config.release == Release::Adaptive {
+            let fit = |count: usize| {
+                let documents =
+                    lengths[..count].iter().map(|&length| Piece { id: 0, start: 0, length: counted(length) });
+                fit_alone(documents.flat_map(|document| split(document, limit)), &self.config)
+            };
+            if !fit(admitted) {
+                // Fewer documents make no micro-batch longer under this rule, so that the counts that fit are the lower
+                // ones.
+                let (mut fits, mut too_many) = (0, admitted);
+                while too_many - fits > 1 {
+                    let middle = fits.midpoint(too_many);
+                    if fit(middle) { fits = middle } else { too_many = middle }
+                }
+                admitted = fits;
+            }
+        }
+        if let (0, Some(&first)) = (admitted, lengths.first()) {
+            if self.pending() == 0 {
+                let requirement = "has more pieces than a step holds, and would never be admitted: cut it with \
+                                   split_documents, and let its pieces enter step by step (ids, starts)";
+                let (argument, value) = ("lengths", f64::from(first));
+                return Err(Error::Entry { argument, index: 0, value, requirement });
+            }
+            if first > limit && self.config.oversize == Oversize::Split {
+                let costs = costs.map(|costs| CostTable { values: &costs.values[..costs.columns], ..costs });
+                Self::new(self.config.clone())?.admits(&Lengths::new("lengths", &[i64::from(first)])?, costs)?;
+            }
+        }
+        Ok(admitted)
+    }
+
+    /// How many of the first documents have no more of a limited column than a step may have beside what is carried
+    /// over; of a document the `counted` tokens enter.
+    fn within_limits(&self, lengths: &[i32], costs: CostTable<'_>, counted: impl Fn(i32) -> i32) -> usize {
+        let micro_batches = self.config.num_micro_batches as f64;
+        let mut admitted = lengths.len();
+        let limits = self.config.limits.iter().flatten().enumerate();
+        for (column, limit) in limits.filter_map(|(column, limit)| Some((column, (*limit)?))) {
+            let carried: f64 = self.carried.iter().map(|waiting| self.costs(waiting)[column]).sum();
+            let mut room = micro_batches * limit - carried;
+            let within = lengths.iter().enumerate().take_while(|&(index, &length)| {
+                room -= costs.row(index)[column] * share(counted(length), length);
+                room >= 0.0
+            });
+            admitted = admitted.min(within.count());
+        }
+        admitted
+    }
+
+    /// By how many iterations each of these documents should come before its turn, for [`Push::early`](super::Push).
+    ///
+    /// # Arguments
+    /// * `lengths` - the documents that come next, in order: as many global batches as are known. Their mean is what a
+    ///   micro-batch costs.
+    /// * `tokens_per_batch` - tokens of a global batch.
+    /// * `most` - iterations of lead at most.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for `tokens_per_batch` or `most`; [`Error::Combination`] where documents bring their
+    /// costs.
+    ///
+    /// # Complexity
+    /// O(n).
+    pub fn leads(&self, lengths: &Lengths, tokens_per_batch: i64, most: i64) -> Result<Vec<i64>> {
+        check_range("tokens_per_batch", tokens_per_batch, 1, i64::MAX)?;
+        check_range("most", most, 0, MAX_EARLY)?;
+        let Some(model) = &self.config.cost_model else {
+            let requirement = "is missing: where documents bring their costs, none comes early";
+            return Err(Error::Combination { argument: "cost_model", requirement });
+        };
+        let costs: Vec<f64> =
+            lengths.iter().map(|&length| model.cost(length.min(self.config.max_document_tokens))).collect();
+        let tokens: i64 = lengths.iter().map(|&length| i64::from(length)).sum();
+        let batches = tokens as f64 / tokens_per_batch as f64;
+        let mean = costs.iter().sum::<f64>() / (batches * self.config.num_micro_batches as f64);
+        let lead = |cost: f64| {
+            // Not above 0 where everything costs nothing.
+            let iterations = LEAD * (cost / mean - 1.0);
+            if iterations > 0.0 { (iterations as i64).min(most) } else { 0 }
+        };
+        Ok(costs.into_iter().map(lead).collect())
+    }
+}
+
+/// Whether pieces find room in the micro-batches of one step, longest first where the tokens are fewest.
+fn fit_alone(pieces: impl Iterator<Item = Piece>, config: &PackerConfig) -> bool {
+    let mut tokens = vec![0_i64; config.num_micro_batches];
+    let mut by_tokens = Ladder::new(tokens.iter().map(|_| 0.0));
+    for (length, _) in longest_first_of(pieces.map(|piece| piece.length).enumerate()) {
+        let fewest = by_tokens.lightest();
+        tokens[fewest] += config.size(length);
+        if tokens[fewest] > i64::from(config.max_tokens) {
+            return false;
+        }
+        by_tokens.set(fewest, tokens[fewest] as f64);
+    }
+    true
+}

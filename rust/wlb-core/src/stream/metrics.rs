@@ -1,0 +1,286 @@
+//! What a stream of packings did to balance, delay and memory.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::packing::plan::Packing;
+
+/// Steps of the imbalance histogram in one unit: percentiles are good to 0.001.
+pub const IMBALANCE_RESOLUTION: f64 = 1000.0;
+
+/// Running sums and histograms: constant size however long the run, and part of a packer's state.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Metrics {
+    /// Push steps that emitted a document; the statistics of imbalance, tokens and memory are over these.
+    pub steps: u64,
+    /// Pieces emitted, by push and by flush.
+    pub documents: u64,
+    /// Tokens emitted, by push and by flush.
+    pub tokens: u64,
+    /// Documents placed by token count instead of by cost.
+    pub length_fallbacks: u64,
+    /// Documents that did not fit in their iteration, counted once for each such iteration.
+    pub carried_over: u64,
+    imbalance_sum: f64,
+    imbalance_worst: f64,
+    imbalance_histogram: BTreeMap<u32, u64>,
+    step_tokens_sum: f64,
+    step_tokens_square_sum: f64,
+    memory_skew_sum: f64,
+    memory_skew_worst: f64,
+    delay_tokens: BTreeMap<u64, u64>,
+    /// Tokens times the iterations that they were trained before their turn.
+    early: u64,
+    /// Most tokens that waited after a push.
+    pub backlog_max: u64,
+    /// Tokens of padding that the micro-batches ran with, by push and by flush.
+    pub padding: u64,
+    backlog_sum: f64,
+    pushes: u64,
+    /// What the documents of steps cost, since costs are what they are.
+    work: Work,
+    /// Push steps whose documents cost more than the bound on the work of a step.
+    pub steps_over_max_cost: u64,
+}
+
+/// Running sums of the work of steps, in units of the heaviest: no square overflows.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Work {
+    steps: u64,
+    most: f64,
+    sum: f64,
+    square_sum: f64,
+}
+
+impl Work {
+    fn count(&mut self, work: f64) {
+        self.steps += 1;
+        if work > self.most {
+            let before = self.most / work;
+            (self.most, self.sum, self.square_sum) = (work, self.sum * before, self.square_sum * before * before);
+        }
+        if self.most > 0.0 {
+            let share = work / self.most;
+            self.sum += share;
+            self.square_sum += share * share;
+        }
+    }
+
+    fn is_sound(&self, steps: u64) -> bool {
+        let at_most_one_each = |sum: f64| (0.0..=1.001 * self.steps as f64).contains(&sum);
+        self.steps <= steps
+            && self.most.is_finite()
+            && self.most >= 0.0
+            && at_most_one_each(self.sum)
+            && at_most_one_each(self.square_sum)
+    }
+}
+
+impl Metrics {
+    /// Counts one global batch; `moved` gives the tokens of each emitted piece and the iterations from its turn to now,
+    /// below 0 before it; `backlog` the tokens that wait now; `work` what its documents cost, and at most should.
+    pub(super) fn record(
+        &mut self,
+        packing: &Packing,
+        flushed: bool,
+        moved: impl Iterator<Item = (i32, i64)>,
+        backlog: i64,
+        (work, most_work): (f64, f64),
+    ) {
+        // Almost all wait as long as the one before, most often not at all: one look-up for all of them.
+        let (mut run, mut run_tokens) = (0, 0);
+        for (length, iterations) in moved {
+            let delay = iterations.max(0) as u64;
+            self.early = self.early.saturating_add((-iterations).max(0) as u64 * length as u64);
+            if delay != run {
+                self.count_delay(run, run_tokens);
+                (run, run_tokens) = (delay, 0);
+            }
+            run_tokens += length as u64;
+        }
+        self.count_delay(run, run_tokens);
+        let tokens = packing.num_tokens();
+        self.documents += packing.pieces.len() as u64;
+        self.tokens += tokens as u64;
+        self.length_fallbacks += packing.length_fallbacks as u64;
+        self.carried_over += packing.leftover.len() as u64;
+        self.padding += (packing.padded_tokens().iter().sum::<i64>() - tokens) as u64;
+        if !flushed {
+            self.pushes += 1;
+            self.backlog_sum += backlog as f64;
+            self.backlog_max = self.backlog_max.max(backlog as u64);
+        }
+        if tokens == 0 || flushed {
+            return;
+        }
+        self.steps += 1;
+        let imbalance = packing.rank_imbalance();
+        self.imbalance_sum += imbalance;
+        self.imbalance_worst = self.imbalance_worst.max(imbalance);
+        // A bin is named by its upper edge; the cast saturates.
+        *self.imbalance_histogram.entry((imbalance * IMBALANCE_RESOLUTION).ceil() as u32).or_default() += 1;
+        self.work.count(work);
+        self.steps_over_max_cost += u64::from(work > most_work);
+        self.step_tokens_sum += tokens as f64;
+        self.step_tokens_square_sum += tokens as f64 * tokens as f64;
+        let skew = packing.memory_skew();
+        self.memory_skew_sum += skew;
+        self.memory_skew_worst = self.memory_skew_worst.max(skew);
+    }
+
+    fn count_delay(&mut self, delay: u64, tokens: u64) {
+        if tokens > 0 {
+            *self.delay_tokens.entry(delay).or_default() += tokens;
+        }
+    }
+
+    /// Mean imbalance over steps; 1 before the first.
+    pub fn imbalance_mean(&self) -> f64 {
+        if self.steps == 0 { 1.0 } else { self.imbalance_sum / self.steps as f64 }
+    }
+
+    /// Forgets the work of steps: after a change of cost model it is in other units.
+    pub(super) fn forget_work(&mut self) {
+        self.work = Work::default();
+    }
+
+    /// Worst imbalance of any step; 1 before the first.
+    pub fn imbalance_worst(&self) -> f64 {
+        self.imbalance_worst.max(1.0)
+    }
+
+    /// The imbalance that `fraction` of the steps do not exceed, to 0.001.
+    pub fn imbalance_percentile(&self, fraction: f64) -> f64 {
+        let edge = percentile(&self.imbalance_histogram, fraction).unwrap_or(0);
+        (f64::from(edge) / IMBALANCE_RESOLUTION).min(self.imbalance_worst()).max(1.0)
+    }
+
+    /// Mean wait of a token since its turn, in iterations.
+    pub fn delay_mean(&self) -> f64 {
+        let waited: f64 = self.delay_tokens.iter().map(|(&delay, &tokens)| delay as f64 * tokens as f64).sum();
+        if self.tokens == 0 { 0.0 } else { waited / self.tokens as f64 }
+    }
+
+    /// Mean over tokens of the iterations by which they are trained before their turn; 0 unless documents come early.
+    /// With the mean wait it is the mean displacement.
+    pub fn early_mean(&self) -> f64 {
+        if self.tokens == 0 { 0.0 } else { self.early as f64 / self.tokens as f64 }
+    }
+
+    /// The wait that `fraction` of the tokens do not exceed, in iterations.
+    pub fn delay_percentile(&self, fraction: f64) -> u64 {
+        percentile(&self.delay_tokens, fraction).unwrap_or(0)
+    }
+
+    /// Longest wait of any document, in iterations.
+    pub fn delay_max(&self) -> u64 {
+        self.delay_tokens.last_key_value().map_or(0, |(&delay, _)| delay)
+    }
+
+    /// Tokens emitted after each wait: `(iterations, tokens)`, ascending.
+    pub fn delays(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.delay_tokens.iter().map(|(&delay, &tokens)| (delay, tokens))
+    }
+
+    /// Coefficient of variation (standard deviation over mean) of the tokens in a step.
+    pub fn tokens_per_step_cv(&self) -> f64 {
+        if self.steps == 0 {
+            return 0.0;
+        }
+        let mean = self.step_tokens_sum / self.steps as f64;
+        let variance = self.step_tokens_square_sum / self.steps as f64 - mean * mean;
+        variance.max(0.0).sqrt() / mean
+    }
+
+    /// Coefficient of variation (standard deviation over mean) of what the documents of a step cost, since costs are
+    /// what they are; 0 before the first step.
+    pub fn step_work_cv(&self) -> f64 {
+        let Work { steps, sum, square_sum, .. } = self.work;
+        if sum == 0.0 {
+            return 0.0;
+        }
+        let mean = sum / steps as f64;
+        (square_sum / steps as f64 - mean * mean).max(0.0).sqrt() / mean
+    }
+
+    /// What the documents of the heaviest step cost over those of the mean one, since costs are what they are; 1 before
+    /// the first step.
+    pub fn step_work_heaviest(&self) -> f64 {
+        if self.work.sum == 0.0 { 1.0 } else { self.work.steps as f64 / self.work.sum }
+    }
+
+    /// Mean over pushes of the tokens that waited after them.
+    pub fn backlog_mean(&self) -> f64 {
+        if self.pushes == 0 { 0.0 } else { self.backlog_sum / self.pushes as f64 }
+    }
+
+    /// Mean memory skew (most over mean tokens of a step's micro-batches); 1 before the first step.
+    pub fn memory_skew_mean(&self) -> f64 {
+        if self.steps == 0 { 1.0 } else { self.memory_skew_sum / self.steps as f64 }
+    }
+
+    /// Worst memory skew of any step; 1 before the first.
+    pub fn memory_skew_worst(&self) -> f64 {
+        self.memory_skew_worst.max(1.0)
+    }
+
+    /// Whether every number can stand in a state: finite, and counts that agree with each other.
+    pub(super) fn problem(&self) -> Option<&'static str> {
+        let sums = [
+            self.imbalance_sum,
+            self.imbalance_worst,
+            self.step_tokens_sum,
+            self.step_tokens_square_sum,
+            self.memory_skew_sum,
+            self.memory_skew_worst,
+            self.backlog_sum,
+        ];
+        if !sums.iter().all(|sum| sum.is_finite() && *sum >= 0.0) {
+            Some("sums must be finite numbers, 0 or above")
+        } else if !self.work.is_sound(self.steps) || self.steps_over_max_cost > self.steps {
+            Some("the work of steps is none that steps have")
+        } else if total(&self.imbalance_histogram) != Some(self.steps) {
+            Some("imbalance_histogram does not count the steps")
+        } else if total(&self.delay_tokens) != Some(self.tokens) {
+            Some("delay_tokens does not count the tokens")
+        } else if [
+            self.steps,
+            self.documents,
+            self.tokens,
+            self.length_fallbacks,
+            self.carried_over,
+            self.backlog_max,
+            self.pushes,
+            self.padding,
+            self.early,
+        ]
+        .iter()
+        .any(|&n| n > 1 << 62)
+        {
+            Some("counts are out of range")
+        } else {
+            None
+        }
+    }
+}
+
+/// Weight of a whole histogram; `None` if it overflows, or has a bin of nothing: none is ever opened for that.
+fn total<K>(histogram: &BTreeMap<K, u64>) -> Option<u64> {
+    histogram.values().try_fold(0_u64, |sum, &weight| sum.checked_add(weight).filter(|_| weight > 0))
+}
+
+/// The smallest key with at least `fraction` of the weight at or below it.
+fn percentile<K: Copy>(histogram: &BTreeMap<K, u64>, fraction: f64) -> Option<K> {
+    let needed = histogram.values().sum::<u64>() as f64 * fraction;
+    let mut below = 0;
+    histogram
+        .iter()
+        .find(|&(_, &weight)| {
+            below += weight;
+            below as f64 >= needed
+        })
+        .map(|(&key, _)| key)
+}

@@ -1,0 +1,17 @@
+//! What waits, chosen on a sample of documents: the best balance within a limit of the mean delay.
+
+mod held_out;
+mod options;
+mod price;
+mod reading;
+mod sample;
+mod thresholds;
+mod trials;
+mod tuned;
+
+pub use held_out::{FEWEST_BATCHES, ORDERS, halves, reordered};
+pub use options::{MAX_MEAN_DELAY, TuneOptions};
+pub use price::tune_delay_price;
+pub use sample::Sample;
+pub use thresholds::tune_outlier_thresholds;
+pub use tuned::{HeldOut, Tuned, TunedPoint};

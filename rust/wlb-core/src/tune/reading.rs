@@ -1,0 +1,199 @@
+//! The sample enters a packer as training reads it: no more than the packer admits, and steps worth training.
+//!
+//! The loaders of the Python package read by the same rules (`wlb.filling`), and the tests hold one against the other:
+//! what is tuned here is what a run does.
+
+use crate::error::Result;
+use crate::packing::plan::Packing;
+use crate::stream::{Packer, PackerConfig, Push};
+
+use super::sample::{Pieces, Sample, table};
+
+/// What a packer made of the sample.
+pub(super) struct Run {
+    /// Empty, with its metrics.
+    pub(super) packer: Packer,
+    /// Sum of the steps' heaviest micro-batches over the sum of their means, those flushed at the end not counted; 1
+    /// without a step.
+    pub(super) lost_time: f64,
+}
+
+/// The sample, and how it is read.
+pub(super) struct Reading {
+    pieces: Pieces,
+    /// Tokens up to the end of each piece.
+    ends: Vec<i64>,
+    tokens_per_batch: i64,
+    /// Tokens that a step trains at least.
+    least: i64,
+    /// Tokens of a piece at most.
+    longest: i64,
+    /// Iterations that a document comes before its turn, at most.
+    max_early: i64,
+}
+
+/// How far a sample has entered.
+#[derive(Default)]
+struct Place {
+    /// So many have had their turn.
+    read: usize,
+    /// Those behind that have entered before their turn, ascending.
+    taken: Vec<usize>,
+}
+
+/// Pieces that could enter next.
+struct Offer {
+    /// Those that have their turn now, then those that come before it.
+    pieces: Vec<usize>,
+    /// How many of them have their turn.
+    due: usize,
+    /// By how many iterations each comes before it.
+    early: Vec<i64>,
+    /// So many have had their turn when all that have it now are in.
+    end: usize,
+    /// Whether there are none behind.
+    last: bool,
+}
+
+impl Reading {
+    /// Documents in order; those longer than the packer allows are cut.
+    pub(super) fn new(sample: Sample<'_>, config: &PackerConfig, max_early: i64) -> Result<Self> {
+        let tokens_per_batch = config.tokens_per_batch();
+        let pieces = sample.pieces(config)?;
+        let ends = pieces.lengths.iter().scan(0, |end, &length| {
+            *end += i64::from(length);
+            Some(*end)
+        });
+        let ends = ends.collect();
+        // A third of what a step holds can always be packed.
+        let most = config.num_micro_batches as i64 * i64::from(config.max_tokens) / 3;
+        let least = (tokens_per_batch / 10).max(1).min(most.max(1));
+        let longest = i64::from(config.max_document_tokens);
+        Ok(Self { pieces, ends, tokens_per_batch, least, longest, max_early })
+    }
+
+    pub(super) fn longest(&self) -> i32 {
+        self.pieces.lengths.iter().copied().max().unwrap_or(1)
+    }
+
+    /// Puts the whole sample through a packer.
+    ///
+    /// # Complexity
+    /// A push, a copy of what waits and a sum of admissions for each step, a few times that where much has to be read.
+    pub(super) fn through(&self, mut packer: Packer) -> Result<Run> {
+        let (mut place, mut heaviest, mut mean) = (Place::default(), 0.0, 0.0);
+        while place.read < self.ends.len() {
+            let (after, packing) = self.next_step(packer, &mut place)?;
+            packer = after;
+            if packing.num_tokens() > 0 {
+                let of_step = packing.costs.iter().sum::<f64>() / packing.costs.len() as f64;
+                heaviest += packing.rank_imbalance() * of_step;
+                mean += of_step;
+            }
+        }
+        packer.flush();
+        Ok(Run { packer, lost_time: if mean > 0.0 { heaviest / mean } else { 1.0 } })
+    }
+
+    /// The packer after the next step worth training, and that step.
+    fn next_step(&self, mut packer: Packer, place: &mut Place) -> Result<(Packer, Packing)> {
+        let mut batches = 1;
+        loop {
+            let offer = self.offer(&packer, place, batches)?;
+            let (lengths, costs) = self.pieces.of(&offer.pieces)?;
+            let entering = self.entering(packer.admits(&lengths, table(&costs))?, &lengths, offer.last);
+            let may_read = !offer.last && entering == offer.pieces.len();
+            let (lengths, costs) = self.pieces.of(&offer.pieces[..entering])?;
+            let mut after = packer.clone();
+            let packing = after.push_pieces(&Push {
+                min_step_tokens: if may_read { 0 } else { self.least },
+                early: (self.max_early > 0).then(|| &offer.early[..entering]),
+                costs: table(&costs),
+                ..Push::new(&lengths)
+            })?;
+            let tokens: i64 = packing.tokens.iter().sum();
+            if !may_read || tokens >= self.least {
+                place.advance(&offer, entering);
+                return Ok((after, packing));
+            }
+            if tokens == 0 && entering > 0 {
+                // All of it waits; it has entered, and the next batch comes.
+                packer = after;
+                place.advance(&offer, entering);
+                batches = 1;
+            } else {
+                batches *= 2;
+            }
+        }
+    }
+
+    /// So many global batches, and what of later ones comes with them; no rest of less than a step is left behind.
+    fn offer(&self, packer: &Packer, place: &Place, batches: i64) -> Result<Offer> {
+        let (first, all) = (place.read, self.ends.len());
+        let before = self.ends[first] - i64::from(self.pieces.lengths[first]);
+        let wanted = self.tokens_per_batch.saturating_mul(batches);
+        let is_new = |piece: &usize| place.taken.binary_search(piece).is_err();
+        let until = |tokens: i64| self.ends.partition_point(|&end| end <= before.saturating_add(tokens));
+        // The first that is new has its turn, however long it and those before it are.
+        let next = (first..all).find(is_new).unwrap_or(first);
+        let mut end = until(wanted).max(next + 1);
+        // As much is known as a reader looks at: it goes by the mean of that.
+        let known = self.ends[next] - i64::from(self.pieces.lengths[next]) - before;
+        let ahead = self.tokens_per_batch.saturating_mul(self.max_early).saturating_add(self.least);
+        let seen = until(wanted.max(known.saturating_add(self.longest)).saturating_add(ahead)) + 1;
+        let seen = seen.max(place.taken.last().map_or(0, |&last| last) + 2).min(all);
+        let outside =
+            |from: usize| (from..seen).filter(is_new).map(|piece| i64::from(self.pieces.lengths[piece])).sum::<i64>();
+        if seen == all && outside(end) < self.least {
+            end = all;
+        }
+        let mut pieces: Vec<usize> = (first..end).filter(is_new).collect();
+        let (due, last) = (pieces.len(), end == all);
+        let mut early = vec![0; due];
+        if self.max_early > 0 && !last {
+            let (lengths, _) = self.pieces.of(&(first..seen).collect::<Vec<_>>())?;
+            let leads = packer.leads(&lengths, self.tokens_per_batch, self.max_early)?;
+            let passed = self.ends[end - 1];
+            let iterations = |piece: usize| {
+                1 + (self.ends[piece] - i64::from(self.pieces.lengths[piece]) - passed) / self.tokens_per_batch
+            };
+            let comes = |&piece: &usize| {
+                is_new(&piece) && self.pieces.whole[piece] && leads[piece - first] >= iterations(piece)
+            };
+            let comes: Vec<usize> = (end..seen).filter(comes).collect();
+            let tokens: i64 = comes.iter().map(|&piece| i64::from(self.pieces.lengths[piece])).sum();
+            if seen < all || outside(end) - tokens >= self.least {
+                early.extend(comes.iter().map(|&piece| iterations(piece)));
+                pieces.extend(comes);
+            }
+        }
+        Ok(Offer { pieces, due, early, end, last })
+    }
+
+    /// How many of the offered pieces enter: those admitted, or fewer where what stays outside would be less than a
+    /// step by itself.
+    fn entering(&self, admitted: usize, lengths: &[i32], last: bool) -> usize {
+        let rest = |count: usize| lengths[count..].iter().map(|&length| i64::from(length)).sum::<i64>();
+        if last && admitted < lengths.len() && rest(admitted) < self.least {
+            let fewer = (0..lengths.len()).rev().find(|&count| rest(count) >= self.least);
+            return fewer.filter(|&fewer| fewer > 0).unwrap_or(admitted);
+        }
+        admitted
+    }
+}
+
+impl Place {
+    /// So many of the first pieces of an offer have entered.
+    fn advance(&mut self, offer: &Offer, entering: usize) {
+        let entered = &offer.pieces[..entering];
+        if entering >= offer.due {
+            self.read = offer.end;
+            self.taken.extend(&entered[offer.due..]);
+            self.taken.sort_unstable();
+        } else if let Some(&last) = entered.last() {
+            self.read = last + 1;
+        }
+        let read = self.read;
+        self.taken.retain(|&piece| piece >= read);
+    }
+}

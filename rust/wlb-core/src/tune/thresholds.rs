@@ -1,0 +1,115 @@
+//! Thresholds for the outlier queues.
+
+use crate::error::{Result, check_range, saturating_i64};
+use crate::limits::MAX_QUEUES;
+
+use super::options::TuneOptions;
+use super::sample::Sample;
+use super::trials::Trials;
+use super::tuned::Tuned;
+
+/// Candidate thresholds of the first, coarse search.
+const COARSE_CANDIDATES: usize = 12;
+/// Ratio of neighbouring coarse candidates: twelve of them reach down to a 23rd of the longest document.
+const COARSE_STEP: f64 = 1.3;
+/// Rounds of refinement; each halves the step between neighbouring candidates.
+const REFINEMENTS: u32 = 3;
+/// Mean delay, over the limit, of a choice whose neighbourhood may hold one that keeps the limit.
+const BEYOND: f64 = 1.1;
+
+/// Runs the packer over the sample under many choices of thresholds.
+///
+/// First every combination of up to `num_queues` geometrically spaced thresholds, then, for each number of levels, the
+/// neighbourhood of the best at halved steps, and that of the best whose delay is a little beyond the limit: delay
+/// falls in leaps as a threshold passes a common length. Deterministic. Without queues is always among the choices, so
+/// that there is always an answer; it is the one with the least delay if none keeps the limit.
+///
+/// # Arguments
+/// * `sample` - documents in the order in which they would come, with their costs where the packer has no cost model.
+/// * `num_queues` - most levels of the queue, 0 to 4.
+/// * `options` - the packer, and the mean delay that is accepted.
+/// * `keep_going` - asked before each run of the packer; false ends the search.
+///
+/// # Returns
+/// The thresholds with the least mean imbalance within the delay limit, and the choices that no other beats.
+///
+/// # Errors
+/// Those of [`PackerConfig::check`](crate::stream::PackerConfig::check),
+/// [`Error::OutOfRange`](crate::Error::OutOfRange) for `num_queues` (0 to 4) and `tokens_per_batch`,
+/// [`Error::Number`](crate::Error::Number) for `max_mean_delay`, and [`Error::Combination`](crate::Error::Combination)
+/// for a sample without documents or without costs; [`Error::Interrupted`](crate::Error::Interrupted) if `keep_going`
+/// said no; [`Error::Cell`](crate::Error::Cell) and
+/// [`Error::Column`](crate::Error::Column) for costs.
+///
+/// # Complexity
+/// One run of the packer per choice: 79 coarse choices for two queues, 299 for three.
+pub fn tune_outlier_thresholds<'a>(
+    sample: impl Into<Sample<'a>>,
+    num_queues: usize,
+    options: &TuneOptions,
+    keep_going: &dyn Fn() -> bool,
+) -> Result<Tuned> {
+    check_range("num_queues", saturating_i64(num_queues), 0, MAX_QUEUES as i64)?;
+    let mut search = Trials::new(sample.into(), options, keep_going)?;
+    let longest = search.longest;
+    // Below the longest, since a threshold at it would hold a single length. Successive division rounds alike on
+    // every machine; a power does not.
+    let descending = std::iter::successors(Some(f64::from(longest)), |threshold| Some(threshold / COARSE_STEP));
+    let mut candidates: Vec<i32> =
+        descending.skip(1).take(COARSE_CANDIDATES).map(|threshold| threshold as i32).filter(|&t| t > 0).collect();
+    candidates.sort_unstable();
+    candidates.dedup();
+    for thresholds in combinations(&candidates, num_queues) {
+        search.evaluate(thresholds, None)?;
+    }
+    // Each number of levels by itself: the best of two may lie where no coarse choice of three does.
+    for levels in 1..=num_queues {
+        let mut step = COARSE_STEP;
+        for _ in 0..REFINEMENTS {
+            step = step.sqrt();
+            let within = search.best(|point| point.thresholds.len() == levels);
+            let beyond = search.best_within(BEYOND * options.max_mean_delay, levels);
+            let around: Vec<Vec<i32>> = [within, beyond].into_iter().flatten().map(|p| p.thresholds.clone()).collect();
+            for thresholds in around.iter().flat_map(|around| neighbours(around, step, longest)) {
+                search.evaluate(thresholds, None)?;
+            }
+        }
+    }
+    Ok(search.finish())
+}
+
+/// Every ascending choice of up to `most` candidates, the empty one first.
+fn combinations(candidates: &[i32], most: usize) -> Vec<Vec<i32>> {
+    let mut all = vec![Vec::new()];
+    let mut grown_from = 0;
+    for _ in 0..most {
+        let grow_until = all.len();
+        for index in grown_from..grow_until {
+            let above = all[index].last().copied().unwrap_or(0);
+            for &candidate in candidates.iter().filter(|&&candidate| candidate > above) {
+                let mut longer: Vec<i32> = all[index].clone();
+                longer.push(candidate);
+                all.push(longer);
+            }
+        }
+        grown_from = grow_until;
+    }
+    all
+}
+
+/// Each threshold one step down, kept, or one step up, in every combination that still ascends.
+fn neighbours(thresholds: &[i32], step: f64, longest: i32) -> Vec<Vec<i32>> {
+    let mut all: Vec<Vec<i32>> = vec![Vec::new()];
+    for &threshold in thresholds {
+        let moves = [f64::from(threshold) / step, f64::from(threshold), f64::from(threshold) * step];
+        all = all
+            .iter()
+            .flat_map(|prefix| moves.map(|moved| [prefix.as_slice(), &[moved as i32]].concat()))
+            .filter(|choice| {
+                let last = choice.len() - 1;
+                choice[last] <= longest && choice[last] > choice[..last].last().copied().unwrap_or(0)
+            })
+            .collect();
+    }
+    all
+}
