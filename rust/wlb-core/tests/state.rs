@@ -221,11 +221,7 @@ fn forged_contradictions_are_refused() {
         ("\"delay_price\":0.01", "\"delay_price\":-0.01", "a price below nothing"),
         ("\"outlier_thresholds\":[]", "\"outlier_thresholds\":[40]", "a threshold without a meaning"),
         ("\"method\":\"refined\"", "\"method\":\"fixed_length\"", "a method that no packer has"),
-        (
-            "\"queues\":[{",
-            "\"queues\":[{\"ids\":[],\"starts\":[],\"lengths\":[],\"arrived\":[]},{",
-            "two levels",
-        ),
+        ("\"queues\":[{", "\"queues\":[{\"ids\":[],\"starts\":[],\"lengths\":[],\"arrived\":[]},{", "two levels"),
     ];
     let of_repriced = [(
         "\"first_cost_model\":{\"attention\":{\"rate\":0.5}",

@@ -82,6 +82,16 @@ use crate::results::answer;
 /// exchange costs), and O(num_stages * micro-batches * world_size) for the simulation of the best; in a world that
 /// is no power of two, up to O(n * micro-batches * log world_size) for each number, and O(n * micro-batches *
 /// world_size) where memory binds. Releases the GIL from 1,024 documents on.
+///
+/// Example:
+///     >>> import wlb
+///     >>> cost = wlb.CostModel(attention=0.0, linear=1.0)
+///     >>> plan = wlb.plan_dynamic_cp([2000, 1000, 1000], world_size=4, num_stages=1, max_tokens_per_rank=1000,
+///     ...                            cost_model=cost, num_micro_batches=1)
+///     >>> plan.cp_sizes
+///     array([[2, 2, 1, 1]], dtype=int32)
+///     >>> plan.seconds
+///     1000.0
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model = None, costs = None, attention_costs =

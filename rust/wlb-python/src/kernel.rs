@@ -16,6 +16,15 @@ use crate::plain::{Array, hashed_by, pickled_as_json, properties};
 /// A kernel computes whole tiles of queries; their FLOPs are divided by the rate at that (query length, key length),
 /// from a table that was measured (:meth:`from_profile`) or is assumed (:meth:`analytic`); docs/semantics.md
 /// has the formulas. Immutable; picklable; equal models compare equal. WLB-LLM, section 5.2.
+///
+/// Example:
+///     >>> import wlb
+///     >>> kernel = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
+///     >>> kernel.source
+///     'analytic: h100'
+///     >>> s = wlb.shard([100, 20_000], cp_size=4, strategy="adaptive", kernel_model=kernel)
+///     >>> s.strategy
+///     'per_sequence'
 #[pyclass(frozen, eq, hash, module = "wlb")]
 #[derive(PartialEq)]
 pub(crate) struct KernelModel(pub(crate) Model);

@@ -169,6 +169,12 @@ impl Question {
 ///         not take.
 ///
 /// O(ops), that is O(m p v).
+///
+/// Example:
+///     >>> import wlb
+///     >>> timeline = wlb.simulate_pipeline([3.0, 3.0], num_stages=2)
+///     >>> timeline.seconds, timeline.bubble_ratio
+///     (4.5, 0.5)
 #[pyfunction]
 #[pyo3(signature = (costs, *, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None, activation = None, exposed = None), text_signature = "(costs, *, schedule='1f1b', num_stages, num_virtual_stages=1, p2p_seconds=0.0, \
                          activation=None, exposed=None)")]
@@ -235,6 +241,14 @@ pub(crate) fn simulate_pipeline<'py>(
 ///     WlbError: no replicas; and see :func:`simulate_pipeline`.
 ///
 /// O(ops), that is O(steps dp m p v).
+///
+/// Example:
+///     >>> import numpy as np
+///     >>> import wlb
+///     >>> costs = np.ones((1, 2, 4))  # one step, two replicas, four micro-batches
+///     >>> costs[0, 1] = 2.0
+///     >>> wlb.simulate_steps(costs, num_stages=2).seconds
+///     array([5.])
 #[pyfunction]
 #[pyo3(signature = (costs, *, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None, activation = None, exposed = None), text_signature = "(costs, *, schedule='1f1b', num_stages, num_virtual_stages=1, p2p_seconds=0.0, \
                          activation=None, exposed=None)")]
@@ -308,6 +322,12 @@ pub(crate) fn simulate_steps<'py>(
 ///
 /// Simulates about a million ops (milliseconds), or four orders of each rank if those are more: at most 2^24 ops
 /// and one order. Ranks beyond that keep the order of :meth:`Packing.deal`.
+///
+/// Example:
+///     >>> import wlb
+///     >>> wlb.order_micro_batches([4.0, 1.0, 2.0, 3.0], dp_size=2, num_stages=2)
+///     array([[1, 0],
+///            [3, 2]])
 #[pyfunction]
 #[pyo3(signature = (costs, *, dp_size = 1, schedule = "1f1b", num_stages, num_virtual_stages = None, p2p_seconds = None), text_signature = "(costs, *, dp_size=1, schedule='1f1b', num_stages, num_virtual_stages=1, p2p_seconds=0.0)")]
 pub(crate) fn order_micro_batches<'py>(

@@ -58,6 +58,14 @@ use crate::plain::{Array, Pickle, hashed_by, pickled_as_part, properties};
 ///         the strategy or is missing, a kernel model of another mask, a price that is no time.
 ///
 /// O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
+///
+/// Example:
+///     >>> import wlb
+///     >>> s = wlb.shard([8, 4], cp_size=2, strategy="per_document")
+///     >>> s.pairs_per_rank
+///     array([23, 23])
+///     >>> s.rank(0).token_indices
+///     array([ 0,  1,  6,  7,  8, 11], dtype=int32)
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, cp_size, strategy = "auto", causal = true, hybrid_threshold = None, max_imbalance = None,
@@ -88,6 +96,16 @@ pub(crate) fn shard(
 /// A micro-batch cut for the ranks of a context-parallel group.
 ///
 /// Every array is a fresh copy that the caller may keep or change.
+///
+/// Example:
+///     >>> import wlb
+///     >>> s = wlb.shard([8, 4], cp_size=2, strategy="per_document")
+///     >>> s
+///     Shard(strategy="per_document", cp_size=2, documents=2, tokens=12)
+///     >>> s.tokens_per_rank
+///     array([6, 6])
+///     >>> s.keys_moved
+///     array([6, 3])
 #[pyclass(frozen, eq, hash, module = "wlb")]
 #[derive(Clone)]
 pub(crate) struct Shard {
@@ -144,17 +162,18 @@ properties! {
     /// int64[cp_size]: exact (query, key) pairs of each rank.
     // At most 2^62: the pairs of one document of 2^31 tokens.
     pairs_per_rank: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.pairs(rank) as i64).collect());
-    /// int64[cp_size]: keys that each rank has to fetch, because its queries see them and other ranks hold them. Its
-    /// values are as many. Without a window; O(segments).
+    /// int64[cp_size]: keys that each rank has to fetch, because its queries see them and other ranks hold them. A
+    /// rank fetches as many values. Without a window; O(segments).
     keys_moved: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.keys_moved(rank)).collect());
-    /// int64[cp_size]: keys of each rank that an all-gather has to bring, because a segment on another rank sees them;
-    /// its values are as many. Ranks send as many as the one with most of them. Without a window; O(segments).
+    /// int64[cp_size]: keys of each rank that an all-gather has to bring, because a segment on another rank sees
+    /// them. As many values come with them. Ranks send as many as the rank with most keys. Without a window;
+    /// O(segments).
     keys_gathered: Array<Vec<i64>> = |shard| Array(shard.plan.keys_gathered());
-    /// int64[cp_size]: all tokens of a rank on which some segments find all of their keys and others see gathered ones,
-    /// which are then two calls of attention; else 0. Without a window; O(segments).
+    /// int64[cp_size]: all tokens of a rank that needs two calls of attention, because some of its segments find all
+    /// of their keys on the rank and others see gathered keys; else 0. Without a window; O(segments).
     tokens_split: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.tokens_split(rank)).collect());
-    /// int64[cp_size]: keys that each rank picks from the gathered ones, for every segment that sees some all that it
-    /// sees. Without a window; O(segments).
+    /// int64[cp_size]: keys that each rank picks from the gathered keys: for every segment that sees a gathered key,
+    /// all keys that it sees. Without a window; O(segments).
     keys_picked: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.keys_picked(rank)).collect());
     /// int32[num_tokens]: with ``rank_major`` the ranks' tokens concatenated, ``rank_major[restore_indices]`` is the
     /// packed sequence. O(tokens).
@@ -228,6 +247,16 @@ impl Shard {
 /// ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of the rank's tokens, and its keys are
 /// ``packed[k_starts[i] : k_starts[i] + cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its
 /// document up to the segment's end, so that a kernel's bottom-right causal alignment is right.
+///
+/// Example:
+///     >>> import wlb
+///     >>> r = wlb.shard([8, 4], cp_size=2, strategy="per_document").rank(0)
+///     >>> r.position_ids
+///     array([0, 1, 6, 7, 0, 3], dtype=int32)
+///     >>> r.cu_seqlens_q
+///     array([0, 2, 4, 5, 6], dtype=int32)
+///     >>> r.k_starts
+///     array([0, 0, 8, 8], dtype=int32)
 #[pyclass(frozen, eq, hash, module = "wlb")]
 #[derive(PartialEq)]
 pub(crate) struct RankShard {

@@ -58,11 +58,24 @@ impl Counts {
         let least = if options.micro_batch_seconds > 0.0 { forced } else { start };
         Ok(Self { least, start, most: most.unwrap_or((SWEEP * start).min(useful.max(start)).min(limit)) })
     }
+
+    /// All that are tried at first, ascending.
+    pub(super) fn tried(&self, options: &DynamicCpOptions) -> Vec<usize> {
+        let mut counts = candidates(options, self.least, self.start - 1);
+        counts.extend(candidates(options, self.start, self.most));
+        counts.dedup();
+        counts
+    }
+
+    /// The most that hold no more than memory was planned for, whatever is in them.
+    pub(super) fn safe(&self, options: &DynamicCpOptions) -> Option<usize> {
+        (self.least..=self.most).rfind(|&count| !limits_rounds(options, count))
+    }
 }
 
 /// Numbers of micro-batches from `least` to `most`, closer where they are few; an interleaved pipeline takes equal
 /// rounds only.
-pub(super) fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usize> {
+fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usize> {
     let mut counts: Vec<usize> = Vec::new();
     let mut count = least;
     while count < most {
@@ -91,7 +104,7 @@ pub(super) fn whole(options: &DynamicCpOptions, count: usize, most: usize) -> Op
 }
 
 /// The same, rounded up.
-pub(super) fn whole_above(options: &DynamicCpOptions, count: usize) -> usize {
+fn whole_above(options: &DynamicCpOptions, count: usize) -> usize {
     if !options.is_interleaved() {
         return count;
     }
@@ -100,7 +113,7 @@ pub(super) fn whole_above(options: &DynamicCpOptions, count: usize) -> usize {
     count.next_multiple_of(rounds).min((rounds + 1) * options.num_stages)
 }
 
-pub(super) fn rounds(options: &DynamicCpOptions, count: usize) -> usize {
+fn rounds(options: &DynamicCpOptions, count: usize) -> usize {
     (count / options.num_stages).max(1)
 }
 
@@ -117,4 +130,12 @@ pub(super) fn note(sweep: &mut Vec<(usize, f64)>, num_micro_batches: usize, seco
         Some((_, least)) => *least = least.min(seconds),
         None => sweep.push((num_micro_batches, seconds)),
     }
+}
+
+/// Whether so many micro-batches may have more under way than memory was planned for: where an interleaved pipeline has
+/// them in larger rounds than of one for each stage. What somebody asks for is taken as it is.
+pub(super) fn limits_rounds(options: &DynamicCpOptions, num_micro_batches: usize) -> bool {
+    let num_stages = options.num_stages;
+    let whole = num_micro_batches <= num_stages || num_micro_batches.is_multiple_of(num_stages);
+    options.is_interleaved() && !whole && options.num_micro_batches.is_none()
 }

@@ -6,70 +6,68 @@
 //! these plans are left as they are, and timed by the clock: no plan is behind the fastest of them.
 
 use std::iter::Peekable;
+use std::rc::Rc;
 
 use crate::error::Result;
 use crate::pipeline::Pipeline;
 
 use super::cost::Load;
-use super::counts::{note, price, whole};
-use super::draft::{Draft, Group};
+use super::counts::{Counts, price, whole};
 use super::options::{DynamicCpOptions, GroupSizes};
-use super::plan;
+use super::plan::{Best, Draft, DraftGroup, Group};
 use super::problem::Problem;
-use super::search::{Best, SMALL, Search};
-use super::simulate;
+use super::simulate::{self, fits_memory};
 
+/// So few documents are planned in these ways, and moved one by one.
+pub(super) const SMALL: usize = 64;
 /// Numbers of micro-batches that are tried: up to so many times what memory or the pipeline needs.
 const COUNTS: usize = 2;
 /// A plan whose time is not below this part of the best is not faster: less than that is rounding.
 const FASTER: f64 = 1.0 - 1e-12;
 
-impl Search<'_> {
-    /// Plans few documents in groups of one size, for each size and number of micro-batches, in the order that comes of
-    /// it and with the longest last. Whether the fastest is faster than the best so far, by the clock; it is the best
-    /// then.
-    ///
-    /// # Arguments
-    /// * `least` - micro-batches to begin with.
-    /// * `start` - what memory or the pipeline needs.
-    /// * `most` - micro-batches at most.
-    pub(super) fn in_one_size(&mut self, least: usize, start: usize, most: usize) -> Result<bool> {
-        let (problem, options) = (self.problem, self.options);
-        let mut first = match self.best.clone() {
-            Some(best) => self.simulated_price(&best)?,
-            None => f64::INFINITY,
-        };
-        let mut won = false;
-        let sizes = problem.single_sizes();
-        for count in least..=most.min(COUNTS * start) {
-            if options.num_micro_batches.is_none() && whole(options, count, most) != Some(count) {
+/// Plans few documents in groups of one size, for each size and number of micro-batches, in the order that comes of it
+/// and with the longest last.
+///
+/// # Arguments
+/// * `counts` - numbers of micro-batches.
+/// * `limit` - the price of the best plan so far, by the clock.
+/// * `pipeline` - the pipeline that runs that many micro-batches.
+///
+/// # Returns
+/// The fastest of these plans, if its price is below the limit.
+pub(super) fn in_one_size(
+    problem: &Problem,
+    options: &DynamicCpOptions,
+    counts: &Counts,
+    mut limit: f64,
+    mut pipeline: impl FnMut(usize) -> Result<Rc<Pipeline>>,
+) -> Result<Option<Best>> {
+    let mut best = None;
+    let sizes = problem.single_sizes();
+    for count in counts.least..=counts.most.min(COUNTS * counts.start) {
+        if options.num_micro_batches.is_none() && whole(options, count, counts.most) != Some(count) {
+            continue;
+        }
+        let pipeline = pipeline(count)?;
+        for &size in &sizes {
+            if price(options, count, bound(problem, options, count, size)) >= limit {
                 continue;
             }
-            let pipeline = self.pipeline(count)?;
-            for &size in &sizes {
-                if price(options, count, bound(problem, options, count, size)) >= first {
+            let Some(placed) = Placed::new(problem, count, size) else { continue };
+            for order in [(0..count).collect(), placed.longest_last()] {
+                let seconds = placed.seconds(&order, &pipeline, options);
+                if price(options, count, seconds) >= limit * FASTER {
                     continue;
                 }
-                let Some(placed) = Placed::new(problem, count, size) else { continue };
-                for order in [(0..count).collect(), placed.longest_last()] {
-                    let seconds = placed.seconds(&order, &pipeline, options);
-                    if price(options, count, seconds) >= first * FASTER {
-                        continue;
-                    }
-                    let draft = placed.draft();
-                    if self.fits_memory(&pipeline, &draft, &order)? {
-                        (first, won) = (price(options, count, seconds), true);
-                        self.best = Some(Best { num_micro_batches: count, draft, order, seconds });
-                    }
+                let draft = placed.draft();
+                if fits_memory(problem, options, &pipeline, &draft, &order)? {
+                    limit = price(options, count, seconds);
+                    best = Some(Best { num_micro_batches: count, draft, order, seconds });
                 }
             }
         }
-        if let Some(best) = self.best.clone().filter(|_| won) {
-            note(&mut self.sweep, best.num_micro_batches, best.seconds);
-            self.others = vec![best];
-        }
-        Ok(won)
     }
+    Ok(best)
 }
 
 /// Seconds that no step in groups of one size is below: its ranks do all work, and the costliest document is done on
@@ -147,9 +145,9 @@ impl<'a> Placed<'a> {
         let used = 1 + self.group_of.iter().map(|group| group % self.groups).max().unwrap_or(0);
         let group = |j: usize, rank: usize| {
             let seconds = self.seconds[j * self.groups + rank];
-            plan::Group { first_rank: rank as u32, cp_size: 1, seconds }
+            Group { first_rank: rank as u32, cp_size: 1, seconds }
         };
-        let groups: Vec<plan::Group> = order.iter().flat_map(|&j| (0..used).map(move |rank| group(j, rank))).collect();
+        let groups: Vec<Group> = order.iter().flat_map(|&j| (0..used).map(move |rank| group(j, rank))).collect();
         let offsets: Vec<usize> = (0..=self.count).map(|j| j * used).collect();
         simulate::of_groups(pipeline, &groups, &offsets, &DynamicCpOptions { world_size: used, ..options.clone() })
     }
@@ -165,14 +163,14 @@ impl<'a> Placed<'a> {
                 let inside = self.group_of.iter().enumerate().filter(|&(_, &other)| other == group);
                 draft.documents.extend(inside.map(|(document, _)| document as u32));
                 let (first_rank, cp_size, seconds) = ((place * size) as u32, *size as u32, self.seconds[group]);
-                draft.groups.push(Group { first_rank, cp_size, seconds, end: draft.documents.len() as u32 });
+                draft.groups.push(DraftGroup { first_rank, cp_size, seconds, end: draft.documents.len() as u32 });
             }
             let mut first = self.groups * size;
             while first < problem.world_size {
                 let left = problem.world_size - first;
                 let ranks = if problem.group_sizes == GroupSizes::Any { left } else { 1 << left.ilog2() };
                 let (first_rank, cp_size, end) = (first as u32, ranks as u32, draft.documents.len() as u32);
-                draft.groups.push(Group { first_rank, cp_size, seconds: constant, end });
+                draft.groups.push(DraftGroup { first_rank, cp_size, seconds: constant, end });
                 first += ranks;
             }
             draft.offsets.push(draft.groups.len());

@@ -1,8 +1,10 @@
-//! A plan made faster: its groups, the order of its micro-batches, and, of few documents, where each is.
+//! A plan made faster: the groups of each micro-batch in the shortest time that its ranks allow ([`Shares`]), the order
+//! of its micro-batches, and, of few documents, where each is.
 
-use super::draft::{Draft, Group};
+use super::cost::Load;
+use super::plan::{Draft, DraftGroup};
 use super::problem::Problem;
-use super::tighten::{Share, Shares};
+use super::ranks::FreeRanks;
 
 /// A gain below this part of a step does not count.
 const GAIN: f64 = 1e-6;
@@ -114,7 +116,7 @@ impl<'a> Refined<'a> {
         for shares in self.micro_batches {
             for Share { first_rank, cp_size, seconds, documents, .. } in shares.groups {
                 draft.documents.extend(documents);
-                draft.groups.push(Group { first_rank, cp_size, seconds, end: draft.documents.len() as u32 });
+                draft.groups.push(DraftGroup { first_rank, cp_size, seconds, end: draft.documents.len() as u32 });
             }
             draft.offsets.push(draft.groups.len());
         }
@@ -123,10 +125,142 @@ impl<'a> Refined<'a> {
 }
 
 fn share(problem: &Problem, draft: &Draft, group: usize) -> Share {
-    let Group { first_rank, cp_size, seconds, end } = draft.groups[group];
+    let DraftGroup { first_rank, cp_size, seconds, end } = draft.groups[group];
     let start = if group == 0 { 0 } else { draft.groups[group - 1].end };
     let documents = draft.documents[start as usize..end as usize].to_vec();
     let loads = documents.iter().map(|&document| problem.documents[document as usize].load);
     let load = loads.reduce(|a, b| a + b).unwrap_or_default();
     Share { first_rank, cp_size, load, seconds, documents }
+}
+
+/// Where documents could be divided at will and still took so little less, no time is looked for.
+const CLOSE: f64 = 1.0 / 512.0;
+/// Most times of a micro-batch that are tried.
+const TIMES: usize = 12;
+
+/// Documents on a group.
+#[derive(Clone, Debug)]
+pub(super) struct Share {
+    pub(super) first_rank: u32,
+    pub(super) cp_size: u32,
+    pub(super) load: Load,
+    pub(super) seconds: f64,
+    /// Positions in [`Problem::documents`], ascending.
+    pub(super) documents: Vec<u32>,
+}
+
+/// The groups of a micro-batch, on all ranks, in their order; and the seconds of the slowest.
+#[derive(Clone, Debug)]
+pub(super) struct Shares {
+    pub(super) groups: Vec<Share>,
+    pub(super) seconds: f64,
+}
+
+impl Shares {
+    /// Groups of these documents, costliest first, that take about as little as they can, less than `seconds`. `None`
+    /// if none were found.
+    ///
+    /// By halving what is between a time that nothing beats and one that was reached: documents need the more ranks the
+    /// less time there is.
+    ///
+    /// # Complexity
+    /// A dozen times O(documents * groups).
+    pub(super) fn of(problem: &Problem, documents: &[u32], seconds: f64) -> Option<Self> {
+        let mut least = Self::least(problem, documents);
+        let (mut found, mut most) = (None, seconds);
+        // The least itself is reached where the longest document decides.
+        let mut next = least * (1.0 + CLOSE / 2.0);
+        for _ in 0..TIMES {
+            if next >= most {
+                break;
+            }
+            match Self::within(problem, documents, next) {
+                Some(shares) => {
+                    most = shares.seconds;
+                    found = Some(shares);
+                }
+                None => least = next,
+            }
+            if most - least <= CLOSE * most {
+                break;
+            }
+            next = if most.is_finite() { (least + most) / 2.0 } else { 2.0 * least };
+        }
+        found
+    }
+
+    /// No groups of these documents take less.
+    pub(super) fn least(problem: &Problem, documents: &[u32]) -> f64 {
+        let constant = problem.cost.micro_batch_seconds;
+        let load = |document: u32| &problem.documents[document as usize].load;
+        // On their smallest groups they take all ranks together least.
+        let together = documents.iter().map(|&document| {
+            let size = problem.smallest(load(document));
+            (problem.cost.seconds(load(document), size) - constant) * size as f64
+        });
+        let slowest = documents.iter().map(|&document| problem.least_seconds(load(document), 1, problem.largest_group));
+        slowest.fold(constant + together.sum::<f64>() / problem.world_size as f64, f64::max)
+    }
+
+    /// Its documents, costliest first.
+    pub(super) fn documents(&self) -> Vec<u32> {
+        let mut documents: Vec<u32> = self.groups.iter().flat_map(|group| group.documents.iter().copied()).collect();
+        documents.sort_unstable();
+        documents
+    }
+
+    /// Groups that take at most `seconds`: each document goes to the first that has time and room for it, or opens one
+    /// of as few ranks as will do. `None` if these are more than there are.
+    fn within(problem: &Problem, documents: &[u32], seconds: f64) -> Option<Self> {
+        let mut groups: Vec<Share> = Vec::new();
+        let mut ranks = 0;
+        for &document in documents {
+            let load = problem.documents[document as usize].load;
+            let with = |group: &Share| {
+                let (load, cp_size) = (group.load + load, group.cp_size as usize);
+                if !problem.fits(&load, cp_size) || problem.cost.computing(&load, cp_size) > seconds {
+                    return None;
+                }
+                let takes = problem.cost.seconds(&load, cp_size);
+                (takes <= seconds).then_some((load, takes))
+            };
+            if let Some((group, (load, takes))) =
+                groups.iter_mut().find_map(|group| Some(with(group)).flatten().map(|with| (group, with)))
+            {
+                (group.load, group.seconds) = (load, takes);
+                group.documents.push(document);
+                continue;
+            }
+            let size = problem.smallest_in_time(&load, 1, problem.largest_group, seconds)?;
+            ranks += size;
+            if ranks > problem.world_size {
+                return None;
+            }
+            let takes = problem.cost.seconds(&load, size);
+            groups.push(Share { first_rank: 0, cp_size: size as u32, load, seconds: takes, documents: vec![document] });
+        }
+        Self::placed(problem, groups).filter(|shares| shares.seconds <= seconds)
+    }
+
+    /// The same on ranks, largest first; empty groups on those that are left.
+    fn placed(problem: &Problem, mut groups: Vec<Share>) -> Option<Self> {
+        groups.sort_by_key(|group| std::cmp::Reverse(group.cp_size));
+        let mut free = FreeRanks::new(problem.world_size, problem.node());
+        for group in &mut groups {
+            group.first_rank = free.take(group.cp_size as usize)? as u32;
+            group.seconds = problem.cost.at(group.first_rank, &group.load, group.cp_size as usize);
+        }
+        let most = problem.largest_group;
+        let empty = |(first, size): (usize, usize)| Share {
+            first_rank: first as u32,
+            cp_size: size as u32,
+            load: Load::default(),
+            seconds: problem.cost.micro_batch_seconds,
+            documents: Vec::new(),
+        };
+        groups.extend(free.cut(problem.group_sizes, most, most).into_iter().map(empty));
+        groups.sort_unstable_by_key(|group| group.first_rank);
+        let seconds = groups.iter().map(|group| group.seconds).fold(0.0, f64::max);
+        Some(Self { groups, seconds })
+    }
 }

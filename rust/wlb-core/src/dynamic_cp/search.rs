@@ -1,4 +1,5 @@
-//! A search for the plan of a step: solutions for numbers of micro-batches and sizes of blocks, and the best of them.
+//! The search for the plan of a step: which numbers of micro-batches and sizes of blocks are tried, in which order, which
+//! are not worth it, and the best solution so far.
 
 use std::rc::Rc;
 
@@ -6,75 +7,89 @@ use crate::error::Result;
 use crate::pipeline::{Buffers, Pipeline, Times};
 
 use super::bound;
-use super::counts::{note, price};
-use super::demand::Demand;
-use super::draft::Draft;
-use super::memory;
+use super::counts::{Counts, limit, note, price, whole};
+use super::one_size::{SMALL, in_one_size};
 use super::options::DynamicCpOptions;
+use super::plan::Best;
 use super::problem::Problem;
 use super::refine::Refined;
-use super::relaxed::Relaxed;
-use super::shape;
-use super::simulate;
+use super::simulate::{self, fits_memory};
 use super::solver::Late;
+use super::targets::{self, Demand, Relaxed};
 
+/// Steps towards the best targets, of numbers of micro-batches that promise to be among the best.
+const STEPS: usize = 32;
+/// What those steps leave of the time, at best.
+const PROMISE: f64 = 0.998;
+/// Where exchange costs: how much faster twice the ranks have to make a document that is not done in time on them
+/// either. Much, where many documents share the ranks; little, where the step waits for a few.
+const GAINS: [f64; 3] = [1.4, 1.2, 1.05];
+/// Where exchange costs, so few documents are also planned by the targets of one that costs nothing.
+const FEW: usize = 1024;
+/// Of more, another gain is tried for numbers of micro-batches that were so close to the best with those before.
+const NEAR: f64 = 1.05;
+/// A solution is given up where what is placed so far takes so much longer than the best: halving blocks makes up for
+/// less.
+const LATE: f64 = 1.05;
+/// No larger blocks are tried where the step takes so much longer than with smaller ones.
+const LARGE: f64 = 1.2;
+/// Of those, the size of blocks that suits the best number of micro-batches is tried for others that were so close to
+/// it.
+const CLOSE: f64 = 1.1;
 /// Steps towards the best targets, of every number of micro-batches.
 const FIRST_STEPS: usize = 6;
 /// Promises that differ less are of the same problem.
-pub(super) const SAME: f64 = 1e-9;
-/// So few documents are moved between micro-batches, one by one, in as many of the best plans, and so often at most in
+const SAME: f64 = 1e-9;
+/// Few documents are moved between micro-batches, one by one, in as many of the best plans, and so often at most in
 /// each.
-pub(super) const SMALL: usize = 64;
 const FINALISTS: usize = 4;
 const TRIES: usize = 512;
 /// Most ops that steps towards the best targets simulate: fewer steps for larger pipelines.
 const MAX_OPS: usize = 1 << 16;
 
 /// A number of micro-batches, and what each of them should take.
-pub(super) struct Candidate {
-    pub(super) num_micro_batches: usize,
-    pub(super) relaxed: Relaxed,
+struct Candidate {
+    num_micro_batches: usize,
+    relaxed: Relaxed,
 }
 
-/// The best so far.
-#[derive(Clone)]
-pub(super) struct Best {
-    pub(super) num_micro_batches: usize,
-    pub(super) draft: Draft,
-    /// Which micro-batch of the draft comes when.
-    pub(super) order: Vec<usize>,
-    pub(super) seconds: f64,
+/// What a search found.
+pub(super) struct Found {
+    /// None where the documents fit in no number of micro-batches that was tried.
+    pub(super) best: Option<Best>,
+    /// Numbers of micro-batches that were tried, and the seconds of a step with each.
+    pub(super) sweep: Vec<(usize, f64)>,
 }
 
-impl Best {
-    pub(super) fn price(&self, options: &DynamicCpOptions) -> f64 {
-        price(options, self.num_micro_batches, self.seconds)
-    }
+/// The problem with each gain that is tried.
+pub(super) fn with_gains(problem: &Problem) -> Vec<Problem> {
+    let gains: &[f64] = if problem.cost.is_free() { &GAINS[..1] } else { &GAINS };
+    gains.iter().map(|&gain| problem.with_gain(gain)).collect()
 }
 
 /// What was found so far, and what the next solution needs.
-pub(super) struct Search<'a> {
-    pub(super) problem: &'a Problem,
-    pub(super) options: &'a DynamicCpOptions,
-    pub(super) best: Option<Best>,
-    pub(super) sweep: Vec<(usize, f64)>,
+pub(super) struct StepSearch<'a> {
+    problem: &'a Problem,
+    options: &'a DynamicCpOptions,
+    best: Option<Best>,
+    sweep: Vec<(usize, f64)>,
     pipelines: Vec<(usize, Rc<Pipeline>)>,
     buffers: Buffers,
     /// Where exchange costs.
-    pub(super) demand: Option<Demand>,
+    demand: Option<Demand>,
     /// What each number of micro-batches promised with the gain before.
-    pub(super) promises: Vec<(usize, f64)>,
+    promises: Vec<(usize, f64)>,
     /// The problem and the size of blocks that suited the best so far.
-    pub(super) suited: Option<(&'a Problem, usize)>,
+    suited: Option<(&'a Problem, usize)>,
     /// The least price with the problem at hand, and the size of blocks that gave it.
-    pub(super) fitting: Option<(f64, usize)>,
+    fitting: Option<(f64, usize)>,
     /// The best of each number of micro-batches, of few documents.
-    pub(super) others: Vec<Best>,
+    others: Vec<Best>,
     /// A solution is given up if its price is above this.
-    pub(super) limit: f64,
+    limit: f64,
 }
 
-impl<'a> Search<'a> {
+impl<'a> StepSearch<'a> {
     pub(super) fn new(problem: &'a Problem, options: &'a DynamicCpOptions) -> Self {
         let (sweep, promises, buffers) = (Vec::new(), Vec::new(), Buffers::default());
         let (suited, fitting, others, pipelines) = (None, None, Vec::new(), Vec::new());
@@ -95,7 +110,7 @@ impl<'a> Search<'a> {
     }
 
     /// The pipeline that runs that many micro-batches: made once, unless it is large.
-    pub(super) fn pipeline(&mut self, num_micro_batches: usize) -> Result<Rc<Pipeline>> {
+    fn pipeline(&mut self, num_micro_batches: usize) -> Result<Rc<Pipeline>> {
         if let Some((_, pipeline)) = self.pipelines.iter().find(|(count, _)| *count == num_micro_batches) {
             return Ok(pipeline.clone());
         }
@@ -108,7 +123,7 @@ impl<'a> Search<'a> {
 
     /// Targets after a few steps, from the shape that is faster. None where even the least that any targets take is
     /// `hopeless`: its promise is that least.
-    pub(super) fn candidate(&mut self, num_micro_batches: usize, hopeless: f64) -> Result<Candidate> {
+    fn candidate(&mut self, num_micro_batches: usize, hopeless: f64) -> Result<Candidate> {
         let options = self.options.pipeline(num_micro_batches);
         let pipeline = self.pipeline(num_micro_batches)?;
         let problem = self.problem;
@@ -119,11 +134,11 @@ impl<'a> Search<'a> {
             };
             Relaxed::new(problem, &shape, work)
         };
-        let shape = |ends: f64| shape::shape(&options, ends, problem.heaviest());
+        let shape = |ends: f64| targets::shape(&options, ends, problem.heaviest());
         let work = problem.total_work / problem.world_size as f64;
         // Where exchange costs, documents take longer than it knows.
-        let around = problem.cost.is_free().then(|| shape::around(&options, problem.longest(), work)).flatten();
-        let other = around.or_else(|| shape::heavier_first(&options).map(shape));
+        let around = problem.cost.is_free().then(|| targets::around(&options, problem.longest(), work)).flatten();
+        let other = around.or_else(|| targets::heavier_first(&options).map(shape));
         let (mut relaxed, other) = (begin(shape(1.0)), other.map(begin));
         let least = |relaxed: &Relaxed| bound::of_sum(relaxed.start.iter().sum(), self.options, num_micro_batches);
         let least = other.iter().map(least).fold(least(&relaxed), f64::min);
@@ -142,7 +157,7 @@ impl<'a> Search<'a> {
         Ok(Candidate { num_micro_batches, relaxed })
     }
 
-    pub(super) fn descend(&mut self, relaxed: &mut Relaxed, steps: usize, pipeline: &Pipeline) {
+    fn descend(&mut self, relaxed: &mut Relaxed, steps: usize, pipeline: &Pipeline) {
         let steps = steps.min(1 + MAX_OPS / pipeline.num_ops());
         relaxed.descend(steps, pipeline, self.options.p2p_seconds, &mut self.buffers);
     }
@@ -151,25 +166,19 @@ impl<'a> Search<'a> {
     ///
     /// They are estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and
     /// close where micro-batches are balanced.
-    pub(super) fn solve(&mut self, candidate: &Candidate, base: usize, pipeline: &Pipeline) -> Result<f64> {
+    fn solve(&mut self, candidate: &Candidate, base: usize, pipeline: &Pipeline) -> Result<f64> {
         self.solve_for(candidate, &candidate.relaxed.targets, base, pipeline)
     }
 
     /// The same with other targets.
-    pub(super) fn solve_for(
-        &mut self,
-        candidate: &Candidate,
-        targets: &[f64],
-        base: usize,
-        pipeline: &Pipeline,
-    ) -> Result<f64> {
+    fn solve_for(&mut self, candidate: &Candidate, targets: &[f64], base: usize, pipeline: &Pipeline) -> Result<f64> {
         let full = targets.iter().copied().fold(0.0, f64::max);
         self.solve_within(candidate, (targets, targets), base, full, pipeline)
     }
 
     /// The same where documents get larger blocks only if those of `base` take longer than `full`, and the order of
     /// micro-batches is that of another shape.
-    pub(super) fn solve_within(
+    fn solve_within(
         &mut self,
         candidate: &Candidate,
         (targets, shape): (&[f64], &[f64]),
@@ -192,7 +201,7 @@ impl<'a> Search<'a> {
         }
         let Some(draft) = draft else { return Ok(given_up.unwrap_or(f64::INFINITY)) };
         let (seconds, order) = self.timed(&draft.costs(), shape, pipeline)?;
-        if !self.fits_memory(pipeline, &draft, &order)? {
+        if !fits_memory(self.problem, self.options, pipeline, &draft, &order)? {
             return Ok(f64::INFINITY);
         }
         note(&mut self.sweep, num_micro_batches, seconds);
@@ -217,14 +226,14 @@ impl<'a> Search<'a> {
 
     /// Seconds of a step whose micro-batches take so much, and their order in it.
     fn timed(&mut self, costs: &[f64], shape: &[f64], pipeline: &Pipeline) -> Result<(f64, Vec<usize>)> {
-        let order = shape::arrange(costs, shape);
+        let order = targets::arrange(costs, shape);
         let p2p = [self.options.p2p_seconds];
         let times = Times::per_micro_batch(costs)?.with_p2p(&p2p)?;
         Ok((pipeline.makespan_in_order(&times, &order, &mut self.buffers), order))
     }
 
     /// Makes the best faster; of few documents, the best of every number of micro-batches.
-    pub(super) fn refine(&mut self) -> Result<()> {
+    fn refine(&mut self) -> Result<()> {
         let mut found = std::mem::take(&mut self.others);
         found.sort_by(|a, b| a.price(self.options).total_cmp(&b.price(self.options)));
         found.truncate(FINALISTS);
@@ -253,7 +262,8 @@ impl<'a> Search<'a> {
             let simulated = self.simulated_price(&candidate)?;
             let before = standing.map_or_else(|| self.simulated_price(&best), Ok)?;
             standing = Some(before);
-            if simulated < before && self.fits_memory(&pipeline, &candidate.draft, &candidate.order)? {
+            if simulated < before && fits_memory(problem, self.options, &pipeline, &candidate.draft, &candidate.order)?
+            {
                 note(&mut self.sweep, num_micro_batches, seconds);
                 standing = Some(simulated);
                 self.best = Some(candidate);
@@ -263,18 +273,298 @@ impl<'a> Search<'a> {
     }
 
     /// The price of a plan whose ranks wait for one another.
-    pub(super) fn simulated_price(&mut self, plan: &Best) -> Result<f64> {
+    fn simulated_price(&mut self, plan: &Best) -> Result<f64> {
         let pipeline = self.pipeline(plan.num_micro_batches)?;
         let draft = plan.draft.in_order(&plan.order, &self.problem.documents);
         let seconds = simulate::simulated(&pipeline, &draft, self.options);
         Ok(price(self.options, plan.num_micro_batches, seconds))
     }
+}
 
-    /// Whether there is memory for a draft in that order.
-    pub(super) fn fits_memory(&self, pipeline: &Pipeline, draft: &Draft, order: &[usize]) -> Result<bool> {
-        memory::fits(self.options, pipeline, order.len(), || {
-            let fullest = draft.fullest(&self.problem.documents, self.options.padding.as_ref());
-            order.iter().map(move |&micro_batch| fullest[micro_batch])
-        })
+impl<'a> StepSearch<'a> {
+    /// The best plan, and what was tried on the way.
+    ///
+    /// # Arguments
+    /// * `problems` - the problem with each gain ([`with_gains`]).
+    /// * `counts` - numbers of micro-batches to try.
+    pub(super) fn run(mut self, problems: &'a [Problem], counts: &Counts) -> Result<Found> {
+        let (problem, options) = (self.problem, self.options);
+        let tried = counts.tried(options);
+        if !problem.cost.is_free() && problem.documents.len() <= FEW {
+            self.as_if_free(&tried)?;
+        }
+        for problem in problems {
+            self.problem = problem;
+            self.fitting = None;
+            self.demand = (!problem.cost.is_free()).then(|| Demand::new(problem, counts.most));
+            self.all(&tried)?;
+        }
+        if self.best.is_none() && options.num_micro_batches.is_none() {
+            match options.max_micro_batches {
+                None => self.more(counts.most)?,
+                Some(_) => {
+                    let safe = counts.safe(options).filter(|count| !tried.contains(count));
+                    safe.map_or(Ok(()), |count| self.enough(count))?;
+                }
+            }
+        }
+        if options.num_micro_batches.is_none() {
+            self.between(counts.most)?;
+        }
+        self.refine()?;
+        if problem.documents.len() <= SMALL {
+            self.few(&tried, counts)?;
+        }
+        Ok(Found { best: self.best, sweep: self.sweep })
+    }
+
+    /// Plans few documents in plainer ways, too.
+    fn few(&mut self, tried: &[usize], counts: &Counts) -> Result<()> {
+        for (evenly, rising) in [(false, false), (true, false), (true, true)] {
+            let (before, sweep) = (self.best.clone(), self.sweep.clone());
+            self.plainly(tried, evenly, rising)?;
+            self.refine()?;
+            // Shorter by the estimate may be longer by the clock: then nothing is left of it, in the sweep neither.
+            if rising
+                && let (Some(before), Some(after)) = (before, self.best.clone())
+                && self.simulated_price(&before)? < self.simulated_price(&after)?
+            {
+                (self.best, self.sweep) = (Some(before), sweep);
+            }
+        }
+        let limit = match self.best.clone() {
+            Some(best) => self.simulated_price(&best)?,
+            None => f64::INFINITY,
+        };
+        let (problem, options) = (self.problem, self.options);
+        if let Some(best) = in_one_size(problem, options, counts, limit, |count| self.pipeline(count))? {
+            note(&mut self.sweep, best.num_micro_batches, best.seconds);
+            self.best = Some(best.clone());
+            self.others = vec![best];
+            self.refine()?;
+        }
+        Ok(())
+    }
+
+    /// A number of micro-batches that promises more seconds changes nothing: neither the best, nor what was noted of
+    /// it.
+    fn hopeless(&self, num_micro_batches: usize) -> f64 {
+        let noted = self.sweep.iter().find(|&&(tried, _)| tried == num_micro_batches);
+        let (Some(best), Some(&(_, seconds))) = (&self.best, noted) else { return f64::INFINITY };
+        seconds.max(best.price(self.options) / (PROMISE * price(self.options, num_micro_batches, 1.0)))
+    }
+
+    /// The candidate whose targets promise most first.
+    fn all(&mut self, counts: &[usize]) -> Result<()> {
+        let near: Vec<usize> = counts.iter().copied().filter(|&count| self.is_near(count)).collect();
+        let mut candidates =
+            near.into_iter().map(|count| self.candidate(count, self.hopeless(count))).collect::<Result<Vec<_>>>()?;
+        // What promises the same as with the gain before is the same problem.
+        let promise = |candidate: &Candidate| (candidate.num_micro_batches, candidate.relaxed.seconds);
+        let before = std::mem::replace(&mut self.promises, candidates.iter().map(promise).collect());
+        let same = |a: (usize, f64), b: (usize, f64)| a.0 == b.0 && (a.1 - b.1).abs() <= SAME * b.1;
+        candidates.retain(|candidate| !before.iter().any(|&before| same(before, promise(candidate))));
+        candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
+        candidates.into_iter().try_for_each(|candidate| self.attempt(candidate))
+    }
+
+    /// Whether a number of micro-batches may be the best with another gain; of few documents any may.
+    fn is_near(&self, count: usize) -> bool {
+        let Some(best) = self.best.as_ref().filter(|_| self.problem.documents.len() > FEW) else { return true };
+        let least = best.price(self.options) * NEAR;
+        self.sweep.iter().all(|&(tried, seconds)| tried != count || price(self.options, count, seconds) <= least)
+    }
+
+    /// Solves for one number of micro-batches. If it would be slower than the best so far, no more than the promise.
+    fn attempt(&mut self, mut candidate: Candidate) -> Result<()> {
+        let Candidate { num_micro_batches, ref mut relaxed } = candidate;
+        let promised = price(self.options, num_micro_batches, relaxed.seconds) * PROMISE;
+        if self.best.as_ref().is_some_and(|best| promised >= best.price(self.options)) {
+            let seconds = relaxed.seconds;
+            note(&mut self.sweep, num_micro_batches, seconds);
+            return Ok(());
+        }
+        let pipeline = self.pipeline(num_micro_batches)?;
+        self.descend(relaxed, STEPS, &pipeline);
+        if self.tries_sizes() {
+            // Of few documents the second best may become the best.
+            let late = self.best.as_ref().filter(|_| self.problem.documents.len() > SMALL);
+            self.limit = late.map_or(f64::INFINITY, |best| best.price(self.options) * LATE);
+            let tried = self.sizes(&candidate, &pipeline);
+            self.limit = f64::INFINITY;
+            tried
+        } else {
+            self.solve(&candidate, self.problem.largest_group, &pipeline).map(|_| ())
+        }
+    }
+
+    /// Whether blocks of other than the largest size may be better: where exchange costs, and where a group may not
+    /// have all documents, since a block has no more than a group may.
+    fn tries_sizes(&self) -> bool {
+        self.demand.is_some() || self.problem.counts_documents()
+    }
+
+    /// Plans by targets that know nothing of the exchange, then by them as much longer as the first solution took:
+    /// largest blocks for all numbers of micro-batches, smaller ones for the best, and the best size for those close to
+    /// it.
+    fn as_if_free(&mut self, counts: &[usize]) -> Result<()> {
+        let largest = self.problem.largest_group;
+        let mut candidates =
+            counts.iter().map(|&count| self.candidate(count, f64::INFINITY)).collect::<Result<Vec<_>>>()?;
+        candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
+        for candidate in &mut candidates {
+            let promised = price(self.options, candidate.num_micro_batches, candidate.relaxed.seconds) * PROMISE;
+            if self.best.as_ref().is_none_or(|best| promised < best.price(self.options)) {
+                let pipeline = self.pipeline(candidate.num_micro_batches)?;
+                self.descend(&mut candidate.relaxed, STEPS, &pipeline);
+                self.scaled(candidate, largest, false)?;
+            }
+        }
+        let Some(best) = &self.best else { return Ok(()) };
+        let (count, close) = (best.num_micro_batches, best.seconds * CLOSE);
+        let others: Vec<usize> =
+            self.sweep.iter().filter(|other| other.0 != count && other.1 <= close).map(|other| other.0).collect();
+        let mut base = None;
+        for size in self.problem.base_sizes().into_iter().filter(|&size| size < largest) {
+            for candidate in candidates.iter().filter(|candidate| candidate.num_micro_batches == count) {
+                if self.scaled(candidate, size, true)? {
+                    base = Some(size);
+                }
+            }
+        }
+        for candidate in candidates.iter().filter(|candidate| others.contains(&candidate.num_micro_batches)) {
+            if let Some(base) = base {
+                self.scaled(candidate, base, true)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Solves for the targets, for those that they began with, if `start`, and for the longer ones. Whether one is
+    /// best.
+    fn scaled(&mut self, candidate: &Candidate, base: usize, start: bool) -> Result<bool> {
+        let pipeline = self.pipeline(candidate.num_micro_batches)?;
+        let relaxed = &candidate.relaxed;
+        let seconds = self.solve(candidate, base, &pipeline)?;
+        let mut least = seconds;
+        if start {
+            least = least.min(self.solve_for(candidate, &relaxed.start, base, &pipeline)?);
+        }
+        let longer = seconds / relaxed.seconds;
+        if longer.is_finite() {
+            let targets: Vec<f64> = relaxed.targets.iter().map(|target| target * longer).collect();
+            least = least.min(self.solve_for(candidate, &targets, base, &pipeline)?);
+        }
+        Ok(self.best.as_ref().is_some_and(|best| best.seconds == least))
+    }
+
+    /// Plans documents as plainly as can be, blocks of one size for all of them but those that need more memory: of few
+    /// documents, a time that each micro-batch should take says little. `evenly`: as much work for every micro-batch.
+    /// `rising`: the longest last.
+    fn plainly(&mut self, counts: &[usize], evenly: bool, rising: bool) -> Result<()> {
+        for &count in counts {
+            let candidate = self.candidate(count, f64::INFINITY)?;
+            let pipeline = self.pipeline(count)?;
+            let targets = &candidate.relaxed.targets;
+            let even = vec![targets.iter().sum::<f64>() / count as f64; count];
+            let targets = if evenly { &even } else { targets };
+            let places: Vec<f64> = (0..count).map(|place| place as f64).collect();
+            let shape = if rising { &places } else { targets };
+            for size in self.problem.plain_sizes() {
+                self.solve_within(&candidate, (targets, shape), size, f64::INFINITY, &pipeline)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Tries sizes of blocks: larger ones are more even, smaller ones exchange less, and have more documents in all. At
+    /// first, with every gain, from the smallest up to one that is far from the best; then from the one that was
+    /// fastest with this gain, as long as it gets faster.
+    fn sizes(&mut self, candidate: &Candidate, pipeline: &Pipeline) -> Result<()> {
+        let sizes: Vec<usize> = self.problem.base_sizes();
+        let Some(middle) = self.fitting.and_then(|(_, base)| sizes.iter().position(|&size| size == base)) else {
+            let mut least = f64::INFINITY;
+            for &size in &sizes {
+                let seconds = self.solve(candidate, size, pipeline)?;
+                if self.problem.documents.len() > SMALL && least.is_finite() && seconds > least * LARGE {
+                    break;
+                }
+                least = least.min(seconds);
+            }
+            return Ok(());
+        };
+        let seconds = self.solve(candidate, sizes[middle], pipeline)?;
+        for larger in [true, false] {
+            let (mut at, mut least) = (middle, seconds);
+            while let Some(next) = if larger { Some(at + 1).filter(|&at| at < sizes.len()) } else { at.checked_sub(1) }
+            {
+                let seconds = self.solve(candidate, sizes[next], pipeline)?;
+                if seconds >= least {
+                    break;
+                }
+                (at, least) = (next, seconds);
+            }
+        }
+        Ok(())
+    }
+
+    /// Where exchange costs, tries numbers of micro-batches between the best and those beside it that were tried, ever
+    /// closer to it.
+    fn between(&mut self, most: usize) -> Result<()> {
+        if let Some((problem, base)) = self.suited.filter(|_| self.demand.is_some()) {
+            self.problem = problem;
+            self.fitting = self.best.as_ref().map(|best| (best.price(self.options), base));
+            self.demand = Some(Demand::new(problem, most));
+        }
+        // Those too that turned out not to fit, of which the sweep knows nothing: no number is tried twice.
+        let mut all: Vec<usize> = self.sweep.iter().map(|&(tried, _)| tried).collect();
+        while let Some(best) = self.best.as_ref().filter(|_| self.demand.is_some()) {
+            let count = best.num_micro_batches;
+            let tried = || all.iter().copied();
+            let below = tried().filter(|&tried| tried < count).max().map(|below| below + (count - below) / 2);
+            let above = tried().filter(|&tried| tried > count).min().map(|above| count + (above - count) / 2);
+            let new = |count: usize| {
+                whole(self.options, count, usize::MAX).filter(|&count| !tried().any(|tried| tried == count))
+            };
+            let new: Vec<usize> = [below, above].into_iter().flatten().filter_map(new).collect();
+            if new.is_empty() {
+                break;
+            }
+            for count in new {
+                all.push(count);
+                let candidate = self.candidate(count, f64::INFINITY)?;
+                self.attempt(candidate)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no
+    /// more.
+    fn more(&mut self, most: usize) -> Result<()> {
+        let round = if self.options.is_interleaved() { self.options.num_stages } else { 1 };
+        let limit = limit(self.options);
+        let whole = if limit > round { limit - limit % round } else { limit };
+        let wanted = self.problem.documents.len().max(self.options.least_micro_batches());
+        let enough = wanted.next_multiple_of(round).min(whole);
+        let mut count = most;
+        while self.best.is_none() && count < enough {
+            count = (2 * count).next_multiple_of(round).min(enough);
+            self.enough(count)?;
+        }
+        Ok(())
+    }
+
+    /// Solves for a number of micro-batches that may be enough where others were not.
+    fn enough(&mut self, count: usize) -> Result<()> {
+        let candidate = self.candidate(count, f64::INFINITY)?;
+        let (pipeline, base) = (self.pipeline(count)?, self.problem.largest_group);
+        self.solve(&candidate, base, &pipeline)?;
+        self.solve_for(&candidate, &candidate.relaxed.start, base, &pipeline)?;
+        if self.best.is_some() && self.tries_sizes() {
+            self.fitting = None;
+            self.sizes(&candidate, &pipeline)?;
+        }
+        Ok(())
     }
 }

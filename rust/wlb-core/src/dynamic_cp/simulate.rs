@@ -1,12 +1,13 @@
-//! How long a plan takes.
+//! What a plan takes: seconds of the step, and the tokens that a rank has under way, which activations go by.
 
 use crate::error::{Error, Result};
 use crate::packing::Sync;
 use crate::pipeline::{Kind, Pipeline};
 
-use super::draft::Draft;
+use super::counts::limits_rounds;
 use super::options::DynamicCpOptions;
-use super::plan::Group;
+use super::plan::{Draft, Group};
+use super::problem::Problem;
 
 /// Seconds of a step: the pipeline's ops on every rank, where the ranks of a group start together.
 ///
@@ -99,4 +100,29 @@ pub(super) fn of_groups(pipeline: &Pipeline, groups: &[Group], offsets: &[usize]
         }
     }
     clocks.into_iter().fold(0.0, f64::max)
+}
+
+/// Whether no rank has more tokens under way than rounds of `num_stages` full micro-batches may have, which memory was
+/// planned for.
+///
+/// An interleaved pipeline holds a round for each of its virtual stages but one, and what 1F1B holds twice. So larger
+/// rounds hold more micro-batches, unless these are small enough.
+pub(super) fn fits_memory(
+    problem: &Problem,
+    options: &DynamicCpOptions,
+    pipeline: &Pipeline,
+    draft: &Draft,
+    order: &[usize],
+) -> Result<bool> {
+    if !limits_rounds(options, order.len()) {
+        return Ok(true);
+    }
+    let &DynamicCpOptions { num_stages, num_virtual_stages, max_tokens_per_rank, .. } = options;
+    let passes = (num_virtual_stages + 1) * num_stages - 1;
+    let most = passes as f64 * f64::from(max_tokens_per_rank) / num_virtual_stages as f64;
+    // Each micro-batch as its fullest rank.
+    let fullest = draft.fullest(&problem.documents, options.padding.as_ref());
+    let tokens: Vec<f64> = order.iter().map(|&micro_batch| fullest[micro_batch] as f64).collect();
+    let under_way = pipeline.peak_activation(Some(&tokens))?.into_iter().fold(0.0, f64::max);
+    Ok(under_way <= most)
 }

@@ -1,12 +1,18 @@
-//! The plan of a step.
+//! The plan of a step: what is asked for is checked, searched for, and written out.
 
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
+use crate::pipeline::Pipeline;
 
-use super::cost::Costs;
-use super::options::DynamicCpOptions;
-use super::plan::DynamicCpPlan;
-use super::sweep;
+use super::bound;
+use super::check::check;
+use super::cost::{Costs, GroupCost};
+use super::counts::{Counts, price};
+use super::options::{DynamicCpOptions, GroupSizes};
+use super::plan::{DraftGroup, DynamicCpPlan};
+use super::problem::Problem;
+use super::search::{Found, StepSearch, with_gains};
+use super::simulate;
 
 /// Divides the documents of one step among micro-batches and groups of ranks.
 ///
@@ -55,9 +61,97 @@ pub fn plan_dynamic_cp<'a>(
         return Err(Error::Mismatch { argument: "ids", found, other: "lengths", expected: lengths.len() });
     }
     let costs = costs.into();
-    let mut plan = sweep::plan(lengths, options, costs)?;
+    let mut plan = fastest(lengths, options, costs)?;
     if let Some(ids) = ids {
         plan.documents.iter_mut().for_each(|document| *document = ids[*document as usize]);
     }
     Ok(plan)
+}
+
+/// The plan whose documents are named by their indices.
+fn fastest(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> Result<DynamicCpPlan> {
+    let plan = planned(lengths, options, costs)?;
+    if options.group_sizes == GroupSizes::PowersOfTwo {
+        return Ok(plan);
+    }
+    // Among more groups the search sometimes ends at a slower plan: so that of fewer is one of them.
+    let of_powers = DynamicCpOptions { group_sizes: GroupSizes::PowersOfTwo, ..options.clone() };
+    let paid = |plan: &DynamicCpPlan| price(options, plan.num_micro_batches(), plan.seconds);
+    Ok(match planned(lengths, &of_powers, costs) {
+        Ok(other) if paid(&other) < paid(&plan) => {
+            DynamicCpPlan { lower_bound: plan.lower_bound.min(other.lower_bound), ..other }
+        }
+        _ => plan,
+    })
+}
+
+/// The same with groups of just those sizes.
+fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> Result<DynamicCpPlan> {
+    let largest_group = check(lengths, options, costs)?;
+    // A constant of the cost model is one more that every micro-batch takes.
+    let micro_batch_seconds = options.micro_batch_seconds + costs.micro_batch();
+    let max_tokens_per_rank = options.most_tokens()?;
+    let options = &DynamicCpOptions { micro_batch_seconds, max_tokens_per_rank, ..options.clone() };
+    let cost = GroupCost {
+        communication: options.communication,
+        node: options.node,
+        micro_batch_seconds,
+        document_seconds: costs.document(),
+    };
+    let world_size = options.world_size;
+    let problem = Problem::new(lengths, costs, cost, options, largest_group);
+    let counts = Counts::new(lengths, options)?;
+    let problems = with_gains(&problem);
+    let Found { best, mut sweep } = StepSearch::new(&problem, options).run(&problems, &counts)?;
+    let Some(best) = best else {
+        let argument = match options {
+            DynamicCpOptions { num_micro_batches: Some(_), .. } => "num_micro_batches",
+            DynamicCpOptions { max_micro_batches: Some(_), .. } => "max_micro_batches",
+            DynamicCpOptions { max_documents: Some(_), .. } => "max_documents",
+            _ => "max_tokens_per_rank",
+        };
+        let requirement = match options.max_documents {
+            _ if counts.least <= counts.most && counts.safe(options).is_none() => {
+                "leaves no multiple of num_stages: in other rounds an interleaved pipeline holds more tokens than \
+                 max_tokens_per_rank allows, and no way was found to have fewer in each micro-batch"
+            }
+            None => {
+                "no way was found to fit the documents into so few micro-batches of world_size * max_tokens_per_rank \
+                 tokens"
+            }
+            Some(_) => {
+                "no way was found to fit the documents into so few micro-batches of world_size * max_tokens_per_rank \
+                 tokens, in groups of at most max_documents"
+            }
+        };
+        return Err(Error::Combination { argument, requirement });
+    };
+    sweep.sort_by_key(|&(num_micro_batches, _)| num_micro_batches);
+    let draft = best.draft.in_order(&best.order, &problem.documents);
+    let pipeline = Pipeline::new(&options.pipeline(best.num_micro_batches))?;
+    let seconds = simulate::simulated(&pipeline, &draft, options);
+    let most = sweep.last().map_or(counts.most, |&(tried, _)| tried).max(counts.most);
+    let lower_bound = bound::lower_bound(&problem, options, counts.least, most);
+    let documents: Vec<i64> =
+        draft.documents.iter().map(|&document| i64::from(problem.documents[document as usize].index)).collect();
+    Ok(DynamicCpPlan {
+        world_size,
+        num_stages: options.num_stages,
+        num_virtual_stages: options.num_virtual_stages,
+        schedule: options.schedule(),
+        sync: options.sync,
+        max_tokens_per_rank,
+        padding: options.padding.clone(),
+        max_documents: options.max_documents,
+        lengths: documents.iter().map(|&index| lengths[index as usize]).collect(),
+        documents,
+        groups: draft.groups.iter().map(DraftGroup::planned).collect(),
+        document_offsets: std::iter::once(0).chain(draft.groups.iter().map(|group| group.end as usize)).collect(),
+        group_offsets: draft.offsets,
+        seconds,
+        p2p_seconds: options.p2p_seconds,
+        lower_bound,
+        balanced_seconds: problem.total_work / (world_size * options.num_stages) as f64,
+        sweep,
+    })
 }

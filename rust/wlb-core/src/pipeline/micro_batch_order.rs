@@ -67,7 +67,7 @@ pub fn order_micro_batches(options: &PipelineOptions, times: &Times<'_>, dp_size
     };
     times.check_shape(total, options.total_stages())?;
     let costs: Vec<f64> = times.costs.chunks(times.costs.len() / total).map(|costs| costs.iter().sum()).collect();
-    let mut search = Search { pipeline, times, left: MAX_SORTED_OPS, buffers: Buffers::default() };
+    let mut search = OrderSearch { pipeline, times, left: MAX_SORTED_OPS, buffers: Buffers::default() };
     let mut rows: Vec<Row> = deal(&costs, dp_size).chunks(per_rank).map(|row| search.start(row, &costs)).collect();
     search.left = MAX_OPS.saturating_sub(MAX_SORTED_OPS - search.left);
     while search.improve_slowest(&mut rows) {}
@@ -82,7 +82,7 @@ struct Row {
     settled: bool,
 }
 
-struct Search<'a> {
+struct OrderSearch<'a> {
     pipeline: Pipeline,
     times: &'a Times<'a>,
     /// Ops that may still be simulated.
@@ -90,7 +90,7 @@ struct Search<'a> {
     buffers: Buffers,
 }
 
-impl Search<'_> {
+impl OrderSearch<'_> {
     fn seconds(&mut self, order: &[usize]) -> f64 {
         self.left = self.left.saturating_sub(self.pipeline.num_ops());
         self.pipeline.makespan_in_order(self.times, order, &mut self.buffers)

@@ -14,7 +14,7 @@ use crate::longest_first::longest_first;
 use super::builder::Ranks;
 use super::kernel::{Clock, KernelModel, whole_ticks};
 use super::options::{ShardOptions, Strategy};
-use super::plan::Segment;
+use super::shard::Segment;
 use super::{auto, hybrid, per_document, per_sequence};
 
 /// What was chosen.

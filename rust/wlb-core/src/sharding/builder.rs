@@ -3,7 +3,7 @@
 use crate::cost::Mask;
 
 use super::options::Strategy;
-use super::plan::{Segment, Shard};
+use super::shard::{Segment, Shard};
 
 /// Where a strategy puts the runs that it cuts: a shard, or the clock that only asks how long one would take.
 pub(super) trait Ranks {

@@ -7,17 +7,17 @@
 mod adaptive;
 mod auto;
 mod builder;
+mod cut;
 mod hybrid;
 pub mod kernel;
 mod options;
 mod per_document;
 mod per_sequence;
-mod plan;
 mod rank_shard;
 mod resolve;
 mod shard;
 
+pub use cut::shard;
 pub use options::{ShardOptions, Strategy};
-pub use plan::{Segment, Shard};
 pub use rank_shard::RankShard;
-pub use shard::shard;
+pub use shard::{Segment, Shard};

@@ -4,7 +4,7 @@ use crate::cost::Mask;
 use crate::error::{Error, Result, check_range, saturating_i64};
 use crate::limits::MAX_TOKENS;
 
-use super::plan::{Segment, Shard};
+use super::shard::{Segment, Shard};
 
 /// The arrays of one rank. Tokens are in packed order; segment `i` is `cu_seqlens_q[i]..cu_seqlens_q[i + 1]`.
 #[derive(Clone, Debug, PartialEq, Eq)]

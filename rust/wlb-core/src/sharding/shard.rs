@@ -1,74 +1,184 @@
-//! One micro-batch cut by the strategy that was asked for.
+//! A shard: which segments of a micro-batch lie on which rank.
 
-use crate::error::{Error, Result, check_range};
-use crate::lengths::Lengths;
-use crate::limits::MAX_TOKENS;
+use crate::cost::Mask;
+use crate::digest::Digest;
 
-use super::builder::Builder;
-use super::options::{ShardOptions, Strategy, check_size, wrong};
-use super::plan::Shard;
-use super::{auto, hybrid, per_document, per_sequence};
+use super::options::Strategy;
 
-/// Cuts one micro-batch for the ranks of a context-parallel group, without padding.
-///
-/// Ranks differ by at most one token, whatever the lengths.
-///
-/// # Arguments
-/// * `lengths` - documents of the micro-batch, in packed order.
-/// * `options` - how to cut; what a kernel model decides must be filled in ([`ShardOptions::resolve`]).
-///
-/// # Returns
-/// The segments of every rank.
-///
-/// # Errors
-/// [`crate::Error::OutOfRange`] for `cp_size` and `hybrid_threshold`, [`crate::Error::Number`] for `max_imbalance`,
-/// [`crate::Error::TotalTooLong`] when the tokens exceed int32, [`crate::Error::Combination`] for an option that does
-/// not go with the strategy.
-///
-/// # Complexity
-/// O(n (log n + cp_size)) for `n` documents; [`Strategy::Auto`] O(n cp_size log cp_size) for each of at most 65
-/// attempts.
-///
-/// # Example
-/// ```
-/// use wlb_core::{Lengths, Mask, ShardOptions, Strategy, shard};
-///
-/// let (strategy, mask) = (Strategy::PerDocument, Mask::Causal);
-/// let options = ShardOptions { cp_size: 2, strategy, mask, hybrid_threshold: None, max_imbalance: 1.01 };
-/// let shard = shard(&Lengths::new("lengths", &[8, 4])?, &options)?;
-/// // Each document in four chunks: the first and the last for one rank, the two in the middle for the other.
-/// assert_eq!(shard.token_indices(0)?, [0, 1, 6, 7, 8, 11]);
-/// assert_eq!((shard.pairs(0), shard.pairs(1)), (23, 23));
-/// # Ok::<(), wlb_core::Error>(())
-/// ```
-pub fn shard(lengths: &Lengths, options: &ShardOptions) -> Result<Shard> {
-    let ShardOptions { cp_size, strategy, mask, hybrid_threshold, max_imbalance } = *options;
-    check_size(lengths, cp_size)?;
-    if strategy == Strategy::Adaptive {
-        return wrong("kernel_model", "strategy=\"adaptive\" needs one");
+/// A contiguous run of one document on one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Index of the document in the micro-batch.
+    pub document: u32,
+    /// First token, counted inside the document.
+    pub start: i32,
+    /// Tokens, at least one.
+    pub length: i32,
+}
+
+impl Segment {
+    /// One past the last token, counted inside the document.
+    #[inline]
+    pub fn end(&self) -> i32 {
+        self.start + self.length
     }
-    if hybrid_threshold.is_some() != (strategy == Strategy::Hybrid) {
-        return wrong("hybrid_threshold", "strategy=\"hybrid\" needs it or a kernel_model, and no other takes it");
+}
+
+/// A segment, how many keys it sees of its document, whether all of them lie on its rank, and whether it is the first
+/// of the document there.
+struct Sight<'a> {
+    segment: &'a Segment,
+    sees: i32,
+    here: bool,
+    first: bool,
+}
+
+/// A micro-batch cut for the ranks of a context-parallel group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shard {
+    /// How it was cut.
+    pub strategy: Strategy,
+    /// Which keys a query attends to.
+    pub mask: Mask,
+    /// Lengths of the documents, in packed order.
+    pub lengths: Vec<i32>,
+    /// Where each document begins in the packed sequence; one entry more, the total.
+    pub document_starts: Vec<i32>,
+    /// Segments of each rank, in packed order; no two of a rank touch.
+    pub ranks: Vec<Vec<Segment>>,
+}
+
+impl Shard {
+    /// Number of ranks.
+    pub fn cp_size(&self) -> usize {
+        self.ranks.len()
     }
-    if !(max_imbalance.is_finite() && max_imbalance >= 1.0) {
-        let requirement = "must be a finite number, 1 or above";
-        return Err(Error::Number { argument: "max_imbalance", value: max_imbalance, requirement });
+
+    /// Tokens of the micro-batch.
+    pub fn num_tokens(&self) -> i32 {
+        self.document_starts.last().copied().unwrap_or(0)
     }
-    let mut builder = match strategy {
-        Strategy::Auto => Builder::empty(lengths, cp_size),
-        _ => Builder::new(lengths, cp_size),
-    };
-    match strategy {
-        Strategy::Auto => auto::cut(&mut builder, lengths, mask, max_imbalance),
-        Strategy::PerSequence => per_sequence::cut(&mut builder, lengths),
-        Strategy::Contiguous => per_sequence::cut_contiguous(&mut builder, lengths),
-        Strategy::PerDocument => per_document::cut(&mut builder, lengths),
-        // An adaptive one was refused above.
-        Strategy::Hybrid | Strategy::Adaptive => {
-            let threshold = hybrid_threshold.unwrap_or(1);
-            check_range("hybrid_threshold", threshold, 1, MAX_TOKENS + 1)?;
-            hybrid::cut(&mut builder, lengths, threshold);
+
+    /// Tokens of one rank.
+    pub fn tokens(&self, rank: usize) -> i64 {
+        self.ranks[rank].iter().map(|segment| i64::from(segment.length)).sum()
+    }
+
+    /// (query, key) pairs of one rank. Exact.
+    pub fn pairs(&self, rank: usize) -> u64 {
+        let of_segment = |segment: &Segment| {
+            self.mask.segment_pairs(segment.start, segment.length, self.lengths[segment.document as usize])
+        };
+        self.ranks[rank].iter().map(of_segment).sum()
+    }
+
+    /// Keys that a rank has to fetch: those that its queries see and other ranks hold. Exact.
+    ///
+    /// # Complexity
+    /// O(segments of the rank).
+    pub fn keys_moved(&self, rank: usize) -> i64 {
+        let mut moved = 0;
+        // The document at hand, and how many of its tokens the rank's queries have seen so far.
+        let (mut document, mut seen) = (None, 0);
+        for segment in &self.ranks[rank] {
+            if document != Some(segment.document) {
+                (document, seen) = (Some(segment.document), 0);
+            }
+            let sees = match self.mask {
+                Mask::Causal => segment.end(),
+                Mask::Full => self.lengths[segment.document as usize],
+            };
+            moved += i64::from(sees - seen - segment.length);
+            seen = sees;
         }
+        moved
     }
-    Ok(builder.finish(strategy, mask))
+
+    /// Of each rank the keys that an all-gather has to bring: those of segments which see keys of other ranks. Exact.
+    ///
+    /// Of a document these are the keys up to the end of its last segment that does not find all of its keys on its own
+    /// rank, since a segment attends to all of its keys at once; of one that no other rank needs, none.
+    ///
+    /// # Complexity
+    /// O(segments + documents).
+    pub fn keys_gathered(&self) -> Vec<i64> {
+        let mut needed = vec![0; self.lengths.len()];
+        for segments in &self.ranks {
+            for Sight { segment, sees, .. } in self.sights(segments).filter(|sight| !sight.here) {
+                let needed = &mut needed[segment.document as usize];
+                *needed = sees.max(*needed);
+            }
+        }
+        let of_segment = |segment: &Segment| {
+            let end = segment.end().min(needed[segment.document as usize]);
+            i64::from((end - segment.start).max(0))
+        };
+        self.ranks.iter().map(|segments| segments.iter().map(of_segment).sum()).collect()
+    }
+
+    /// Tokens of a rank that attends to its own keys while others' are gathered: all, if some of its segments find
+    /// their keys there and some do not; else none, since one call does it. Exact.
+    ///
+    /// # Complexity
+    /// O(segments of the rank).
+    pub fn tokens_split(&self, rank: usize) -> i64 {
+        let sights = || self.sights(&self.ranks[rank]);
+        let split = sights().any(|sight| sight.here) && sights().any(|sight| !sight.here);
+        if split { self.tokens(rank) } else { 0 }
+    }
+
+    /// Keys that a rank picks from those gathered: all that a segment sees which does not find them on its rank; one
+    /// that several segments see as often, but once where all of a document's segments see all of its keys. Exact.
+    ///
+    /// # Complexity
+    /// O(segments of the rank).
+    pub fn keys_picked(&self, rank: usize) -> i64 {
+        let once = |sight: &Sight<'_>| self.mask == Mask::Causal || sight.first;
+        self.sights(&self.ranks[rank])
+            .filter(|sight| !sight.here && once(sight))
+            .map(|sight| i64::from(sight.sees))
+            .sum()
+    }
+
+    /// What the segments of one rank see.
+    fn sights<'a>(&'a self, segments: &'a [Segment]) -> impl Iterator<Item = Sight<'a>> {
+        segments.chunk_by(|one, next| one.document == next.document).flat_map(move |of_document| {
+            let length = self.lengths[of_document[0].document as usize];
+            let all: i32 = of_document.iter().map(|segment| segment.length).sum();
+            // How many tokens of the document lie on this rank up to the end of a segment.
+            of_document.iter().enumerate().scan(0, move |held, (index, segment)| {
+                *held += segment.length;
+                let (held, sees) = match self.mask {
+                    Mask::Causal => (*held, segment.end()),
+                    Mask::Full => (all, length),
+                };
+                Some(Sight { segment, sees, here: held == sees, first: index == 0 })
+            })
+        })
+    }
+
+    /// First token of a segment in the packed sequence.
+    #[inline]
+    pub fn packed_start(&self, segment: &Segment) -> i32 {
+        self.document_starts[segment.document as usize] + segment.start
+    }
+
+    /// A hash of which token lies where; equal on two ranks iff their shards are equal.
+    pub fn digest(&self) -> String {
+        let mut digest = Digest::new();
+        digest.add(&[u8::from(self.mask == Mask::Causal)]);
+        [self.lengths.len(), self.ranks.len()].iter().for_each(|&size| digest.add(&(size as u64).to_le_bytes()));
+        for &length in &self.lengths {
+            digest.add(&length.to_le_bytes());
+        }
+        for segments in &self.ranks {
+            digest.add(&(segments.len() as u64).to_le_bytes());
+            for segment in segments {
+                digest.add(&segment.document.to_le_bytes());
+                digest.add(&segment.start.to_le_bytes());
+                digest.add(&segment.length.to_le_bytes());
+            }
+        }
+        digest.finish()
+    }
 }

@@ -5,7 +5,7 @@
 //! | `config` | how a stream is packed, and what its steps have to keep for ranks and kernels |
 //! | `packer` | what a [`Packer`] holds, and its cost model, which may change between steps |
 //! | `push` | a global batch enters |
-//! | `costs` | what its documents cost, where they bring their costs |
+//! | `costs`, `brought_costs` | what its documents cost, where they bring their costs |
 //! | `queue`, `release_fifo` | where outliers wait, and when they leave it |
 //! | `release_adaptive`, `level` | how many of the longest documents wait, and where the others go |
 //! | `step`, `fuller` | one packing, made of the documents that leave |
@@ -15,6 +15,7 @@
 //! | `state` | a packer saved and loaded |
 
 mod bounds;
+mod brought_costs;
 mod config;
 mod costs;
 mod fuller;

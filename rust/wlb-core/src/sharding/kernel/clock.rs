@@ -2,7 +2,7 @@
 
 use crate::cost::{Mask, Passes};
 use crate::error::Result;
-use crate::sharding::plan::{Segment, Shard};
+use crate::sharding::shard::{Segment, Shard};
 
 use super::model::{KernelModel, Query, Table};
 
