@@ -189,7 +189,7 @@ def main() -> None:
     for block in model.layers.values():
         fully_shard(block, mesh=wt.data_and_context(mesh), reshard_after_forward=False)
     fully_shard(model, mesh=wt.data_and_context(mesh), reshard_after_forward=False)
-    wt.sum_gradients(model)
+    wt.sum_gradients(model, group=wt.data_and_context(mesh).get_group())
     # wlb 4: a pipeline stage for micro-batches of unequal length. It also runs a pipeline of one rank.
     stage = wt.VarlenPipelineStage(
         model, stage_index, options.pp, device, group=pipeline, hidden_size=config.hidden_size
@@ -201,9 +201,7 @@ def main() -> None:
     for step in loader if done < options.steps else ():
         batches = [batch.to(device, non_blocking=True) for batch in step.micro_batches]
         # wlb 5: the loss is a mean over the labels of the whole global batch, however they are packed.
-        valid = wt.count_valid_tokens(
-            (batch.num_valid_tokens for batch in batches), group=mesh["dp"].get_group(), device=device
-        )
+        valid = wt.count_valid_tokens(step, group=wt.data_and_context(mesh).get_group(), device=device)
         losses = wt.pipeline_step(
             [stage],
             [

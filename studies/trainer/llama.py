@@ -214,5 +214,5 @@ def parallelize(
             )
         fully_shard(block, mesh=ranks, **options)
     fully_shard(stage, mesh=ranks, **options)
-    sum_gradients(stage)
+    sum_gradients(stage, group=ranks.get_group())
     return stage

@@ -276,8 +276,7 @@ def train_step(
     if isinstance(step, DynamicCpStep):
         valid = step.num_valid_tokens
     else:
-        counts = (batch.num_valid_tokens for batch in batches)
-        valid = count_valid_tokens(counts, group=mesh["dp"].get_group(), device=device)
+        valid = count_valid_tokens(step, group=data_and_context(mesh).get_group(), device=device)
     if valid == 0:  # on all ranks, so that none of them waits for another
         return None
     losses = pipeline_step(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -57,8 +58,15 @@ def mine() -> list[MicroBatch]:
     return [micro_batch(index) for index in range(dist.get_rank(), MICRO_BATCHES, dist.get_world_size())]
 
 
+def shared_step() -> Any:
+    """What the library has to know of a step that all ranks share."""
+    batches = [{"labels": labels} for _, labels in mine()]
+    ranks, parts = dist.get_world_size(), np.array([dist.get_rank()])
+    return SimpleNamespace(number=0, num_ranks=ranks, parts=parts, micro_batches=batches)
+
+
 def num_valid_tokens() -> int:
-    return count_valid_tokens((int((labels != IGNORE).sum()) for _, labels in mine()), group=dist.group.WORLD)
+    return count_valid_tokens(shared_step(), group=dist.group.WORLD)
 
 
 def accumulate(model: Any, no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
@@ -87,7 +95,7 @@ def plain() -> nn.Module:
     model = network()
     sum_gradients(model)
     accumulate(model)
-    all_reduce_gradients(model, group=dist.group.WORLD)
+    all_reduce_gradients(model, shared_step(), group=dist.group.WORLD)
     return model
 
 
@@ -341,9 +349,9 @@ REFUSALS: dict[str, tuple[Callable[[], None], str]] = {
     "fsdp1, one shard a replica": (one_shard_a_replica, "exchanges nothing"),
     "replicate": (composable_replicate, "use DistributedDataParallel or fully_shard"),
     "inside": (partial(inside, sum_gradients), "is inside a torch.nn.parallel.distributed.DistributedDataParallel"),
-    "added up twice": (partial(inside, all_reduce_gradients), "is inside a"),
+    "added up twice": (partial(inside, lambda model: all_reduce_gradients(model, shared_step())), "is inside a"),
     "added up by both": (
-        lambda: all_reduce_gradients(DistributedDataParallel(network())),
+        lambda: all_reduce_gradients(DistributedDataParallel(network()), shared_step()),
         "exchanges gradients by itself",
     ),
     "accelerate": (divided_by_accelerate, "gradient_accumulation_steps = 4"),

@@ -1,5 +1,8 @@
 """The loss is the mean over all tokens, however they are packed; FLOPs come from true lengths."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -49,7 +52,8 @@ def train(rank: int) -> tuple[float, np.ndarray, int]:
     sum_gradients(net)
     inputs, labels = batch_of(rank)
     group = mesh["dp"].get_group()
-    valid = count_valid_tokens(int((labels != IGNORE).sum()), group=group)
+    step: Any = SimpleNamespace(number=0, num_ranks=4, parts=np.array([rank]), micro_batches=[{"labels": labels}])
+    valid = count_valid_tokens(step, group=group)
     loss = token_normalized_loss(net(inputs), labels, num_valid_tokens=valid)
     loss.backward()
     total = loss.detach().clone()
@@ -70,7 +74,7 @@ def test_unequal_ranks_give_the_mean_over_tokens() -> None:
         assert np.abs(summed - gradient).max() <= 1e-5 * np.abs(gradient).max()
 
 
-@pytest.mark.parametrize("valid", [count_valid_tokens([0, 0]), torch.tensor(0)])
+@pytest.mark.parametrize("valid", [0, torch.tensor(0)])
 def test_nothing_to_predict_is_a_loss_of_zero(valid: int | torch.Tensor) -> None:
     logits = torch.randn(3, VOCABULARY, requires_grad=True)
     loss = token_normalized_loss(logits, torch.full((3,), IGNORE), num_valid_tokens=valid)
@@ -82,8 +86,13 @@ def test_nothing_to_predict_is_a_loss_of_zero(valid: int | torch.Tensor) -> None
 
 def test_counts_are_those_of_labels() -> None:
     """0 included: what a trainer looks at to skip the update."""
-    assert count_valid_tokens(np.int64(3)) == count_valid_tokens([1, 2]) == 3  # type: ignore[arg-type]
-    assert count_valid_tokens(0) == count_valid_tokens([]) == 0
+    step: Any = SimpleNamespace(number=0, num_ranks=1, parts=np.array([0]), micro_batches=[])
+    assert count_valid_tokens(step) == 0
+    step.micro_batches = [{"labels": torch.tensor([IGNORE, 1])}, {"labels": torch.tensor([2, 3])}]
+    assert count_valid_tokens(step) == 3
+    step.micro_batches = [object()]
+    with pytest.raises(wlb.WlbError, match="without labels: count"):
+        count_valid_tokens(step)
     logits = torch.randn(3, VOCABULARY)
     for count in (-1, 1.5):
         with pytest.raises(wlb.WlbError, match="num_valid_tokens"):

@@ -66,9 +66,7 @@ def by_hand(model: nn.Module, rows: Callable[[PackedBatch], dict[str, Any]], sca
     """A training step as people write it, on the model's own loss."""
 
     def train(step: Step[PackedBatch]) -> Tensor:
-        counts = [batch.num_valid_tokens for batch in step.micro_batches]
-        group = dist.group.WORLD if dist.is_initialized() else None
-        valid = wt.count_valid_tokens(counts, group=group)
+        valid = wt.count_valid_tokens(step)
         total = torch.zeros(())
         for batch in step.micro_batches:
             loss = model(**rows(batch), num_items_in_batch=max(valid, 1)).loss
@@ -217,7 +215,7 @@ def counted_as(count: Callable[[PackedBatch], Any]) -> None:
             loss = model(**batch.as_hf(), num_items_in_batch=float(counted)).loss
             loss.backward()
             total += loss.detach()
-        wt.all_reduce_gradients(model)
+        wt.all_reduce_gradients(model, step)
         dist.all_reduce(total)
         return total
 
@@ -251,7 +249,7 @@ def mean_of_means() -> None:
             loss = model(**batch.as_hf()).loss / len(step.packing)
             loss.backward()
             total += loss.detach()
-        wt.all_reduce_gradients(model)
+        wt.all_reduce_gradients(model, step)
         dist.all_reduce(total)
         return total
 

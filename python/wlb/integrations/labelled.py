@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from wlb._errors import error
-from wlb.torch.data import IGNORE, BalancedStream, PackedBatch, Step, StepLoader
+from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.loss import count_valid_tokens
 
 
@@ -48,21 +48,16 @@ def _labels(step: Step[Any]) -> int | None:
     """Labels of the step that count, on all ranks: the same answer on all."""
     if not any((micro_batch.lengths > 1).any() for micro_batch in step.packing):
         return 0
-    counts = [_of_batch(batch) for batch in step.micro_batches]
-    if None in counts:  # another collator, on all ranks: known to it alone
+    if not all(map(_has_labels, step.micro_batches)):  # another collator, on all ranks: known to it alone
         return None
-    group, device = None, "cpu"
-    if dist.is_initialized():
-        group = dist.group.WORLD
-        device = "cpu" if "cpu" in dist.get_backend_config() else str(torch.accelerator.current_accelerator())
-    labels = count_valid_tokens((count or 0 for count in counts), group=group, device=device)
+    device = "cpu"
+    if dist.is_initialized() and "cpu" not in dist.get_backend_config():
+        device = str(torch.accelerator.current_accelerator())
+    labels = count_valid_tokens(step, device=device)
     if not labels:
         warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=4)
     return labels
 
 
-def _of_batch(batch: Any) -> int | None:
-    if isinstance(batch, PackedBatch):
-        return batch.num_valid_tokens
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    return None if labels is None else int((labels != IGNORE).sum())
+def _has_labels(batch: Any) -> bool:
+    return isinstance(batch, PackedBatch) or (isinstance(batch, Mapping) and batch.get("labels") is not None)

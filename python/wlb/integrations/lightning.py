@@ -217,10 +217,12 @@ class _Validation:
         )
         loader = DataLoader(documents, batch_sampler=sampler, collate_fn=collate)
         steps: StepLoader[PackedBatch] = StepLoader(loader)
-        self._batches = [batch for step in steps for batch in step.micro_batches]
-        group = dist.group.WORLD if dist.is_initialized() else None
-        device = trainer.strategy.root_device if group is not None else "cpu"
-        labels = count_valid_tokens((batch.num_valid_tokens for batch in self._batches), group=group, device=device)
+        self._batches: list[PackedBatch] = []
+        labels = 0
+        device = trainer.strategy.root_device if dist.is_initialized() else "cpu"
+        for step in steps:
+            self._batches += step.micro_batches
+            labels += count_valid_tokens(step, device=device)
         self._num_items = max(labels, 1) / (len(self._batches) * ranks)
         self._row = row
 

@@ -8,6 +8,7 @@ while clipping, weight decay and a change of the number of ranks do.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -25,6 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from wlb._errors import error
+from wlb.torch.data.dynamic_cp import DynamicCpStep
+from wlb.torch.data.step import Step
+from wlb.torch.groups import ranks_of_step
 
 # Wrappers of other libraries, by the module that their classes are from, and how to get the sum from them.
 _FOREIGN: Final = {
@@ -50,7 +54,7 @@ _STRATEGIES: Final[dict[str, type[nn.Module] | None]] = {
 _AVERAGING: Final = (allreduce_hook, fp16_compress_hook, bf16_compress_hook)
 
 
-def sum_gradients(model: nn.Module) -> None:
+def sum_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
     """Makes a wrapped model add gradients up over ranks, where it averages by default.
 
     With `token_normalized_loss` the gradients are then those of the mean over all tokens of the global batch, however
@@ -86,10 +90,12 @@ def sum_gradients(model: nn.Module) -> None:
     Args:
         model: the outermost wrapper, or a module with wrapped ones inside. Parameters keep their hooks when they are
             moved or loaded; a `copy.deepcopy` has none.
+        group: the ranks that share the global batch, data- and context-parallel; None for all.
 
     Raises:
-        WlbError: a wrapper is not known, or has a communication hook of which it is not known whether it averages;
-            `model` is inside a wrapper; a trainer divides the loss as well. Nothing has changed then.
+        WlbError: a wrapper exchanges gradients between other ranks than `group`, or leaves parameters out; a wrapper is
+            not known, or has a communication hook of which it is not known whether it averages; `model` is inside a
+            wrapper; a trainer divides the loss as well. Nothing has changed then.
 
     Complexity:
         Under DDP each backward pass writes every gradient once more; otherwise nothing.
@@ -106,23 +112,71 @@ def sum_gradients(model: nn.Module) -> None:
             _check_accelerate()
     if not found:
         _check_outermost(model)
+    else:
+        check_wrappers(model, group)
     for change in changes:
         change()
 
 
-def all_reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+def check_wrappers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Refuses wrappers that exchange gradients between other ranks than those that share the global batch.
+
+    Experts that are sharded over "edp" of :func:`~wlb.torch.groups.expert_ranks` are an exception: the other ranks of
+    the group send their tokens to them.
+
+    Args:
+        model: with wrappers around or inside it.
+        group: the ranks that share the global batch, data- and context-parallel; None for all.
+
+    Raises:
+        WlbError: a wrapper has other ranks, or a parameter that learns is in none of them.
+    """
+    if not dist.is_initialized():
+        return
+    ranks = dist.get_process_group_ranks(group)
+    inside: set[int] = set()
+    for module in model.modules():
+        if _change(module) is None:
+            continue
+        inside.update(map(id, module.parameters()))
+        axes, experts = _exchanged_over(module)
+        if not axes:
+            continue
+        size = math.prod(map(len, axes))
+        if not all(set(axis) <= set(ranks) for axis in axes) or (size != len(ranks) and not experts):
+            over = " x ".join(map(str, axes))
+            message = (
+                f"is or holds a {_name(module)} over ranks {over}, but ranks {ranks} share the global batch: wrap it "
+                "over wt.data_and_context(mesh), and give group=wt.data_and_context(mesh).get_group()"
+            )
+            raise error("model", message, value=over)
+    outside = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in inside]
+    if outside and len(ranks) > 1:
+        message = (
+            f"has {len(outside)} parameters outside of its wrappers ({outside[0]} is one), of which no rank exchanges "
+            "gradients: wrap the whole model"
+        )
+        raise error("model", message, value=outside[0])
+
+
+def all_reduce_gradients(
+    model: nn.Module, step: Step[Any] | DynamicCpStep[Any], *, group: dist.ProcessGroup | None = None
+) -> None:
     """Adds gradients up over ranks, for a model that nothing is wrapped around; once before each optimizer step.
 
     Args:
         model: the same on every rank. A parameter that has no gradient here counts as 0, for another rank may have one.
-        group: the ranks that share the global batch, data- and context-parallel; None for all.
+        step: the step whose gradients they are; it knows how many ranks share it.
+        group: these ranks, data- and context-parallel; None for all.
 
     Raises:
-        WlbError: the model has a wrapper, which exchanges gradients by itself, or parameters that are sharded.
+        WlbError: another number of ranks shares the step; the model has a wrapper, which exchanges gradients by
+            itself, or parameters that are sharded.
 
     Complexity:
         One all-reduce for each parameter, all started at once.
     """
+    group = ranks_of_step(step, group)
     for module in model.modules():
         if _change(module) is not None:
             message = f"holds a {_name(module)}, which exchanges gradients by itself: call sum_gradients(model) instead"
@@ -131,6 +185,8 @@ def all_reduce_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         raise error("model", "has parameters that are DTensors: what is sharded cannot be added up as it is")
+    if group is None:
+        return
     works = []
     for parameter in parameters:
         if parameter.grad is None:
@@ -201,11 +257,26 @@ def _change(module: nn.Module) -> Callable[[], None] | None:
     return None
 
 
-def _fully_shard(module: Any) -> Callable[[], None]:
+def _exchanged_over(module: Any) -> tuple[list[list[int]], bool]:
+    """Ranks between which a wrapper exchanges gradients, as the axes of a grid; and whether these are experts."""
+    if isinstance(module, FSDPModule):
+        meshes = {id(group.mesh_info.mesh): group.mesh_info.mesh for group in _param_groups(module)}
+        grids = [mesh.mesh.flatten().tolist() for mesh in meshes.values()]  # none where others hold all parameters
+        return sorted(grids, key=len)[:1], all(mesh.mesh_dim_names == ("edp",) for mesh in meshes.values())
+    axes = [module.process_group, getattr(module, "_inter_node_pg", None)]
+    return [dist.get_process_group_ranks(axis) for axis in axes if axis is not None], False
+
+
+def _param_groups(module: Any) -> list[Any]:
+    """Parameters that `fully_shard` exchanges together."""
     state: Any = module._get_fsdp_state()
     # One group of parameters before torch 2.12, several since.
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    if any(getattr(group, "_all_reduce_hook", None) is not None for group in groups):
+    return [group for group in groups if group is not None]
+
+
+def _fully_shard(module: Any) -> Callable[[], None]:
+    if any(getattr(group, "_all_reduce_hook", None) is not None for group in _param_groups(module)):
         raise _unknown_hook(module, "set_all_reduce_hook")
 
     def change() -> None:

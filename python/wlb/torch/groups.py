@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,30 @@ def data_and_context(mesh: DeviceMesh) -> DeviceMesh:
     if "dp_cp" in root._flatten_mapping:  # made once: it creates process groups
         return root._flatten_mapping["dp_cp"]
     return mesh["dp", "cp"]._flatten("dp_cp")
+
+
+def ranks_of_step(step: Any, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+    """The ranks that share a step, data- and context-parallel; None for one process without process groups.
+
+    Whatever adds up over a step's ranks takes its group from here.
+
+    Args:
+        step: a `Step` or a `DynamicCpStep`.
+        group: the ranks that should share it; None for all.
+
+    Raises:
+        WlbError: another number of ranks shares the step. The same on every rank, before any communication.
+    """
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    size = 1 if group is None else dist.get_world_size(group)
+    if size != step.num_ranks:
+        message = (
+            f"has {size} ranks, but {step.num_ranks} data- and context-parallel ranks share step {step.number}: give "
+            "group=wt.data_and_context(mesh).get_group(), and loaders the dp and cp ranks of the same mesh"
+        )
+        raise error("group", message, value=size)
+    return group
 
 
 def expert_ranks(mesh: DeviceMesh, *, ep: int) -> DeviceMesh:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wlb._errors import check_integer, error
-from wlb.torch.data.batch import IGNORE
+from wlb.torch.data.batch import IGNORE, PackedBatch
+from wlb.torch.data.dynamic_cp import DynamicCpStep
+from wlb.torch.data.step import Step
+from wlb.torch.groups import ranks_of_step
 
 
 def token_normalized_loss(
@@ -55,28 +59,67 @@ def token_normalized_loss(
 
 
 def count_valid_tokens(
-    counts: int | Iterable[int], *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+    step: Step[Any] | DynamicCpStep[Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
 ) -> int:
-    """Labels that count in the global batch: those of this DP rank's micro-batches, added up over DP ranks.
+    """Labels that count in a global batch, each once, on all ranks that share it.
 
     The same number on every rank, so all of them see together that there is nothing to train: documents of one token,
     or masked prompts only. An optimizer that steps then still decays weights and moves by its momentum::
 
-        valid = count_valid_tokens((batch.num_valid_tokens for batch in step.micro_batches), group=dp_group)
+        ranks = wt.data_and_context(mesh).get_group()
+        valid = count_valid_tokens(step, group=ranks)
         if valid == 0:
             continue  # on every rank; say so in the log
 
     Args:
-        counts: of each micro-batch, over its CP ranks (`PackedBatch.num_valid_tokens`).
-        group: the DP group; None for one DP rank.
+        step: what a loader gave. Its micro-batches are `PackedBatch`, of which the first context-parallel rank counts
+            the labels; or mappings with `labels`, of one context-parallel rank.
+        group: the ranks that share the step, data- and context-parallel; None for all.
         device: where the collective runs ("cuda" for NCCL).
 
     Returns:
         Their number, 0 included.
+
+    Raises:
+        WlbError: the ranks of `group` are not those that share the step: their number differs, or several of them have
+            the same part of it; or labels of a micro-batch cannot be counted.
+
+    Complexity:
+        One all-reduce of a number for each part of the step (micro-batches times context-parallel ranks).
     """
-    total = sum(counts) if isinstance(counts, Iterable) else int(counts)
-    if group is not None:
-        tensor = torch.tensor(total, dtype=torch.int64, device=device)
-        dist.all_reduce(tensor, group=group)
-        total = int(tensor.item())
+    total = sum(map(_labels, step.micro_batches))
+    group = ranks_of_step(step, group)
+    if step.num_ranks == 1:
+        return total
+    mine = torch.zeros(1 + step.num_ranks * len(step.parts), dtype=torch.int64)
+    mine[0] = total
+    mine[1 + torch.from_numpy(step.parts)] = 1
+    everyone = mine.to(device)
+    dist.all_reduce(everyone, group=group)
+    total, *holders = everyone.tolist()
+    if (wrong := next((part for part, ranks in enumerate(holders) if ranks != 1), None)) is not None:
+        message = (
+            f"does not share step {step.number}: {holders[wrong]} of its {step.num_ranks} ranks have part {wrong} of "
+            f"{len(holders)}, not 1. Give group=wt.data_and_context(mesh).get_group(), and loaders the dp and cp ranks "
+            "of the same mesh"
+        )
+        raise error("group", message, value=holders[wrong])
     return total
+
+
+def _labels(batch: Any) -> int:
+    """Labels that this rank counts of a micro-batch; its other context-parallel ranks count none.
+
+    Raises:
+        WlbError: It has none that are known here.
+    """
+    if isinstance(batch, PackedBatch):
+        return batch.num_valid_tokens if batch.cp_rank == 0 else 0
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor):
+        name = type(batch).__name__
+        raise error("step", f"has micro-batches of type {name} without labels: count its labels yourself", value=name)
+    return int((labels != IGNORE).sum())

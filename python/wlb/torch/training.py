@@ -19,6 +19,7 @@ from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
 from wlb.torch.gradients import all_reduce_gradients, exchanges_gradients, sum_gradients, unwrapped
+from wlb.torch.groups import ranks_of_step
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 
 LossOf = Callable[[nn.Module, PackedBatch, int], Tensor]
@@ -60,7 +61,7 @@ def train_step(
             `aux_loss`, that is added with `config.router_aux_loss_coef`, weighted by labels. Any other is called with
             the batch and gives logits, float[tokens, vocabulary].
         step: what a loader gave; as many micro-batches on every rank. Moved to the model's device.
-        group: the ranks that share the global batch, data- and context-parallel; None for all.
+        group: the ranks that share the step, data- and context-parallel; None for all.
         accelerator: accelerate's, if `model` is from its `prepare`: its `backward` scales for mixed precision.
         loss: instead of all that: gives a micro-batch's part of the mean from model, batch and the number of labels of
             the global batch; :func:`token_normalized_loss` for one.
@@ -70,20 +71,19 @@ def train_step(
         counts.
 
     Raises:
-        WlbError: gradients are there already, that of a wrapper is not known (:func:`sum_gradients`), or the model
-            gives something else than logits.
+        WlbError: other ranks than `group` share the step, or a wrapper exchanges gradients between others; gradients
+            are there already; a wrapper is not known (:func:`sum_gradients`); or the model gives something else than
+            logits.
 
     Complexity:
-        Beside the model's own work one all-reduce of a number before, and one after.
+        Beside the model's own work one all-reduce of a number a part of the step before, and one of a number after.
     """
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
-    several = group is not None and dist.get_world_size(group) > 1
-    _prepare(model, several)
+    group = ranks_of_step(step, group)
+    several = step.num_ranks > 1
+    _prepare(model, group, several)
     device = next(model.parameters()).device
     where = meeting_place(group, device)
-    counts = torch.tensor([_labels(batch) for batch in step.micro_batches], dtype=torch.int64)
-    valid = count_valid_tokens(int(counts.sum()), group=group if several else None, device=where)
+    valid = count_valid_tokens(step, group=group, device=where)
     total = torch.zeros((), device=device)
     if valid == 0:
         warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=2)
@@ -101,7 +101,7 @@ def train_step(
                 accelerator.backward(part)
         total += part.detach().float()
     if several and model in _bare:
-        all_reduce_gradients(model, group=group)
+        all_reduce_gradients(model, step, group=group)
     if several:
         meeting = total.to(where)
         dist.all_reduce(meeting, group=group)
@@ -163,9 +163,9 @@ def _labels(batch: PackedBatch) -> int:
     return batch.num_valid_tokens if batch.cp_size == 1 else int((batch.labels != IGNORE).sum())
 
 
-def _prepare(model: nn.Module, several: bool) -> None:
+def _prepare(model: nn.Module, group: dist.ProcessGroup | None, several: bool) -> None:
     if model not in _summing and model not in _bare:
-        sum_gradients(model)
+        sum_gradients(model, group=group)
         (_summing if exchanges_gradients(model) else _bare).add(model)
     if several and model in _bare and any(parameter.grad is not None for parameter in model.parameters()):
         message = "has gradients already, which would be added up over ranks again: call zero_grad() before train_step"

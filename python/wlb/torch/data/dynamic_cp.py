@@ -69,6 +69,16 @@ class DynamicCpStep(Generic[T]):
     rank: int = 0
 
     @property
+    def parts(self) -> NDArray[np.int64]:
+        """Which part of the step this rank trains: as :attr:`Step.parts`, one for each data x context rank."""
+        return np.array([self.rank])
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the step: the data x context ranks that it was planned for."""
+        return self.plan.world_size
+
+    @property
     def groups(self) -> tuple[wlb.CpGroup, ...]:
         """The group that this rank is in, and its documents, of each micro-batch."""
         return tuple(micro_batch.group_of(self.rank) for micro_batch in self.plan)

@@ -69,6 +69,22 @@ class Step(Generic[T]):
         )
 
     @property
+    def parts(self) -> NDArray[np.int64]:
+        """Which parts of the step this rank trains: a context-parallel rank's tokens of a micro-batch are one part.
+
+        Every part is on one rank of those that share the step, so the parts of all ranks are 0 to
+        `num_ranks * len(parts) - 1`.
+        """
+        first = self.micro_batches[0] if self.micro_batches else None
+        return self.indices * getattr(first, "cp_size", 1) + getattr(first, "cp_rank", 0)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the step: data-parallel times context-parallel ranks."""
+        cp_size = getattr(self.micro_batches[0], "cp_size", 1) if self.micro_batches else 1
+        return len(self.packing) // max(len(self.indices), 1) * cp_size
+
+    @property
     def plan(self) -> wlb.Packing:
         """The packing, by the name that it has in a `DynamicCpStep`."""
         return self.packing

@@ -1,0 +1,155 @@
+"""What adds up over ranks adds up over those that share the batch, or is refused by name before the first backward."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import wlb
+import wlb.torch as wt
+from tests.torch import processes
+from tests.torch.test_training import LENGTHS, Network, documents, flat, reference
+from wlb.torch.data import PackedBatch
+
+
+def first_step(mesh: Any) -> wt.Step[PackedBatch]:
+    """Of a loader that takes its ranks from the mesh."""
+    packer = wlb.Packer(
+        num_micro_batches=4,
+        max_tokens=64,
+        max_document_tokens=40,
+        oversize="split",
+        cost_model=wlb.CostModel(attention=1.0, linear=50.0),
+        release="fifo",
+    )
+    dp, cp = mesh["dp"], mesh["cp"]
+    sampler = wt.BalancedBatchSampler(
+        LENGTHS, packer=packer, dp_rank=dp.get_local_rank(), dp_size=dp.size(), tokens_per_batch=130
+    )
+
+    def collate(rows: Any) -> PackedBatch:
+        return wt.collate(rows, cp_rank=cp.get_local_rank(), cp_size=cp.size())
+
+    return next(iter(wt.StepLoader(DataLoader(wt.Documents(documents()), batch_sampler=sampler, collate_fn=collate))))
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(wlb.WlbError) as raised:
+        call()
+    return f"{raised.value.argument} {raised.value}"
+
+
+def untouched(model: nn.Module) -> bool:
+    return all(parameter.grad is None for parameter in model.parameters())
+
+
+def ddp(mesh: Any) -> nn.Module:
+    return DistributedDataParallel(Network(), process_group=mesh.get_group())
+
+
+def sharded(mesh: Any) -> nn.Module:
+    model = Network()
+    fully_shard(model.hidden, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def fsdp1(mesh: Any) -> nn.Module:
+    return FullyShardedDataParallel(Network(), process_group=mesh.get_group(), device_id=torch.device("cpu"))
+
+
+WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {"ddp": ddp, "fully_shard": sharded, "fsdp1": fsdp1}
+
+
+def data_and_context_parallel(rank: int) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    mesh = wt.build_mesh(dp=2, cp=2, device_type="cpu")
+    both, step = wt.data_and_context(mesh), first_step(mesh)
+    texts, right = {}, {}
+    for name, wrapped in WRAPPERS.items():
+        for dim in ("dp", "cp"):
+            model = wrapped(mesh[dim])
+            texts[f"{name} over {dim}"] = refused(lambda model=model: wt.train_step(model, step))
+            assert untouched(model)
+            texts[f"{name} over {dim}, told"] = refused(lambda model=model: wt.sum_gradients(model))
+        if name != "fsdp1":
+            model = wrapped(both)
+            right[name] = (wt.train_step(model, step).item(), flat(model))
+    right["plain"] = (wt.train_step(model := Network(), step).item(), flat(model))
+    half = nn.Sequential(Network(), nn.Linear(2, 2))
+    half[0] = ddp(both)
+    texts["outside"] = refused(lambda: wt.sum_gradients(half))
+    for dim in ("dp", "cp"):
+        group = mesh[dim].get_group()
+        texts[f"step over {dim}"] = refused(lambda group=group: wt.train_step(Network(), step, group=group))
+        texts[f"labels over {dim}"] = refused(lambda group=group: wt.count_valid_tokens(step, group=group))
+        texts[f"gradients over {dim}"] = refused(
+            lambda group=group: wt.all_reduce_gradients(Network(), step, group=group)
+        )
+    # As a loader that was told ranks of another mesh: every rank has the same part.
+    dealt = first_step({"dp": mesh["dp"], "cp": mesh["dp"]})
+    texts["same parts"] = refused(lambda: wt.count_valid_tokens(dealt))
+    right["labels"] = wt.count_valid_tokens(step, group=both.get_group())
+    return {"refused": texts, "right": right}
+
+
+def test_wrappers_and_groups_are_those_that_share_the_batch() -> None:
+    loss, gradient = reference()[0]
+    labels = sum(batch.num_valid_tokens for batch in whole_step().micro_batches)
+    for found in processes.run(4, data_and_context_parallel):
+        for name, text in found["refused"].items():
+            if "parts" in name:
+                assert re.search("group .*2 of its 4 ranks have part", text) or "0 of its 4" in text, text
+            elif name == "outside":
+                assert "1.weight is one" in text, text
+            elif "over" in name and name.split()[0] in WRAPPERS:
+                assert re.search(r"model .*over ranks \[\d, \d\], but ranks \[0, 1, 2, 3\] share", text), (name, text)
+            else:
+                assert "group has 2 ranks, but 4 data- and context-parallel ranks share step 0" in text, (name, text)
+            assert "wt.data_and_context(mesh)" in text or name == "outside", (name, text)
+        assert found["right"].pop("labels") == labels
+        for name, (found_loss, found_gradient) in found["right"].items():
+            assert found_loss == pytest.approx(loss, rel=1e-6), name
+            assert abs(found_gradient - gradient).max() < 1e-6 * abs(gradient).max(), name
+
+
+def whole_step() -> wt.Step[PackedBatch]:
+    one = type("One", (), {"get_local_rank": lambda _: 0, "size": lambda _: 1})()
+    return first_step({"dp": one, "cp": one})
+
+
+def pipelined(rank: int) -> list[str]:
+    mesh = wt.build_mesh(pp=2, device_type="cpu")
+    model, step, alone = Network(), first_step(mesh), wt.data_and_context(mesh).get_group()
+    texts = [
+        refused(lambda: wt.train_step(model, step)),
+        refused(lambda: wt.count_valid_tokens(step)),
+        refused(lambda: wt.all_reduce_gradients(model, step)),
+    ]
+    assert untouched(model)
+    wrapped = DistributedDataParallel(Network(), process_group=alone)
+    texts.append(refused(lambda: wt.sum_gradients(wrapped)))
+    wt.sum_gradients(wrapped, group=alone)
+    loss = nn.functional.mse_loss(model(step.micro_batches[0]), torch.zeros(()))
+    loss.backward()  # type: ignore[no-untyped-call]
+    before = flat(model).copy()
+    wt.all_reduce_gradients(model, step, group=alone)
+    assert (flat(model) == before).all(), "the other stage's gradients are none of this one"
+    assert wt.count_valid_tokens(step, group=alone) == sum(batch.num_valid_tokens for batch in step.micro_batches)
+    return texts
+
+
+def test_stages_of_a_pipeline_do_not_share_a_batch() -> None:
+    for texts in processes.run(2, pipelined):
+        for text in texts[:3]:
+            assert "group has 2 ranks, but 1 data- and context-parallel ranks share step 0" in text
+        assert re.search(r"over ranks \[\d\], but ranks \[0, 1\] share", texts[3])
