@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -19,6 +23,7 @@ import wlb.torch as wt
 from tests.torch import processes
 from tests.torch.test_training import LENGTHS, Network, documents, flat, reference
 from wlb.torch.data import PackedBatch
+from wlb.torch.gradients import _settings
 
 
 def first_step(mesh: Any) -> wt.Step[PackedBatch]:
@@ -153,3 +158,124 @@ def test_stages_of_a_pipeline_do_not_share_a_batch() -> None:
         for text in texts[:3]:
             assert "group has 2 ranks, but 1 data- and context-parallel ranks share step 0" in text
         assert re.search(r"over ranks \[\d\], but ranks \[0, 1\] share", texts[3])
+
+
+# --- a check leaves no trace ------------------------------------------------------------------------------------------
+
+
+class Traced(Network):
+    """Counts what it sees, draws random numbers while it trains, and has a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.hidden.bias.requires_grad_(False)
+        self.head.eval()
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        self.seen = self.seen + 1
+        random.random(), np.random.random(), torch.rand(())  # noqa: NPY002
+        return super().forward(batch)
+
+
+def traces(model: nn.Module) -> dict[str, Any]:
+    """What a check may not change."""
+    state = np.random.get_state()  # noqa: NPY002
+    return {
+        "modes": [module.training for module in model.modules()],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "buffers": [(id(buffer), buffer.clone().tolist()) for buffer in model.buffers()],
+        "hooks": [
+            hook
+            for parameter in model.parameters()
+            for hook in (getattr(parameter, "_backward_hooks", None) or {}).items()
+        ],
+        "requires_grad": [parameter.requires_grad for parameter in model.parameters()],
+        "grad": [parameter.grad is None for parameter in model.parameters()],
+        "reductions": [(name, getattr(owner, name)) for owner, name in _settings(model)],
+        "python": random.getstate(),
+        "numpy": (state[0], state[1].tolist(), state[2:]),
+        "torch": torch.get_rng_state().tolist(),
+    }
+
+
+def own_loop(model: nn.Module, step: wt.Step[PackedBatch]) -> np.ndarray:
+    """A loop of one's own, right without us: wrappers average, so it multiplies by the ranks."""
+    valid, ranks = wt.count_valid_tokens(step), dist.get_world_size()
+    for batch in step.micro_batches:
+        loss = wt.token_normalized_loss(model(batch), batch.labels, num_valid_tokens=valid)
+        (loss * ranks).backward()
+    gradient = flat(model)
+    model.zero_grad()
+    return gradient
+
+
+CHECKED: dict[str, Callable[[], nn.Module]] = {
+    "ddp": lambda: DistributedDataParallel(Network()),
+    "fully_shard": lambda: sharded(None),
+    "fsdp1": lambda: FullyShardedDataParallel(Network(), device_id=torch.device("cpu"), use_orig_params=True),
+    "fsdp1, not sharded": lambda: FullyShardedDataParallel(
+        Network(), device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True
+    ),
+}
+
+
+def checked(rank: int) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    mesh = wt.build_mesh(dp=2, device_type="cpu")
+    step = first_step(mesh)
+    found: dict[str, Any] = {}
+    for name, make in CHECKED.items():
+        model = make()
+        before = own_loop(model, step) if name != "fsdp1" else summed(model, step)
+        traced = traces(model)
+        wt.verify(model, step, report=None)
+        assert traces(model) == traced, name
+        after = own_loop(model, step) if name != "fsdp1" else summed(model, step)
+        found[name] = float(abs(after - before).max() / abs(before).max())
+    return found
+
+
+def summed(model: nn.Module, step: wt.Step[PackedBatch]) -> np.ndarray:
+    """As `own_loop`, where each rank has its own part of the gradients."""
+    for batch in step.micro_batches:
+        wt.token_normalized_loss(model(batch), batch.labels, num_valid_tokens=100).backward()
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return torch.cat([gradient.flatten() for gradient in found]).numpy()
+
+
+def test_the_gradients_of_a_loop_are_those_of_before_a_check() -> None:
+    for found in processes.run(2, checked):
+        assert found.keys() == CHECKED.keys()
+        assert max(found.values()) < 1e-6, found
+
+
+def test_a_check_leaves_no_trace() -> None:
+    """Whether it passes or not, whatever the training step does."""
+    model = Traced()
+    model.embedding.weight.register_hook(lambda gradient: gradient)
+    step = whole_step()
+    before = traces(model)
+
+    def train(of: wt.Step[PackedBatch]) -> Tensor:
+        """Changes all there is to change; its frozen layer learns."""
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+        model.train()
+        model.hidden.bias.requires_grad_(True)
+        model.head.weight.register_hook(lambda gradient: gradient)
+        model.register_buffer("another", torch.zeros(()))
+        return wt.train_step(model, of)
+
+    wt.verify(model, step, report=None)
+    after = traces(model)
+    assert after == before, [name for name in before if before[name] != after[name]]
+    for failing in (False, True):
+
+        def changes(of: wt.Step[PackedBatch], failing: bool = failing) -> Tensor:
+            return train(of) * (2 if failing else 1)
+
+        with pytest.raises(wlb.WlbError) if failing else contextlib.nullcontext():
+            wt.verify(model, step, train=changes, report=None)
+        after = traces(model)
+        assert after == before, [name for name in before if before[name] != after[name]]

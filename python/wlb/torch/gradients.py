@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -50,6 +51,9 @@ _STRATEGIES: Final[dict[str, type[nn.Module] | None]] = {
     "DDPStrategy": DistributedDataParallel,
     "FSDPStrategy": FullyShardedDataParallel,
 }
+# Where `fully_shard` and FullyShardedDataParallel keep by what they divide.
+_REDUCTION: Final = ("gradient_divide_factor", "force_sum_reduction_for_comms")
+_DIVISORS: Final = ("_gradient_predivide_factor", "_gradient_postdivide_factor")
 # Communication hooks of DDP that average as it does without one.
 _AVERAGING: Final = (allreduce_hook, fp16_compress_hook, bf16_compress_hook)
 
@@ -197,6 +201,33 @@ def all_reduce_gradients(
             work.wait()
 
 
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Takes back what :func:`sum_gradients` changes meanwhile: hooks of parameters, divisors and kinds of reduction."""
+    flat = [module._handle.flat_param for module in model.modules() if getattr(module, "_handle", None) is not None]
+    hooks = [(each, each._backward_hooks, dict(each._backward_hooks or {})) for each in [*model.parameters(), *flat]]
+    settings = [(owner, name, getattr(owner, name)) for owner, name in _settings(model)]
+    try:
+        yield
+    finally:
+        for parameter, found, before in hooks:
+            if found is not None:
+                found.clear()
+                found.update(before)
+            parameter._backward_hooks = found
+        for owner, name, value in settings:
+            setattr(owner, name, value)
+
+
+def _settings(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Attributes of wrappers that decide by what gradients are divided."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield from ((group, name) for group in _param_groups(module) for name in _REDUCTION)
+        elif isinstance(module, FullyShardedDataParallel):
+            yield from ((module, name) for name in _DIVISORS)
+
+
 def exchanges_gradients(model: nn.Module) -> bool:
     """Whether a data-parallel wrapper is around the model, or somewhere inside.
 
@@ -289,8 +320,7 @@ def _fully_shard(module: Any) -> Callable[[], None]:
 def _fsdp1(module: Any) -> Callable[[], None]:
     if module._comm_hook is not None:
         raise _unknown_hook(module, "register_comm_hook")
-    divisors = ("_gradient_predivide_factor", "_gradient_postdivide_factor")
-    if not all(hasattr(module, divisor) for divisor in divisors):
+    if not all(hasattr(module, divisor) for divisor in _DIVISORS):
         raise _unknown(
             module, f"this torch ({torch.__version__}) divides elsewhere than 2.11 to 2.15 do: use fully_shard"
         )
@@ -304,7 +334,7 @@ def _fsdp1(module: Any) -> Callable[[], None]:
         return lambda: _multiply([handle.flat_param], module.process_group.size())
 
     def change() -> None:
-        for divisor in divisors:
+        for divisor in _DIVISORS:
             setattr(module, divisor, 1.0)
 
     return change

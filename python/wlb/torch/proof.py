@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.step import Step
 from wlb.torch.gradients import unwrapped
 from wlb.torch.timing import untimed
-from wlb.torch.training import hf_logits, logits_of, meeting_place, takes_input_ids, train_step
+from wlb.torch.training import hf_logits, logits_of, meeting_place, takes_input_ids, train_step, untrained
 
 Train = Callable[[Step[PackedBatch]], Any]
 Alone = Callable[[nn.Module, Tensor], Tensor]
@@ -106,7 +107,8 @@ def verify(
     - **resume**, with `loader`: a state saved after a step goes on with the next, whatever was fetched meanwhile.
 
     Collective: every rank of `group` calls it. Before the first step: gradients must not be there, and are not there
-    after it. Parameters, modes and random states stay as they are; dropout is off meanwhile.
+    after it. It leaves no trace: parameters, buffers, hooks, divisors of wrappers, modes, `requires_grad` and random
+    states of Python, numpy and torch are as they were; dropout is off meanwhile.
 
     Args:
         model: the outermost wrapper, as it is trained.
@@ -333,27 +335,49 @@ def _documents(step: Step[PackedBatch], together: _Together) -> Check:
 
 @contextmanager
 def _still(model: nn.Module) -> Iterator[None]:
-    """Without dropout, also where the training step turns it on.
+    """Without dropout, also where the training step turns it on. A check leaves no trace.
 
-    Leaves modes, gradients, buffers (what experts count, say) and random states as found.
+    Modes, gradients, what needs them, buffers (what experts count, say), hooks, divisors of wrappers and random states
+    are left as found.
     """
-    training = [(module, module.training) for module in model.modules()]
+    modules = [
+        (module, module.training, module.__dict__.get("train"), {**module._buffers}) for module in model.modules()
+    ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     model.eval()
-    for module, _ in training:
+    for module, *_ in modules:
         object.__setattr__(module, "train", lambda mode=True, module=module: module)
     try:
-        kind = torch.accelerator.current_accelerator()
-        with torch.random.fork_rng() if kind is None else torch.random.fork_rng(device_type=kind.type):
+        with untrained(model), _random_states():
             yield
     finally:
-        for module, mode in training:
+        for module, mode, train, own in modules:
             module.__dict__.pop("train", None)
+            if train is not None:
+                object.__setattr__(module, "train", train)
             module.training = mode
+            module._buffers.clear()
+            module._buffers.update(own)
         model.zero_grad(set_to_none=True)
+        for parameter, learns in learning:
+            parameter.requires_grad_(learns)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+
+@contextmanager
+def _random_states() -> Iterator[None]:
+    """Puts back those of Python, numpy and torch."""
+    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  # what users draw from
+    kind = torch.accelerator.current_accelerator()
+    try:
+        with torch.random.fork_rng() if kind is None else torch.random.fork_rng(device_type=kind.type):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)  # noqa: NPY002
 
 
 def _alone(model: nn.Module, tokens: Tensor) -> Tensor:

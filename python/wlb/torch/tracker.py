@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import wlb
 from wlb._errors import check_integer, error
 from wlb.torch.agreement import check_agreement
+from wlb.torch.groups import ranks_of_step
 from wlb.torch.timing import StepTimer, TimedStep
 from wlb.torch.timings import LEVELS, LevelReport, PlannedWork, RankPlace, TimedPlan, level_reports, median_error
 
@@ -101,7 +102,7 @@ class CostTracker:
         windows: Of the model's attention layers, as in `CostModel.fit`.
         chunks: As in `CostModel.fit`.
         mesh: From `build_mesh`, where ranks have other roles than data parallelism. Its ranks call `step` together.
-        group: Without a mesh, the data-parallel group; None: all ranks, or one process.
+        group: Without a mesh, the ranks that share a step, data- and context-parallel; None: all, or one process.
         device: Where collectives run ("cuda" for NCCL); by default that of the mesh.
         timer: Of this rank, if one is in use already.
 
@@ -158,12 +159,14 @@ class CostTracker:
             What the timings said, in a step that looked at them.
 
         Raises:
-            WlbError: The step's plan is none of wlb's; or ranks differ, which are named: in the number of the step,
-                the settings, the costs in use or those that were fitted.
+            WlbError: The step's plan is none of wlb's; other ranks than `group` share the step; or ranks differ, which
+                are named: in the number of the step, the settings, the costs in use or those that were fitted.
         """
         plan = getattr(step, "packing", None) or getattr(step, "plan", None)
         if not isinstance(plan, wlb.Packing | wlb.DynamicCpPlan):
             raise error("step", f"is a {type(step).__name__} without a Packing: its costs are not the packer's")
+        if self._mesh is None and hasattr(step, "num_ranks"):
+            ranks_of_step(step, self._group)
         number = int(step.number)
         self.timer.end_step(step)
         self._plans[number] = work = PlannedWork.of(plan, self.cost_model)

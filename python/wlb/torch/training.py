@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -18,7 +18,7 @@ from wlb._errors import error
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
-from wlb.torch.gradients import all_reduce_gradients, exchanges_gradients, sum_gradients, unwrapped
+from wlb.torch.gradients import all_reduce_gradients, exchanges_gradients, sum_gradients, unchanged, unwrapped
 from wlb.torch.groups import ranks_of_step
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 
@@ -107,6 +107,19 @@ def train_step(
         dist.all_reduce(meeting, group=group)
         total = meeting.to(device)
     return total
+
+
+@contextmanager
+def untrained(model: nn.Module) -> Iterator[None]:
+    """What :func:`train_step` changes of a model and its wrappers meanwhile is taken back, except gradients."""
+    known = [models for models in (_summing, _bare) if model in models]
+    try:
+        with unchanged(model):
+            yield
+    finally:
+        for models in (_summing, _bare):
+            if models not in known:
+                models.discard(model)
 
 
 def logits_of(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
