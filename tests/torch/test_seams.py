@@ -7,6 +7,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -279,3 +280,131 @@ def test_a_check_leaves_no_trace() -> None:
             wt.verify(model, step, train=changes, report=None)
         after = traces(model)
         assert after == before, [name for name in before if before[name] != after[name]]
+
+
+# --- weights that stages share ----------------------------------------------------------------------------------------
+
+WORDS, WIDTH = 17, 6
+ROWS = [[5, 3], [1, 7, 2], [4], [9]]
+
+
+class TiedStage(nn.Module):
+    """Layers of a model whose head is its embedding."""
+
+    def __init__(self, index: int, num_stages: int, *, tie_word_embeddings: bool = True) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(tie_word_embeddings=tie_word_embeddings)
+        torch.manual_seed(index)  # stages that were made alike would not show that weights are copied
+        self.embedding = nn.Embedding(WORDS, WIDTH).double() if index in (0, num_stages - 1) else None
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x) if self.is_first else x
+        x = torch.tanh(self.layer(x))
+        return x @ self.embedding.weight.T if self.is_last else x
+
+
+def tied_batches() -> list[wt.PipelineMicroBatch]:
+    generator = torch.Generator().manual_seed(3)
+    values = [torch.randint(WORDS, (2, sum(lengths)), generator=generator) for lengths in ROWS]
+    return [wt.PipelineMicroBatch(tokens=v.shape[1], args=(v[0],), target=v[1]) for v in values]
+
+
+def tied_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits, labels, reduction="sum") / 34
+
+
+def one_tied_process(num_stages: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Gradient of the first step's weight, and the weight after all of them, of one process with one parameter."""
+    parts = [TiedStage(index, num_stages) for index in range(num_stages)]
+    parts[-1].embedding = parts[0].embedding
+    weight = parts[0].embedding.weight
+    optimizer = torch.optim.AdamW(nn.ModuleList(parts).parameters())
+    gradients = []
+    for _ in range(steps):
+        for batch in tied_batches():
+            (x,) = batch.args
+            for part in parts:
+                x = part(x)
+            tied_loss(x, batch.target).backward()
+        gradients.append(weight.grad.numpy().copy())
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients[0], weight.detach().numpy()
+
+
+def tied(rank: int, num_stages: int, sharding: bool) -> tuple[np.ndarray, np.ndarray] | None:
+    mesh = wt.build_mesh(pp=num_stages, dp=2 if sharding else 1, device_type="cpu")
+    pipeline, index = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
+    part = TiedStage(index, num_stages)
+    stage = wt.VarlenPipelineStage(
+        part, index, num_stages, "cpu", group=pipeline, hidden_size=WIDTH, dtype=torch.float64
+    )
+    if sharding:
+        fully_shard(part, mesh=wt.data_and_context(mesh), reshard_after_forward=False)
+        wt.sum_gradients(part, group=wt.data_and_context(mesh).get_group())
+    batches = tied_batches()
+    if sharding:  # half of the micro-batches on each replica
+        batches = batches[mesh["dp"].get_local_rank() :: 2]
+    text = refused(lambda: wt.pipeline_step([stage], batches, loss_fn=tied_loss))
+    assert "wt.TiedWeights" in text, text
+    weights = wt.TiedWeights(None if part.embedding is None else part.embedding.weight, group=pipeline)
+    optimizer = torch.optim.AdamW(part.parameters())
+    gradients = []
+    for _ in range(3):
+        wt.pipeline_step([stage], batches, loss_fn=tied_loss)
+        weights.all_reduce_gradients()
+        if part.embedding is not None:
+            gradients.append(whole(part.embedding.weight.grad))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert weights.is_first == (index == 0)
+    return None if part.embedding is None else (gradients[0], whole(part.embedding.weight.detach()))
+
+
+def whole(tensor: Any) -> np.ndarray:
+    return np.array(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+
+
+@pytest.mark.parametrize(("num_stages", "sharding"), [(2, False), (3, False), (2, True)])
+def test_weights_that_stages_share_are_those_of_one_process(num_stages: int, sharding: bool) -> None:
+    gradient, weight = one_tied_process(num_stages, 3)
+    copies = [found for found in processes.run(num_stages * (1 + sharding), tied, num_stages, sharding) if found]
+    assert len(copies) == 2 * (1 + sharding)
+    for found_gradient, found_weight in copies:
+        assert abs(found_gradient - gradient).max() < 1e-12 * abs(gradient).max()
+        assert abs(found_weight - weight).max() < 1e-12
+
+
+def unlike(rank: int) -> list[str]:
+    return [
+        refused(lambda: wt.TiedWeights(None)),
+        refused(lambda: wt.TiedWeights(nn.Parameter(torch.zeros(3 + rank, 2)))),
+    ]
+
+
+def test_what_is_no_copy_is_refused() -> None:
+    results = processes.run(2, unlike)
+    assert results[0] == results[1]
+    assert "is None on every rank" in results[0][0]
+    assert re.search(r"\[3, 2\].* rank 0 .*\[4, 2\].* rank 1", results[0][1])
+
+
+def seeded_apart(rank: int) -> list[str]:
+    mesh = wt.build_mesh(dp=2, device_type="cpu")
+    model, step = Network(), first_step(mesh)
+    with torch.no_grad():
+        model.head.weight[0, 0] += 1e-3 * rank
+    return [
+        refused(lambda: wt.verify(model, step, report=None)),
+        refused(lambda: wt.verify(model, step, alone="rows", report=None)),
+    ]
+
+
+def test_replicas_whose_weights_differ_are_named() -> None:
+    for texts in processes.run(2, seeded_apart):
+        for text in texts:
+            assert re.search(r"model has other weights on each rank \(head\.weight is .*seed all ranks alike", text), (
+                text
+            )

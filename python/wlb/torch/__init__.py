@@ -11,6 +11,7 @@ else receives plans and runs them on torch.distributed.
 | pipeline stages for micro-batches of unequal length | :mod:`wlb.torch.pipeline` |
 | device mesh, context- and expert-parallel groups | :mod:`wlb.torch.groups` |
 | a global batch under any wrapper | :mod:`wlb.torch.training` |
+| weights that stages of a pipeline share | :mod:`wlb.torch.tied` |
 | a loss per token, its gradients under any wrapper | :mod:`wlb.torch.loss`, `.gradients` |
 | what micro-batches take, costs learnt from it | :mod:`wlb.torch.timing`, `.tracker` |
 | figures for loggers | :mod:`wlb.torch.metrics` |
@@ -50,6 +51,7 @@ from wlb.torch.pipeline import (
     stages_of_rank,
 )
 from wlb.torch.proof import Proof, verify
+from wlb.torch.tied import TiedWeights
 from wlb.torch.timing import StepTimer, TimedStep
 from wlb.torch.timings import LevelReport
 from wlb.torch.tracker import CostTracker, CostUpdate
@@ -77,6 +79,7 @@ __all__ = [
     "StepLoader",
     "StepMetrics",
     "StepTimer",
+    "TiedWeights",
     "TimedStep",
     "VarlenPipelineStage",
     "all_reduce_gradients",

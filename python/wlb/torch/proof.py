@@ -23,6 +23,7 @@ from wlb._errors import error
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.step import Step
 from wlb.torch.gradients import unwrapped
+from wlb.torch.groups import ranks_of_step
 from wlb.torch.timing import untimed
 from wlb.torch.training import hf_logits, logits_of, meeting_place, takes_input_ids, train_step, untrained
 
@@ -98,6 +99,7 @@ def verify(
 
     - **documents**: the step's are those of its plan, each on one rank. (A sampler that was wrapped twice gives every
       rank a part of its part.)
+    - **weights**: those of all ranks are equal, unless they are sharded. (Ranks that were seeded apart.)
     - **apart**: what a document teaches does not change with the tokens of those before it in its row.
       (`use_cache=True`, a mask over the row, convolutions, recurrent states.)
     - **loss**: the mean over all labels of all ranks. (Labels shifted twice; a mean of means.)
@@ -139,8 +141,7 @@ def verify(
     Complexity:
         About four such small steps, and a forward and backward for each of their documents.
     """
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
+    group = ranks_of_step(step, group)
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise error("model", "has gradients: verify before the first step, or after zero_grad()")
     if any(batch.cp_size > 1 for batch in step.micro_batches):
@@ -155,11 +156,13 @@ def verify(
     if alone == "rows":
         everyone = _Together(dist.group.WORLD if dist.is_initialized() else None, together.device)
         proof = _Prover(model, train, _alone, everyone, dtype)
-        known = _documents(step, together)
-        checks = [replace(known, error=everyone.largest(known.error)[0])]
     else:
+        everyone = together
         proof = _Prover(model, train, alone or _alone, together, dtype)
-        checks = [_documents(step, together)]
+    checks = [_documents(step, together)]
+    if together.size > 1 and not proof.sharded:
+        checks.append(_weights(model, together))
+    checks = [replace(check, error=everyone.largest(check.error)[0]) for check in checks]
     with _still(model), untimed():
         checks.append(proof.apart(small))
         checks += proof.against_rows(small) if alone == "rows" else proof.loss_and_gradient(small)
@@ -327,6 +330,30 @@ def _documents(step: Step[PackedBatch], together: _Together) -> Check:
         "holds other documents than its plan: a sampler or a loader is wrapped twice, and shares out again what is "
         "this rank's part already. Keep BalancedBatchSampler and StepLoader out of accelerator.prepare, "
         "use_distributed_sampler=True and DistributedSampler",
+    )
+
+
+def _weights(model: nn.Module, together: _Together) -> Check:
+    """Are the replicas of the model equal? Gradients that are the same would keep them as far apart as they are."""
+    named = list(model.named_parameters())
+    assert together.group is not None
+    first = dist.get_global_rank(together.group, 0)
+    apart = []
+    for _, parameter in named:
+        theirs = parameter.detach().clone()
+        dist.broadcast(theirs, src=first, group=together.group)
+        distance = float((parameter.detach() - theirs).double().norm())
+        apart.append(distance / max(float(theirs.double().norm()), 1e-30))
+    apart = together.largest(*apart)
+    worst = max(range(len(apart)), key=apart.__getitem__)
+    return Check(
+        "weights",
+        f"{sum(found == 0 for found in apart)} alike",
+        f"{len(apart)} parameters",
+        apart[worst],
+        0.0,
+        f"has other weights on each rank ({named[worst][0]} is {apart[worst]:.1e} apart): seed all ranks alike before "
+        "the model is made, load one checkpoint on all, or broadcast its parameters from one rank",
     )
 
 

@@ -18,6 +18,7 @@ from wlb.torch.pipeline.escape import escaped, escaping
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch, check
 from wlb.torch.pipeline.schedule import Schedule, forget, schedule_class, schedule_for, stages_of_rank
 from wlb.torch.pipeline.stage import VarlenPipelineStage
+from wlb.torch.tied import is_tied
 
 
 def pipeline_step(
@@ -52,7 +53,8 @@ def pipeline_step(
         empty list on the others.
 
     Raises:
-        WlbError: Stages that the schedule would place otherwise, or that a failed step left unusable; a number of
+        WlbError: Stages whose configuration has `tie_word_embeddings` and whose pipeline has no `TiedWeights`; stages
+            that the schedule would place otherwise, or that a failed step left unusable; a number of
             micro-batches it cannot run; a micro-batch without args, or whose tensors or shards have other token counts.
             Micro-batches, a schedule or `loss_fn` of which another rank of the pipeline has another kind or number.
             Before any communication, but for one round trip to the store.
@@ -63,6 +65,8 @@ def pipeline_step(
     _check_stages(stages, cls)
     check(micro_batches)
     backward = loss_fn is not None and torch.is_grad_enabled()
+    if backward:
+        _check_tied(stages)
     check_same(stages[0].group, micro_batches, f"{cls.__name__} {'with' if backward else 'without'} backward")
     first, last = stages[0].is_first, stages[-1].is_last
     runner = schedule_for(stages, cls, len(micro_batches), backward=backward)
@@ -102,6 +106,18 @@ def _check_stages(stages: Sequence[VarlenPipelineStage], cls: type[Schedule]) ->
     if found != placed or any(s.group is not group or s.num_stages != stages[0].num_stages for s in stages):
         message = f"are {list(found)}; {cls.__name__} puts {list(placed)} on this rank, all of one group and pipeline"
         raise error("stages", message, value=found)
+
+
+def _check_tied(stages: Sequence[VarlenPipelineStage]) -> None:
+    """Refuses a model that says that its embedding and head are one weight, of which each stage trains its own copy."""
+    for index, stage in enumerate(stages):
+        config = getattr(stage.submod, "config", None)
+        if getattr(config, "tie_word_embeddings", False) and stage.group_size > 1 and not is_tied(stage.group):
+            message = (
+                "has tie_word_embeddings = True, but its first and last stage would train a copy each: make "
+                "wt.TiedWeights on every rank of the pipeline, and call its all_reduce_gradients() after this"
+            )
+            raise error("stages", message, index=index, value=stage.stage_index)
 
 
 def _evaluate(

@@ -1,0 +1,100 @@
+"""Weights that several pipeline stages share, such as an embedding and a head: one weight, a copy on each stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from wlb._errors import error
+
+_TIED: set[str] = set()
+
+
+class TiedWeights:
+    """One weight that several stages of a pipeline hold a copy of: the copies stay equal.
+
+    Each stage computes the gradient of its own copy. The gradient of the weight is their sum, without which the copies
+    drift apart, in silence. Every rank of the pipeline makes one, after wrapping, and calls it after the backward of
+    each step::
+
+        first, last = stage.is_first, stage.is_last
+        tied = wt.TiedWeights(
+            model.embedding.weight if first else model.head.weight if last else None, group=mesh["pp"].get_group()
+        )
+        for step in loader:
+            wt.pipeline_step(...)
+            tied.all_reduce_gradients()  # before clipping and the optimizer
+            optimizer.step()
+
+    Making it copies the weight of the first stage that has it to the others. A norm over all stages counts the weight
+    once for each copy: leave it out on all stages but :attr:`is_first`.
+
+    Args:
+        parameter: this rank's copy, plain or sharded by `fully_shard`, which has to be the same on all stages; None on
+            stages without one. A rank with two stages that hold it gives both modules the same parameter.
+        group: the ranks of the pipeline; None for all.
+
+    Attributes:
+        is_first: whether this rank's copy is the first.
+
+    Raises:
+        WlbError: copies have other shapes, types or shards; or no rank has one. The same on every rank.
+
+    Complexity:
+        Collective: every rank of the group makes it once, at the same point. Each step one all-reduce of the gradient,
+        between the ranks that have a copy.
+    """
+
+    def __init__(self, parameter: nn.Parameter | None, *, group: dist.ProcessGroup | None = None) -> None:
+        group = group or dist.group.WORLD
+        assert group is not None
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, None if parameter is None else _described(parameter), group=group)
+        found = [(rank, text) for rank, text in enumerate(every) if text is not None]
+        if not found:
+            raise error("parameter", "is None on every rank of the pipeline: give each stage its copy of the weight")
+        first, expected = found[0]
+        other = next(((rank, text) for rank, text in found if text != expected), None)
+        if other is not None:
+            message = f"is {expected} on rank {first} of the pipeline, but {other[1]} on rank {other[0]}"
+            raise error("parameter", message, value=other[1])
+        self._parameter = parameter
+        self._holders: dist.ProcessGroup | None = None
+        ranks = [dist.get_global_rank(group, rank) for rank, _ in found]
+        self.is_first = dist.get_rank() == ranks[0]
+        if len(ranks) > 1 and parameter is not None:
+            self._holders = dist.new_group(ranks, use_local_synchronization=True, group_desc="tied")
+            with torch.no_grad():
+                dist.broadcast(_local(parameter), src=ranks[0], group=self._holders)
+        _TIED.add(group.group_name)
+
+    def all_reduce_gradients(self) -> None:
+        """Adds up the gradients of all copies; once after all backward passes of a step, on every rank.
+
+        A copy without a gradient counts as 0.
+        """
+        parameter = self._parameter
+        if parameter is None or self._holders is None:
+            return
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(_local(parameter.grad), group=self._holders)
+
+
+def is_tied(group: dist.ProcessGroup | None) -> bool:
+    """Whether stages of this pipeline have said that they share a weight."""
+    group = group or dist.group.WORLD
+    return group is not None and group.group_name in _TIED
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _described(parameter: nn.Parameter) -> str:
+    mine = tuple(_local(parameter).shape)
+    return f"{parameter.dtype}{list(parameter.shape)}, {list(mine)} of it on a rank"
