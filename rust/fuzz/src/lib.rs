@@ -28,10 +28,10 @@ mod stream;
 use arbitrary::{Result, Unstructured};
 use wlb_core::cost::DocumentCosts;
 use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, GroupSizes, Node};
-use wlb_core::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::packing::{Padding, Ranks, Sync};
 use wlb_core::ranks::RankOptions;
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
+use wlb_core::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 use wlb_core::{CostModel, Lengths, Mask, Method, Schedule};
 
 use stream::Event;

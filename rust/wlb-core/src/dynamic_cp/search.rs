@@ -1,5 +1,5 @@
-//! The search for the plan of a step: which numbers of micro-batches and sizes of blocks are tried, in which order, which
-//! are not worth it, and the best solution so far.
+//! The search for the plan of a step: which numbers of micro-batches and sizes of blocks are tried, in which order,
+//! which are not worth it, and the best solution so far.
 
 use std::rc::Rc;
 

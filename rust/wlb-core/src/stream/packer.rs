@@ -130,8 +130,8 @@ impl Packer {
     /// and the delay price is a share of a step, so both go on to mean what they meant; but what was tuned to a delay
     /// was tuned under the costs before, and may now give another one.
     ///
-    /// A state holds both cost models: the packer that loads it is made with the first one, and goes on with the present
-    /// one. The present cost model again is no change.
+    /// A state holds both cost models: the packer that loads it is made with the first one and continues with the
+    /// present one. To set the present cost model again changes nothing.
     ///
     /// # Errors
     /// [`crate::Error::Number`] where sums of costs could overflow, [`crate::Error::Combination`] where documents bring
