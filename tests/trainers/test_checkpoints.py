@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+import wlb
 from tests.torch import processes
 from tests.trainers.test_train import CONFIG, SETTINGS, checkpoints, example, rows, run
 from wlb.torch.data import Step, collate
@@ -188,7 +189,7 @@ def step_without_labels(rank: int) -> tuple[bool, bool]:
     settings = replace(SETTINGS, model=replace(CONFIG, num_layers=2))
     stages, optimizers = example.build_model(settings, settings.model, mesh, torch.device("cpu"))
     before = [np.array(parameter.full_tensor().detach()) for parameter in stages[0].submod.parameters()]  # type: ignore[operator]
-    packing: Any = None
+    packing = wlb.pack([2, 2], num_micro_batches=2, max_tokens=2, cost_model=wlb.CostModel(attention=1.0, linear=1.0))
     step = Step(0, 0, packing, np.array([rank]), [collate([[7], [8]])])
     learnt = example.train_step(settings, step, stages, optimizers, lambda batch: None, mesh, torch.device("cpu"))
     after = [np.array(parameter.full_tensor().detach()) for parameter in stages[0].submod.parameters()]  # type: ignore[operator]
