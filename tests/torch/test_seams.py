@@ -48,9 +48,9 @@ def first_step(mesh: Any) -> wt.Step[PackedBatch]:
     return next(iter(wt.StepLoader(DataLoader(wt.Documents(documents()), batch_sampler=sampler, collate_fn=collate))))
 
 
-def refused(call: Callable[[], object]) -> str:
+def refused(call: Callable[..., object], *args: Any, **options: Any) -> str:
     with pytest.raises(wlb.WlbError) as raised:
-        call()
+        call(*args, **options)
     return f"{raised.value.argument} {raised.value}"
 
 
@@ -80,30 +80,29 @@ def data_and_context_parallel(rank: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     mesh = wt.build_mesh(dp=2, cp=2, device_type="cpu")
     both, step = wt.data_and_context(mesh), first_step(mesh)
-    texts, right = {}, {}
+    texts: dict[str, str] = {}
+    right: dict[str, Any] = {}
     for name, wrapped in WRAPPERS.items():
         for dim in ("dp", "cp"):
             model = wrapped(mesh[dim])
-            texts[f"{name} over {dim}"] = refused(lambda model=model: wt.train_step(model, step))
+            texts[f"{name} over {dim}"] = refused(wt.train_step, model, step)
             assert untouched(model)
-            texts[f"{name} over {dim}, told"] = refused(lambda model=model: wt.sum_gradients(model))
+            texts[f"{name} over {dim}, told"] = refused(wt.sum_gradients, model)
         if name != "fsdp1":
             model = wrapped(both)
             right[name] = (wt.train_step(model, step).item(), flat(model))
     right["plain"] = (wt.train_step(model := Network(), step).item(), flat(model))
     half = nn.Sequential(Network(), nn.Linear(2, 2))
     half[0] = ddp(both)
-    texts["outside"] = refused(lambda: wt.sum_gradients(half))
+    texts["outside"] = refused(wt.sum_gradients, half)
     for dim in ("dp", "cp"):
         group = mesh[dim].get_group()
-        texts[f"step over {dim}"] = refused(lambda group=group: wt.train_step(Network(), step, group=group))
-        texts[f"labels over {dim}"] = refused(lambda group=group: wt.count_valid_tokens(step, group=group))
-        texts[f"gradients over {dim}"] = refused(
-            lambda group=group: wt.all_reduce_gradients(Network(), step, group=group)
-        )
+        texts[f"step over {dim}"] = refused(wt.train_step, Network(), step, group=group)
+        texts[f"labels over {dim}"] = refused(wt.count_valid_tokens, step, group=group)
+        texts[f"gradients over {dim}"] = refused(wt.all_reduce_gradients, Network(), step, group=group)
     # As a loader that was told ranks of another mesh: every rank has the same part.
     dealt = first_step({"dp": mesh["dp"], "cp": mesh["dp"]})
-    texts["same parts"] = refused(lambda: wt.count_valid_tokens(dealt))
+    texts["same parts"] = refused(wt.count_valid_tokens, dealt)
     right["labels"] = wt.count_valid_tokens(step, group=both.get_group())
     return {"refused": texts, "right": right}
 
@@ -167,6 +166,8 @@ def test_stages_of_a_pipeline_do_not_share_a_batch() -> None:
 class Traced(Network):
     """Counts what it sees, draws random numbers while it trains, and has a frozen layer."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))
@@ -181,7 +182,7 @@ class Traced(Network):
 
 def traces(model: nn.Module) -> dict[str, Any]:
     """What a check may not change."""
-    state = np.random.get_state()  # noqa: NPY002
+    state: Any = np.random.get_state()  # noqa: NPY002
     return {
         "modes": [module.training for module in model.modules()],
         "attributes": [sorted(vars(module)) for module in model.modules()],
@@ -205,7 +206,7 @@ def own_loop(model: nn.Module, step: wt.Step[PackedBatch]) -> np.ndarray:
     valid, ranks = wt.count_valid_tokens(step), dist.get_world_size()
     for batch in step.micro_batches:
         loss = wt.token_normalized_loss(model(batch), batch.labels, num_valid_tokens=valid)
-        (loss * ranks).backward()
+        (loss * ranks).backward()  # type: ignore[no-untyped-call]
     gradient = flat(model)
     model.zero_grad()
     return gradient
@@ -240,7 +241,7 @@ def checked(rank: int) -> dict[str, Any]:
 def summed(model: nn.Module, step: wt.Step[PackedBatch]) -> np.ndarray:
     """As `own_loop`, where each rank has its own part of the gradients."""
     for batch in step.micro_batches:
-        wt.token_normalized_loss(model(batch), batch.labels, num_valid_tokens=100).backward()
+        wt.token_normalized_loss(model(batch), batch.labels, num_valid_tokens=100).backward()  # type: ignore[no-untyped-call]
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
     return torch.cat([gradient.flatten() for gradient in found]).numpy()
@@ -255,7 +256,7 @@ def test_the_gradients_of_a_loop_are_those_of_before_a_check() -> None:
 def test_a_check_leaves_no_trace() -> None:
     """Whether it passes or not, whatever the training step does."""
     model = Traced()
-    model.embedding.weight.register_hook(lambda gradient: gradient)
+    model.embedding.weight.register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
     step = whole_step()
     before = traces(model)
 
@@ -264,7 +265,7 @@ def test_a_check_leaves_no_trace() -> None:
         random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
         model.train()
         model.hidden.bias.requires_grad_(True)
-        model.head.weight.register_hook(lambda gradient: gradient)
+        model.head.weight.register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
         model.register_buffer("another", torch.zeros(()))
         return wt.train_step(model, of)
 
@@ -295,7 +296,7 @@ class TiedStage(nn.Module):
         super().__init__()
         self.config = SimpleNamespace(tie_word_embeddings=tie_word_embeddings)
         torch.manual_seed(index)  # stages that were made alike would not show that weights are copied
-        self.embedding = nn.Embedding(WORDS, WIDTH).double() if index in (0, num_stages - 1) else None
+        self.embedding: Any = nn.Embedding(WORDS, WIDTH).double() if index in (0, num_stages - 1) else None
         self.layer = nn.Linear(WIDTH, WIDTH).double()
         self.is_first, self.is_last = index == 0, index == num_stages - 1
 
@@ -327,7 +328,7 @@ def one_tied_process(num_stages: int, steps: int) -> tuple[np.ndarray, np.ndarra
             (x,) = batch.args
             for part in parts:
                 x = part(x)
-            tied_loss(x, batch.target).backward()
+            tied_loss(x, batch.target).backward()  # type: ignore[no-untyped-call]
         gradients.append(weight.grad.numpy().copy())
         optimizer.step()
         optimizer.zero_grad()

@@ -204,7 +204,8 @@ def all_reduce_gradients(
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Takes back what :func:`sum_gradients` changes meanwhile: hooks of parameters, divisors and kinds of reduction."""
-    flat = [module._handle.flat_param for module in model.modules() if getattr(module, "_handle", None) is not None]
+    handles = [module._handle for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    flat = [handle.flat_param for handle in handles if handle is not None]
     hooks = [(each, each._backward_hooks, dict(each._backward_hooks or {})) for each in [*model.parameters(), *flat]]
     settings = [(owner, name, getattr(owner, name)) for owner, name in _settings(model)]
     try:

@@ -99,7 +99,7 @@ def count_valid_tokens(
     mine[1 + torch.from_numpy(step.parts)] = 1
     everyone = mine.to(device)
     dist.all_reduce(everyone, group=group)
-    total, *holders = everyone.tolist()
+    total, *holders = map(int, everyone.tolist())
     if (wrong := next((part for part, ranks in enumerate(holders) if ranks != 1), None)) is not None:
         message = (
             f"does not share step {step.number}: {holders[wrong]} of its {step.num_ranks} ranks have part {wrong} of "

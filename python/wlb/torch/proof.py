@@ -352,8 +352,8 @@ def _weights(model: nn.Module, together: _Together) -> Check:
         f"{len(apart)} parameters",
         apart[worst],
         0.0,
-        f"has weights that differ between ranks ({named[worst][0]} is {apart[worst]:.1e} apart): seed all ranks alike before "
-        "the model is made, load one checkpoint on all, or broadcast its parameters from one rank",
+        f"has weights that differ between ranks ({named[worst][0]} is {apart[worst]:.1e} apart): seed all ranks alike "
+        "before the model is made, load one checkpoint on all, or broadcast its parameters from one rank",
     )
 
 

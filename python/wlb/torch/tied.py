@@ -67,7 +67,9 @@ class TiedWeights:
         ranks = [dist.get_global_rank(group, rank) for rank, _ in found]
         self.is_first = dist.get_rank() == ranks[0]
         if len(ranks) > 1 and parameter is not None:
-            self._holders = dist.new_group(ranks, use_local_synchronization=True, group_desc="tied")
+            holders = dist.new_group(ranks, use_local_synchronization=True, group_desc="tied")
+            assert isinstance(holders, dist.ProcessGroup)  # this rank is in it
+            self._holders = holders
             with torch.no_grad():
                 dist.broadcast(_local(parameter), src=ranks[0], group=self._holders)
         _TIED.add(group.group_name)
