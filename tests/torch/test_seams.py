@@ -23,6 +23,7 @@ import wlb
 import wlb.torch as wt
 from tests.torch import processes
 from tests.torch.test_training import LENGTHS, Network, documents, flat, reference
+from tests.torch.test_verify import llama
 from wlb.torch.data import PackedBatch
 from wlb.torch.gradients import _settings
 
@@ -409,3 +410,10 @@ def test_replicas_whose_weights_differ_are_named() -> None:
             assert re.search(
                 r"model has weights that differ between ranks \(head\.weight is .*seed all ranks alike", text
             ), text
+
+
+def test_weights_that_are_said_to_be_tied_are_one() -> None:
+    model, step = llama(tie_word_embeddings=True), whole_step()
+    assert "tied       one weight" in str(wt.verify(model, step, report=None))
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    assert "model says tie_word_embeddings = True" in refused(wt.verify, model, step, report=None)

@@ -22,9 +22,10 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import wlb
 from tests.torch import processes
@@ -269,6 +270,22 @@ def test_another_accumulation_is_refused(tmp_path: Path) -> None:
 def test_what_would_lose_documents_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(wlb.WlbError, match=message):
         fit(tmp_path, stop=2, **options)
+
+
+def of_two_tensor_parallel_ranks(rank: int) -> str:
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
+    strategy._device_mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    module = data()
+    module.trainer = SimpleNamespace(strategy=strategy)
+    with pytest.raises(wlb.WlbError) as refused:
+        module.setup("fit")
+    return str(refused.value)
+
+
+def test_ranks_that_share_their_documents_are_refused() -> None:
+    """Each of them would get documents of its own, and be taken for a data-parallel rank."""
+    for text in processes.run(2, of_two_tensor_parallel_ranks):
+        assert "strategy has 2 tensor-parallel ranks, which must have the same documents" in text
 
 
 def test_deepspeed_is_refused() -> None:

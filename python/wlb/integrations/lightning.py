@@ -246,7 +246,13 @@ def _check_lightning() -> None:
 
 
 def _check_strategy(strategy: Any) -> None:
-    """Refuses an engine that scales losses by its own accumulation, and keeps gradients of its own."""
+    """Refuses an engine that scales losses and keeps gradients of its own, and ranks that share their documents."""
+    mesh = getattr(strategy, "_device_mesh", None)
+    if "tensor_parallel" in (getattr(mesh, "mesh_dim_names", None) or ()) and mesh["tensor_parallel"].size() > 1:
+        size = mesh["tensor_parallel"].size()
+        message = f"has {size} tensor-parallel ranks, which must have the same documents: only data-parallel ranks are "
+        message += "balanced here; use a loop of your own (wt.train_step) with the ranks of a mesh"
+        raise error("strategy", message, value=size)
     if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(strategy).__mro__):
         message = "is DeepSpeed's: its engine would divide the loss once more, and keeps gradients of its own, so that "
         message += "the first step cannot be proved; take DDP or FSDP"

@@ -100,6 +100,7 @@ def verify(
     - **documents**: the step's are those of its plan, each on one rank. (A sampler that was wrapped twice gives every
       rank a part of its part.)
     - **weights**: those of all ranks are equal, unless they are sharded. (Ranks that were seeded apart.)
+    - **tied**, where the configuration says that embedding and head are one weight: they are.
     - **apart**: what a document teaches does not change with the tokens of those before it in its row.
       (`use_cache=True`, a mask over the row, convolutions, recurrent states.)
     - **loss**: the mean over all labels of all ranks. (Labels shifted twice; a mean of means.)
@@ -162,6 +163,7 @@ def verify(
     checks = [_documents(step, together)]
     if together.size > 1 and not proof.sharded:
         checks.append(_weights(model, together))
+    checks += _tied(model)
     checks = [replace(check, error=everyone.largest(check.error)[0]) for check in checks]
     with _still(model), untimed():
         checks.append(proof.apart(small))
@@ -355,6 +357,26 @@ def _weights(model: nn.Module, together: _Together) -> Check:
         f"has weights that differ between ranks ({named[worst][0]} is {apart[worst]:.1e} apart): seed all ranks alike "
         "before the model is made, load one checkpoint on all, or broadcast its parameters from one rank",
     )
+
+
+def _tied(model: nn.Module) -> list[Check]:
+    """Are embedding and head one weight, where the configuration of a Hugging Face model says so?
+
+    A checkpoint of such a model has one of them, and loads it as both.
+    """
+    bare: Any = unwrapped(model)
+    if not getattr(getattr(bare, "config", None), "tie_word_embeddings", False):
+        return []
+    ends = [getattr(bare, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
+    weights = [getattr(end, "weight", None) for end in ends]
+    if any(weight is None or not weight.requires_grad for weight in weights):
+        return []
+    apart = weights[0] is not weights[1]
+    fix = (
+        "says tie_word_embeddings = True, but its embedding and its head are two weights, of which a checkpoint would "
+        "keep one: call model.tie_weights() before wrapping, or make it False"
+    )
+    return [Check("tied", "two weights" if apart else "one weight", "one weight", float(apart), 0.0, fix)]
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
