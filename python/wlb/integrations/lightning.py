@@ -247,7 +247,7 @@ def _check_lightning() -> None:
 
 def _check_strategy(strategy: Any) -> None:
     """Refuses an engine that scales losses and keeps gradients of its own, and ranks that share their documents."""
-    mesh = getattr(strategy, "_device_mesh", None)
+    mesh: Any = getattr(strategy, "_device_mesh", None)
     if "tensor_parallel" in (getattr(mesh, "mesh_dim_names", None) or ()) and mesh["tensor_parallel"].size() > 1:
         size = mesh["tensor_parallel"].size()
         message = f"has {size} tensor-parallel ranks, which must have the same documents: only data-parallel ranks are "
