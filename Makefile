@@ -49,7 +49,8 @@ lint-rust:
 	cargo fmt --manifest-path rust/fuzz/Cargo.toml --check
 	cargo check --locked --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz
 
-lint-python: $(VENV)/.dev-lint
+# The types of what tests and adapters import are checked, too.
+lint-python: $(VENV)/.dev-test $(VENV)/.dev-lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports

@@ -8,7 +8,6 @@ OpenRLHF, SkyRL, slime and their like pack samples by tokens and take such lists
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from numpy.typing import ArrayLike
@@ -26,7 +25,7 @@ def plan(
     *,
     dp_size: int,
     max_tokens: int,
-    cost_model: wlb.CostModel | Sequence[wlb.CostModel] | None = None,
+    cost_model: wlb.CostModel | None = None,
     costs: ArrayLike | None = None,
     sync: Sync = "step",
     groups: ArrayLike | None = None,

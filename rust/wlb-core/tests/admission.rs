@@ -1,9 +1,7 @@
 //! What waits stays within the bounds, for any stream whose reader asks how much it may bring.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-mod common;
-
-use common::strategies::{checked, config, lengths, packer_config};
+use crate::common::strategies::{checked, config, lengths, packer_config};
 use proptest::prelude::*;
 use wlb_core::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
 use wlb_core::{CostModel, Error, Lengths, Mask};

@@ -1,12 +1,10 @@
 //! Documents whose costs are given: plans against the oracle, and what holds for all of them.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failed unwrap is a failed test")]
 
-mod common;
-
-use common::bound::bound;
-use common::check::{close, each_token_once};
-use common::columns::{Batch, Plan};
-use common::strategies::{Memory, checked, config, lengths, llama_7b, memory, num_micro_batches, pack_options};
+use crate::common::bound::bound;
+use crate::common::check::{close, each_token_once};
+use crate::common::columns::{Batch, Plan};
+use crate::common::strategies::{Memory, checked, config, lengths, llama_7b, memory, num_micro_batches, pack_options};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use wlb_core::cost::DocumentCosts;

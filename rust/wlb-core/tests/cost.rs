@@ -1,11 +1,9 @@
 //! Cost of documents against the formulas written out.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-mod common;
-
-use common::check::close;
-use common::naive::{naive_local_pairs, naive_pairs};
-use common::strategies::{checked, config, cost_model, llama_7b_flops, mask, rates, tables};
+use crate::common::check::close;
+use crate::common::naive::{naive_local_pairs, naive_pairs};
+use crate::common::strategies::{checked, config, cost_model, llama_7b_flops, mask, rates, tables};
 use proptest::prelude::*;
 use wlb_core::cost::{FlopsOptions, LocalMask, Passes, Rates};
 use wlb_core::{CostModel, Error, Lengths, Mask};
@@ -165,7 +163,7 @@ proptest! {
     }
 
     #[test]
-    fn many_costs_are_the_costs_of_each(lengths in common::strategies::lengths(40, i32::MAX), model in cost_model()) {
+    fn many_costs_are_the_costs_of_each(lengths in crate::common::strategies::lengths(40, i32::MAX), model in cost_model()) {
         let expected: Vec<u64> = lengths.iter().map(|&d| model.cost(d).to_bits()).collect();
         let found: Vec<u64> = model.costs(&lengths).into_iter().map(f64::to_bits).collect();
         prop_assert_eq!(found, expected);

@@ -1,11 +1,9 @@
 //! A stream whose documents bring their costs: plans against the oracle, conservation, bounds, states, errors.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failed unwrap is a failed test")]
 
-mod common;
-
-use common::check::close;
-use common::cost_stream::{Step, Stream};
-use common::strategies::{checked, config, cost_model, lengths, pack_options, packer_config, plain_config};
+use crate::common::check::close;
+use crate::common::cost_stream::{Step, Stream};
+use crate::common::strategies::{checked, config, cost_model, lengths, pack_options, packer_config, plain_config};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use wlb_core::cost::DocumentCosts;
@@ -335,7 +333,7 @@ fn what_makes_no_sense_is_named() {
     let good = simple(vec![None, Some(5.0)]);
     let adaptive =
         PackerConfig { release: Release::Adaptive, delay_price: Some(0.1), outlier_thresholds: vec![], ..good.clone() };
-    assert!(made(adaptive).to_string().starts_with("cost_columns: release=\"adaptive\" weighs one column"));
+    assert!(made(adaptive).to_string().starts_with("cost_columns: the adaptive rule weighs one column"));
     assert_eq!(made(PackerConfig { limits: Some(vec![]), ..good.clone() }).argument(), "cost_columns");
     assert_eq!(made(PackerConfig { limits: Some(vec![Some(1.0)]), ..good.clone() }).argument(), "limits");
     assert_eq!(made(PackerConfig { limits: Some(vec![None, Some(-1.0)]), ..good.clone() }).index(), Some(1));
@@ -362,10 +360,11 @@ fn what_makes_no_sense_is_named() {
     assert!(refused(None).starts_with("costs: are missing"));
     assert!(packer.admits(&two, None).is_err());
     let mut by_model =
-        Packer::new(PackerConfig { limits: None, cost_model: Some(common::strategies::llama_7b()), ..good }).unwrap();
+        Packer::new(PackerConfig { limits: None, cost_model: Some(crate::common::strategies::llama_7b()), ..good })
+            .unwrap();
     let error = by_model.push_pieces(&Push { costs: table(&[1.0, 2.0], 1), ..Push::new(&two) }).unwrap_err();
     assert!(error.to_string().starts_with("costs: have no meaning for this packer"), "{error}");
-    let error = packer.set_cost_model(common::strategies::llama_7b()).unwrap_err();
+    let error = packer.set_cost_model(crate::common::strategies::llama_7b()).unwrap_err();
     assert_eq!(error.argument(), "cost_model");
     packer.push_pieces(&Push::new(&checked(&[]))).unwrap();
     assert_eq!(packer.pending(), before.pending());
@@ -378,7 +377,7 @@ fn another_configuration_takes_what_it_can() {
     push(&mut packer, &[(60, vec![1.0, 4.0])], 0).unwrap();
     let text = packer.save();
     let restored = |limits: Option<Vec<Option<f64>>>| {
-        let cost_model = limits.is_none().then(common::strategies::llama_7b);
+        let cost_model = limits.is_none().then(crate::common::strategies::llama_7b);
         let mut other = Packer::new(PackerConfig { limits, cost_model, ..simple(vec![None]) }).unwrap();
         other.restore(&text, true).map(|()| other)
     };

@@ -1,11 +1,11 @@
 //! Dynamic-CP plans: legal whatever the input, as long as they say, and close to the optimum where that is known.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-mod common;
-
-use common::dynamic_cp::{Works, group_seconds, in_equal_rounds, in_one_round, is_held, is_legal, optimum, planned};
-use common::machines::{is_small, options, shapes, steps};
-use common::strategies::{checked, config, cost_model, lengths, llama_7b};
+use crate::common::dynamic_cp::{
+    Works, group_seconds, in_equal_rounds, in_one_round, is_held, is_legal, optimum, planned,
+};
+use crate::common::machines::{is_small, options, shapes, steps};
+use crate::common::strategies::{checked, config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
 use wlb_core::cost::DocumentCosts;

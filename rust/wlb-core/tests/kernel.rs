@@ -1,11 +1,9 @@
 //! Latency of attention kernels, and what is chosen by it.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-mod common;
-
-use common::check::close;
-use common::kernel::{choice_is_the_best, naive_rank_seconds, naive_seconds, profile, works_if_accepted};
-use common::strategies::{checked, config, kernel, kernel_model, lengths, mask};
+use crate::common::check::close;
+use crate::common::kernel::{choice_is_the_best, naive_rank_seconds, naive_seconds, profile, works_if_accepted};
+use crate::common::strategies::{checked, config, kernel, kernel_model, lengths, mask};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 use wlb_core::cost::Passes;
@@ -168,7 +166,7 @@ proptest! {
         cut in any::<Index>(),
     ) {
         let text = profile(&kernel, Some((&[100, 200], &[1e-5, 2e-5], &[2e-5, 4e-5]))).to_string();
-        let spans = common::forge::numbers(&text);
+        let spans = crate::common::forge::numbers(&text);
         let mut damaged = text.clone();
         damaged.replace_range(spans[at.index(spans.len())].clone(), &number);
         works_if_accepted(&damaged);

@@ -2,9 +2,7 @@
 //! orders.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-mod common;
-
-use common::strategies::{checked, config, llama_7b, pack_options};
+use crate::common::strategies::{checked, config, llama_7b, pack_options};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;

@@ -1,13 +1,11 @@
 //! A stream of global batches: queues, delays, carried-over documents, metrics.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-mod common;
-
 use std::cell::Cell;
 
-use common::naive;
-use common::strategies::{checked, config, cost_model, lengths, method, pack_options, plain_config, stream};
-use common::stream::{Event, run};
+use crate::common::naive;
+use crate::common::strategies::{checked, config, cost_model, lengths, method, pack_options, plain_config, stream};
+use crate::common::stream::{Event, run};
 use proptest::prelude::*;
 use wlb_core::packing::Padding;
 use wlb_core::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};

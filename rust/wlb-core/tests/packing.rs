@@ -1,13 +1,13 @@
 //! One global batch: every method against its oracle and its guarantees.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failed unwrap is a failed test")]
 
-mod common;
-
-use common::bound;
-use common::check;
-use common::columns::Batch;
-use common::naive;
-use common::strategies::{Memory, checked, config, cost_model, lengths, memory, num_micro_batches, pack_options};
+use crate::common::bound;
+use crate::common::check;
+use crate::common::columns::Batch;
+use crate::common::naive;
+use crate::common::strategies::{
+    Memory, checked, config, cost_model, lengths, memory, num_micro_batches, pack_options,
+};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
@@ -68,7 +68,7 @@ proptest! {
     /// The plan of a number that suffices where the next lower one does not.
     #[test]
     fn a_whole_batch_takes_no_more_micro_batches_than_it_needs(
-        lengths in lengths(80, 1000), multiple_of in 1_usize..9, method in 0_usize..5, room in 0_i32..1500,
+        lengths in lengths(80, 1000), multiple_of in 1_usize..9, method in 0..METHODS.len(), room in 0_i32..1500,
         cost in cost_model(),
     ) {
         let max_tokens = lengths.iter().copied().max().unwrap_or(1) + room;
@@ -98,7 +98,7 @@ proptest! {
     /// Equal digests iff equal plans.
     #[test]
     fn a_digest_tells_plans_apart(
-        lengths in lengths(60, 50), n in 1_usize..5, a in (0_usize..5, 50_i32..100), b in (0_usize..5, 50_i32..100),
+        lengths in lengths(60, 50), n in 1_usize..5, a in (0..METHODS.len(), 50_i32..100), b in (0..METHODS.len(), 50_i32..100),
     ) {
         let cost = CostModel::analytic(1.0, 10.0, Mask::Causal).unwrap();
         let run = |(method, max_tokens): (usize, i32)| {
@@ -115,7 +115,7 @@ proptest! {
     fn a_plan_survives_json(
         lengths in lengths(60, 50),
         n in 1_usize..5,
-        method in 0_usize..5,
+        method in 0..METHODS.len(),
         max_tokens in 50_i32..100,
         cost in cost_model(),
         at in any::<Index>(), byte in 0_u8..128,

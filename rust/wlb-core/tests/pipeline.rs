@@ -1,10 +1,8 @@
 //! Pipelines: every schedule against the closed forms and a naive simulation, and what must hold of any.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-mod common;
-
-use common::pipeline as oracle;
-use common::strategies::config;
+use crate::common::pipeline as oracle;
+use crate::common::strategies::config;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;

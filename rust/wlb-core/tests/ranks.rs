@@ -1,10 +1,8 @@
 //! Plans for data-parallel ranks: what they keep, and how far from the best they are.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-mod common;
-
-use common::ranks::{optimum, planned, step_cost};
-use common::strategies::{config, cost_model, lengths};
+use crate::common::ranks::{optimum, planned, step_cost};
+use crate::common::strategies::{config, cost_model, lengths};
 use proptest::prelude::*;
 use wlb_core::cost::Rates;
 use wlb_core::packing::{Ranks, Sync};
@@ -160,7 +158,7 @@ fn one_round_more_has_to_pay() {
 #[test]
 fn what_cannot_hold_is_refused_by_name() {
     let cost = CostModel::analytic(1.0, 40.0, Mask::Causal).unwrap();
-    let lengths = common::strategies::checked(&[10, 20, 30, 40]);
+    let lengths = crate::common::strategies::checked(&[10, 20, 30, 40]);
     let good = RankOptions {
         num_micro_batches: None,
         multiple_of: 1,

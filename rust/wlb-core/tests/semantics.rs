@@ -2,12 +2,10 @@
 //! and the engine beside it. `docs/semantics.md` says the same in words, `tests/common` in code.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-mod common;
-
-use common::columns::Batch;
-use common::naive::{self, Plan};
-use common::strategies::{checked, pack_options};
-use common::{auto, bound, check};
+use crate::common::columns::Batch;
+use crate::common::naive::{self, Plan};
+use crate::common::strategies::{checked, pack_options};
+use crate::common::{auto, bound, check};
 use wlb_core::packing::Piece;
 use wlb_core::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
 use wlb_core::{CostModel, Mask, Method, ShardOptions, Strategy, pack, shard};

@@ -1,10 +1,8 @@
 //! A micro-batch cut for context-parallel ranks: every strategy against its oracle and its guarantees.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-mod common;
-
-use common::check::{shard_every_way, shard_is_legal};
-use common::strategies::{checked, config, lengths, mask};
+use crate::common::check::{shard_every_way, shard_is_legal};
+use crate::common::strategies::{checked, config, lengths, mask};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 use wlb_core::{Error, Mask, Shard, ShardOptions, Strategy as Cut, shard};
@@ -113,7 +111,7 @@ fn small_documents_are_tried_exhaustively() {
                 shard_every_way(&lengths, cp_size, Mask::Causal, 4, true);
             } else {
                 shard_is_legal(&per_document(&lengths, cp_size), &lengths);
-                common::check::per_document_is_balanced(&per_document(&lengths, cp_size));
+                crate::common::check::per_document_is_balanced(&per_document(&lengths, cp_size));
             }
         }
     }

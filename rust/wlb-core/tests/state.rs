@@ -1,11 +1,9 @@
 //! A packer saved and loaded: the same packer, or an error that says why not.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-mod common;
-
-use common::forge::{numbers, refused_or_equal, sign, sign_digest, works_if_accepted};
-use common::strategies::{config, stream};
-use common::stream::{Event, run};
+use crate::common::forge::{numbers, refused_or_equal, sign, sign_digest, works_if_accepted};
+use crate::common::strategies::{config, stream};
+use crate::common::stream::{Event, run};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use serde_json::Value;

@@ -4,9 +4,9 @@ use serde::{Deserialize, Serialize};
 use wlb_core::cost::DocumentCosts;
 use wlb_core::pack;
 
+use super::file::{Case, hold};
 use crate::common::columns::Batch;
 use crate::common::strategies::{checked, pack_options};
-use crate::file::{Case, hold};
 
 #[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]

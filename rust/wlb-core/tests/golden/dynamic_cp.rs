@@ -5,11 +5,11 @@ use wlb_core::Schedule;
 use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, Group, GroupSizes, Node, plan_dynamic_cp};
 use wlb_core::packing::{Padding, Sync};
 
+use super::cost::Cost;
+use super::file::{Case, hold};
 use crate::common::check::close;
 use crate::common::dynamic_cp::{Works, group_seconds, planned, size_of, step_seconds};
 use crate::common::strategies::checked;
-use crate::cost::Cost;
-use crate::file::{Case, hold};
 
 #[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]

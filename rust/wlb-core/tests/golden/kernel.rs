@@ -7,10 +7,10 @@ use wlb_core::cost::Passes;
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel};
 use wlb_core::{ShardOptions, shard};
 
+use super::file::{Case, hold};
 use crate::common::check::close;
 use crate::common::kernel::{best_choice, naive_rank_seconds, naive_seconds};
 use crate::common::strategies::checked;
-use crate::file::{Case, hold};
 
 #[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]

@@ -3,11 +3,11 @@
 use serde::{Deserialize, Deserializer, Serialize};
 use wlb_core::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod, Waiting};
 
+use super::cost::Cost;
+use super::file::{Case, hold};
+use super::packing::Plan;
 use crate::common::naive;
 use crate::common::strategies::checked;
-use crate::cost::Cost;
-use crate::file::{Case, hold};
-use crate::packing::Plan;
 
 #[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]

@@ -4,10 +4,10 @@ use serde::{Deserialize, Serialize};
 use wlb_core::packing::Piece;
 use wlb_core::{PackOptions, Packing, pack};
 
+use super::cost::Cost;
+use super::file::{Case, hold};
 use crate::common::naive;
 use crate::common::strategies::{checked, pack_options};
-use crate::cost::Cost;
-use crate::file::{Case, hold};
 
 /// `(id, start, length)`.
 pub(crate) type Row = (i64, i32, i32);

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use wlb_core::pipeline::{Detail, Kind, Op, PipelineOptions, Times};
 use wlb_core::{Pipeline, Schedule};
 
+use super::file::{Case, hold};
 use crate::common::pipeline as oracle;
-use crate::file::{Case, hold};
 
 #[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]

@@ -4,11 +4,11 @@ use serde::{Deserialize, Serialize};
 use wlb_core::sharding::{Segment, Shard};
 use wlb_core::{Mask, ShardOptions, Strategy, shard};
 
+use super::cost::mask;
+use super::file::{Case, hold};
 use crate::common::auto;
 use crate::common::naive::{self, Owners};
 use crate::common::strategies::checked;
-use crate::cost::mask;
-use crate::file::{Case, hold};
 
 #[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]

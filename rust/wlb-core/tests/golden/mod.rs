@@ -4,15 +4,12 @@
 //! A case is a line. To add one, write its inputs on a line of its own and run
 //!
 //! ```text
-//! WLB_GOLDEN=write cargo test --package wlb-core --test golden
+//! WLB_GOLDEN=write cargo test --package wlb-core --test core golden::
 //! ```
 //!
 //! which fills in what the oracle answers, and writes anew what a change of the specification changed. Without the
 //! variable a file that is not what the oracle writes is an error.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failed unwrap is a failed test")]
-
-#[path = "../common/mod.rs"]
-mod common;
 
 mod columns;
 mod cost;
