@@ -7,6 +7,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +132,52 @@ def test_wrappers_and_groups_are_those_that_share_the_batch() -> None:
 def whole_step() -> wt.Step[PackedBatch]:
     one = type("One", (), {"get_local_rank": lambda _: 0, "size": lambda _: 1})()
     return first_step({"dp": one, "cp": one})
+
+
+# Of documents of one step: the longest is on two ranks, and each rank reads some of them.
+DYNAMIC = [100, 7, 30, 12, 1, 25]
+
+
+def dynamic_documents() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(13, (length,), generator=generator) for length in DYNAMIC]
+
+
+def dynamically_context_parallel(rank: int) -> tuple[bool, dict[str, tuple[float, np.ndarray]], list[str]]:
+    mesh = wt.build_mesh(dp=2, cp=1, device_type="cpu")
+    both = wt.data_and_context(mesh)
+    plan = partial(
+        wlb.plan_dynamic_cp,
+        world_size=2,
+        num_stages=1,
+        max_tokens_per_rank=64,
+        cost_model=wlb.CostModel(attention=1.0, linear=50.0),
+    )
+    loader = wt.DynamicCpLoader([dynamic_documents()[rank::2]], plan=plan, group=both.get_group())
+    (step,) = loader
+    loader.close()
+    found = {}
+    for name, model in {"plain": Network(), "ddp": ddp(both), "fully_shard": sharded(both)}.items():
+        found[name] = (wt.train_step(model, step).item(), flat(model))
+    assert wt.count_valid_tokens(step) == step.num_valid_tokens
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    texts = [refused(wt.count_valid_tokens, step, group=alone), refused(wt.train_step, Network(), step, group=alone)]
+    return max(batch.cp_size for batch in step.micro_batches) == 2, found, texts
+
+
+def test_steps_of_dynamic_context_parallelism_know_their_ranks() -> None:
+    model = Network()
+    tokens = dynamic_documents()
+    logits = torch.cat([model(SimpleNamespace(tokens=each[:-1])) for each in tokens])  # type: ignore[arg-type]
+    loss = nn.functional.cross_entropy(logits, torch.cat([each[1:] for each in tokens]))
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradient = flat(model)
+    for shared, found, texts in processes.run(2, dynamically_context_parallel):
+        assert shared
+        assert all("group has 1 ranks, but 2 data- and context-parallel ranks share step 0" in text for text in texts)
+        for name, (found_loss, found_gradient) in found.items():
+            assert found_loss == pytest.approx(loss.item(), rel=1e-6), name
+            assert abs(found_gradient - gradient).max() < 1e-6 * abs(gradient).max(), name
 
 
 def pipelined(rank: int) -> list[str]:

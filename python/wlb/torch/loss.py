@@ -99,14 +99,16 @@ def count_valid_tokens(
     mine[1 + torch.from_numpy(step.parts)] = 1
     everyone = mine.to(device)
     dist.all_reduce(everyone, group=group)
-    total, *holders = map(int, everyone.tolist())
-    if (wrong := next((part for part, ranks in enumerate(holders) if ranks != 1), None)) is not None:
+    total, holders = int(everyone[0]), everyone[1:].cpu()
+    if (holders != 1).any():
+        wrong = int((holders != 1).nonzero()[0])
+        ranks = int(holders[wrong])
         message = (
-            f"does not share step {step.number}: {holders[wrong]} of its {step.num_ranks} ranks have part {wrong} of "
+            f"does not share step {step.number}: {ranks} of its {step.num_ranks} ranks have part {wrong} of "
             f"{len(holders)}, not 1. Give group=wt.data_and_context(mesh).get_group(), and loaders the dp and cp ranks "
             "of the same mesh"
         )
-        raise error("group", message, value=holders[wrong])
+        raise error("group", message, value=ranks)
     return total
 
 
