@@ -153,7 +153,9 @@ def dynamically_context_parallel(rank: int) -> tuple[bool, dict[str, tuple[float
         max_tokens_per_rank=64,
         cost_model=wlb.CostModel(attention=1.0, linear=50.0),
     )
-    loader = wt.DynamicCpLoader([dynamic_documents()[rank::2]], plan=plan, group=both.get_group())
+    loader: wt.DynamicCpLoader[PackedBatch] = wt.DynamicCpLoader(
+        [dynamic_documents()[rank::2]], plan=plan, group=both.get_group()
+    )
     (step,) = loader
     loader.close()
     found = {}
@@ -168,7 +170,7 @@ def dynamically_context_parallel(rank: int) -> tuple[bool, dict[str, tuple[float
 def test_steps_of_dynamic_context_parallelism_know_their_ranks() -> None:
     model = Network()
     tokens = dynamic_documents()
-    logits = torch.cat([model(SimpleNamespace(tokens=each[:-1])) for each in tokens])  # type: ignore[arg-type]
+    logits = torch.cat([model(SimpleNamespace(tokens=each[:-1])) for each in tokens])
     loss = nn.functional.cross_entropy(logits, torch.cat([each[1:] for each in tokens]))
     loss.backward()  # type: ignore[no-untyped-call]
     gradient = flat(model)
