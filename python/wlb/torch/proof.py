@@ -410,7 +410,8 @@ def _still(model: nn.Module) -> Iterator[None]:
             module._buffers.update(own)
         model.zero_grad(set_to_none=True)
         for parameter, learns in learning:
-            parameter.requires_grad_(learns)
+            if parameter.requires_grad != learns:
+                parameter.requires_grad_(learns)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
