@@ -60,7 +60,8 @@ const ANY: i64 = 1 << 31;
 ///
 /// # Example
 /// ```
-/// use wlb_core::packing::{RankOptions, Ranks, Sync, pack_for_ranks};
+/// use wlb_core::packing::{Ranks, Sync};
+/// use wlb_core::ranks::{RankOptions, pack_for_ranks};
 /// use wlb_core::{CostModel, Lengths, Mask, Method};
 ///
 /// let lengths = Lengths::new("lengths", &[600, 500, 500, 400, 300, 300])?;
