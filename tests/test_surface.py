@@ -2,11 +2,14 @@
 
 import ast
 import dataclasses
+import doctest
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -17,6 +20,7 @@ import wlb
 import wlb_tools
 from wlb import _choices, _core
 
+ROOT = Path(__file__).parents[1]
 STUB = ast.parse((Path(wlb.__file__).parent / "_core.pyi").read_text())
 STUBBED_CLASSES = [node for node in STUB.body if isinstance(node, ast.ClassDef)]
 RESULTS = [
@@ -120,3 +124,69 @@ def test_the_engine_imports_nothing_of_the_package() -> None:
     """What it needs from Python is passed down to it: an import from Rust would be a circle that no lint sees."""
     bindings = Path(__file__).parents[1] / "rust" / "wlb-python" / "src"
     assert [path.name for path in bindings.rglob("*.rs") if 'import("wlb' in path.read_text()] == []
+
+
+def with_runtime_docstrings(stub: str) -> str:
+    """The stub with the docstrings that the engine has at run time, so that an editor's hover shows them."""
+    lines = stub.splitlines()
+    for node, value, depth in reversed(list(documented(ast.parse(stub)))):
+        text = inspect.getdoc(value)
+        assert text, node.name
+        indent = " " * 4 * (depth + 1)
+        body = node.body[0]
+        constant = body.value.value if isinstance(body, ast.Expr) and isinstance(body.value, ast.Constant) else None
+        documentation = [f'{indent}"""{text.splitlines()[0]}']
+        documentation += [f"{indent}{line}" if line else "" for line in text.splitlines()[1:]]
+        if len(documentation) == 1:
+            documentation[0] += '"""'
+        else:
+            documentation.append(f'{indent}"""')
+        if isinstance(constant, str):
+            assert body.end_lineno is not None
+            lines[body.lineno - 1 : body.end_lineno] = documentation
+        elif constant is ...:
+            lines[body.lineno - 1] = lines[body.lineno - 1].removesuffix(" ...")
+            lines[body.lineno : body.lineno] = documentation
+        else:
+            first = body.lineno - 1 - len(getattr(body, "decorator_list", []))
+            lines[first:first] = documentation
+    return "\n".join(lines) + "\n"
+
+
+def documented(stub: ast.Module) -> Iterator[tuple[ast.ClassDef | ast.FunctionDef, Any, int]]:
+    """Public classes, functions, methods and properties of the stub in their order, with what they are at run time."""
+    for node in stub.body:
+        if isinstance(node, ast.ClassDef) and node.name in wlb.__all__:
+            owner = getattr(wlb, node.name)
+            yield node, owner, 0
+            seen = set()
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef) and not member.name.startswith("_") and member.name not in seen:
+                    seen.add(member.name)  # the first of overloads has the docstring
+                    yield member, getattr(owner, member.name), 1
+        elif isinstance(node, ast.FunctionDef) and node.name in wlb.__all__:
+            yield node, getattr(wlb, node.name), 0
+
+
+def test_docstrings_reach_editors() -> None:
+    """The stub has the engine's docstrings; `WLB_STUB=write` writes them there."""
+    path = ROOT / "python" / "wlb" / "_core.pyi"
+    written = with_runtime_docstrings(path.read_text())
+    if os.environ.get("WLB_STUB") == "write":
+        path.write_text(written)
+    assert path.read_text() == written
+
+
+EXAMPLES = [name for name in wlb.__all__ if name in dir(_core) and callable(getattr(_core, name))]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_of_docstrings_print_what_they_say(name: str) -> None:
+    value = getattr(wlb, name)
+    text = inspect.getdoc(value) or ""
+    if inspect.isbuiltin(value):
+        assert ">>>" in text, f"{name} has no example"
+    said: list[str] = []
+    runner = doctest.DocTestRunner()
+    runner.run(doctest.DocTestParser().get_doctest(text, {}, name, None, 0), out=said.append)
+    assert not runner.failures, "".join(said)

@@ -107,19 +107,60 @@ UNITS: tuple[Unit, ...]
 
 def result(cls: type[_Result]) -> type[_Result]: ...
 
-class BacklogWarning(UserWarning): ...
+class BacklogWarning(UserWarning):
+    """More documents wait in a packer than its bounds allow: they arrive faster than they can be trained."""
 
 class WlbError(ValueError):
+    """Wrong input. Nothing was changed.
+
+    Attributes:
+        argument: name of the argument that is wrong.
+        index: where in it, if it is a sequence.
+        value: the value that is wrong, if there is a single one.
+    """
+
     argument: str | None
     index: int | tuple[int, ...] | None
     value: Any
 
-class StateError(WlbError): ...
+class StateError(WlbError):
+    """A saved state that cannot be loaded: corrupt, foreign, or of another configuration."""
 
 def hand_down(*functions: Callable[..., Any]) -> None: ...
 
 @final
 class CostModel:
+    """Cost of documents: ``cost(d) = attention * pairs(d) + linear * d``, and some terms more, in any one unit.
+
+    Attention is quadratic in a document's length, everything else (GEMMs, collectives, element-wise work) linear.
+    Layers of windowed or chunked attention have pairs of their own, closed forms of the length and exact. Costs must
+    come from the user's model and GPU: a wrong cost model costs a hundred times more balance than a greedy packing
+    does. Build one from rates, :meth:`from_flops`, :meth:`from_tables` or :meth:`from_profile`. Immutable; picklable;
+    equal models compare equal.
+
+    Args:
+        attention: cost of one (query, key) pair; 0 or above.
+        linear: cost of one token; 0 or above, and not both 0.
+        causal: count ``d(d+1)/2`` pairs (default) or, for bidirectional masks, ``d*d``.
+        windows: ``{w: rate}``, cost of a pair under a sliding window of ``w`` keys: a query sees itself and the ``w -
+            1`` before it. Causal only. From 2^31 - 1 on there is no window: the rate is added to ``attention``.
+        chunks: ``{c: rate}``, cost of a pair in chunks of ``c`` tokens: a query sees itself and all before it in its
+            chunk. Causal only.
+        document: cost of every document, whatever its length.
+        micro_batch: cost of every micro-batch, whatever is in it: also of an empty one, since it is run.
+        unit: what one unit of these is, "seconds" or "flops"; None where nobody says. What adds seconds to costs
+            (:func:`plan_dynamic_cp`) refuses "flops".
+
+    Raises:
+        WlbError: a rate is negative or not finite, or no document costs anything; a window or chunk below 1, or without
+            a causal mask.
+
+    Example:
+        >>> import wlb
+        >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+        >>> cost.cost([10, 20])
+        array([10055., 20210.])
+    """
     def __new__(
         cls,
         *,
@@ -149,7 +190,27 @@ class CostModel:
         passes: Passes = "forward_backward",
         recompute: bool = False,
         causal: bool = True,
-    ) -> CostModel: ...
+    ) -> CostModel:
+        """Cost from the FLOPs of a decoder-only transformer.
+
+        Forward: ``4 * num_heads * head_dim`` FLOPs per (query, key) pair and layer, 2 per parameter and token.
+        Backward: 2.5 times (flash attention recomputes the scores) and 2 times as much.
+
+        Args:
+            hidden_size, ffn_hidden_size, num_layers, num_heads, vocab_size: as in the model's configuration.
+            num_kv_heads: key/value heads, for GQA and MQA; default ``num_heads``.
+            head_dim: default ``hidden_size / num_heads``.
+            gated_ffn: three feed-forward matrices (SwiGLU) instead of two.
+            experts_per_token: experts that one token visits; 1 for a dense model.
+            attention_efficiency: FLOP rate of attention relative to the GEMMs'; 0.55 means just over half.
+            flops_per_second: FLOP rate of the GEMMs, for costs in seconds; by default the unit is one GEMM FLOP.
+            passes: "forward", "backward" or "forward_backward".
+            recompute: activations are recomputed: the backward pass runs one more forward.
+            causal: mask.
+
+        Raises:
+            WlbError: a size below 1, a rate that is not positive, a hidden size that the heads do not divide.
+        """
     @staticmethod
     def from_tables(
         lengths: ArrayLike,
@@ -157,18 +218,58 @@ class CostModel:
         attention_seconds: ArrayLike,
         linear_seconds: ArrayLike,
         causal: bool = True,
-    ) -> CostModel: ...
+    ) -> CostModel:
+        """Cost from times measured at some document lengths.
+
+        Attention is linear in pairs between knots, hence exact wherever it is quadratic in the length; the rest is
+        linear in tokens. Both start at 0 and are proportional to pairs (tokens) beyond the last knot.
+
+        Args:
+            lengths: int[k], tokens, strictly ascending.
+            attention_seconds, linear_seconds: float[k], cost of one document of that length; above 0, never decreasing.
+            causal: mask under which they were measured.
+
+        Raises:
+            WlbError: naming the entry that does not fit.
+        """
     @staticmethod
-    def from_profile(path_or_name: str | os.PathLike[str], *, passes: Passes = "forward_backward") -> CostModel: ...
-    def cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
-    def attention_cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
-    def linear_cost(self, lengths: ArrayLike) -> NDArray[np.float64]: ...
+    def from_profile(path_or_name: str | os.PathLike[str], *, passes: Passes = "forward_backward") -> CostModel:
+        """Cost from a measured profile: a JSON file, or the name of one that came with wlb.
+
+        Args:
+            path_or_name: path of a ``.json`` file, or a name in ``wlb.profiles.names()``.
+            passes: "forward", "backward" or "forward_backward" (their sum).
+
+        Raises:
+            WlbError: no such profile, or a malformed one; says where in the file.
+        """
+    def cost(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """Cost of each document.
+
+        Args:
+            lengths: int[n], tokens.
+
+        Returns:
+            float64[n].
+        """
+    def attention_cost(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """The part of :meth:`cost` that grows with the pairs, of all kinds. float64[n]."""
+    def linear_cost(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """The part of :meth:`cost` that grows with the tokens. float64[n]."""
     @property
-    def causal(self) -> bool: ...
+    def causal(self) -> bool:
+        """Whether pairs are counted under a causal mask."""
     @property
-    def unit(self) -> Unit | None: ...
+    def unit(self) -> Unit | None:
+        """What one unit of cost is, "seconds" or "flops"; None where nobody said. Measured tables are in seconds."""
     @property
-    def terms(self) -> dict[str, float]: ...
+    def terms(self) -> dict[str, float]:
+        """Rates by term, those that are not 0, in this order: "pairs", "window_pairs[w]" and "chunk_pairs[c]" by ascending
+        size, "tokens", "documents", "micro_batches".
+
+        Raises:
+            WlbError: the model was made from measured tables, whose rates change with the length.
+        """
     @staticmethod
     def fit(
         micro_batches: Sequence[ArrayLike],
@@ -179,32 +280,82 @@ class CostModel:
         terms: Sequence[str] | None = None,
         causal: bool = True,
         ranks: ArrayLike | None = None,
-    ) -> CostFit: ...
-    def to_json(self) -> str: ...
+    ) -> CostFit:
+        """The costs that measured times of micro-batches show, in seconds.
+
+        Minimised is the sum of ``rho((seconds - predicted) / predicted)`` over rates that are never negative: errors
+        count relative to the time, and ``rho`` (Huber's, and from there Tukey's bisquare) leaves out rows that the
+        others contradict. A term that the times do not need is given up. Of terms that they cannot tell apart the later
+        goes, in the order tokens, pairs, windows, chunks, documents, micro-batches, and the result says so: its time is
+        never split between them. Deterministic.
+
+        Args:
+            micro_batches: list of int[documents], tokens of the documents in each; at least two for each term, and
+                eight.
+            seconds: float[micro-batches], forward and backward of each.
+            windows: sizes of the sliding windows that the model's layers have.
+            chunks: sizes of their chunks.
+            terms: of "pairs", "tokens", "documents", "micro_batches" those to try, besides windows and chunks; default
+                all.
+            causal: mask.
+            ranks: int[micro-batches], how many context-parallel ranks shared each, where that differs (Dynamic-CP):
+                pairs and tokens are divided by it, as in :func:`plan_dynamic_cp`. Default 1: rates are then those of
+                the ranks that share one together.
+
+        Returns:
+            CostFit
+
+        Raises:
+            WlbError: a time that is not above 0, too few micro-batches, documents of a single length, times that do not
+                grow with the documents, or numbers of micro-batches and times that differ; names the entry.
+
+        O(n k^2) for n micro-batches and k terms, some hundred times. Lawson and Hanson, Solving Least Squares Problems
+        (1974); Holland and Welsch, Robust regression using iteratively reweighted least-squares (1977).
+        """
+    def to_json(self) -> str:
+        """The model as a JSON text, for a file: :meth:`from_json` reads it, and so does ``--cost-model`` of the ``wlb``
+        command.
+        """
     @staticmethod
-    def from_json(text: str) -> CostModel: ...
+    def from_json(text: str) -> CostModel:
+        """The model that :meth:`to_json` wrote.
+
+        Raises:
+            WlbError: the text is none; says where.
+        """
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
 
 @final
 class MicroBatch:
+    """The documents of one micro-batch, in arrival order."""
     @property
-    def document_ids(self) -> NDArray[np.int64]: ...
+    def document_ids(self) -> NDArray[np.int64]:
+        """int64[k]: the documents; one that was cut may stand here with only a part."""
     @property
-    def starts(self) -> NDArray[np.int32]: ...
+    def starts(self) -> NDArray[np.int32]:
+        """int32[k]: where in its document each piece begins; 0 for whole documents."""
     @property
-    def lengths(self) -> NDArray[np.int32]: ...
+    def lengths(self) -> NDArray[np.int32]:
+        """int32[k]: tokens of each piece."""
     @property
-    def cu_seqlens(self) -> NDArray[np.int32]: ...
+    def cu_seqlens(self) -> NDArray[np.int32]:
+        """int32[k + 1]: where each piece begins in the packed sequence, then its length."""
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> int:
+        """Tokens of the micro-batch."""
     @property
-    def cost(self) -> float: ...
+    def cost(self) -> float:
+        """Cost of the micro-batch, in the cost model's unit."""
     def __len__(self) -> int: ...
 
 @final
 class Packing:
+    """The micro-batches of one global batch: plain data that can be printed, compared, pickled and sent.
+
+    Every array is a fresh copy that the caller may keep or change.
+    """
     @staticmethod
     def from_assignment(
         lengths: ArrayLike,
@@ -215,51 +366,113 @@ class Packing:
         cost_model: CostModel | None = None,
         costs: ArrayLike | None = None,
         limits: ArrayLike | None = None,
-    ) -> Packing: ...
+    ) -> Packing:
+        """A packing from an assignment made elsewhere (a solver, another packer), scored like ours.
+
+        Args:
+            lengths: int[n], tokens.
+            assignment: int[n], micro-batch of each document; -1 leaves it over.
+            num_micro_batches, max_tokens, cost_model, costs, limits: as in :func:`pack`.
+
+        Raises:
+            WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
+        """
     @property
-    def method(self) -> str: ...
+    def method(self) -> str:
+        """How it was made: a method of :func:`pack`, or "assignment"."""
     @property
-    def num_micro_batches(self) -> int: ...
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches, ``M``; also ``len()``."""
     @property
-    def max_tokens(self) -> int: ...
+    def max_tokens(self) -> int:
+        """Most tokens that a micro-batch was allowed."""
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """Tokens of all micro-batches."""
     @property
-    def micro_batches(self) -> tuple[MicroBatch, ...]: ...
+    def micro_batches(self) -> tuple[MicroBatch, ...]:
+        """The micro-batches, a tuple of :class:`MicroBatch`. An empty one is legal."""
     @property
-    def assignment(self) -> NDArray[np.int32]: ...
+    def assignment(self) -> NDArray[np.int32]:
+        """int32[n]: micro-batch of each document passed in, -1 if it does not lie whole in one (left over, waiting, or
+        split). Empty for what :meth:`Packer.flush` returns.
+        """
     @property
-    def tokens(self) -> NDArray[np.int64]: ...
+    def tokens(self) -> NDArray[np.int64]:
+        """int64[M]: tokens of each micro-batch."""
     @property
-    def costs(self) -> NDArray[np.float64]: ...
+    def costs(self) -> NDArray[np.float64]:
+        """float64[M]: cost of each micro-batch, in the cost model's unit; with several columns of costs, of all that take
+        time.
+        """
     @property
-    def padded_tokens(self) -> NDArray[np.int64]: ...
+    def padded_tokens(self) -> NDArray[np.int64]:
+        """int64[M]: tokens of each micro-batch when it runs, padded as ``multiple_of_tokens`` and ``token_buckets`` ask."""
     @property
-    def column_costs(self) -> NDArray[np.float64]: ...
+    def column_costs(self) -> NDArray[np.float64]:
+        """float64[M, r]: cost of each micro-batch in each column of the documents' costs; with a cost model there is one."""
     @property
-    def step_cost(self) -> float: ...
+    def step_cost(self) -> float:
+        """Time of the step: cost of the heaviest micro-batch; with several columns, the sum over them of the heaviest in
+        each.
+        """
     @property
-    def leftover(self) -> NDArray[np.int64]: ...
+    def leftover(self) -> NDArray[np.int64]:
+        """int64[l]: ids of the documents that did not fit, in the order they were tried; empty for :func:`pack` unless its
+        ``leftover`` is "return". A :class:`Packer` carries them over to the next iteration.
+        """
     @property
-    def leftover_starts(self) -> NDArray[np.int32]: ...
+    def leftover_starts(self) -> NDArray[np.int32]:
+        """int32[l]: where in its document each left-over piece begins; 0 but for documents that were cut."""
     @property
-    def leftover_lengths(self) -> NDArray[np.int32]: ...
+    def leftover_lengths(self) -> NDArray[np.int32]:
+        """int32[l]: tokens of each left-over piece."""
     @property
-    def imbalance(self) -> float: ...
+    def imbalance(self) -> float:
+        """``step_cost * M / total cost``: how much longer a step takes than with perfect balance. 1.0 when nothing is
+        placed.
+        """
     @property
-    def dp_size(self) -> int | None: ...
+    def dp_size(self) -> int | None:
+        """Data-parallel ranks that it was made for; None where it may be dealt to any."""
     @property
-    def sync(self) -> Sync | None: ...
+    def sync(self) -> Sync | None:
+        """Where these ranks wait for each other, "step" or "micro_batch"; None without ranks."""
     @property
-    def rank_imbalance(self) -> float: ...
+    def rank_imbalance(self) -> float:
+        """How much longer a step takes than on equal ranks. Under "step" it takes the sum of the heaviest rank, under
+        "micro_batch" that of the heaviest micro-batch of each round. Without ranks it is the :attr:`imbalance`.
+        """
     @property
-    def lower_bound(self) -> float: ...
+    def lower_bound(self) -> float:
+        """No packing of the placed documents into as many micro-batches of ``max_tokens`` has a smaller ``step_cost``:
+        ``max(total cost / M, largest document)``, or what a linear program says where tokens are scarce; summed over
+        columns. O(n log n) when it is first asked for.
+        """
     @property
-    def length_fallbacks(self) -> int: ...
+    def length_fallbacks(self) -> int:
+        """Documents that Algorithm 1 places by token count instead of by cost. At 0 with "var_length", ``max cost <= total
+        / M + (1 - 1/M) * w``, where ``w`` is the cost of the last document put into the heaviest micro-batch.
+        """
     @property
-    def global_batches(self) -> int: ...
-    def digest(self) -> str: ...
-    def deal(self, dp_size: int) -> NDArray[np.int64]: ...
+    def global_batches(self) -> int:
+        """Global batches that were packed together: step ``i`` trains the ``i``-th ``M / global_batches`` micro-batches."""
+    def digest(self) -> str:
+        """Hex hash of where every token goes: equal on two ranks iff every token goes to the same place. O(documents)."""
+    def deal(self, dp_size: int) -> NDArray[np.int64]:
+        """Deals the micro-batches of each step to data-parallel ranks: equal counts, balanced costs, in schedule order.
+
+        Inside a rank the lightest micro-batches stand at both ends, where a pipeline fills and drains. A packing that
+        was made for ranks (``pack(dp_size=...)``) is dealt as it was made.
+
+        Returns:
+            int64[dp_size, M / dp_size]: micro-batch indices of each rank; with several global batches
+            int64[global_batches, dp_size, M / global_batches / dp_size].
+
+        Raises:
+            WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was
+                made for.
+        """
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> MicroBatch: ...
     def __iter__(self) -> Iterator[MicroBatch]: ...
@@ -285,10 +498,156 @@ def pack(
     multiple_of_tokens: int = 1,
     token_buckets: ArrayLike | None = None,
     leftover: Leftover = "error",
-) -> Packing: ...
+) -> Packing:
+    """Packs one global batch of documents into micro-batches.
+
+    Args:
+        lengths: int[n], tokens of each document, in arrival order; document ids are indices into it.
+        num_micro_batches: micro-batches of a global batch, ``N``. None: as few as leave nothing over, for a batch
+            that is trained whole in one step (fine-tuning, reinforcement learning): one multiple less would leave
+            documents over. With ``dp_size`` and ``sync="step"``, one more of each rank where that makes the step
+            5 % shorter.
+        max_tokens: most tokens of a micro-batch; a memory bound (``S_max``).
+        cost_model: what documents cost, by their lengths. Or ``costs``.
+        costs: float64[n], what each document costs, in any one unit; or float64[n, r], a column for every resource
+            with a barrier of its own (vision encoder, language model). A step takes the sum over columns of the
+            heaviest micro-batch in that column; ``imbalance`` and ``lower_bound`` follow. With "var_length",
+            "refined" and "original", which shares a cost among pieces by their tokens.
+        limits: float64[r], the most that a micro-batch may have in each column, infinite for none. What has a limit
+            is memory, and takes no time.
+        method: "var_length" (WLB-LLM's Algorithm 1: longest first, each to the micro-batch with the least cost),
+            "refined" (no worse than var_length, and next to
+            optimal where ``max_tokens`` binds; 1.3 times its time at the median, about three times where a few
+            pieces fill a micro-batch that has next to no room to spare), "fixed_length" (longest first, to the
+            least attention work that has room; cuts what fits nowhere), "original" (arrival order, cut every
+            ``max_tokens``).
+        global_batches: with "fixed_length", the number of global batches in ``lengths``. They are packed together into
+            ``global_batches * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
+        multiple_of: with ``num_micro_batches=None``, what their number is a multiple of: the data-parallel ranks,
+            so that :meth:`Packing.deal` gives all of them as many.
+        dp_size: data-parallel ranks that the plan is made for: documents are exchanged between ranks, not only
+            micro-batches dealt, and ``packing.deal(dp_size)`` gives every rank's. All ranks have as many
+            micro-batches; they stand rank by rank in the packing. With "var_length" or "refined"; ``costs`` of one
+            column.
+        sync: where these ranks wait for each other. "step", the default: once a step (DDP, ZeRO-1 and 2, Megatron),
+            so that the sums of ranks are made equal, then the micro-batches of each rank. "micro_batch": in every
+            micro-batch (FSDP, ZeRO-3), so that those of a round are made equal, then the sums.
+        groups: int[n], with ``dp_size``: documents with the same number stay on one rank (one prompt's rollouts).
+        equal_documents: with ``dp_size``, every rank has as many documents; they differ by one where ``dp_size``
+            does not divide them. Groups whose sizes cannot be dealt so are refused.
+        max_documents: most documents of a micro-batch.
+        multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens (MXFP8 32, HybridEP 128),
+            and ``max_tokens`` counts the padding: the plan's is the largest multiple within it. ``padded_tokens``
+            has the sizes; who makes the batches pads them.
+        token_buckets: int[b], ascending: the only sizes that micro-batches run with, for steps compiled or captured
+            once for each; padded up to the next, ``max_tokens`` as above.
+        leftover: what happens if documents do not fit: "error", or "return", and :attr:`Packing.leftover` lists
+            them: they are in no micro-batch, and will not be trained unless the caller sees to it.
+
+    Returns:
+        Packing. The same input gives the same plan, byte for byte, on every rank and machine.
+
+    Raises:
+        WlbError: a length or size out of range, a document over ``max_tokens`` (the methods that keep documents
+            whole), an unknown method, a cost that is negative or not finite, a column of zeros or none without a
+            limit, both or none of ``cost_model`` and ``costs``, several ``global_batches`` without "fixed_length",
+            ``multiple_of`` beside ``num_micro_batches``, what needs ``dp_size`` without it. Documents do not fit: the message says
+            how many, and a ``max_tokens`` that surely holds them all (with the methods that cut documents the least
+            one).
+
+    O(n) for a radix sort and, on average, a few steps for each document; O(n N) at worst, and always for
+    "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need
+    do. WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on.
+
+    Example:
+        >>> import wlb
+        >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+        >>> plan = wlb.pack([900, 100, 500, 400, 100], num_micro_batches=2, max_tokens=1500, cost_model=cost)
+        >>> plan.assignment
+        array([0, 1, 1, 1, 1], dtype=int32)
+        >>> round(plan.imbalance, 3)
+        1.004
+    """
 
 @final
 class Packer:
+    """Packs a stream of global batches, and holds long documents back until they can be balanced.
+
+    Without ``outlier_thresholds`` the adaptive rule decides in every step how many of the longest documents wait. With
+    them documents wait in queues, as in the paper: documents of ``outlier_thresholds[i]`` tokens or more, and fewer
+    than the next threshold, wait in level ``i``; while a level holds ``num_micro_batches`` documents, that many leave
+    it and join the batch being packed, one for each micro-batch. All other documents are emitted in the iteration they
+    arrive in, if they fit; documents that do not fit go first in the next. The same pushes give the same plans on every
+    rank, and after every resume. Safe to share between threads; picklable.
+
+    Args:
+        num_micro_batches: micro-batches of a global batch, ``N`` (``pp_size * dp_size`` in the paper).
+        max_tokens: most tokens of a micro-batch (``S_max``): a memory bound, and usually above the context window.
+        cost_model: what documents cost, by their lengths. Or ``cost_columns``.
+        cost_columns: documents bring their costs, in so many columns (``push(costs=)``, always). A step takes the sum
+            over columns of the heaviest micro-batch in that column. Said here, and not by the first push, because it
+            belongs to what ranks compare before they begin. Queues go by length all the same; "adaptive" takes one
+            column.
+        limits: float64[cost_columns], the most that a micro-batch may have in each column, infinite for none. What has
+            a limit is memory, and takes no time.
+        outlier_thresholds: tokens, ascending, where the levels of the queue begin. :func:`tune_outlier_thresholds`
+            finds good ones. ``None``, the default, takes the adaptive rule; ``()`` is a queue without levels, which
+            holds nothing back.
+        release: which waiting documents join a batch. It follows from ``outlier_thresholds`` and need not be said. With
+            thresholds it is "fifo", the paper's queues. Without them it is "adaptive": the longest documents, new or
+            waiting, are held as long as the step becomes so much more even that ``delay_price`` is paid, and short ones
+            while there is no room for them. "adaptive" balances better than queues at less delay. "fifo" without
+            thresholds holds nothing back; "adaptive" with thresholds is refused.
+        delay_price: with "adaptive": how much shorter a step must become, relative to an even one, to be worth that a
+            context for each micro-batch waits one iteration (0.03, the default: 3 %); to wait a second iteration costs
+            twice as much. At a higher price less waits. Give :func:`tune_delay_price` a mean delay, and it finds the
+            price.
+        max_delay: iterations after which a waiting document leaves whatever else waits. ``None``: 16 with "adaptive";
+            with "fifo" no limit (the paper's rule), so that an outlier may wait for others of its length for ever. What
+            keeps it: :meth:`bounds`.
+        max_document_tokens: longest document, at most ``max_tokens`` (the default): the context window.
+        oversize: what happens to a longer one: "error", "split" into documents of their own, or "truncate".
+        method: how what leaves is placed: "var_length", longest first where the cost is least; or "refined", from there
+            on as ``pack(method="refined")``: the same documents, never a heavier heaviest micro-batch, mostly in twice
+            the time. Where ``max_tokens`` binds it also finds room for documents that were carried over.
+        dp_size: data-parallel ranks that every step is planned for, as :func:`pack` does it with what leaves: documents
+            are exchanged between ranks, and ``packing.deal(dp_size)`` gives every rank's micro-batches. It divides
+            ``num_micro_batches``, and like these may be another on resume. Queues let ``dp_size`` documents of a kind
+            go together, not ``num_micro_batches``. Documents priced by a cost model, or in one column without a limit.
+        sync: where these ranks wait for each other, "step" (the default) or "micro_batch". With "step" the "adaptive"
+            rule weighs the sums of ranks, so that a document waits only if it would make its rank the longest.
+        max_documents: most documents of a micro-batch. Waiting documents then count for at least ``max_tokens /
+            max_documents`` tokens in :attr:`room` and :meth:`bounds`.
+        multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens, and ``max_tokens`` counts the
+            padding: :attr:`max_tokens` is the largest multiple within it. ``packing.padded_tokens`` has the sizes;
+            ``wlb.torch.collate(multiple_of_tokens=)`` pads.
+        token_buckets: int[b], ascending: the only sizes that micro-batches run with; padded up to the next.
+        max_step_cost: with "adaptive": most work of a step, in global batches of the documents that came lately (the
+            last 128 to 256 such batches). What makes micro-batches even, long documents that leave together, makes
+            steps uneven; with 1.5 no step has more than 1.5 times the mean work, but for documents that are due by
+            ``max_delay`` (``metrics().steps_over_max_cost`` counts such steps), ``min_step_tokens`` and flushes. Long
+            documents are then spread over steps, and micro-batches are less even. Below the mean less would leave than
+            comes: all then leaves when it is due, whatever it costs. ``None``: no bound.
+        tokens_per_batch: tokens of a global batch, at most ``num_micro_batches * max_tokens``; default
+            ``num_micro_batches * max_document_tokens``. Give it where steps train another number, so that
+            ``max_step_cost`` is told in *their* work; samplers and streams take it from here. May be another on resume.
+        on_backlog: what a push does after which more waits than :meth:`bounds` allows, because it brought more than the
+            packer :meth:`admits`: "warn" once with a :class:`BacklogWarning`, or "error" and change nothing.
+
+    Raises:
+        WlbError: naming the argument that makes no sense.
+
+    WLB-LLM, section 4 and Algorithm 1.
+
+    Example:
+        >>> import wlb
+        >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+        >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=1500, cost_model=cost)
+        >>> packer.push([900, 100, 500, 400, 100])
+        Packing(method="var_length", num_micro_batches=2, documents=5, tokens=2000, imbalance=1.0039, leftover=0)
+        >>> packer.pending
+        0
+    """
     def __new__(
         cls,
         *,
@@ -314,9 +673,22 @@ class Packer:
         on_backlog: OnBacklog = "warn",
     ) -> Packer: ...
     @staticmethod
-    def from_state_dict(state: dict[str, Any], on_backlog: OnBacklog = "warn") -> Packer: ...
-    def copy(self) -> Packer: ...
-    def empty_copy(self) -> Packer: ...
+    def from_state_dict(state: dict[str, Any], on_backlog: OnBacklog = "warn") -> Packer:
+        """The packer that :meth:`state_dict` saved, configuration included.
+
+        Args:
+            state: what :meth:`state_dict` returned, also after a round trip through JSON.
+            on_backlog: as for :class:`Packer`; it is in no state.
+
+        Raises:
+            StateError: the state is corrupt, truncated, of another version, or not a packer's.
+        """
+    def copy(self) -> Packer:
+        """A packer that goes on from here by itself, with the same configuration; O(pending), and much cheaper than a
+        state.
+        """
+    def empty_copy(self) -> Packer:
+        """A packer with this one's configuration in which nothing waits yet."""
     def push(
         self,
         lengths: ArrayLike,
@@ -326,74 +698,229 @@ class Packer:
         costs: ArrayLike | None = None,
         min_step_tokens: int = 0,
         early: ArrayLike | None = None,
-    ) -> Packing: ...
-    def leads(self, lengths: ArrayLike, *, tokens_per_batch: int, most: int) -> NDArray[np.int64]: ...
-    def admits(self, lengths: ArrayLike, *, costs: ArrayLike | None = None) -> int: ...
-    def bounds(self) -> Bounds: ...
+    ) -> Packing:
+        """Packs one global batch: these documents, what was carried over, and the outliers whose time has come.
+
+        Args:
+            lengths: int[n], tokens of the new documents; may be empty.
+            ids: int64[n], their names, unique among these and the pending documents; default a running number.
+            starts: int[n], where each begins inside the document that ``ids`` names, for a reader that cuts documents
+                itself and lets their pieces enter over several iterations; default: all are whole documents.
+            costs: float64[n] or float64[n, cost_columns], what each document costs, where the packer was made with
+                ``cost_columns``, and only there; what it costs that is cut is shared among its pieces by their tokens.
+                What waits keeps its costs.
+            min_step_tokens: more leaves than the release rule lets go, if that is fewer tokens than these and more is
+                there. Such a step is less balanced. It holds so many tokens at least, or all that is there, or
+                ``num_micro_batches // 2 * max_tokens`` (without ``limits``, which may leave less room).
+            early: int[n], from 0 to 1024, by how many iterations each comes before its turn in the order of the stream
+                (see :meth:`leads`), only with release="adaptive". Until its turn a document is not late: it may be
+                trained, and waiting costs nothing. Delays count from the turn on.
+
+        Returns:
+            Packing of ``num_micro_batches`` micro-batches. ``assignment`` follows ``lengths`` (-1: waits, or was
+            split); ``leftover`` is what is carried over to the next iteration.
+
+        Raises:
+            WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under
+                oversize="error", more than 2^23 cuts under oversize="split", or, under on_backlog="error", more waits
+                afterwards than :meth:`bounds` allows. The packer is unchanged.
+
+        Warns:
+            BacklogWarning: more waits afterwards than :meth:`bounds` allows; once.
+
+        Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces
+        on, those that wait included.
+        """
+    def leads(self, lengths: ArrayLike, *, tokens_per_batch: int, most: int) -> NDArray[np.int64]:
+        """By how many iterations each of the documents that come next should come before its turn, for :meth:`push`.
+
+        A document that costs as much as ``c`` mean micro-batches is level only in a step of ``c`` times the work, which
+        has to be gathered: it waits. Where it comes ``2 * (c - 1)`` iterations before its turn, it is trained about
+        then.
+
+        Args:
+            lengths: int[n], tokens of the documents that come next, in order: as many global batches as are known.
+            tokens_per_batch: tokens of a global batch.
+            most: iterations, at most 1024.
+
+        Returns:
+            int64[n], from 0 to ``most``.
+
+        Raises:
+            WlbError: wrong lengths or numbers; the packer was made with ``cost_columns``.
+
+        O(n).
+        """
+    def admits(self, lengths: ArrayLike, *, costs: ArrayLike | None = None) -> int:
+        """How many of the first of these documents the next push may bring, so that the packer keeps its :meth:`bounds`.
+
+        Their tokens are at most its :attr:`room`, and their costs in a column with a limit at most what a step may have
+        of it less what is carried over. With "adaptive" they also fit into the micro-batches of one step by themselves,
+        longest first where the tokens are fewest. Where nothing waits, at least one.
+
+        Args:
+            lengths: int[n], tokens of the documents that come next.
+            costs: float64[n] or float64[n, cost_columns], what they cost; needed only where a column has a limit.
+
+        Returns:
+            0 to n. With 0, push nothing until there is room: ``push([])`` trains of what waits.
+
+        Raises:
+            WlbError: wrong lengths or costs; or, under oversize="split", the first document has more pieces than a step
+                holds, so that it would never be admitted: cut it with :func:`split_documents`, and push its pieces step
+                by step with ``starts``.
+
+        O(n + pending); a sort, and log(n) placements where they do not all fit.
+        """
+    def bounds(self) -> Bounds:
+        """What waits at most, and for how long, as long as no push brings more than the packer :meth:`admits`.
+
+        Returns:
+            Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``;
+            with "fifo" what the levels can hold and one such batch. docs/semantics.md has the proof.
+        """
     @property
-    def room(self) -> int: ...
-    def drain(self) -> Packing: ...
-    def flush(self) -> list[Packing]: ...
+    def room(self) -> int:
+        """Tokens that the next push may bring so that :meth:`bounds` hold; with ``max_documents`` each document counts for
+        at least its share of a full micro-batch. :meth:`admits` says it for documents. O(pending).
+        """
+    def drain(self) -> Packing:
+        """One global batch of what waits, at the end of a stream: as much of it as fits, outliers too.
+
+        Returns:
+            Packing; empty if nothing waits. Its ``assignment`` is empty.
+        """
+    def flush(self) -> list[Packing]:
+        """Empties everything at the end of the stream, in as many global batches as it takes.
+
+        Returns:
+            list[Packing]; empty if nothing was pending.
+        """
     @property
-    def pending(self) -> int: ...
+    def pending(self) -> int:
+        """Documents (or pieces of split ones) that were pushed and not yet emitted."""
     @property
-    def pending_tokens(self) -> int: ...
+    def pending_tokens(self) -> int:
+        """Tokens that were pushed and not yet emitted; O(pending)."""
     @property
-    def carried_tokens(self) -> int: ...
+    def carried_tokens(self) -> int:
+        """Tokens that did not fit and go first in the next iteration; O(carried)."""
     @property
-    def oldest_wait(self) -> int: ...
+    def oldest_wait(self) -> int:
+        """Iterations that the oldest pending document has waited; 0 if none is pending. O(pending)."""
     @property
-    def queued(self) -> tuple[int, ...]: ...
+    def queued(self) -> tuple[int, ...]:
+        """Documents that wait in each level; one level with "adaptive"."""
     @property
-    def carried(self) -> int: ...
+    def carried(self) -> int:
+        """Documents that did not fit and go first in the next iteration."""
     @property
-    def iteration(self) -> int: ...
+    def iteration(self) -> int:
+        """Global batches packed so far."""
     @property
-    def num_micro_batches(self) -> int: ...
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a global batch."""
     @property
-    def max_tokens(self) -> int: ...
+    def max_tokens(self) -> int:
+        """Most tokens of a micro-batch, padding included."""
     @property
-    def max_document_tokens(self) -> int: ...
+    def max_document_tokens(self) -> int:
+        """Longest document."""
     @property
-    def outlier_thresholds(self) -> tuple[int, ...]: ...
+    def outlier_thresholds(self) -> tuple[int, ...]:
+        """Where the levels of the queue begin: tokens, ascending."""
     @property
-    def release(self) -> Release: ...
+    def release(self) -> Release:
+        """Which waiting documents join a batch: "fifo" or "adaptive"."""
     @property
-    def delay_price(self) -> float | None: ...
+    def delay_price(self) -> float | None:
+        """What waiting costs with "adaptive"; ``None`` with "fifo"."""
     @property
-    def oversize(self) -> Oversize: ...
+    def oversize(self) -> Oversize:
+        """What happens to a document over ``max_document_tokens``: "error", "split" or "truncate"."""
     @property
-    def on_backlog(self) -> OnBacklog: ...
+    def on_backlog(self) -> OnBacklog:
+        """What a push does after which too much waits: "warn" or "error"."""
     @property
-    def max_delay(self) -> int | None: ...
+    def max_delay(self) -> int | None:
+        """Iterations after which a waiting document is released; ``None``: no limit."""
     @property
-    def method(self) -> StreamMethod: ...
+    def method(self) -> StreamMethod:
+        """How what leaves is placed: "var_length" or "refined"."""
     @property
-    def dp_size(self) -> int | None: ...
+    def dp_size(self) -> int | None:
+        """Data-parallel ranks that steps are planned for; ``None``: they may be dealt to any."""
     @property
-    def sync(self) -> Sync | None: ...
+    def sync(self) -> Sync | None:
+        """Where these wait for each other, "step" or "micro_batch"; ``None`` without ranks."""
     @property
-    def max_documents(self) -> int | None: ...
+    def max_documents(self) -> int | None:
+        """Most documents of a micro-batch; ``None``: any number."""
     @property
-    def multiple_of_tokens(self) -> int: ...
+    def multiple_of_tokens(self) -> int:
+        """Micro-batches run padded up to a multiple of so many tokens."""
     @property
-    def token_buckets(self) -> tuple[int, ...]: ...
+    def token_buckets(self) -> tuple[int, ...]:
+        """The only sizes that they run with, ascending; empty: any multiple."""
     @property
-    def max_step_cost(self) -> float | None: ...
+    def max_step_cost(self) -> float | None:
+        """Most work of a step, in mean global batches; ``None``: no bound."""
     @property
-    def tokens_per_batch(self) -> int: ...
+    def tokens_per_batch(self) -> int:
+        """Tokens of a global batch."""
     @property
-    def cost_model(self) -> CostModel | None: ...
+    def cost_model(self) -> CostModel | None:
+        """What documents cost; ``None`` where they bring their costs."""
     @property
-    def cost_columns(self) -> int | None: ...
+    def cost_columns(self) -> int | None:
+        """Columns of costs that documents bring; ``None`` where a cost model prices them."""
     @property
-    def limits(self) -> tuple[float, ...] | None: ...
-    def set_cost_model(self, cost_model: CostModel) -> None: ...
+    def limits(self) -> tuple[float, ...] | None:
+        """The most that a micro-batch may have in each of these columns, infinite for none; ``None`` without columns."""
+    def set_cost_model(self, cost_model: CostModel) -> None:
+        """Packs by other costs from the next push on.
+
+        Documents that wait are priced anew then: what is kept of them is their lengths. ``outlier_thresholds`` are
+        lengths and ``delay_price`` is a share of a step, so both still mean what they meant; but what was tuned to a
+        mean delay was tuned under the costs before.
+
+        A state holds both cost models. A packer that loads it is made with the *first* one, as in the run that saved
+        it, and goes on with the present one. Equal costs are no change.
+
+        Args:
+            cost_model: what documents cost from now on. The same on every rank, at the same iteration.
+
+        Raises:
+            WlbError: sums of such costs could overflow, or documents bring their costs. The packer is unchanged.
+        """
     @property
-    def fingerprint(self) -> str: ...
-    def metrics(self) -> PackerMetrics: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], *, allow_config_change: bool = False) -> None: ...
+    def fingerprint(self) -> str:
+        """Hex hash of the configuration under the present cost model, all but ``num_micro_batches``, ``dp_size`` and
+        ``tokens_per_batch``: packers of equal fingerprints in which the same documents wait give the same plans.
+        """
+    def metrics(self) -> PackerMetrics:
+        """Balance, delay and memory since the stream began."""
+    def state_dict(self) -> dict[str, Any]:
+        """The packer as plain JSON values: a dict of str, int, float, list, None.
+
+        Holds documents, not shards: ``num_micro_batches`` and every parallel size may change on resume. Save it with
+        the position of the data set that was *consumed*, not prefetched.
+        """
+    def load_state_dict(self, state: dict[str, Any], *, allow_config_change: bool = False) -> None:
+        """Goes on where the saved packer stopped, under this packer's configuration.
+
+        Args:
+            state: what :meth:`state_dict` returned, also after a round trip through JSON.
+            allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
+                anew, and those that are no outliers any more are emitted first. Another ``num_micro_batches``,
+                ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the first ``tokens_per_batch`` beside a
+                ``max_step_cost``, which meant another number of tokens without it.
+
+        Raises:
+            StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration
+                differs (says in which fields); or a waiting document is longer than this packer allows. The packer is
+                unchanged.
+        """
     def __copy__(self) -> Packer: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
 
@@ -414,7 +941,48 @@ def tune_outlier_thresholds(
     dp_size: int | None = None,
     sync: Sync | None = None,
     max_documents: int | None = None,
-) -> TuneResult: ...
+) -> TuneResult:
+    """Finds thresholds for a :class:`Packer` on a sample of lengths.
+
+    Runs the packer over the sample under every combination of up to ``num_queues`` geometrically spaced thresholds,
+    then around the best. Deterministic. Documents over ``max_document_tokens`` are split.
+
+    Args:
+        lengths: int[n], tokens, in arrival order; some tens of global batches or more.
+        num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_documents: as for
+            :class:`Packer`.
+        costs: float64[n] or float64[n, r], what each document costs, in place of ``cost_model``, for a packer with
+            ``cost_columns=r``; imbalance is then that of a step over all columns that take time.
+        limits: float64[r], with ``costs``, as for :class:`Packer`.
+        num_queues: most levels, 0 to 4.
+        max_mean_delay: most mean token delay, in iterations.
+        tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Give one of
+            the two: global batches that fill every micro-batch to ``max_tokens`` leave no room for balance.
+        dp_size, sync: as for :class:`Packer`; imbalance and lost time are then those of the ranks, where they wait
+            for each other.
+
+    Returns:
+        TuneResult: the thresholds with the least mean imbalance within the delay limit (no queues, or the least
+        delay, if none keeps it), and the Pareto front of balance and delay.
+
+    Raises:
+        WlbError: wrong lengths, costs or options, or no documents.
+
+    One run of the packer for each of about 110 choices (two queues) or 380 (three). Releases the GIL. WLB-LLM,
+    section 4.3.
+
+    Example:
+        >>> import numpy as np
+        >>> import wlb
+        >>> lengths = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(int).clip(1, 8192)
+        >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+        >>> tuned = wlb.tune_outlier_thresholds(
+        ...     lengths, num_micro_batches=8, max_tokens=12288, cost_model=cost, num_queues=1
+        ... )
+        >>> tuned.best
+        TunedPoint(thresholds=[4539], imbalance_mean=1.0667, delay_mean=0.341, delay_max=4)
+    """
+
 def tune_delay_price(
     lengths: ArrayLike,
     *,
@@ -432,13 +1000,92 @@ def tune_delay_price(
     sync: Sync | None = None,
     max_documents: int | None = None,
     max_early: int = 0,
-) -> TuneResult: ...
+) -> TuneResult:
+    """Finds the price of delay for a :class:`Packer` with ``release="adaptive"`` on a sample of lengths.
+
+    Runs the packer over the sample at geometrically spaced prices and at the default, then at some where the mean
+    delay passes the limit. The best of many on the same steps is the luckiest, so each half of the documents judges
+    what the other finds: those that lose the least time on both are judged on both, and on three other orders of
+    all documents. Where a half has less than twelve global batches, those that lose the least on all documents are
+    judged on the other orders alone: a price may then suit these documents and no others. Deterministic. Documents
+    over ``max_document_tokens`` are split.
+
+    Args:
+        lengths: int[n], tokens, in arrival order; some tens of global batches or more.
+        num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_step_cost,
+            max_documents: as for :class:`Packer`.
+        costs: float64[n], what each document costs, in place of ``cost_model``, for a packer with
+            ``cost_columns=1``.
+        max_mean_delay: most mean token delay, in iterations.
+        tokens_per_batch, dp_size, sync: as for :func:`tune_outlier_thresholds`.
+        max_early: int from 0 to 1024, iterations that a document comes before its turn, as for
+            ``BalancedBatchSampler``; delays are then of both, before the turn and after it. Needs ``cost_model``.
+
+    Returns:
+        TuneResult: the price that loses the least time on the other orders, within the delay limit there and on the
+        sample: the default (0.03) unless another is better by 0.01 of lost time in every order, no worse on a half,
+        with a worst step that is no worse there and on the sample. Where the default waits too long, that bound
+        holds if any price keeps it. The price with the least delay if none keeps the limit. ``judged`` has them
+        all, and the default beside them; and the Pareto front of balance and delay on the sample.
+
+    Raises:
+        WlbError: wrong lengths, costs or options, or no documents; several columns of costs.
+
+    One run of the packer for each of about 32 prices, another for those within the limit, and three for each that
+    is judged: nine, or more. Releases the GIL.
+
+    Example:
+        >>> import numpy as np
+        >>> import wlb
+        >>> lengths = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(int).clip(1, 8192)
+        >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+        >>> tuned = wlb.tune_delay_price(lengths, num_micro_batches=8, max_tokens=12288, cost_model=cost)
+        >>> tuned.best
+        TunedPoint(delay_price=0.46822, imbalance_mean=1.0277, delay_mean=0.528, delay_max=10)
+    """
+
 def padded_tokens(tokens: int, *, multiple_of_tokens: int = 1, token_buckets: ArrayLike | None = None) -> int: ...
 def most_tokens(max_tokens: int, *, multiple_of_tokens: int = 1, token_buckets: ArrayLike | None = None) -> int: ...
-def batch_offsets(lengths: ArrayLike, *, tokens_per_batch: int) -> NDArray[np.int64]: ...
+def batch_offsets(lengths: ArrayLike, *, tokens_per_batch: int) -> NDArray[np.int64]:
+    """Cuts a stream of documents into global batches: as many whole documents as fit, at least one each.
+
+    Args:
+        lengths: int[n], tokens.
+        tokens_per_batch: most tokens of a global batch.
+
+    Returns:
+        int64[b + 1]: batch ``i`` is ``lengths[offsets[i]:offsets[i + 1]]``.
+
+    Raises:
+        WlbError: a length or ``tokens_per_batch`` out of range.
+
+    Example:
+        >>> import wlb
+        >>> wlb.batch_offsets([5, 9, 2, 4], tokens_per_batch=8)
+        array([0, 1, 2, 4])
+    """
+
 def split_documents(
     lengths: ArrayLike, *, max_document_tokens: int
-) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]: ...
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+    """Cuts documents into pieces of at most ``max_document_tokens``: those that a context window has.
+
+    Args:
+        lengths: int[n], tokens.
+        max_document_tokens: longest piece.
+
+    Returns:
+        ``(documents int64[p], starts int32[p], lengths int64[p])``: index of the document, where in it the piece
+        begins, tokens.
+
+    Raises:
+        WlbError: a length or ``max_document_tokens`` out of range, or one so low that it takes more than 2^23 cuts.
+
+    Example:
+        >>> import wlb
+        >>> wlb.split_documents([5, 2], max_document_tokens=4)
+        (array([0, 0, 1]), array([0, 4, 0], dtype=int32), array([4, 1, 2]))
+    """
 
 @final
 class RankShard:
@@ -744,9 +1391,45 @@ class KernelModel:
 
 def pass_weights(passes: Passes, *, recompute: bool = False) -> tuple[float, float]: ...
 @overload
-def pairs(lengths: int, *, causal: bool = True) -> int: ...
+def pairs(lengths: int, *, causal: bool = True) -> int:
+    """Exact (query, key) pairs of documents: ``d(d+1)/2`` under a causal mask, ``d*d`` under a full one.
+
+    Args:
+        lengths: int, or int[n]; tokens.
+        causal: mask.
+
+    Returns:
+        int, or int64[n].
+
+    Raises:
+        WlbError: a length below 1 or above 2**31 - 1.
+
+    Example:
+        >>> import wlb
+        >>> wlb.pairs([3, 1, 2])
+        array([6, 1, 3])
+    """
+
 @overload
-def pairs(lengths: ArrayLike, *, causal: bool = True) -> NDArray[np.int64]: ...
+def pairs(lengths: ArrayLike, *, causal: bool = True) -> NDArray[np.int64]:
+    """Exact (query, key) pairs of documents: ``d(d+1)/2`` under a causal mask, ``d*d`` under a full one.
+
+    Args:
+        lengths: int, or int[n]; tokens.
+        causal: mask.
+
+    Returns:
+        int, or int64[n].
+
+    Raises:
+        WlbError: a length below 1 or above 2**31 - 1.
+
+    Example:
+        >>> import wlb
+        >>> wlb.pairs([3, 1, 2])
+        array([6, 1, 3])
+    """
+
 def simulate_pipeline(
     costs: ArrayLike,
     *,

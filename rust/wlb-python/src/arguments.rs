@@ -17,100 +17,28 @@ use crate::convert::{
 /// Numbers row by row, and how many rows and columns there are.
 pub(crate) type Table = (Vec<f64>, usize, usize);
 
-/// `name: Type = reader(limits)`: a function of that name for `from_py_with`, whose errors have the name too, and the
-/// type that it reads; and both in [`optional`], for where it may be None.
+/// `name: Type = reader(limits)`: a function of that name for `from_py_with`, whose errors have the name too; and one in
+/// [`optional`], for where the argument may be None.
 macro_rules! arguments {
     ($($name:ident: $type:ty = $reader:ident($($limit:expr),*);)+) => {
         $(
-            #[allow(non_camel_case_types, reason = "named as the argument")]
-            pub(crate) type $name = $type;
-
             pub(crate) fn $name(object: &Bound<'_, PyAny>) -> PyResult<$type> {
                 $reader(stringify!($name), object $(, $limit)*)
             }
         )+
 
-        #[allow(dead_code, non_camel_case_types, reason = "some are never None; named as the arguments")]
+        #[allow(dead_code, reason = "some are never None")]
         pub(crate) mod optional {
-            use pyo3::prelude::*;
+            use super::*;
 
             $(
-                pub(crate) type $name = Option<$crate::arguments::$name>;
-
-                pub(crate) fn $name(object: &Bound<'_, PyAny>) -> PyResult<$name> {
-                    if object.is_none() { Ok(None) } else { $crate::arguments::$name(object).map(Some) }
+                pub(crate) fn $name(object: &Bound<'_, PyAny>) -> PyResult<Option<$type>> {
+                    if object.is_none() { Ok(None) } else { super::$name(object).map(Some) }
                 }
             )+
         }
     };
 }
-
-/// Functions of Python, or after `Class:` methods, whose arguments are written once:
-///
-/// `functions! { /// What it does. \n fn name[parameters of Rust](arguments of Python) -> Result { ... } }`
-///
-/// An argument is `name` or `name = default`, read as it stands in the table; `name?`, which may be None and is by
-/// default; `name: Type`, which pyo3 reads, or `name by reader: Type`, with a default or without. What follows a `*` is
-/// a keyword.
-macro_rules! functions {
-    ($($class:ident:)? $(
-        $(#[$meta:meta])*
-        fn $name:ident$(<$life:lifetime>)?[$(&$this:ident)? $(,)? $($py:ident: $python:ty)?]($($arguments:tt)*)
-        -> $result:ty $body:block
-    )+) => {
-        $crate::arguments::functions! { @each [$($class)?] $(
-            {[$(#[$meta])*] $name [$(<$life>)?] [$(&$this,)? $($py: $python,)?] [$result] $body} [$($arguments)*,]
-        )+ }
-    };
-    (@each $class:tt $($it:tt [$($arguments:tt)*])+) => {
-        $( $crate::arguments::functions! { @ $class $it [] [] $($arguments)* } )+
-    };
-    (@ $class:tt $it:tt [$($signature:tt)*] [$($parameters:tt)*] *, $($rest:tt)*) => {
-        $crate::arguments::functions! { @ $class $it [$($signature)* *,] [$($parameters)*] $($rest)* }
-    };
-    (@ $class:tt $it:tt [$($signature:tt)*] [$($parameters:tt)*] $name:ident?, $($rest:tt)*) => {
-        $crate::arguments::functions! {
-            @ $class $it [$($signature)* $name = None,] [
-                $($parameters)*
-                #[pyo3(from_py_with = $crate::arguments::optional::$name)] $name: $crate::arguments::optional::$name,
-            ] $($rest)*
-        }
-    };
-    (@ $class:tt $it:tt [$($signature:tt)*] [$($parameters:tt)*] $name:ident $(= $default:tt)?, $($rest:tt)*) => {
-        $crate::arguments::functions! {
-            @ $class $it [$($signature)* $name $(= $default)?,] [
-                $($parameters)* #[pyo3(from_py_with = $crate::arguments::$name)] $name: $crate::arguments::$name,
-            ] $($rest)*
-        }
-    };
-    (@ $class:tt $it:tt [$($signature:tt)*] [$($parameters:tt)*]
-       $name:ident $(by $reader:path)?: $type:ty $(= $default:tt)?, $($rest:tt)*) => {
-        $crate::arguments::functions! {
-            @ $class $it [$($signature)* $name $(= $default)?,] [
-                $($parameters)* $(#[pyo3(from_py_with = $reader)])? $name: $type,
-            ] $($rest)*
-        }
-    };
-    (@ [] {[$($meta:tt)*] $name:ident [$($life:tt)*] [$($own:tt)*] [$result:ty] $body:block}
-       [$($signature:tt)*] [$($parameters:tt)*] $(,)?) => {
-        #[pyo3::pyfunction]
-        #[pyo3(signature = ($($signature)*))]
-        #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
-        $($meta)*
-        pub(crate) fn $name $($life)* ($($own)* $($parameters)*) -> $result $body
-    };
-    (@ [$class:ident] {[$($meta:tt)*] $name:ident [$($life:tt)*] [$($own:tt)*] [$result:ty] $body:block}
-       [$($signature:tt)*] [$($parameters:tt)*] $(,)?) => {
-        #[pyo3::pymethods]
-        impl $class {
-            #[pyo3(signature = ($($signature)*))]
-            #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
-            $($meta)*
-            fn $name $($life)* ($($own)* $($parameters)*) -> $result $body
-        }
-    };
-}
-pub(crate) use functions;
 
 arguments! {
     allow_config_change: bool = flag();

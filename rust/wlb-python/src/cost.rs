@@ -9,11 +9,11 @@ use wlb_core::cost::fit::{FitOptions, FittedTerm};
 use wlb_core::cost::{CostModel as Model, DocumentCosts, FlopsOptions, Mask, Passes, Rates, Unit};
 use wlb_core::packing::Pricing;
 
-use crate::arguments::{self, Table, functions};
+use crate::arguments::{self, Table};
 use crate::convert::{choice, integer, integers, profile, read_lengths, sizes};
 use crate::error::{raise, refuse};
 use crate::gil::run;
-use crate::plain::{Array, Tuple, hashed_by, pickled_as_json, properties};
+use crate::plain::{Array, Tuple, hashed_by, pickled_as_json};
 use crate::results::answer;
 
 /// Costs of so many documents, one by one, if they are given.
@@ -78,6 +78,12 @@ pub(crate) fn mask(causal: bool) -> Mask {
 /// Raises:
 ///     WlbError: a rate is negative or not finite, or no document costs anything; a window or chunk below 1, or without
 ///         a causal mask.
+///
+/// Example:
+///     >>> import wlb
+///     >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+///     >>> cost.cost([10, 20])
+///     array([10055., 20210.])
 #[pyclass(frozen, eq, hash, module = "wlb")]
 #[derive(PartialEq)]
 pub(crate) struct CostModel(pub(crate) Model);
@@ -99,12 +105,19 @@ pub(crate) fn read_costs_if_any(cost_model: &Bound<'_, PyAny>) -> PyResult<Optio
 hashed_by!(CostModel: |cost| cost.0.to_json());
 pickled_as_json!(CostModel(Model));
 
-properties! {
-    CostModel:
+#[pymethods]
+impl CostModel {
     /// What one unit of cost is, "seconds" or "flops"; None where nobody said. Measured tables are in seconds.
-    unit: Option<&'static str> = |model| model.0.unit().map(Unit::as_str);
+    #[getter]
+    fn unit(&self) -> Option<&'static str> {
+        self.0.unit().map(Unit::as_str)
+    }
+
     /// Whether pairs are counted under a causal mask.
-    causal: bool = |cost| cost.0.mask() == Mask::Causal;
+    #[getter]
+    fn causal(&self) -> bool {
+        self.0.mask() == Mask::Causal
+    }
 }
 
 #[pymethods]
@@ -143,12 +156,23 @@ impl CostModel {
     }
 }
 
-functions! {
-    CostModel:
+#[pymethods]
+impl CostModel {
     #[new]
-    fn new[](
-        *, attention, linear, causal = true, windows?, chunks?, document = 0.0, micro_batch = 0.0,
-        unit: Option<&str> = None,
+    #[pyo3(signature = (
+    *, attention, linear, causal = true, windows = None, chunks = None, document = 0.0, micro_batch = 0.0,
+    unit = None
+))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn new(
+        #[pyo3(from_py_with = arguments::attention)] attention: f64,
+        #[pyo3(from_py_with = arguments::linear)] linear: f64,
+        #[pyo3(from_py_with = arguments::causal)] causal: bool,
+        #[pyo3(from_py_with = arguments::optional::windows)] windows: Option<Vec<(i32, f64)>>,
+        #[pyo3(from_py_with = arguments::optional::chunks)] chunks: Option<Vec<(i32, f64)>>,
+        #[pyo3(from_py_with = arguments::document)] document: f64,
+        #[pyo3(from_py_with = arguments::micro_batch)] micro_batch: f64,
+        unit: Option<&str>,
     ) -> PyResult<Self> {
         let (windows, chunks) = (windows.unwrap_or_default(), chunks.unwrap_or_default());
         let unit = unit.map(choice).transpose()?;
@@ -176,10 +200,27 @@ functions! {
     /// Raises:
     ///     WlbError: a size below 1, a rate that is not positive, a hidden size that the heads do not divide.
     #[staticmethod]
-    fn from_flops[](
-        *, hidden_size, ffn_hidden_size, num_layers, num_heads, num_kv_heads?, vocab_size, head_dim?, gated_ffn = true,
-        experts_per_token = 1, attention_efficiency = 1.0, flops_per_second = 1.0, passes: &str = "forward_backward",
-        recompute = false, causal = true,
+    #[pyo3(signature = (
+    *, hidden_size, ffn_hidden_size, num_layers, num_heads, num_kv_heads = None, vocab_size, head_dim = None,
+    gated_ffn = true, experts_per_token = 1, attention_efficiency = 1.0, flops_per_second = 1.0,
+    passes = "forward_backward", recompute = false, causal = true
+))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn from_flops(
+        #[pyo3(from_py_with = arguments::hidden_size)] hidden_size: i32,
+        #[pyo3(from_py_with = arguments::ffn_hidden_size)] ffn_hidden_size: i64,
+        #[pyo3(from_py_with = arguments::num_layers)] num_layers: i64,
+        #[pyo3(from_py_with = arguments::num_heads)] num_heads: i64,
+        #[pyo3(from_py_with = arguments::optional::num_kv_heads)] num_kv_heads: Option<i64>,
+        #[pyo3(from_py_with = arguments::vocab_size)] vocab_size: i64,
+        #[pyo3(from_py_with = arguments::optional::head_dim)] head_dim: Option<i64>,
+        #[pyo3(from_py_with = arguments::gated_ffn)] gated_ffn: bool,
+        #[pyo3(from_py_with = arguments::experts_per_token)] experts_per_token: i64,
+        #[pyo3(from_py_with = arguments::attention_efficiency)] attention_efficiency: f64,
+        #[pyo3(from_py_with = arguments::flops_per_second)] flops_per_second: f64,
+        passes: &str,
+        #[pyo3(from_py_with = arguments::recompute)] recompute: bool,
+        #[pyo3(from_py_with = arguments::causal)] causal: bool,
     ) -> PyResult<Self> {
         let hidden_size = i64::from(hidden_size);
         let head_dim = match head_dim {
@@ -224,7 +265,13 @@ functions! {
     /// Raises:
     ///     WlbError: naming the entry that does not fit.
     #[staticmethod]
-    fn from_tables[](lengths, *, attention_seconds, linear_seconds, causal = true) -> PyResult<Self> {
+    #[pyo3(signature = (lengths, *, attention_seconds, linear_seconds, causal = true))]
+    fn from_tables(
+        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        #[pyo3(from_py_with = arguments::attention_seconds)] attention_seconds: Vec<f64>,
+        #[pyo3(from_py_with = arguments::linear_seconds)] linear_seconds: Vec<f64>,
+        #[pyo3(from_py_with = arguments::causal)] causal: bool,
+    ) -> PyResult<Self> {
         Model::from_tables(&lengths, &attention_seconds, &linear_seconds, mask(causal)).map(Self).map_err(raise)
     }
 
@@ -237,7 +284,8 @@ functions! {
     /// Raises:
     ///     WlbError: no such profile, or a malformed one; says where in the file.
     #[staticmethod]
-    fn from_profile[](path_or_name: &Bound<'_, PyAny>, *, passes: &str = "forward_backward") -> PyResult<Self> {
+    #[pyo3(signature = (path_or_name, *, passes = "forward_backward"))]
+    fn from_profile(path_or_name: &Bound<'_, PyAny>, passes: &str) -> PyResult<Self> {
         let passes = choice(passes)?;
         Model::from_profile(&profile(path_or_name)?, passes).map(Self).map_err(raise)
     }
@@ -249,19 +297,22 @@ functions! {
     ///
     /// Returns:
     ///     float64[n].
-    fn cost[&self](lengths) -> PyResult<Array<Vec<f64>>> {
+    #[pyo3(signature = (lengths))]
+    fn cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
         Ok(Array(self.0.costs(&lengths)))
     }
 
     /// The part of :meth:`cost` that grows with the pairs, of all kinds. float64[n].
-    fn attention_cost[&self](lengths) -> PyResult<Array<Vec<f64>>> {
+    #[pyo3(signature = (lengths))]
+    fn attention_cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
         Ok(Array(lengths.iter().map(|&length| self.0.attention_cost(length)).collect()))
     }
 
     /// The part of :meth:`cost` that grows with the tokens. float64[n].
-    fn linear_cost[&self](lengths) -> PyResult<Array<Vec<f64>>> {
+    #[pyo3(signature = (lengths))]
+    fn linear_cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
         Ok(Array(lengths.iter().map(|&length| self.0.linear_cost(length)).collect()))
     }
@@ -298,10 +349,19 @@ functions! {
     /// (1974); Holland and Welsch, Robust regression using iteratively reweighted least-squares (1977).
     #[staticmethod]
     #[pyo3(text_signature = "(micro_batches, seconds, *, windows=(), chunks=(), terms=None, causal=True, ranks=None)")]
-    fn fit<'py>[py: Python<'py>](
-        micro_batches: &Bound<'py, PyAny>, seconds, *, windows: Option<&Bound<'py, PyAny>> = None,
-        chunks: Option<&Bound<'py, PyAny>> = None, terms: Option<Vec<String>> = None, causal = true,
-        ranks: Option<&Bound<'py, PyAny>> = None,
+    #[pyo3(signature = (
+    micro_batches, seconds, *, windows = None, chunks = None, terms = None, causal = true, ranks = None
+))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn fit<'py>(
+        py: Python<'py>,
+        micro_batches: &Bound<'py, PyAny>,
+        #[pyo3(from_py_with = arguments::seconds)] seconds: Vec<f64>,
+        windows: Option<&Bound<'py, PyAny>>,
+        chunks: Option<&Bound<'py, PyAny>>,
+        terms: Option<Vec<String>>,
+        #[pyo3(from_py_with = arguments::causal)] causal: bool,
+        ranks: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let Ok(listed) = micro_batches.try_iter() else {
             return Err(refuse("micro_batches", None, Some(micro_batches), "must be a list of arrays of lengths"));
@@ -343,39 +403,50 @@ functions! {
     }
 }
 
-functions! {
-    /// How often the FLOPs of a forward are run for a pair of attention, and for a token in matrix products.
-    ///
-    /// Args:
-    ///     passes: "forward", "backward" or "forward_backward".
-    ///     recompute: the backward runs the forward once more.
-    ///
-    /// Raises:
-    ///     WlbError: other passes.
-    fn pass_weights[](passes: &str, *, recompute: bool = false) -> PyResult<(f64, f64)> {
-        choice::<Passes>(passes).map(|passes| passes.weights(recompute))
-    }
+/// How often the FLOPs of a forward are run for a pair of attention, and for a token in matrix products.
+///
+/// Args:
+///     passes: "forward", "backward" or "forward_backward".
+///     recompute: the backward runs the forward once more.
+///
+/// Raises:
+///     WlbError: other passes.
+#[pyfunction]
+#[pyo3(signature = (passes, *, recompute = false))]
+pub(crate) fn pass_weights(passes: &str, recompute: bool) -> PyResult<(f64, f64)> {
+    choice::<Passes>(passes).map(|passes| passes.weights(recompute))
+}
 
-    /// Exact (query, key) pairs of documents: ``d(d+1)/2`` under a causal mask, ``d*d`` under a full one.
-    ///
-    /// Args:
-    ///     lengths: int, or int[n]; tokens.
-    ///     causal: mask.
-    ///
-    /// Returns:
-    ///     int, or int64[n].
-    ///
-    /// Raises:
-    ///     WlbError: a length below 1 or above 2**31 - 1.
-    fn pairs<'py>[py: Python<'py>](lengths: &Bound<'py, PyAny>, *, causal = true) -> PyResult<Bound<'py, PyAny>> {
-        let mask = mask(causal);
-        if lengths.hasattr("__index__")? && !lengths.hasattr("__len__")? {
-            let length = integer("lengths", lengths)?;
-            let one = Lengths::new("lengths", &[length]).map_err(raise)?;
-            return Ok(mask.pairs(one[0]).into_pyobject(py)?.into_any());
-        }
-        // At most 2^62.
-        let pairs = arguments::lengths(lengths)?.iter().map(|&length| mask.pairs(length) as i64).collect();
-        Ok(PyArray1::from_vec(py, pairs).into_any())
+/// Exact (query, key) pairs of documents: ``d(d+1)/2`` under a causal mask, ``d*d`` under a full one.
+///
+/// Args:
+///     lengths: int, or int[n]; tokens.
+///     causal: mask.
+///
+/// Returns:
+///     int, or int64[n].
+///
+/// Raises:
+///     WlbError: a length below 1 or above 2**31 - 1.
+///
+/// Example:
+///     >>> import wlb
+///     >>> wlb.pairs([3, 1, 2])
+///     array([6, 1, 3])
+#[pyfunction]
+#[pyo3(signature = (lengths, *, causal = true))]
+pub(crate) fn pairs<'py>(
+    py: Python<'py>,
+    lengths: &Bound<'py, PyAny>,
+    #[pyo3(from_py_with = arguments::causal)] causal: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    let mask = mask(causal);
+    if lengths.hasattr("__index__")? && !lengths.hasattr("__len__")? {
+        let length = integer("lengths", lengths)?;
+        let one = Lengths::new("lengths", &[length]).map_err(raise)?;
+        return Ok(mask.pairs(one[0]).into_pyobject(py)?.into_any());
     }
+    // At most 2^62.
+    let pairs = arguments::lengths(lengths)?.iter().map(|&length| mask.pairs(length) as i64).collect();
+    Ok(PyArray1::from_vec(py, pairs).into_any())
 }

@@ -9,7 +9,7 @@ use crate::arguments;
 use crate::convert::{choice, profile};
 use crate::cost::mask;
 use crate::error::raise;
-use crate::plain::{Array, hashed_by, pickled_as_json, properties};
+use crate::plain::{Array, hashed_by, pickled_as_json};
 
 /// Latency of an attention kernel for the segments of a context-parallel rank, in seconds per transformer layer.
 ///
@@ -32,20 +32,43 @@ pub(crate) struct KernelModel(pub(crate) Model);
 hashed_by!(KernelModel: |kernel| kernel.0.to_json());
 pickled_as_json!(KernelModel(Model));
 
-properties! {
-    KernelModel:
+#[pymethods]
+impl KernelModel {
     /// Where the numbers come from: "measured: (GPU) (kernel)" or "analytic: (generation)".
-    source: &str = |kernel| &kernel.0.description().source;
+    #[getter]
+    fn source(&self) -> &str {
+        &self.0.description().source
+    }
+
     /// Whether queries attend only to keys before them.
-    causal: bool = |kernel| kernel.0.mask() == Mask::Causal;
+    #[getter]
+    fn causal(&self) -> bool {
+        self.0.mask() == Mask::Causal
+    }
+
     /// Query heads of one GPU.
-    num_heads: i64 = |kernel| kernel.0.description().num_heads;
+    #[getter]
+    fn num_heads(&self) -> i64 {
+        self.0.description().num_heads
+    }
+
     /// Key and value heads of one GPU, as measured.
-    num_kv_heads: i64 = |kernel| kernel.0.description().num_kv_heads;
+    #[getter]
+    fn num_kv_heads(&self) -> i64 {
+        self.0.description().num_kv_heads
+    }
+
     /// Width of a head.
-    head_dim: i64 = |kernel| kernel.0.description().head_dim;
+    #[getter]
+    fn head_dim(&self) -> i64 {
+        self.0.description().head_dim
+    }
+
     /// Queries that a thread block computes at a time, forward and backward; a segment takes whole tiles.
-    tiles: (i64, i64) = |kernel| (kernel.0.description().forward.tile, kernel.0.description().backward.tile);
+    #[getter]
+    fn tiles(&self) -> (i64, i64) {
+        (self.0.description().forward.tile, self.0.description().backward.tile)
+    }
 }
 
 #[pymethods]

@@ -8,19 +8,19 @@ use numpy::PyArray1;
 use pyo3::exceptions::{PyRecursionError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use wlb_core::CostModel as Model;
 use wlb_core::packing::Padding;
 use wlb_core::stream::{
     CostTable, OnBacklog, Oversize, Packer as Core, PackerConfig, Push, Release, StepShape, StreamMethod,
 };
+use wlb_core::{CostModel as Model, Lengths};
 
-use crate::arguments::{self, functions};
+use crate::arguments;
 use crate::convert::choice;
 use crate::cost::{CostModel, read_costs, read_costs_if_any};
 use crate::error::{BacklogWarning, StateError, raise};
 use crate::gil::{RELEASE_FROM, run};
 use crate::packing::{Packing, ranks};
-use crate::plain::{Pickle, Tuple, properties};
+use crate::plain::{Pickle, Tuple};
 use crate::results::answer;
 
 /// Packs a stream of global batches, and holds long documents back until they can be balanced.
@@ -42,9 +42,9 @@ use crate::results::answer;
 ///         column.
 ///     limits: float64[cost_columns], the most that a micro-batch may have in each column, infinite for none. What has
 ///         a limit is memory, and takes no time.
-///     outlier_thresholds: tokens, ascending, where the levels of the queue begin. :func:`tune_outlier_thresholds` finds
-///         good ones. ``None``, the default, takes the adaptive rule; ``()`` is a queue without levels, which holds
-///         nothing back.
+///     outlier_thresholds: tokens, ascending, where the levels of the queue begin. :func:`tune_outlier_thresholds`
+///         finds good ones. ``None``, the default, takes the adaptive rule; ``()`` is a queue without levels, which
+///         holds nothing back.
 ///     release: which waiting documents join a batch. It follows from ``outlier_thresholds`` and need not be said. With
 ///         thresholds it is "fifo", the paper's queues. Without them it is "adaptive": the longest documents, new or
 ///         waiting, are held as long as the step becomes so much more even that ``delay_price`` is paid, and short ones
@@ -90,6 +90,15 @@ use crate::results::answer;
 ///     WlbError: naming the argument that makes no sense.
 ///
 /// WLB-LLM, section 4 and Algorithm 1.
+///
+/// Example:
+///     >>> import wlb
+///     >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=1500, cost_model=cost)
+///     >>> packer.push([900, 100, 500, 400, 100])
+///     Packing(method="var_length", num_micro_batches=2, documents=5, tokens=2000, imbalance=1.0039, leftover=0)
+///     >>> packer.pending
+///     0
 #[pyclass(frozen, module = "wlb")]
 pub(crate) struct Packer {
     /// Locked only with the GIL and for a moment, so that a process that forks copies no locked lock.
@@ -198,74 +207,185 @@ impl Packer {
     }
 }
 
-properties! {
-    Packer:
+#[pymethods]
+impl Packer {
     /// Tokens that the next push may bring so that :meth:`bounds` hold; with ``max_documents`` each document counts for
     /// at least its share of a full micro-batch. :meth:`admits` says it for documents. O(pending).
-    room: i64 = |packer| packer.lock().room();
+    #[getter]
+    fn room(&self) -> i64 {
+        self.lock().room()
+    }
+
     /// Documents (or pieces of split ones) that were pushed and not yet emitted.
-    pending: usize = |packer| packer.lock().pending();
+    #[getter]
+    fn pending(&self) -> usize {
+        self.lock().pending()
+    }
+
     /// Tokens that were pushed and not yet emitted; O(pending).
-    pending_tokens: i64 = |packer| packer.lock().pending_tokens();
+    #[getter]
+    fn pending_tokens(&self) -> i64 {
+        self.lock().pending_tokens()
+    }
+
     /// Tokens that did not fit and go first in the next iteration; O(carried).
-    carried_tokens: i64 = |packer| packer.lock().carried_tokens();
+    #[getter]
+    fn carried_tokens(&self) -> i64 {
+        self.lock().carried_tokens()
+    }
+
     /// Iterations that the oldest pending document has waited; 0 if none is pending. O(pending).
-    oldest_wait: u64 = |packer| packer.lock().oldest_wait();
+    #[getter]
+    fn oldest_wait(&self) -> u64 {
+        self.lock().oldest_wait()
+    }
+
     /// Documents that wait in each level; one level with "adaptive".
-    queued: Tuple<usize> = |packer| Tuple(packer.lock().queue().levels().iter().map(|level| level.len()).collect());
+    #[getter]
+    fn queued(&self) -> Tuple<usize> {
+        Tuple(self.lock().queue().levels().iter().map(|level| level.len()).collect())
+    }
+
     /// Documents that did not fit and go first in the next iteration.
-    carried: usize = |packer| packer.lock().carried().len();
+    #[getter]
+    fn carried(&self) -> usize {
+        self.lock().carried().len()
+    }
+
     /// Global batches packed so far.
-    iteration: u64 = |packer| packer.lock().iteration();
+    #[getter]
+    fn iteration(&self) -> u64 {
+        self.lock().iteration()
+    }
+
     /// Micro-batches of a global batch.
-    num_micro_batches: usize = |packer| packer.lock().config().num_micro_batches;
+    #[getter]
+    fn num_micro_batches(&self) -> usize {
+        self.lock().config().num_micro_batches
+    }
+
     /// Most tokens of a micro-batch, padding included.
-    max_tokens: i32 = |packer| packer.lock().config().max_tokens;
+    #[getter]
+    fn max_tokens(&self) -> i32 {
+        self.lock().config().max_tokens
+    }
+
     /// Longest document.
-    max_document_tokens: i32 = |packer| packer.lock().config().max_document_tokens;
+    #[getter]
+    fn max_document_tokens(&self) -> i32 {
+        self.lock().config().max_document_tokens
+    }
+
     /// Where the levels of the queue begin: tokens, ascending.
-    outlier_thresholds: Tuple<i32> = |packer| Tuple(packer.lock().config().outlier_thresholds.clone());
+    #[getter]
+    fn outlier_thresholds(&self) -> Tuple<i32> {
+        Tuple(self.lock().config().outlier_thresholds.clone())
+    }
+
     /// Which waiting documents join a batch: "fifo" or "adaptive".
-    release: &'static str = |packer| packer.lock().config().release.as_str();
+    #[getter]
+    fn release(&self) -> &'static str {
+        self.lock().config().release.as_str()
+    }
+
     /// What waiting costs with "adaptive"; ``None`` with "fifo".
-    delay_price: Option<f64> = |packer| packer.lock().config().delay_price;
+    #[getter]
+    fn delay_price(&self) -> Option<f64> {
+        self.lock().config().delay_price
+    }
+
     /// What happens to a document over ``max_document_tokens``: "error", "split" or "truncate".
-    oversize: &'static str = |packer| packer.lock().config().oversize.as_str();
+    #[getter]
+    fn oversize(&self) -> &'static str {
+        self.lock().config().oversize.as_str()
+    }
+
     /// What a push does after which too much waits: "warn" or "error".
-    on_backlog: &'static str = |packer| packer.on_backlog.as_str();
+    #[getter]
+    fn on_backlog(&self) -> &'static str {
+        self.on_backlog.as_str()
+    }
+
     /// Iterations after which a waiting document is released; ``None``: no limit.
-    max_delay: Option<u64> = |packer| packer.lock().config().max_delay;
+    #[getter]
+    fn max_delay(&self) -> Option<u64> {
+        self.lock().config().max_delay
+    }
+
     /// How what leaves is placed: "var_length" or "refined".
-    method: &'static str = |packer| packer.lock().config().method.as_str();
+    #[getter]
+    fn method(&self) -> &'static str {
+        self.lock().config().method.as_str()
+    }
+
     /// Data-parallel ranks that steps are planned for; ``None``: they may be dealt to any.
-    dp_size: Option<usize> = |packer| packer.lock().config().shape.ranks.map(|ranks| ranks.dp_size);
+    #[getter]
+    fn dp_size(&self) -> Option<usize> {
+        self.lock().config().shape.ranks.map(|ranks| ranks.dp_size)
+    }
+
     /// Where these wait for each other, "step" or "micro_batch"; ``None`` without ranks.
-    sync: Option<&'static str> = |packer| packer.lock().config().shape.ranks.map(|ranks| ranks.sync.as_str());
+    #[getter]
+    fn sync(&self) -> Option<&'static str> {
+        self.lock().config().shape.ranks.map(|ranks| ranks.sync.as_str())
+    }
+
     /// Most documents of a micro-batch; ``None``: any number.
-    max_documents: Option<usize> = |packer| packer.lock().config().shape.max_documents;
+    #[getter]
+    fn max_documents(&self) -> Option<usize> {
+        self.lock().config().shape.max_documents
+    }
+
     /// Micro-batches run padded up to a multiple of so many tokens.
-    multiple_of_tokens: i32 = |packer| packer.lock().config().shape.padding.as_ref().map_or(1, Padding::multiple_of);
+    #[getter]
+    fn multiple_of_tokens(&self) -> i32 {
+        self.lock().config().shape.padding.as_ref().map_or(1, Padding::multiple_of)
+    }
+
     /// The only sizes that they run with, ascending; empty: any multiple.
-    token_buckets: Tuple<i32> = |packer| {
-        let packer = packer.lock();
+    #[getter]
+    fn token_buckets(&self) -> Tuple<i32> {
+        let packer = self.lock();
         Tuple(packer.config().shape.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec()))
-    };
+    }
+
     /// Most work of a step, in mean global batches; ``None``: no bound.
-    max_step_cost: Option<f64> = |packer| packer.lock().config().shape.max_cost;
+    #[getter]
+    fn max_step_cost(&self) -> Option<f64> {
+        self.lock().config().shape.max_cost
+    }
+
     /// Tokens of a global batch.
-    tokens_per_batch: i64 = |packer| packer.lock().config().tokens_per_batch();
+    #[getter]
+    fn tokens_per_batch(&self) -> i64 {
+        self.lock().config().tokens_per_batch()
+    }
+
     /// What documents cost; ``None`` where they bring their costs.
-    cost_model: Option<CostModel> = |packer| packer.lock().config().cost_model.clone().map(CostModel);
+    #[getter]
+    fn cost_model(&self) -> Option<CostModel> {
+        self.lock().config().cost_model.clone().map(CostModel)
+    }
+
     /// Columns of costs that documents bring; ``None`` where a cost model prices them.
-    cost_columns: Option<usize> = |packer| packer.lock().config().limits.as_ref().map(Vec::len);
+    #[getter]
+    fn cost_columns(&self) -> Option<usize> {
+        self.lock().config().limits.as_ref().map(Vec::len)
+    }
+
     /// The most that a micro-batch may have in each of these columns, infinite for none; ``None`` without columns.
-    limits: Option<Tuple<f64>> = |packer| {
+    #[getter]
+    fn limits(&self) -> Option<Tuple<f64>> {
         let infinite = |limit: &Option<f64>| limit.unwrap_or(f64::INFINITY);
-        packer.lock().config().limits.as_ref().map(|limits| Tuple(limits.iter().map(infinite).collect()))
-    };
+        self.lock().config().limits.as_ref().map(|limits| Tuple(limits.iter().map(infinite).collect()))
+    }
+
     /// Hex hash of the configuration under the present cost model, all but ``num_micro_batches``, ``dp_size`` and
     /// ``tokens_per_batch``: packers of equal fingerprints in which the same documents wait give the same plans.
-    fingerprint: String = |packer| packer.lock().fingerprint();
+    #[getter]
+    fn fingerprint(&self) -> String {
+        self.lock().fingerprint()
+    }
 }
 
 #[pymethods]
@@ -383,19 +503,43 @@ impl Packer {
     }
 }
 
-functions! {
-    Packer:
+#[pymethods]
+impl Packer {
     #[new]
     #[pyo3(text_signature = "(*, num_micro_batches, max_tokens, cost_model=None, cost_columns=None, limits=None, \
-                             outlier_thresholds=None, release=None, delay_price=None, max_delay=None, \
-                             max_document_tokens=None, oversize='error', method='var_length', dp_size=None, sync=None, \
-                             max_documents=None, multiple_of_tokens=1, token_buckets=(), max_step_cost=None, \
-                             tokens_per_batch=None, on_backlog='warn')")]
-    fn new[](
-        *, num_micro_batches, max_tokens, cost_model by read_costs_if_any: Option<Model> = None, cost_columns?, limits?,
-        outlier_thresholds?, release: Option<&str> = None, delay_price?, max_delay?, max_document_tokens?,
-        oversize: &str = "error", method: &str = "var_length", dp_size?, sync: Option<&str> = None, max_documents?,
-        multiple_of_tokens = 1, token_buckets?, max_step_cost?, tokens_per_batch?, on_backlog: &str = "warn",
+                          outlier_thresholds=None, release=None, delay_price=None, max_delay=None, \
+                          max_document_tokens=None, oversize='error', method='var_length', dp_size=None, \
+                          sync=None, max_documents=None, multiple_of_tokens=1, token_buckets=(), \
+                          max_step_cost=None, tokens_per_batch=None, on_backlog='warn')")]
+    #[pyo3(signature = (
+    *, num_micro_batches, max_tokens, cost_model = None, cost_columns = None, limits = None,
+    outlier_thresholds = None, release = None, delay_price = None, max_delay = None, max_document_tokens = None,
+    oversize = "error", method = "var_length", dp_size = None, sync = None, max_documents = None,
+    multiple_of_tokens = 1, token_buckets = None, max_step_cost = None, tokens_per_batch = None,
+    on_backlog = "warn"
+))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn new(
+        #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
+        #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
+        #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<Model>,
+        #[pyo3(from_py_with = arguments::optional::cost_columns)] cost_columns: Option<usize>,
+        #[pyo3(from_py_with = arguments::optional::limits)] limits: Option<Vec<f64>>,
+        #[pyo3(from_py_with = arguments::optional::outlier_thresholds)] outlier_thresholds: Option<Vec<i32>>,
+        release: Option<&str>,
+        #[pyo3(from_py_with = arguments::optional::delay_price)] delay_price: Option<f64>,
+        #[pyo3(from_py_with = arguments::optional::max_delay)] max_delay: Option<u64>,
+        #[pyo3(from_py_with = arguments::optional::max_document_tokens)] max_document_tokens: Option<i32>,
+        oversize: &str,
+        method: &str,
+        #[pyo3(from_py_with = arguments::optional::dp_size)] dp_size: Option<i64>,
+        sync: Option<&str>,
+        #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
+        #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+        #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
+        #[pyo3(from_py_with = arguments::optional::max_step_cost)] max_step_cost: Option<f64>,
+        #[pyo3(from_py_with = arguments::optional::tokens_per_batch)] tokens_per_batch: Option<i64>,
+        on_backlog: &str,
     ) -> PyResult<Self> {
         let release = match release {
             Some(release) => choice(release)?,
@@ -451,9 +595,17 @@ functions! {
     ///     BacklogWarning: more waits afterwards than :meth:`bounds` allows; once.
     ///
     /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces
-    /// on, those that wait included. Ctrl-C ends it within half a second, and the packer is unchanged.
-    fn push[&self, py: Python<'_>](
-        lengths, ids?, *, starts?, costs?, min_step_tokens = 0, early?,
+    /// on, those that wait included.
+    #[pyo3(signature = (lengths, ids = None, *, starts = None, costs = None, min_step_tokens = 0, early = None))]
+    fn push(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        #[pyo3(from_py_with = arguments::optional::ids)] ids: Option<Vec<i64>>,
+        #[pyo3(from_py_with = arguments::optional::starts)] starts: Option<Vec<i32>>,
+        #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
+        #[pyo3(from_py_with = arguments::min_step_tokens)] min_step_tokens: i64,
+        #[pyo3(from_py_with = arguments::optional::early)] early: Option<Vec<i64>>,
     ) -> PyResult<Packing> {
         let push = |core: &mut Core| {
             let (ids, starts, early) = (ids.as_deref(), starts.as_deref(), early.as_deref());
@@ -486,7 +638,14 @@ functions! {
     ///     WlbError: wrong lengths or numbers; the packer was made with ``cost_columns``.
     ///
     /// O(n).
-    fn leads<'py>[&self, py: Python<'py>](lengths, *, tokens_per_batch, most) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    #[pyo3(signature = (lengths, *, tokens_per_batch, most))]
+    fn leads<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        #[pyo3(from_py_with = arguments::tokens_per_batch)] tokens_per_batch: i64,
+        #[pyo3(from_py_with = arguments::most)] most: i64,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         // Not in one expression: an exception is made where the lock is free, since Python may do anything meanwhile.
         let leads = self.lock().leads(&lengths, tokens_per_batch, most);
         Ok(PyArray1::from_vec(py, leads.map_err(raise)?))
@@ -511,7 +670,12 @@ functions! {
     ///         by step with ``starts``.
     ///
     /// O(n + pending); a sort, and log(n) placements where they do not all fit.
-    fn admits[&self](lengths, *, costs?) -> PyResult<usize> {
+    #[pyo3(signature = (lengths, *, costs = None))]
+    fn admits(
+        &self,
+        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
+    ) -> PyResult<usize> {
         let admitted = self.lock().admits(&lengths, table(&costs)); // as in `leads`
         admitted.map_err(raise)
     }
@@ -529,8 +693,12 @@ functions! {
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration
     ///         differs (says in which fields); or a waiting document is longer than this packer allows. The packer is
     ///         unchanged.
-    fn load_state_dict[&self, py: Python<'_>](
-        state: &Bound<'_, PyAny>, *, allow_config_change = false,
+    #[pyo3(signature = (state, *, allow_config_change = false))]
+    fn load_state_dict(
+        &self,
+        py: Python<'_>,
+        state: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::allow_config_change)] allow_config_change: bool,
     ) -> PyResult<()> {
         let json = to_json(state)?;
         let loaded = self.change(py, json.len() / BYTES_A_PIECE, |core| core.restore(&json, allow_config_change));
@@ -543,15 +711,16 @@ functions! {
     /// lengths and ``delay_price`` is a share of a step, so both still mean what they meant; but what was tuned to a
     /// mean delay was tuned under the costs before.
     ///
-    /// A state holds both cost models. A packer that loads it is made with the *first* one, as in the run that saved it,
-    /// and goes on with the present one. Equal costs are no change.
+    /// A state holds both cost models. A packer that loads it is made with the *first* one, as in the run that saved
+    /// it, and goes on with the present one. Equal costs are no change.
     ///
     /// Args:
     ///     cost_model: what documents cost from now on. The same on every rank, at the same iteration.
     ///
     /// Raises:
     ///     WlbError: sums of such costs could overflow, or documents bring their costs. The packer is unchanged.
-    fn set_cost_model[&self, py: Python<'_>](cost_model by read_costs: Model) -> PyResult<()> {
+    #[pyo3(signature = (cost_model))]
+    fn set_cost_model(&self, py: Python<'_>, #[pyo3(from_py_with = read_costs)] cost_model: Model) -> PyResult<()> {
         self.change(py, 0, |core| core.set_cost_model(cost_model.clone())).map_err(raise)
     }
 }

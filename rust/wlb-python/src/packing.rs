@@ -6,139 +6,162 @@ use numpy::{PyArray1, PyArrayMethods};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyIterator;
-use wlb_core::CostModel;
 use wlb_core::limits::MAX_MICRO_BATCHES;
 use wlb_core::packing::{self as core, Method, Piece};
 use wlb_core::ranks::{RankOptions, pack_for_ranks};
+use wlb_core::{CostModel, Lengths};
 
-use crate::arguments::{self, functions};
+use crate::arguments;
 use crate::convert::choice;
 use crate::cost::{document_costs, pricing, read_costs_if_any};
 use crate::error::raise;
 use crate::gil::run;
-use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pickled_as_part, properties};
+use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pickled_as_part};
 
-functions! {
-    /// Packs one global batch of documents into micro-batches.
-    ///
-    /// Args:
-    ///     lengths: int[n], tokens of each document, in arrival order; document ids are indices into it.
-    ///     num_micro_batches: micro-batches of a global batch, ``N``. None: as few as leave nothing over, for a batch
-    ///         that is trained whole in one step (fine-tuning, reinforcement learning): one multiple less would leave
-    ///         documents over. With ``dp_size`` and ``sync="step"``, one more of each rank where that makes the step
-    ///         5 % shorter.
-    ///     max_tokens: most tokens of a micro-batch; a memory bound (``S_max``).
-    ///     cost_model: what documents cost, by their lengths. Or ``costs``.
-    ///     costs: float64[n], what each document costs, in any one unit; or float64[n, r], a column for every resource
-    ///         with a barrier of its own (vision encoder, language model). A step takes the sum over columns of the
-    ///         heaviest micro-batch in that column; ``imbalance`` and ``lower_bound`` follow. With "var_length",
-    ///         "refined" and "original", which shares a cost among pieces by their tokens.
-    ///     limits: float64[r], the most that a micro-batch may have in each column, infinite for none. What has a limit
-    ///         is memory, and takes no time.
-    ///     method: "var_length" (WLB-LLM's Algorithm 1: longest first, each to the micro-batch with the least cost),
-    ///         "refined" (no worse than var_length, and next to
-    ///         optimal where ``max_tokens`` binds; 1.3 times its time at the median, about three times where a few
-    ///         pieces fill a micro-batch that has next to no room to spare), "fixed_length" (longest first, to the
-    ///         least attention work that has room; cuts what fits nowhere), "original" (arrival order, cut every
-    ///         ``max_tokens``).
-    ///     global_batches: with "fixed_length", the number of global batches in ``lengths``. They are packed together into
-    ///         ``global_batches * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
-    ///     multiple_of: with ``num_micro_batches=None``, what their number is a multiple of: the data-parallel ranks,
-    ///         so that :meth:`Packing.deal` gives all of them as many.
-    ///     dp_size: data-parallel ranks that the plan is made for: documents are exchanged between ranks, not only
-    ///         micro-batches dealt, and ``packing.deal(dp_size)`` gives every rank's. All ranks have as many
-    ///         micro-batches; they stand rank by rank in the packing. With "var_length" or "refined"; ``costs`` of one
-    ///         column.
-    ///     sync: where these ranks wait for each other. "step", the default: once a step (DDP, ZeRO-1 and 2, Megatron),
-    ///         so that the sums of ranks are made equal, then the micro-batches of each rank. "micro_batch": in every
-    ///         micro-batch (FSDP, ZeRO-3), so that those of a round are made equal, then the sums.
-    ///     groups: int[n], with ``dp_size``: documents with the same number stay on one rank (one prompt's rollouts).
-    ///     equal_documents: with ``dp_size``, every rank has as many documents; they differ by one where ``dp_size``
-    ///         does not divide them. Groups whose sizes cannot be dealt so are refused.
-    ///     max_documents: most documents of a micro-batch.
-    ///     multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens (MXFP8 32, HybridEP 128),
-    ///         and ``max_tokens`` counts the padding: the plan's is the largest multiple within it. ``padded_tokens``
-    ///         has the sizes; who makes the batches pads them.
-    ///     token_buckets: int[b], ascending: the only sizes that micro-batches run with, for steps compiled or captured
-    ///         once for each; padded up to the next, ``max_tokens`` as above.
-    ///     leftover: what happens if documents do not fit: "error", or "return", and :attr:`Packing.leftover` lists
-    ///         them: they are in no micro-batch, and will not be trained unless the caller sees to it.
-    ///
-    /// Returns:
-    ///     Packing. The same input gives the same plan, byte for byte, on every rank and machine.
-    ///
-    /// Raises:
-    ///     WlbError: a length or size out of range, a document over ``max_tokens`` (the methods that keep documents
-    ///         whole), an unknown method, a cost that is negative or not finite, a column of zeros or none without a
-    ///         limit, both or none of ``cost_model`` and ``costs``, several ``global_batches`` without "fixed_length", ``multiple_of``
-    ///         beside ``num_micro_batches``, what needs ``dp_size`` without it. Documents do not fit: the message says
-    ///         how many, and a ``max_tokens`` that surely holds them all (with the methods that cut documents the least
-    ///         one).
-    ///
-    /// O(n) for a radix sort and, on average, a few steps for each document; O(n N) at worst, and always for
-    /// "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need
-    /// do. WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on. Ctrl-C ends it
-    /// within half a second.
-    fn pack[py: Python<'_>](
-        lengths, *, num_micro_batches by arguments::optional::num_micro_batches: Option<usize>, max_tokens,
-        cost_model by read_costs_if_any: Option<CostModel> = None, costs?, limits?, method: &str = "var_length",
-        global_batches = 1, multiple_of = 1, dp_size?, sync: Option<&str> = None, groups?, equal_documents = false,
-        max_documents?, multiple_of_tokens = 1, token_buckets?, leftover: &str = "error",
-    ) -> PyResult<Packing> {
-        let combination = |argument, requirement| raise(wlb_core::Error::Combination { argument, requirement });
-        if num_micro_batches.is_some() && multiple_of != 1 {
-            return Err(combination("multiple_of", "a multiple other than 1 needs num_micro_batches=None"));
+/// Packs one global batch of documents into micro-batches.
+///
+/// Args:
+///     lengths: int[n], tokens of each document, in arrival order; document ids are indices into it.
+///     num_micro_batches: micro-batches of a global batch, ``N``. None: as few as leave nothing over, for a batch
+///         that is trained whole in one step (fine-tuning, reinforcement learning): one multiple less would leave
+///         documents over. With ``dp_size`` and ``sync="step"``, one more of each rank where that makes the step
+///         5 % shorter.
+///     max_tokens: most tokens of a micro-batch; a memory bound (``S_max``).
+///     cost_model: what documents cost, by their lengths. Or ``costs``.
+///     costs: float64[n], what each document costs, in any one unit; or float64[n, r], a column for every resource
+///         with a barrier of its own (vision encoder, language model). A step takes the sum over columns of the
+///         heaviest micro-batch in that column; ``imbalance`` and ``lower_bound`` follow. With "var_length",
+///         "refined" and "original", which shares a cost among pieces by their tokens.
+///     limits: float64[r], the most that a micro-batch may have in each column, infinite for none. What has a limit
+///         is memory, and takes no time.
+///     method: "var_length" (WLB-LLM's Algorithm 1: longest first, each to the micro-batch with the least cost),
+///         "refined" (no worse than var_length, and next to
+///         optimal where ``max_tokens`` binds; 1.3 times its time at the median, about three times where a few
+///         pieces fill a micro-batch that has next to no room to spare), "fixed_length" (longest first, to the
+///         least attention work that has room; cuts what fits nowhere), "original" (arrival order, cut every
+///         ``max_tokens``).
+///     global_batches: with "fixed_length", the number of global batches in ``lengths``. They are packed together into
+///         ``global_batches * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
+///     multiple_of: with ``num_micro_batches=None``, what their number is a multiple of: the data-parallel ranks,
+///         so that :meth:`Packing.deal` gives all of them as many.
+///     dp_size: data-parallel ranks that the plan is made for: documents are exchanged between ranks, not only
+///         micro-batches dealt, and ``packing.deal(dp_size)`` gives every rank's. All ranks have as many
+///         micro-batches; they stand rank by rank in the packing. With "var_length" or "refined"; ``costs`` of one
+///         column.
+///     sync: where these ranks wait for each other. "step", the default: once a step (DDP, ZeRO-1 and 2, Megatron),
+///         so that the sums of ranks are made equal, then the micro-batches of each rank. "micro_batch": in every
+///         micro-batch (FSDP, ZeRO-3), so that those of a round are made equal, then the sums.
+///     groups: int[n], with ``dp_size``: documents with the same number stay on one rank (one prompt's rollouts).
+///     equal_documents: with ``dp_size``, every rank has as many documents; they differ by one where ``dp_size``
+///         does not divide them. Groups whose sizes cannot be dealt so are refused.
+///     max_documents: most documents of a micro-batch.
+///     multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens (MXFP8 32, HybridEP 128),
+///         and ``max_tokens`` counts the padding: the plan's is the largest multiple within it. ``padded_tokens``
+///         has the sizes; who makes the batches pads them.
+///     token_buckets: int[b], ascending: the only sizes that micro-batches run with, for steps compiled or captured
+///         once for each; padded up to the next, ``max_tokens`` as above.
+///     leftover: what happens if documents do not fit: "error", or "return", and :attr:`Packing.leftover` lists
+///         them: they are in no micro-batch, and will not be trained unless the caller sees to it.
+///
+/// Returns:
+///     Packing. The same input gives the same plan, byte for byte, on every rank and machine.
+///
+/// Raises:
+///     WlbError: a length or size out of range, a document over ``max_tokens`` (the methods that keep documents
+///         whole), an unknown method, a cost that is negative or not finite, a column of zeros or none without a
+///         limit, both or none of ``cost_model`` and ``costs``, several ``global_batches`` without "fixed_length",
+///         ``multiple_of`` beside ``num_micro_batches``, what needs ``dp_size`` without it. Documents do not fit: the message says
+///         how many, and a ``max_tokens`` that surely holds them all (with the methods that cut documents the least
+///         one).
+///
+/// O(n) for a radix sort and, on average, a few steps for each document; O(n N) at worst, and always for
+/// "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need
+/// do. WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on.
+///
+/// Example:
+///     >>> import wlb
+///     >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+///     >>> plan = wlb.pack([900, 100, 500, 400, 100], num_micro_batches=2, max_tokens=1500, cost_model=cost)
+///     >>> plan.assignment
+///     array([0, 1, 1, 1, 1], dtype=int32)
+///     >>> round(plan.imbalance, 3)
+///     1.004
+#[pyfunction]
+#[pyo3(signature = (
+    lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None,
+    method = "var_length", global_batches = 1, multiple_of = 1, dp_size = None, sync = None, groups = None,
+    equal_documents = false, max_documents = None, multiple_of_tokens = 1, token_buckets = None,
+    leftover = "error"
+))]
+#[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+pub(crate) fn pack(
+    py: Python<'_>,
+    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = arguments::optional::num_micro_batches)] num_micro_batches: Option<usize>,
+    #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
+    #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<CostModel>,
+    #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
+    #[pyo3(from_py_with = arguments::optional::limits)] limits: Option<Vec<f64>>,
+    method: &str,
+    #[pyo3(from_py_with = arguments::global_batches)] global_batches: usize,
+    #[pyo3(from_py_with = arguments::multiple_of)] multiple_of: usize,
+    #[pyo3(from_py_with = arguments::optional::dp_size)] dp_size: Option<i64>,
+    sync: Option<&str>,
+    #[pyo3(from_py_with = arguments::optional::groups)] groups: Option<Vec<i64>>,
+    #[pyo3(from_py_with = arguments::equal_documents)] equal_documents: bool,
+    #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
+    #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+    #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
+    leftover: &str,
+) -> PyResult<Packing> {
+    let combination = |argument, requirement| raise(wlb_core::Error::Combination { argument, requirement });
+    if num_micro_batches.is_some() && multiple_of != 1 {
+        return Err(combination("multiple_of", "a multiple other than 1 needs num_micro_batches=None"));
+    }
+    let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+    let most = padding.most(max_tokens).map_err(raise)?;
+    let explained = |error| raise(padding.explained(error, max_tokens));
+    let padded = |packing: core::Packing| {
+        Packing::from(core::Packing { padding: (!padding.is_none()).then(|| padding.clone()), ..packing })
+    };
+    let options = core::PackOptions {
+        num_micro_batches: num_micro_batches.unwrap_or(1),
+        max_tokens: most,
+        method: choice(method)?,
+        global_batches,
+        leftover: choice(leftover)?,
+    };
+    let given = document_costs(costs, limits.as_deref(), lengths.len())?;
+    let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
+    let micro_batches = options.num_micro_batches.saturating_mul(global_batches);
+    let ranks = ranks(dp_size, sync)?;
+    if dp_size.is_some() || max_documents.is_some() || groups.is_some() || equal_documents {
+        if global_batches != 1 {
+            return Err(combination("global_batches", "other than 1 goes without dp_size and max_documents"));
         }
-        let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
-        let most = padding.most(max_tokens).map_err(raise)?;
-        let explained = |error| raise(padding.explained(error, max_tokens));
-        let padded = |packing: core::Packing| {
-            Packing::from(core::Packing { padding: (!padding.is_none()).then(|| padding.clone()), ..packing })
-        };
-        let options = core::PackOptions {
-            num_micro_batches: num_micro_batches.unwrap_or(1),
+        if options.leftover == core::Leftover::Return {
+            return Err(combination("leftover", "\"return\" goes without dp_size and max_documents: all is placed"));
+        }
+        let options = RankOptions {
+            num_micro_batches,
+            multiple_of,
             max_tokens: most,
-            method: choice(method)?,
-            global_batches,
-            leftover: choice(leftover)?,
+            method: options.method,
+            ranks,
+            groups: groups.unwrap_or_default(),
+            equal_documents,
+            max_documents,
         };
-        let given = document_costs(costs, limits.as_deref(), lengths.len())?;
-        let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
-        let micro_batches = options.num_micro_batches.saturating_mul(global_batches);
-        let ranks = ranks(dp_size, sync)?;
-        if dp_size.is_some() || max_documents.is_some() || groups.is_some() || equal_documents {
-            if global_batches != 1 {
-                return Err(combination("global_batches", "other than 1 goes without dp_size and max_documents"));
-            }
-            if options.leftover == core::Leftover::Return {
-                return Err(combination(
-                    "leftover",
-                    "\"return\" goes without dp_size and max_documents: all is placed",
-                ));
-            }
-            let options = RankOptions {
-                num_micro_batches,
-                multiple_of,
-                max_tokens: most,
-                method: options.method,
-                ranks,
-                groups: groups.unwrap_or_default(),
-                equal_documents,
-                max_documents,
-            };
-            return run(py, lengths.len().saturating_add(micro_batches), || {
-                pack_for_ranks(&lengths, &options, pricing)
-            })
+        return run(py, lengths.len().saturating_add(micro_batches), || pack_for_ranks(&lengths, &options, pricing))
             .map(padded)
             .map_err(explained);
-        }
-        run(py, lengths.len().saturating_add(micro_batches), || match num_micro_batches {
-            None => core::pack_whole(&lengths, multiple_of, &options, pricing),
-            Some(_) => core::pack(&lengths, &options, pricing),
-        })
-        .map(padded)
-        .map_err(explained)
     }
+    run(py, lengths.len().saturating_add(micro_batches), || match num_micro_batches {
+        None => core::pack_whole(&lengths, multiple_of, &options, pricing),
+        Some(_) => core::pack(&lengths, &options, pricing),
+    })
+    .map(padded)
+    .map_err(explained)
 }
 
 /// Data-parallel ranks, and where they wait for each other.
@@ -168,61 +191,136 @@ pub(crate) struct Packing(pub(crate) Arc<core::Packing>);
 hashed_by!(Packing: |packing| (&packing.0.tokens, packing.0.max_tokens));
 pickled_as_json!(Packing(core::Packing));
 
-properties! {
-    Packing:
+#[pymethods]
+impl Packing {
     /// How it was made: a method of :func:`pack`, or "assignment".
-    method: &'static str = |packing| packing.0.method.map_or("assignment", Method::as_str);
+    #[getter]
+    fn method(&self) -> &'static str {
+        self.0.method.map_or("assignment", Method::as_str)
+    }
+
     /// Number of micro-batches, ``M``; also ``len()``.
-    num_micro_batches: usize = |packing| packing.0.num_micro_batches();
+    #[getter]
+    fn num_micro_batches(&self) -> usize {
+        self.0.num_micro_batches()
+    }
+
     /// Most tokens that a micro-batch was allowed.
-    max_tokens: i32 = |packing| packing.0.max_tokens;
+    #[getter]
+    fn max_tokens(&self) -> i32 {
+        self.0.max_tokens
+    }
+
     /// Global batches that were packed together: step ``i`` trains the ``i``-th ``M / global_batches`` micro-batches.
-    global_batches: usize = |packing| packing.0.global_batches;
+    #[getter]
+    fn global_batches(&self) -> usize {
+        self.0.global_batches
+    }
+
     /// Tokens of all micro-batches.
-    num_tokens: i64 = |packing| packing.0.num_tokens();
+    #[getter]
+    fn num_tokens(&self) -> i64 {
+        self.0.num_tokens()
+    }
+
     /// The micro-batches, a tuple of :class:`MicroBatch`. An empty one is legal.
-    micro_batches: Tuple<MicroBatch> = |packing| {
-        Tuple((0..packing.0.num_micro_batches()).map(|index| packing.micro_batch(index)).collect())
-    };
+    #[getter]
+    fn micro_batches(&self) -> Tuple<MicroBatch> {
+        Tuple((0..self.0.num_micro_batches()).map(|index| self.micro_batch(index)).collect())
+    }
+
     /// int32[n]: micro-batch of each document passed in, -1 if it does not lie whole in one (left over, waiting, or
     /// split). Empty for what :meth:`Packer.flush` returns.
-    assignment: Array<&[i32]> = |packing| Array(&packing.0.assignment);
+    #[getter]
+    fn assignment(&self) -> Array<&[i32]> {
+        Array(&self.0.assignment)
+    }
+
     /// int64[M]: tokens of each micro-batch.
-    tokens: Array<&[i64]> = |packing| Array(&packing.0.tokens);
+    #[getter]
+    fn tokens(&self) -> Array<&[i64]> {
+        Array(&self.0.tokens)
+    }
+
     /// float64[M]: cost of each micro-batch, in the cost model's unit; with several columns of costs, of all that take
     /// time.
-    costs: Array<&[f64]> = |packing| Array(&packing.0.costs);
+    #[getter]
+    fn costs(&self) -> Array<&[f64]> {
+        Array(&self.0.costs)
+    }
+
     /// float64[M, r]: cost of each micro-batch in each column of the documents' costs; with a cost model there is one.
-    column_costs: Table<f64> = |packing| {
-        let costs = packing.0.columns.as_ref().map_or(&packing.0.costs, |columns| &columns.costs);
-        let micro_batches = packing.0.num_micro_batches();
+    #[getter]
+    fn column_costs(&self) -> Table<f64> {
+        let costs = self.0.columns.as_ref().map_or(&self.0.costs, |columns| &columns.costs);
+        let micro_batches = self.0.num_micro_batches();
         Table(costs.clone(), [micro_batches, costs.len() / micro_batches])
-    };
+    }
+
     /// int64[M]: tokens of each micro-batch when it runs, padded as ``multiple_of_tokens`` and ``token_buckets`` ask.
-    padded_tokens: Array<Vec<i64>> = |packing| Array(packing.0.padded_tokens());
+    #[getter]
+    fn padded_tokens(&self) -> Array<Vec<i64>> {
+        Array(self.0.padded_tokens())
+    }
+
     /// Time of the step: cost of the heaviest micro-batch; with several columns, the sum over them of the heaviest in
     /// each.
-    step_cost: f64 = |packing| packing.0.step_cost();
+    #[getter]
+    fn step_cost(&self) -> f64 {
+        self.0.step_cost()
+    }
+
     /// int64[l]: ids of the documents that did not fit, in the order they were tried; empty for :func:`pack` unless its
     /// ``leftover`` is "return". A :class:`Packer` carries them over to the next iteration.
-    leftover: Array<Vec<i64>> = |packing| Array(ids(&packing.0.leftover));
+    #[getter]
+    fn leftover(&self) -> Array<Vec<i64>> {
+        Array(ids(&self.0.leftover))
+    }
+
     /// int32[l]: where in its document each left-over piece begins; 0 but for documents that were cut.
-    leftover_starts: Array<Vec<i32>> = |packing| Array(starts(&packing.0.leftover));
+    #[getter]
+    fn leftover_starts(&self) -> Array<Vec<i32>> {
+        Array(starts(&self.0.leftover))
+    }
+
     /// int32[l]: tokens of each left-over piece.
-    leftover_lengths: Array<Vec<i32>> = |packing| Array(piece_lengths(&packing.0.leftover));
+    #[getter]
+    fn leftover_lengths(&self) -> Array<Vec<i32>> {
+        Array(piece_lengths(&self.0.leftover))
+    }
+
     /// ``step_cost * M / total cost``: how much longer a step takes than with perfect balance. 1.0 when nothing is
     /// placed.
-    imbalance: f64 = |packing| packing.0.imbalance();
+    #[getter]
+    fn imbalance(&self) -> f64 {
+        self.0.imbalance()
+    }
+
     /// Data-parallel ranks that it was made for; None where it may be dealt to any.
-    dp_size: Option<usize> = |packing| packing.0.ranks.map(|ranks| ranks.dp_size);
+    #[getter]
+    fn dp_size(&self) -> Option<usize> {
+        self.0.ranks.map(|ranks| ranks.dp_size)
+    }
+
     /// Where these ranks wait for each other, "step" or "micro_batch"; None without ranks.
-    sync: Option<&'static str> = |packing| packing.0.ranks.map(|ranks| ranks.sync.as_str());
+    #[getter]
+    fn sync(&self) -> Option<&'static str> {
+        self.0.ranks.map(|ranks| ranks.sync.as_str())
+    }
+
     /// How much longer a step takes than on equal ranks. Under "step" it takes the sum of the heaviest rank, under
     /// "micro_batch" that of the heaviest micro-batch of each round. Without ranks it is the :attr:`imbalance`.
-    rank_imbalance: f64 = |packing| packing.0.rank_imbalance();
+    #[getter]
+    fn rank_imbalance(&self) -> f64 {
+        self.0.rank_imbalance()
+    }
+
     /// Documents that Algorithm 1 places by token count instead of by cost. At 0 with "var_length", ``max cost <= total
     /// / M + (1 - 1/M) * w``, where ``w`` is the cost of the last document put into the heaviest micro-batch.
-    length_fallbacks: usize = |packing| packing.0.length_fallbacks;
+    #[getter]
+    fn length_fallbacks(&self) -> usize {
+        self.0.length_fallbacks
+    }
 }
 
 #[pymethods]
@@ -265,8 +363,8 @@ impl Packing {
     }
 }
 
-functions! {
-    Packing:
+#[pymethods]
+impl Packing {
     /// A packing from an assignment made elsewhere (a solver, another packer), scored like ours.
     ///
     /// Args:
@@ -277,9 +375,19 @@ functions! {
     /// Raises:
     ///     WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
     #[staticmethod]
-    fn from_assignment[py: Python<'_>](
-        lengths, assignment, *, num_micro_batches, max_tokens,
-        cost_model by read_costs_if_any: Option<CostModel> = None, costs?, limits?,
+    #[pyo3(signature = (
+    lengths, assignment, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None
+))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn from_assignment(
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        #[pyo3(from_py_with = arguments::assignment)] assignment: Vec<i64>,
+        #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
+        #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
+        #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<CostModel>,
+        #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
+        #[pyo3(from_py_with = arguments::optional::limits)] limits: Option<Vec<f64>>,
     ) -> PyResult<Self> {
         let given = document_costs(costs, limits.as_deref(), lengths.len())?;
         let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
@@ -299,7 +407,12 @@ functions! {
     /// Raises:
     ///     WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was
     ///         made for.
-    fn deal<'py>[&self, py: Python<'py>](dp_size) -> PyResult<Bound<'py, PyAny>> {
+    #[pyo3(signature = (dp_size))]
+    fn deal<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = arguments::dp_size)] dp_size: i64,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let global_batches = self.0.global_batches;
         let per_step = self.0.num_micro_batches() / global_batches;
         let ranks = usize::try_from(dp_size).map_err(|_| {
@@ -348,20 +461,43 @@ impl PartialEq for MicroBatch {
 
 hashed_by!(MicroBatch: |batch| (batch.pieces().len(), batch.pieces().first().map(|piece| piece.id), batch.tokens()));
 
-properties! {
-    MicroBatch:
+#[pymethods]
+impl MicroBatch {
     /// int64[k]: the documents; one that was cut may stand here with only a part.
-    document_ids: Array<Vec<i64>> = |batch| Array(ids(batch.pieces()));
+    #[getter]
+    fn document_ids(&self) -> Array<Vec<i64>> {
+        Array(ids(self.pieces()))
+    }
+
     /// int32[k]: where in its document each piece begins; 0 for whole documents.
-    starts: Array<Vec<i32>> = |batch| Array(starts(batch.pieces()));
+    #[getter]
+    fn starts(&self) -> Array<Vec<i32>> {
+        Array(starts(self.pieces()))
+    }
+
     /// int32[k]: tokens of each piece.
-    lengths: Array<Vec<i32>> = |batch| Array(piece_lengths(batch.pieces()));
+    #[getter]
+    fn lengths(&self) -> Array<Vec<i32>> {
+        Array(piece_lengths(self.pieces()))
+    }
+
     /// int32[k + 1]: where each piece begins in the packed sequence, then its length.
-    cu_seqlens: Array<Vec<i32>> = |batch| Array(cu_seqlens(batch.pieces().iter().map(|piece| piece.length)));
+    #[getter]
+    fn cu_seqlens(&self) -> Array<Vec<i32>> {
+        Array(cu_seqlens(self.pieces().iter().map(|piece| piece.length)))
+    }
+
     /// Tokens of the micro-batch.
-    tokens: i64 = |batch| batch.packing.0.tokens[batch.index];
+    #[getter]
+    fn tokens(&self) -> i64 {
+        self.packing.0.tokens[self.index]
+    }
+
     /// Cost of the micro-batch, in the cost model's unit.
-    cost: f64 = |batch| batch.packing.0.costs[batch.index];
+    #[getter]
+    fn cost(&self) -> f64 {
+        self.packing.0.costs[self.index]
+    }
 }
 
 #[pymethods]
@@ -380,76 +516,106 @@ impl MicroBatch {
     }
 }
 
-functions! {
-    /// Cuts a stream of documents into global batches: as many whole documents as fit, at least one each.
-    ///
-    /// Args:
-    ///     lengths: int[n], tokens.
-    ///     tokens_per_batch: most tokens of a global batch.
-    ///
-    /// Returns:
-    ///     int64[b + 1]: batch ``i`` is ``lengths[offsets[i]:offsets[i + 1]]``.
-    ///
-    /// Raises:
-    ///     WlbError: a length or ``tokens_per_batch`` out of range.
-    fn batch_offsets[py: Python<'_>](lengths, *, tokens_per_batch) -> PyResult<Array<Vec<i64>>> {
-        let offsets = run(py, lengths.len(), || core::batch_offsets(&lengths, tokens_per_batch)).map_err(raise)?;
-        Ok(Array(offsets.into_iter().map(|offset| offset as i64).collect()))
-    }
+/// Cuts a stream of documents into global batches: as many whole documents as fit, at least one each.
+///
+/// Args:
+///     lengths: int[n], tokens.
+///     tokens_per_batch: most tokens of a global batch.
+///
+/// Returns:
+///     int64[b + 1]: batch ``i`` is ``lengths[offsets[i]:offsets[i + 1]]``.
+///
+/// Raises:
+///     WlbError: a length or ``tokens_per_batch`` out of range.
+///
+/// Example:
+///     >>> import wlb
+///     >>> wlb.batch_offsets([5, 9, 2, 4], tokens_per_batch=8)
+///     array([0, 1, 2, 4])
+#[pyfunction]
+#[pyo3(signature = (lengths, *, tokens_per_batch))]
+pub(crate) fn batch_offsets(
+    py: Python<'_>,
+    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = arguments::tokens_per_batch)] tokens_per_batch: i64,
+) -> PyResult<Array<Vec<i64>>> {
+    let offsets = run(py, lengths.len(), || core::batch_offsets(&lengths, tokens_per_batch)).map_err(raise)?;
+    Ok(Array(offsets.into_iter().map(|offset| offset as i64).collect()))
+}
 
-    /// The size that a micro-batch runs with, for who makes its batch.
-    ///
-    /// Args:
-    ///     tokens: of its documents.
-    ///     multiple_of_tokens: as for :func:`pack`.
-    ///     token_buckets: likewise.
-    ///
-    /// Returns:
-    ///     ``tokens`` and the padding, as ``Packing.padded_tokens`` has it. Nothing of an empty micro-batch, but with
-    ///     buckets.
-    ///
-    /// Raises:
-    ///     WlbError: sizes that make no sense, or more tokens than the largest of them.
-    fn padded_tokens[](tokens, *, multiple_of_tokens = 1, token_buckets?) -> PyResult<i64> {
-        let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
-        padding.checked(tokens).map_err(raise)
-    }
+/// The size that a micro-batch runs with, for who makes its batch.
+///
+/// Args:
+///     tokens: of its documents.
+///     multiple_of_tokens: as for :func:`pack`.
+///     token_buckets: likewise.
+///
+/// Returns:
+///     ``tokens`` and the padding, as ``Packing.padded_tokens`` has it. Nothing of an empty micro-batch, but with
+///     buckets.
+///
+/// Raises:
+///     WlbError: sizes that make no sense, or more tokens than the largest of them.
+#[pyfunction]
+#[pyo3(signature = (tokens, *, multiple_of_tokens = 1, token_buckets = None))]
+pub(crate) fn padded_tokens(
+    #[pyo3(from_py_with = arguments::tokens)] tokens: i64,
+    #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+    #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
+) -> PyResult<i64> {
+    let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+    padding.checked(tokens).map_err(raise)
+}
 
-    /// The largest size within ``max_tokens``: what a packer makes of it.
-    ///
-    /// Args:
-    ///     max_tokens: most tokens of a micro-batch.
-    ///     multiple_of_tokens: as for :func:`pack`.
-    ///     token_buckets: likewise.
-    ///
-    /// Raises:
-    ///     WlbError: sizes that make no sense, or all above ``max_tokens``.
-    fn most_tokens[](max_tokens, *, multiple_of_tokens = 1, token_buckets?) -> PyResult<i32> {
-        let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
-        padding.most(max_tokens).map_err(raise)
-    }
+/// The largest size within ``max_tokens``: what a packer makes of it.
+///
+/// Args:
+///     max_tokens: most tokens of a micro-batch.
+///     multiple_of_tokens: as for :func:`pack`.
+///     token_buckets: likewise.
+///
+/// Raises:
+///     WlbError: sizes that make no sense, or all above ``max_tokens``.
+#[pyfunction]
+#[pyo3(signature = (max_tokens, *, multiple_of_tokens = 1, token_buckets = None))]
+pub(crate) fn most_tokens(
+    #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
+    #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+    #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
+) -> PyResult<i32> {
+    let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+    padding.most(max_tokens).map_err(raise)
+}
 
-    /// Cuts documents into pieces of at most ``max_document_tokens``: those that a context window has.
-    ///
-    /// Args:
-    ///     lengths: int[n], tokens.
-    ///     max_document_tokens: longest piece.
-    ///
-    /// Returns:
-    ///     ``(documents int64[p], starts int32[p], lengths int64[p])``: index of the document, where in it the piece
-    ///     begins, tokens.
-    ///
-    /// Raises:
-    ///     WlbError: a length or ``max_document_tokens`` out of range, or one so low that it takes more than 2^23 cuts.
-    #[allow(clippy::type_complexity, reason = "three arrays")]
-    fn split_documents[py: Python<'_>](
-        lengths, *, max_document_tokens,
-    ) -> PyResult<(Array<Vec<i64>>, Array<Vec<i32>>, Array<Vec<i64>>)> {
-        let limit = i64::from(max_document_tokens);
-        let pieces = run(py, lengths.len(), || core::split_documents(&lengths, limit)).map_err(raise)?;
-        let lengths = pieces.iter().map(|piece| i64::from(piece.length)).collect();
-        Ok((Array(ids(&pieces)), Array(starts(&pieces)), Array(lengths)))
-    }
+/// Cuts documents into pieces of at most ``max_document_tokens``: those that a context window has.
+///
+/// Args:
+///     lengths: int[n], tokens.
+///     max_document_tokens: longest piece.
+///
+/// Returns:
+///     ``(documents int64[p], starts int32[p], lengths int64[p])``: index of the document, where in it the piece
+///     begins, tokens.
+///
+/// Raises:
+///     WlbError: a length or ``max_document_tokens`` out of range, or one so low that it takes more than 2^23 cuts.
+///
+/// Example:
+///     >>> import wlb
+///     >>> wlb.split_documents([5, 2], max_document_tokens=4)
+///     (array([0, 0, 1]), array([0, 4, 0], dtype=int32), array([4, 1, 2]))
+#[allow(clippy::type_complexity, reason = "three arrays")]
+#[pyfunction]
+#[pyo3(signature = (lengths, *, max_document_tokens))]
+pub(crate) fn split_documents(
+    py: Python<'_>,
+    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = arguments::max_document_tokens)] max_document_tokens: i32,
+) -> PyResult<(Array<Vec<i64>>, Array<Vec<i32>>, Array<Vec<i64>>)> {
+    let limit = i64::from(max_document_tokens);
+    let pieces = run(py, lengths.len(), || core::split_documents(&lengths, limit)).map_err(raise)?;
+    let lengths = pieces.iter().map(|piece| i64::from(piece.length)).collect();
+    Ok((Array(ids(&pieces)), Array(starts(&pieces)), Array(lengths)))
 }
 
 /// A Python index as one from the front.

@@ -65,24 +65,6 @@ impl<'py, T: IntoPyObject<'py>> IntoPyObject<'py> for Tuple<T> {
     }
 }
 
-/// `properties! { Class: /// what it is \n name: Type = |object| value; ... }`: a read-only property for each line.
-macro_rules! properties {
-    ($class:ty: $($(#[$doc:meta])+ $name:ident: $type:ty = |$this:ident| $value:expr;)+) => {
-        #[pymethods]
-        impl $class {
-            $(
-                $(#[$doc])+
-                #[getter]
-                fn $name(&self) -> $type {
-                    let $this = self;
-                    $value
-                }
-            )+
-        }
-    };
-}
-pub(crate) use properties;
-
 /// `hashed_by!(Class: |object| key)`: the hash of an object is that of its key.
 macro_rules! hashed_by {
     ($class:ty: |$this:ident| $key:expr) => {

@@ -17,7 +17,7 @@ use crate::cost::mask;
 use crate::error::{raise, refuse};
 use crate::gil::run;
 use crate::kernel::KernelModel;
-use crate::plain::{Array, Pickle, hashed_by, pickled_as_part, properties};
+use crate::plain::{Array, Pickle, hashed_by, pickled_as_part};
 
 /// Shards one micro-batch over the ranks of a context-parallel group, without padding.
 ///
@@ -143,41 +143,92 @@ impl PartialEq for Shard {
 // Of the lengths and the number of ranks: a lookup, once a layer and micro-batch, shall not read the whole plan.
 hashed_by!(Shard: |shard| (&shard.plan.lengths, shard.plan.cp_size()));
 
-properties! {
-    Shard:
+#[pymethods]
+impl Shard {
     /// How it was cut: "auto", "per_sequence", "per_document", "hybrid" or "contiguous".
-    strategy: &'static str = |shard| shard.plan.strategy.as_str();
+    #[getter]
+    fn strategy(&self) -> &'static str {
+        self.plan.strategy.as_str()
+    }
+
     /// With "hybrid", the tokens from which on documents were cut, given or chosen; else None.
-    hybrid_threshold: Option<i64> = |shard| shard.options.hybrid_threshold;
+    #[getter]
+    fn hybrid_threshold(&self) -> Option<i64> {
+        self.options.hybrid_threshold
+    }
+
     /// Ranks of the group; also ``len()``.
-    cp_size: usize = |shard| shard.plan.cp_size();
+    #[getter]
+    fn cp_size(&self) -> usize {
+        self.plan.cp_size()
+    }
+
     /// Whether queries attend only to keys before them.
-    causal: bool = |shard| shard.plan.mask == Mask::Causal;
+    #[getter]
+    fn causal(&self) -> bool {
+        self.plan.mask == Mask::Causal
+    }
+
     /// Tokens of the micro-batch.
-    num_tokens: i32 = |shard| shard.plan.num_tokens();
+    #[getter]
+    fn num_tokens(&self) -> i32 {
+        self.plan.num_tokens()
+    }
+
     /// int32[n]: tokens of each document.
-    lengths: Array<&[i32]> = |shard| Array(&shard.plan.lengths);
+    #[getter]
+    fn lengths(&self) -> Array<&[i32]> {
+        Array(&self.plan.lengths)
+    }
+
     /// int64[cp_size]: tokens of each rank.
-    tokens_per_rank: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.tokens(rank)).collect());
+    #[getter]
+    fn tokens_per_rank(&self) -> Array<Vec<i64>> {
+        Array(self.ranks().map(|rank| self.plan.tokens(rank)).collect())
+    }
+
     /// int64[cp_size]: exact (query, key) pairs of each rank.
     // At most 2^62: the pairs of one document of 2^31 tokens.
-    pairs_per_rank: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.pairs(rank) as i64).collect());
+    #[getter]
+    fn pairs_per_rank(&self) -> Array<Vec<i64>> {
+        Array(self.ranks().map(|rank| self.plan.pairs(rank) as i64).collect())
+    }
+
     /// int64[cp_size]: keys that each rank has to fetch, because its queries see them and other ranks hold them. A
     /// rank fetches as many values. Without a window; O(segments).
-    keys_moved: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.keys_moved(rank)).collect());
+    #[getter]
+    fn keys_moved(&self) -> Array<Vec<i64>> {
+        Array(self.ranks().map(|rank| self.plan.keys_moved(rank)).collect())
+    }
+
     /// int64[cp_size]: keys of each rank that an all-gather has to bring, because a segment on another rank sees
     /// them. As many values come with them. Ranks send as many as the rank with most keys. Without a window;
     /// O(segments).
-    keys_gathered: Array<Vec<i64>> = |shard| Array(shard.plan.keys_gathered());
+    #[getter]
+    fn keys_gathered(&self) -> Array<Vec<i64>> {
+        Array(self.plan.keys_gathered())
+    }
+
     /// int64[cp_size]: all tokens of a rank that needs two calls of attention, because some of its segments find all
     /// of their keys on the rank and others see gathered keys; else 0. Without a window; O(segments).
-    tokens_split: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.tokens_split(rank)).collect());
+    #[getter]
+    fn tokens_split(&self) -> Array<Vec<i64>> {
+        Array(self.ranks().map(|rank| self.plan.tokens_split(rank)).collect())
+    }
+
     /// int64[cp_size]: keys that each rank picks from the gathered keys: for every segment that sees a gathered key,
     /// all keys that it sees. Without a window; O(segments).
-    keys_picked: Array<Vec<i64>> = |shard| Array(shard.ranks().map(|rank| shard.plan.keys_picked(rank)).collect());
+    #[getter]
+    fn keys_picked(&self) -> Array<Vec<i64>> {
+        Array(self.ranks().map(|rank| self.plan.keys_picked(rank)).collect())
+    }
+
     /// int32[num_tokens]: with ``rank_major`` the ranks' tokens concatenated, ``rank_major[restore_indices]`` is the
     /// packed sequence. O(tokens).
-    restore_indices: Array<Vec<i32>> = |shard| Array(shard.plan.restore_indices());
+    #[getter]
+    fn restore_indices(&self) -> Array<Vec<i32>> {
+        Array(self.plan.restore_indices())
+    }
 }
 
 #[pymethods]
@@ -267,40 +318,93 @@ pub(crate) struct RankShard {
 
 hashed_by!(RankShard: |shard| (&shard.shard, shard.rank));
 
-properties! {
-    RankShard:
+#[pymethods]
+impl RankShard {
     /// The rank, from 0.
-    rank: usize = |shard| shard.rank;
+    #[getter]
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
     /// Ranks of the group.
-    cp_size: usize = |shard| shard.shard.plan.cp_size();
+    #[getter]
+    fn cp_size(&self) -> usize {
+        self.shard.plan.cp_size()
+    }
+
     /// Whether queries attend only to keys before them.
-    causal: bool = |shard| shard.shard.causal();
+    #[getter]
+    fn causal(&self) -> bool {
+        self.shard.causal()
+    }
+
     /// Tokens of the rank, ``T_r``.
-    num_tokens: usize = |shard| shard.held.num_tokens;
+    #[getter]
+    fn num_tokens(&self) -> usize {
+        self.held.num_tokens
+    }
+
     /// Segments of the rank, ``s``.
-    num_segments: usize = |shard| shard.held.k_starts.len();
+    #[getter]
+    fn num_segments(&self) -> usize {
+        self.held.k_starts.len()
+    }
+
     /// int32[T_r]: where each token stands in the packed sequence; ascending.
-    token_indices: PyResult<Array<Vec<i32>>> = |shard| Ok(Array(shard.shard.plan.token_indices(shard.rank).map_err(raise)?));
+    #[getter]
+    fn token_indices(&self) -> PyResult<Array<Vec<i32>>> {
+        Ok(Array(self.shard.plan.token_indices(self.rank).map_err(raise)?))
+    }
+
     /// int32[T_r]: where each token stands in its document; the positions that RoPE needs.
-    position_ids: PyResult<Array<Vec<i32>>> = |shard| Ok(Array(shard.shard.plan.position_ids(shard.rank).map_err(raise)?));
+    #[getter]
+    fn position_ids(&self) -> PyResult<Array<Vec<i32>>> {
+        Ok(Array(self.shard.plan.position_ids(self.rank).map_err(raise)?))
+    }
+
     /// int32[s + 1]: where the queries of each segment begin among the rank's tokens.
-    cu_seqlens_q: Array<&[i32]> = |shard| Array(&shard.held.cu_seqlens_q);
+    #[getter]
+    fn cu_seqlens_q(&self) -> Array<&[i32]> {
+        Array(&self.held.cu_seqlens_q)
+    }
+
     /// int32[s + 1]: where the keys of each segment begin, when the keys of all segments are copied one after the
     /// other.
-    cu_seqlens_k: Array<&[i32]> = |shard| Array(&shard.held.cu_seqlens_k);
+    #[getter]
+    fn cu_seqlens_k(&self) -> Array<&[i32]> {
+        Array(&self.held.cu_seqlens_k)
+    }
+
     /// Tokens of the longest segment; 0 without segments.
-    max_seqlen_q: i32 = |shard| shard.held.max_seqlen_q;
+    #[getter]
+    fn max_seqlen_q(&self) -> i32 {
+        self.held.max_seqlen_q
+    }
+
     /// Most keys of a segment; 0 without segments.
-    max_seqlen_k: i32 = |shard| shard.held.max_seqlen_k;
+    #[getter]
+    fn max_seqlen_k(&self) -> i32 {
+        self.held.max_seqlen_k
+    }
+
     /// int32[s]: where the keys of each segment begin in the packed sequence.
-    k_starts: Array<&[i32]> = |shard| Array(&shard.held.k_starts);
+    #[getter]
+    fn k_starts(&self) -> Array<&[i32]> {
+        Array(&self.held.k_starts)
+    }
+
     /// int32[s]: the document that each segment is part of.
-    documents: PyResult<Array<Vec<i32>>> = |shard| {
-        let segments = shard.shard.plan.segments(shard.rank).map_err(raise)?;
+    #[getter]
+    fn documents(&self) -> PyResult<Array<Vec<i32>>> {
+        let segments = self.shard.plan.segments(self.rank).map_err(raise)?;
         Ok(Array(segments.iter().map(|segment| segment.document as i32).collect()))
-    };
+    }
+
     /// Exact (query, key) pairs of the rank.
-    pairs: u64 = |shard| shard.shard.plan.pairs(shard.rank);
+    #[getter]
+    fn pairs(&self) -> u64 {
+        self.shard.plan.pairs(self.rank)
+    }
 }
 
 #[pymethods]

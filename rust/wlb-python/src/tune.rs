@@ -5,9 +5,9 @@ use std::cell::RefCell;
 use pyo3::prelude::*;
 use wlb_core::stream::{PackerConfig, Release, StepShape};
 use wlb_core::tune::{self, Sample, TuneOptions, Tuned, TunedPoint};
-use wlb_core::{CostModel, Error};
+use wlb_core::{CostModel, Error, Lengths};
 
-use crate::arguments::{self, functions};
+use crate::arguments;
 use crate::cost::read_costs_if_any;
 use crate::error::raise;
 use crate::packer::{column_limits, config, table};
@@ -15,105 +15,153 @@ use crate::packing::ranks;
 use crate::plain::Tuple;
 use crate::results::answer;
 
-functions! {
-    /// Finds thresholds for a :class:`Packer` on a sample of lengths.
-    ///
-    /// Runs the packer over the sample under every combination of up to ``num_queues`` geometrically spaced thresholds,
-    /// then around the best. Deterministic. Documents over ``max_document_tokens`` are split.
-    ///
-    /// Args:
-    ///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
-    ///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_documents: as for
-    ///         :class:`Packer`.
-    ///     costs: float64[n] or float64[n, r], what each document costs, in place of ``cost_model``, for a packer with
-    ///         ``cost_columns=r``; imbalance is then that of a step over all columns that take time.
-    ///     limits: float64[r], with ``costs``, as for :class:`Packer`.
-    ///     num_queues: most levels, 0 to 4.
-    ///     max_mean_delay: most mean token delay, in iterations.
-    ///     tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Give one of
-    ///         the two: global batches that fill every micro-batch to ``max_tokens`` leave no room for balance.
-    ///     dp_size, sync: as for :class:`Packer`; imbalance and lost time are then those of the ranks, where they wait
-    ///         for each other.
-    ///
-    /// Returns:
-    ///     TuneResult: the thresholds with the least mean imbalance within the delay limit (no queues, or the least
-    ///     delay, if none keeps it), and the Pareto front of balance and delay.
-    ///
-    /// Raises:
-    ///     WlbError: wrong lengths, costs or options, or no documents.
-    ///
-    /// One run of the packer for each of about 110 choices (two queues) or 380 (three). Releases the GIL. WLB-LLM,
-    /// section 4.3.
-    fn tune_outlier_thresholds<'py>[py: Python<'py>](
-        lengths, *, num_micro_batches, max_tokens, cost_model by read_costs_if_any: Option<CostModel> = None, costs?,
-        limits?, num_queues = 2, max_mean_delay = 0.6, max_delay?, max_document_tokens?, tokens_per_batch?,
-        method: &str = "var_length", dp_size?, sync: Option<&str> = None, max_documents?,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let shape = StepShape { ranks: ranks(dp_size, sync)?, max_documents, tokens_per_batch, ..StepShape::default() };
-        let packer =
-            config(Release::Fifo, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
-        let options = options(PackerConfig { shape, ..packer }, &costs, limits, max_mean_delay, 0)?;
-        let sample = Sample { lengths: &lengths, costs: table(&costs) };
-        let tune = |keep_going: &dyn Fn() -> bool| {
-            tune::tune_outlier_thresholds(sample, num_queues, &options, keep_going)
-        };
-        result(py, &listening(py, tune)?)
-    }
+/// Finds thresholds for a :class:`Packer` on a sample of lengths.
+///
+/// Runs the packer over the sample under every combination of up to ``num_queues`` geometrically spaced thresholds,
+/// then around the best. Deterministic. Documents over ``max_document_tokens`` are split.
+///
+/// Args:
+///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
+///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_documents: as for
+///         :class:`Packer`.
+///     costs: float64[n] or float64[n, r], what each document costs, in place of ``cost_model``, for a packer with
+///         ``cost_columns=r``; imbalance is then that of a step over all columns that take time.
+///     limits: float64[r], with ``costs``, as for :class:`Packer`.
+///     num_queues: most levels, 0 to 4.
+///     max_mean_delay: most mean token delay, in iterations.
+///     tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Give one of
+///         the two: global batches that fill every micro-batch to ``max_tokens`` leave no room for balance.
+///     dp_size, sync: as for :class:`Packer`; imbalance and lost time are then those of the ranks, where they wait
+///         for each other.
+///
+/// Returns:
+///     TuneResult: the thresholds with the least mean imbalance within the delay limit (no queues, or the least
+///     delay, if none keeps it), and the Pareto front of balance and delay.
+///
+/// Raises:
+///     WlbError: wrong lengths, costs or options, or no documents.
+///
+/// One run of the packer for each of about 110 choices (two queues) or 380 (three). Releases the GIL. WLB-LLM,
+/// section 4.3.
+///
+/// Example:
+///     >>> import numpy as np
+///     >>> import wlb
+///     >>> lengths = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(int).clip(1, 8192)
+///     >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+///     >>> tuned = wlb.tune_outlier_thresholds(
+///     ...     lengths, num_micro_batches=8, max_tokens=12288, cost_model=cost, num_queues=1
+///     ... )
+///     >>> tuned.best
+///     TunedPoint(thresholds=[4539], imbalance_mean=1.0667, delay_mean=0.341, delay_max=4)
+#[pyfunction]
+#[pyo3(signature = (
+    lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None, num_queues = 2,
+    max_mean_delay = 0.6, max_delay = None, max_document_tokens = None, tokens_per_batch = None,
+    method = "var_length", dp_size = None, sync = None, max_documents = None
+))]
+#[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+pub(crate) fn tune_outlier_thresholds<'py>(
+    py: Python<'py>,
+    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
+    #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
+    #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<CostModel>,
+    #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
+    #[pyo3(from_py_with = arguments::optional::limits)] limits: Option<Vec<f64>>,
+    #[pyo3(from_py_with = arguments::num_queues)] num_queues: usize,
+    #[pyo3(from_py_with = arguments::max_mean_delay)] max_mean_delay: f64,
+    #[pyo3(from_py_with = arguments::optional::max_delay)] max_delay: Option<u64>,
+    #[pyo3(from_py_with = arguments::optional::max_document_tokens)] max_document_tokens: Option<i32>,
+    #[pyo3(from_py_with = arguments::optional::tokens_per_batch)] tokens_per_batch: Option<i64>,
+    method: &str,
+    #[pyo3(from_py_with = arguments::optional::dp_size)] dp_size: Option<i64>,
+    sync: Option<&str>,
+    #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let shape = StepShape { ranks: ranks(dp_size, sync)?, max_documents, tokens_per_batch, ..StepShape::default() };
+    let packer =
+        config(Release::Fifo, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
+    let options = options(PackerConfig { shape, ..packer }, &costs, limits, max_mean_delay, 0)?;
+    let sample = Sample { lengths: &lengths, costs: table(&costs) };
+    let tune = |keep_going: &dyn Fn() -> bool| tune::tune_outlier_thresholds(sample, num_queues, &options, keep_going);
+    result(py, &listening(py, tune)?)
+}
 
-    /// Finds the price of delay for a :class:`Packer` with ``release="adaptive"`` on a sample of lengths.
-    ///
-    /// Runs the packer over the sample at geometrically spaced prices and at the default, then at some where the mean
-    /// delay passes the limit. The best of many on the same steps is the luckiest, so each half of the documents judges
-    /// what the other finds: those that lose the least time on both are judged on both, and on three other orders of
-    /// all documents. Where a half has less than twelve global batches, those that lose the least on all documents are
-    /// judged on the other orders alone: a price may then suit these documents and no others. Deterministic. Documents
-    /// over ``max_document_tokens`` are split.
-    ///
-    /// Args:
-    ///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
-    ///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_step_cost,
-    ///         max_documents: as for :class:`Packer`.
-    ///     costs: float64[n], what each document costs, in place of ``cost_model``, for a packer with
-    ///         ``cost_columns=1``.
-    ///     max_mean_delay: most mean token delay, in iterations.
-    ///     tokens_per_batch, dp_size, sync: as for :func:`tune_outlier_thresholds`.
-    ///     max_early: int from 0 to 1024, iterations that a document comes before its turn, as for
-    ///         ``BalancedBatchSampler``; delays are then of both, before the turn and after it. Needs ``cost_model``.
-    ///
-    /// Returns:
-    ///     TuneResult: the price that loses the least time on the other orders, within the delay limit there and on the
-    ///     sample: the default (0.03) unless another is better by 0.01 of lost time in every order, no worse on a half,
-    ///     with a worst step that is no worse there and on the sample. Where the default waits too long, that bound
-    ///     holds if any price keeps it. The price with the least delay if none keeps the limit. ``judged`` has them
-    ///     all, and the default beside them; and the Pareto front of balance and delay on the sample.
-    ///
-    /// Raises:
-    ///     WlbError: wrong lengths, costs or options, or no documents; several columns of costs.
-    ///
-    /// One run of the packer for each of about 32 prices, another for those within the limit, and three for each that
-    /// is judged: nine, or more. Releases the GIL.
-    fn tune_delay_price<'py>[py: Python<'py>](
-        lengths, *, num_micro_batches, max_tokens, cost_model by read_costs_if_any: Option<CostModel> = None, costs?,
-        max_mean_delay = 0.6, max_delay?, max_document_tokens?, tokens_per_batch?, method: &str = "var_length",
-        max_step_cost?, dp_size?, sync: Option<&str> = None, max_documents?, max_early = 0,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let max_cost = max_step_cost;
-        let shape =
-            StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding: None, max_cost, tokens_per_batch };
-        let packer = config(
-            Release::Adaptive,
-            num_micro_batches,
-            max_tokens,
-            cost_model,
-            max_delay,
-            max_document_tokens,
-            method,
-        )?;
-        let options = options(PackerConfig { shape, ..packer }, &costs, None, max_mean_delay, max_early)?;
-        let sample = Sample { lengths: &lengths, costs: table(&costs) };
-        let tune = |keep_going: &dyn Fn() -> bool| tune::tune_delay_price(sample, &options, keep_going);
-        result(py, &listening(py, tune)?)
-    }
+/// Finds the price of delay for a :class:`Packer` with ``release="adaptive"`` on a sample of lengths.
+///
+/// Runs the packer over the sample at geometrically spaced prices and at the default, then at some where the mean
+/// delay passes the limit. The best of many on the same steps is the luckiest, so each half of the documents judges
+/// what the other finds: those that lose the least time on both are judged on both, and on three other orders of
+/// all documents. Where a half has less than twelve global batches, those that lose the least on all documents are
+/// judged on the other orders alone: a price may then suit these documents and no others. Deterministic. Documents
+/// over ``max_document_tokens`` are split.
+///
+/// Args:
+///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
+///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_step_cost,
+///         max_documents: as for :class:`Packer`.
+///     costs: float64[n], what each document costs, in place of ``cost_model``, for a packer with
+///         ``cost_columns=1``.
+///     max_mean_delay: most mean token delay, in iterations.
+///     tokens_per_batch, dp_size, sync: as for :func:`tune_outlier_thresholds`.
+///     max_early: int from 0 to 1024, iterations that a document comes before its turn, as for
+///         ``BalancedBatchSampler``; delays are then of both, before the turn and after it. Needs ``cost_model``.
+///
+/// Returns:
+///     TuneResult: the price that loses the least time on the other orders, within the delay limit there and on the
+///     sample: the default (0.03) unless another is better by 0.01 of lost time in every order, no worse on a half,
+///     with a worst step that is no worse there and on the sample. Where the default waits too long, that bound
+///     holds if any price keeps it. The price with the least delay if none keeps the limit. ``judged`` has them
+///     all, and the default beside them; and the Pareto front of balance and delay on the sample.
+///
+/// Raises:
+///     WlbError: wrong lengths, costs or options, or no documents; several columns of costs.
+///
+/// One run of the packer for each of about 32 prices, another for those within the limit, and three for each that
+/// is judged: nine, or more. Releases the GIL.
+///
+/// Example:
+///     >>> import numpy as np
+///     >>> import wlb
+///     >>> lengths = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(int).clip(1, 8192)
+///     >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+///     >>> tuned = wlb.tune_delay_price(lengths, num_micro_batches=8, max_tokens=12288, cost_model=cost)
+///     >>> tuned.best
+///     TunedPoint(delay_price=0.46822, imbalance_mean=1.0277, delay_mean=0.528, delay_max=10)
+#[pyfunction]
+#[pyo3(signature = (
+    lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, max_mean_delay = 0.6,
+    max_delay = None, max_document_tokens = None, tokens_per_batch = None, method = "var_length",
+    max_step_cost = None, dp_size = None, sync = None, max_documents = None, max_early = 0
+))]
+#[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+pub(crate) fn tune_delay_price<'py>(
+    py: Python<'py>,
+    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = arguments::num_micro_batches)] num_micro_batches: usize,
+    #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
+    #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<CostModel>,
+    #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
+    #[pyo3(from_py_with = arguments::max_mean_delay)] max_mean_delay: f64,
+    #[pyo3(from_py_with = arguments::optional::max_delay)] max_delay: Option<u64>,
+    #[pyo3(from_py_with = arguments::optional::max_document_tokens)] max_document_tokens: Option<i32>,
+    #[pyo3(from_py_with = arguments::optional::tokens_per_batch)] tokens_per_batch: Option<i64>,
+    method: &str,
+    #[pyo3(from_py_with = arguments::optional::max_step_cost)] max_step_cost: Option<f64>,
+    #[pyo3(from_py_with = arguments::optional::dp_size)] dp_size: Option<i64>,
+    sync: Option<&str>,
+    #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
+    #[pyo3(from_py_with = arguments::max_early)] max_early: i64,
+) -> PyResult<Bound<'py, PyAny>> {
+    let max_cost = max_step_cost;
+    let shape = StepShape { ranks: ranks(dp_size, sync)?, max_documents, padding: None, max_cost, tokens_per_batch };
+    let packer =
+        config(Release::Adaptive, num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method)?;
+    let options = options(PackerConfig { shape, ..packer }, &costs, None, max_mean_delay, max_early)?;
+    let sample = Sample { lengths: &lengths, costs: table(&costs) };
+    let tune = |keep_going: &dyn Fn() -> bool| tune::tune_delay_price(sample, &options, keep_going);
+    result(py, &listening(py, tune)?)
 }
 
 /// Tunes without the GIL, and handles signals between two candidates: Ctrl-C ends the search.
