@@ -264,8 +264,8 @@ class CostModel:
         """What one unit of cost is, "seconds" or "flops"; None where nobody said. Measured tables are in seconds."""
     @property
     def terms(self) -> dict[str, float]:
-        """Rates by term, those that are not 0, in this order: "pairs", "window_pairs[w]" and "chunk_pairs[c]" by ascending
-        size, "tokens", "documents", "micro_batches".
+        """Rates by term, those that are not 0, in this order: "pairs", "window_pairs[w]" and "chunk_pairs[c]" by
+        ascending size, "tokens", "documents", "micro_batches".
 
         Raises:
             WlbError: the model was made from measured tables, whose rates change with the length.
@@ -402,8 +402,8 @@ class Packing:
         """int64[M]: tokens of each micro-batch."""
     @property
     def costs(self) -> NDArray[np.float64]:
-        """float64[M]: cost of each micro-batch, in the cost model's unit; with several columns of costs, of all that take
-        time.
+        """float64[M]: cost of each micro-batch, in the cost model's unit; with several columns of costs, of all that
+        take time.
         """
     @property
     def padded_tokens(self) -> NDArray[np.int64]:
@@ -551,9 +551,9 @@ def pack(
         WlbError: a length or size out of range, a document over ``max_tokens`` (the methods that keep documents
             whole), an unknown method, a cost that is negative or not finite, a column of zeros or none without a
             limit, both or none of ``cost_model`` and ``costs``, several ``global_batches`` without "fixed_length",
-            ``multiple_of`` beside ``num_micro_batches``, what needs ``dp_size`` without it. Documents do not fit: the message says
-            how many, and a ``max_tokens`` that surely holds them all (with the methods that cut documents the least
-            one).
+            ``multiple_of`` beside ``num_micro_batches``, what needs ``dp_size`` without it. Documents do not fit: the
+            message says how many, and a ``max_tokens`` that surely holds them all (with the methods that cut documents
+            the least one).
 
     O(n) for a radix sort and, on average, a few steps for each document; O(n N) at worst, and always for
     "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need

@@ -17,8 +17,8 @@ use crate::convert::{
 /// Numbers row by row, and how many rows and columns there are.
 pub(crate) type Table = (Vec<f64>, usize, usize);
 
-/// `name: Type = reader(limits)`: a function of that name for `from_py_with`, whose errors have the name too; and one in
-/// [`optional`], for where the argument may be None.
+/// `name: Type = reader(limits)`: a function of that name for `from_py_with`, whose errors have the name too; and one
+/// in [`optional`], for where the argument may be None.
 macro_rules! arguments {
     ($($name:ident: $type:ty = $reader:ident($($limit:expr),*);)+) => {
         $(

@@ -122,8 +122,8 @@ impl CostModel {
 
 #[pymethods]
 impl CostModel {
-    /// Rates by term, those that are not 0, in this order: "pairs", "window_pairs[w]" and "chunk_pairs[c]" by ascending
-    /// size, "tokens", "documents", "micro_batches".
+    /// Rates by term, those that are not 0, in this order: "pairs", "window_pairs[w]" and "chunk_pairs[c]" by
+    /// ascending size, "tokens", "documents", "micro_batches".
     ///
     /// Raises:
     ///     WlbError: the model was made from measured tables, whose rates change with the length.

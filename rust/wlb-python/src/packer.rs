@@ -597,6 +597,7 @@ impl Packer {
     /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces
     /// on, those that wait included.
     #[pyo3(signature = (lengths, ids = None, *, starts = None, costs = None, min_step_tokens = 0, early = None))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn push(
         &self,
         py: Python<'_>,

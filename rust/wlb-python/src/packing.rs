@@ -70,9 +70,9 @@ use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pick
 ///     WlbError: a length or size out of range, a document over ``max_tokens`` (the methods that keep documents
 ///         whole), an unknown method, a cost that is negative or not finite, a column of zeros or none without a
 ///         limit, both or none of ``cost_model`` and ``costs``, several ``global_batches`` without "fixed_length",
-///         ``multiple_of`` beside ``num_micro_batches``, what needs ``dp_size`` without it. Documents do not fit: the message says
-///         how many, and a ``max_tokens`` that surely holds them all (with the methods that cut documents the least
-///         one).
+///         ``multiple_of`` beside ``num_micro_batches``, what needs ``dp_size`` without it. Documents do not fit: the
+///         message says how many, and a ``max_tokens`` that surely holds them all (with the methods that cut documents
+///         the least one).
 ///
 /// O(n) for a radix sort and, on average, a few steps for each document; O(n N) at worst, and always for
 /// "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need
@@ -242,8 +242,8 @@ impl Packing {
         Array(&self.0.tokens)
     }
 
-    /// float64[M]: cost of each micro-batch, in the cost model's unit; with several columns of costs, of all that take
-    /// time.
+    /// float64[M]: cost of each micro-batch, in the cost model's unit; with several columns of costs, of all that
+    /// take time.
     #[getter]
     fn costs(&self) -> Array<&[f64]> {
         Array(&self.0.costs)

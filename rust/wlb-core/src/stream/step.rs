@@ -105,8 +105,8 @@ impl Packer {
     ///
     /// Documents that were carried over go first, so that none is carried for ever: the first of them meets empty
     /// micro-batches. Then go documents that are due by `max_delay`, so that they are not crowded out; the adaptive
-    /// rule tries first whether they find room in their place among the others. At the end of a stream nothing is due: all
-    /// of it leaves.
+    /// rule tries first whether they find room in their place among the others. At the end of a stream nothing is due:
+    /// all of it leaves.
     pub(super) fn pack(&mut self, batch: Batch, occasion: Occasion) -> Packing {
         let Batch { pieces, carried, released } = batch;
         let lengths: Vec<i32> = pieces.iter().map(|waiting| waiting.piece.length).collect();
