@@ -29,11 +29,13 @@ macro_rules! arguments {
 
         #[allow(dead_code, reason = "some are never None")]
         pub(crate) mod optional {
-            use super::*;
+            use pyo3::prelude::*;
+
+            use crate::arguments::{Lengths, Table};
 
             $(
                 pub(crate) fn $name(object: &Bound<'_, PyAny>) -> PyResult<Option<$type>> {
-                    if object.is_none() { Ok(None) } else { super::$name(object).map(Some) }
+                    if object.is_none() { Ok(None) } else { crate::arguments::$name(object).map(Some) }
                 }
             )+
         }
