@@ -192,7 +192,10 @@ class Runner:
             valid = sum(part.valid_tokens for rank in ranks for part in rank if part.rank == 0)
             step = DynamicCpStep(0, None, batches, valid)  # type: ignore[arg-type] # the step does not look at its plan
         else:
-            step = Step(0, 0, None, np.arange(len(batches)), batches)  # type: ignore[arg-type]
+            dp = self._mesh["dp"]
+            indices = np.arange(len(batches)) * dp.size() + dp.get_local_rank()
+            # Of its packing a step only looks at the number of micro-batches.
+            step = Step(0, 0, range(len(batches) * dp.size()), indices, batches)  # type: ignore[arg-type]
         self._synchronize()
         dist.barrier()
         began = time.perf_counter()

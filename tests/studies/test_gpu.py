@@ -1,6 +1,8 @@
 """What runs on a GPU, on the CPU: a kernel that is wrong is seen, and what was done is not done again."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +139,13 @@ def test_times_that_are_as_a_cost_says_have_no_error() -> None:
     assert "| `CostModel.fit` on the other half | 30 | 0.0% | 0.0% |" in step.summary(rows, None)
 
 
-def test_a_small_run_trains_on_both_devices_and_gives_the_same(tmp_path: Path) -> None:
-    found = dict(training.items(CPU))
-    assert all(work()["ok"] for work in found.values())
+def test_training_is_run_and_written_down(tmp_path: Path) -> None:
+    """By the command, in a process of its own: a trainer leaves its state in the process that it runs in."""
+    command = [sys.executable, "-m", "studies.gpu", "--cpu", "--out", str(tmp_path), "training"]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], capture_output=True, timeout=500)
+    _, *rows = map(json.loads, (tmp_path / "training.jsonl").read_text().splitlines())
+    assert len(rows) == len(list(training.items(CPU)))
+    assert all(row["ok"] for row in rows)
 
 
 def test_an_empty_block_is_one_of_a_segment_shorter_than_the_longest() -> None:
