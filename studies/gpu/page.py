@@ -111,6 +111,10 @@ def _step(rows: list[Row], profile: Path | None) -> Iterator[str]:
     yield f"{step.RANKS} contexts of tokens. Each rank's micro-batches ran alone on the GPU. A step takes as long as"
     yield "its slowest rank; the ranks of a Dynamic-CP group wait for each other. Communication is not counted."
     yield ""
+    yield f"These are {step.STEPS} steps of one corpus, after {step.PUSHED} others. *original* and *fixed_length* have"
+    yield f"micro-batches of at most 1 context; *adaptive* and *dynamic_cp* may use {step.ROOM} contexts of memory."
+    yield "*adaptive* delays documents, so its steps train other documents than those of the other methods."
+    yield ""
     yield "![Tokens per second by packing](gpu.png)"
     yield ""
     yield from step.summary(rows, profile)
@@ -178,6 +182,10 @@ def _predicted(rows: list[Row], profile: str | Path) -> Iterator[str]:
     yield ""
     yield "A call's backward starts a thread block for every 128 keys of its *longest* segment, for each head and"
     yield "segment. Where segments are shorter, blocks have no work: many short documents beside a long one cost that."
+    yield ""
+    yield "Two of these figures are not independent tests. The form of the kernel model (tiles of each pass, where a"
+    yield "segment is read) was chosen with the errors of these same segments in view, and the price of an empty block"
+    yield "is fitted to the same ranks that it is judged on. New lengths on a GPU would tell."
     yield ""
 
 
