@@ -127,7 +127,7 @@ class CostTracker:
             raise error("cost_model", message, value=type(cost_model).__name__)
         self.cost_model = cost_model
         self._every = every
-        self._terms = _local_attention(cost_model)
+        self._windows, self._chunks = _local_attention(cost_model, "window"), _local_attention(cost_model, "chunk")
         self._mesh = mesh
         self.timer = timer or StepTimer()
         self.updates: deque[CostUpdate] = deque(maxlen=100)
@@ -181,7 +181,9 @@ class CostTracker:
         seconds = [seconds for _, seconds in rows]
         now = self.cost_model
         try:
-            fit = wlb.CostModel.fit(lengths, seconds, ranks=shared, causal=now.causal, **self._terms)
+            fit = wlb.CostModel.fit(
+                lengths, seconds, ranks=shared, windows=self._windows, chunks=self._chunks, causal=now.causal
+            )
         except wlb.WlbError as cause:
             fit, update = None, CostUpdate(self._steps, problem=str(cause))
         if fit is not None:
@@ -209,7 +211,7 @@ class CostTracker:
         alone = not dist.is_initialized()
         if self._mesh is None and not alone:
             role[0] = dist.get_rank()
-        settings = hashlib.blake2b(repr((self._every, self._terms)).encode(), digest_size=6)
+        settings = hashlib.blake2b(repr((self._every, self._windows, self._chunks)).encode(), digest_size=6)
         known = int.from_bytes(settings.digest(), "little")
         head = [self._steps, len(numbers), per_rank, known, *role, self._data]
         heads = self._all_gather(torch.tensor(head, dtype=torch.int64))
@@ -247,18 +249,17 @@ class CostTracker:
         return everyone.cpu().numpy().reshape(size, mine.numel())
 
 
-def _local_attention(cost_model: wlb.CostModel) -> dict[str, tuple[int, ...]]:
-    """Sizes of the sliding windows and chunks that a model's layers have, as its costs tell.
+def _local_attention(cost_model: wlb.CostModel, kind: str) -> tuple[int, ...]:
+    """Sizes of the sliding windows ("window") or chunks ("chunk") that a model's layers have, as its costs tell.
 
     Measured tables tell none: their rates of attention hold for all layers together.
     """
     try:
         names = cost_model.terms
     except wlb.WlbError:
-        names = {}
-    found = [re.fullmatch(r"(window|chunk)_pairs\[(\d+)\]", name) for name in names]
-    of_kind = lambda kind: tuple(int(size[2]) for size in found if size is not None and size[1] == kind)  # noqa: E731
-    return {"windows": of_kind("window"), "chunks": of_kind("chunk")}
+        return ()
+    found = (re.fullmatch(rf"{kind}_pairs\[(\d+)\]", name) for name in names)
+    return tuple(int(size[1]) for size in found if size is not None)
 
 
 def _problem(fit: wlb.CostFit, error_in_use: float) -> str:
