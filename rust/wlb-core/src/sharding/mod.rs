@@ -8,6 +8,7 @@ mod adaptive;
 mod auto;
 mod builder;
 mod cut;
+pub mod execution;
 mod hybrid;
 pub mod kernel;
 mod options;
