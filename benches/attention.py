@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import threading
 import time
 import weakref
 from collections import Counter
@@ -33,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import wlb
 from benches.common import CONTEXT, Lengths, synthetic
-from wlb.torch.attention import context_parallel_attention, kernels, prepare_attention
+from wlb.torch.attention import context_parallel_attention, kernels, plan, prepare_attention
 
 # --- a world that is not there ----------------------------------------------------------------------------------------
 
@@ -265,13 +264,11 @@ def host_seconds(layer: Layer, shard: wlb.Shard, rank: int, repeats: int = 60) -
 
 def plan_seconds(shard: wlb.Shard, repeats: int = 7, **options: Any) -> float:
     """Median milliseconds of the slowest rank's plan, of this thread's time."""
-    from wlb.torch.attention import routes
-
     slowest = 0.0
     for rank in {0, shard.cp_size // 2, shard.cp_size - 1}:
         taken = []
         for _ in range(repeats):
-            for cached in vars(routes).values():
+            for cached in vars(plan).values():
                 if hasattr(cached, "cache_clear"):
                     cached.cache_clear()
             started = time.thread_time()
@@ -291,7 +288,6 @@ def context(tokens: int, seed: int = 3) -> Lengths:
 
 def measure(progress: Callable[[str], None] = print) -> dict[str, Any]:
     """Everything."""
-    threading.excepthook = threading.__excepthook__
     lengths = context(CONTEXT)
     record: dict[str, Any] = {"plan_ms": {}, "host_us": {}, "operations": {}, "bytes": {}}
     for cp_size in (2, 8, 32):

@@ -12,7 +12,7 @@ import torch
 from wlb._core import pass_weights
 from wlb.models import ModelConfig
 from wlb.torch.attention.kernels import Kernel, KernelName, choose
-from wlb.torch.attention.segments import Call
+from wlb.torch.attention.plan import Call
 from wlb_tools.cluster.memory import kv_width
 from wlb_tools.cluster.parallel import ParallelLayout
 from wlb_tools.profiling.device import Device

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import wlb
-from wlb.torch.attention import arguments, kernels, routes
-from wlb.torch.attention.all_gather import AllGather
+from wlb.torch.attention import arguments, kernels, plan
 from wlb.torch.attention.arguments import Transport, max_cp_size
-from wlb.torch.attention.fetch import Fetch
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
+from wlb.torch.attention.keys import KeysExchange
 from wlb.torch.attention.merge import attention
 from wlb.torch.attention.recut import recut
 from wlb.torch.attention.ring import Ring
@@ -27,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _not_compiled(function: F) -> F:
     """`torch.compiler.disable`, which would leave callers without the types."""
-    reason = "routes are made of shards, and kept for all layers"
+    reason = "plans are made of shards, and kept for all layers"
     return cast(F, torch.compiler.disable(function, reason=reason))  # type: ignore[no-untyped-call]
 
 
@@ -110,20 +109,16 @@ def context_parallel_attention(
     chosen = kernels.choose(kernel, q, scale=scale, alibi_slopes=alibi_slopes, alibi_aligned=aligned)
 
     biased = alibi_slopes is not None
-    if transport == "all_gather":
-        gather = AllGather(routes.gather_route(shard, rank, window=window, biased=biased, device=q.device), group)
-        return attention(q, k, v, gather, chosen)
-    if transport == "fetch":
-        fetch = Fetch(routes.fetch_route(shard, rank, window=window, biased=biased, device=q.device), group)
-        return attention(q, k, v, fetch, chosen)
-    heads_route, ring_route = routes.ring_route(
-        shard, rank, degree=degree, window=window, biased=biased, device=q.device
-    )
-    ring = Ring(ring_route, range(rank % degree, size, degree), group)
-    if heads_route is None:
+    if transport in ("all_gather", "fetch"):
+        fetch = transport == "fetch"
+        keys = plan.keys_plan(shard, rank, fetch=fetch, window=window, biased=biased, device=q.device)
+        return attention(q, k, v, KeysExchange(keys, fetch, group), chosen)
+    in_block, over_blocks = plan.ring_plan(shard, rank, degree=degree, window=window, biased=biased, device=q.device)
+    ring = Ring(over_blocks, range(rank % degree, size, degree), group)
+    if in_block is None:
         return attention(q, k, v, ring, chosen)
     block = rank - rank % degree
-    heads = HeadsExchange(heads_route, range(block, block + degree), group)
+    heads = HeadsExchange(in_block, range(block, block + degree), group)
     return join_heads(attention(*split_heads(q, k, v, heads), ring, chosen), heads)
 
 
@@ -140,9 +135,9 @@ def prepare_attention(
     """Derives what `rank` has to do for a micro-batch ahead of time, so that its first layer does not wait for it.
 
     To be called for the next micro-batch while the device works on this one; from any thread, as nothing is sent to
-    other ranks. `context_parallel_attention` with the same options then finds the route, if few others came between:
-    the last 128 are kept. It costs milliseconds of CPU time, in segments times ranks and in tokens of this rank; index
-    arrays go to `device` in one copy, on its current stream there, which must be the one that attention runs on.
+    other ranks. `context_parallel_attention` with the same options then finds the plan, if few others came between:
+    the last 128 are kept. It costs a fraction of a millisecond of CPU time, without the GIL, in segments of all ranks
+    and in tokens of this rank; index arrays go to `device` in one copy, on its current stream there, which must be the one that attention runs on.
 
     Args:
         shard: How the micro-batch will lie on the ranks.
@@ -150,7 +145,7 @@ def prepare_attention(
         device: Where the queries will be.
         transport: As attention will be called.
         ulysses_size: As attention will be called.
-        window: As attention will be called. Layers with different windows have routes of their own: one call for each.
+        window: As attention will be called. Layers with different windows have plans of their own: one call for each.
         alibi: Whether attention will be called with `alibi_slopes`.
 
     Raises:
@@ -162,9 +157,8 @@ def prepare_attention(
     arguments.check_window(window)
     window = arguments.reach(window)
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
-    if transport == "all_gather":
-        routes.gather_route(shard, rank, window=window, biased=alibi, device=device)
-    elif transport == "fetch":
-        routes.fetch_route(shard, rank, window=window, biased=alibi, device=device)
+    if transport in ("all_gather", "fetch"):
+        fetch = transport == "fetch"
+        plan.keys_plan(shard, rank, fetch=fetch, window=window, biased=alibi, device=device)
     else:
-        routes.ring_route(shard, rank, degree=degree, window=window, biased=alibi, device=device)
+        plan.ring_plan(shard, rank, degree=degree, window=window, biased=alibi, device=device)

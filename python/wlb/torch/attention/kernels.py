@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from wlb._errors import error
-from wlb.torch.attention.segments import Call
+from wlb.torch.attention.plan import Call
 
 KernelName = Literal["auto", "flash_attn", "varlen", "reference"]
 
@@ -51,8 +51,11 @@ class Kernel(Protocol):
 
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of `q`, `k`, `v`, where `out` and `lse` are over all keys of a query, not only this call's."""
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of `q`, and of `k` and `v` as one tensor `[keys, 2, kv_heads, head_dim]`.
+
+        `out` and `lse` are over all keys of a query, not only this call's.
+        """
         ...
 
 
@@ -88,9 +91,11 @@ class ReferenceKernel:
 
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        dq, dk, dv = (torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in (q, k, v))
+        dq = torch.zeros(q.shape, dtype=accumulator(q.dtype), device=q.device)
+        d_keys = k.new_zeros((k.shape[0], 2, *k.shape[1:]), dtype=accumulator(k.dtype))
+        dk, dv = d_keys.unbind(1)
         kv_heads = k.shape[1]
         for rows, keys, distance, hidden in self._tiles(call, q.shape[1]):
             q_tile, k_tile, v_tile = _stack(q[rows], kv_heads), _by_head(k[keys]), _by_head(v[keys])
@@ -102,7 +107,7 @@ class ReferenceKernel:
             ds = (d_tile @ v_tile.mT).sub_(delta).mul_(p).mul_(self.scale)
             dq[rows] = _unstack(ds @ k_tile, q[rows].shape)
             dk[keys] += (ds.mT @ q_tile).transpose(0, 1)
-        return dq, dk, dv
+        return dq, d_keys
 
     def _scores(self, q: Tensor, k: Tensor, distance: Tensor | None, hidden: Tensor | None) -> Tensor:
         """Scaled, biased, masked scores `[kv_heads, group * queries, keys]`."""
@@ -174,9 +179,9 @@ def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
     return call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, most
 
 
-def _like(*tensors: Tensor) -> list[Tensor]:
-    """Gradients to be filled in."""
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+def _gradients(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of queries, and of keys and values, to be filled in."""
+    return torch.empty_like(q, memory_format=torch.contiguous_format), k.new_empty((k.shape[0], 2, *k.shape[1:]))
 
 
 class FlashTiles:
@@ -209,13 +214,13 @@ class VarlenKernel(FlashTiles):
 
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         given = (d_out, q, k, v, out, lse, *_spans(call), 0.0, call.window == (-1, 0))
         # The state of a dropout that is not there.
         nothing = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(*given, *nothing, scale=self.scale, **_window(call))
-        return dq, dk, dv
+        return dq, torch.stack((dk, dv), 1)
 
 
 @dataclass(frozen=True)
@@ -233,13 +238,14 @@ class FlashAttention2(FlashTiles):
 
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        dq, dk, dv = _like(q, k, v)
+        dq, d_keys = _gradients(q, k)
+        dk, dv = d_keys.unbind(1)
         softcap, deterministic = 0.0, torch.are_deterministic_algorithms_enabled()
         options = (0.0, self.scale, call.window == (-1, 0), *call.window, softcap, self.alibi_slopes, deterministic)
         _flash_attn_2()._flash_attn_varlen_backward(d_out, q, k, v, out, lse, dq, dk, dv, *_spans(call), *options)
-        return dq, dk, dv
+        return dq, d_keys
 
 
 @dataclass(frozen=True)
@@ -257,13 +263,14 @@ class FlashAttention3(FlashTiles):
 
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        dq, dk, dv = _like(q, k, v)
+        dq, d_keys = _gradients(q, k)
+        dk, dv = d_keys.unbind(1)
         options = {"is_causal": call.window == (-1, 0), **self._options(call)}
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         _flash_attn_3()._flash_attn_backward(d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options)
-        return dq, dk, dv
+        return dq, d_keys
 
     def _options(self, call: Call) -> dict[str, Any]:
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")

@@ -11,32 +11,55 @@ import torch
 from torch import Tensor
 
 from wlb.torch.attention.kernels import Kernel, accumulator
-from wlb.torch.attention.segments import Call
+from wlb.torch.attention.plan import Call, Rows, add, pick
 
+Keys = Tensor | tuple[Tensor, Tensor]
+"""Keys with their values: `[keys, 2, kv_heads, head_dim]`, or two tensors `[keys, kv_heads, head_dim]`."""
 
-class AttendBackward(Protocol):
-    """Computes the gradients of a block of keys."""
-
-    def __call__(
-        self, k: Tensor, v: Tensor, calls: Sequence[Call], into: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of `k` and `v`, in the dtype of sums (`accumulator`): in new tensors, or written over `into`."""
-        ...
+Attend = Callable[[Keys, Sequence[Call]], None]
+AttendBackward = Callable[[Keys, Sequence[Call]], list[Tensor]]
+"""Gradients of the keys and values of each call, `[keys of the call, 2, kv_heads, head_dim]`."""
 
 
 class KeyExchange(Protocol):
     """Brings this rank's queries together with keys of other ranks, and the keys' gradients home."""
 
-    def forward(self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], None]) -> None:
-        """Calls `attend(k, v, calls)` for every block of keys, overlapping it with what is still under way."""
+    @property
+    def once(self) -> bool:
+        """Whether no query is in two calls: their outputs then need no merging."""
         ...
 
-    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> tuple[Tensor, Tensor]:
-        """Passes the same blocks to `attend`, which gives their gradients; returns those of `k` and `v`."""
+    def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
+        """Calls `attend(keys, calls)` for every block of keys, overlapping it with what is still under way."""
+        ...
+
+    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> Tensor:
+        """Passes the same blocks to `attend`, which gives their gradients; returns that of own keys and values.
+
+        Returns:
+            `[tokens, 2, kv_heads, head_dim]`.
+        """
         ...
 
 
-class _Output:
+def _place(like: Tensor, parts: Sequence[tuple[Rows, Tensor]]) -> Tensor:
+    """A tensor like this that has each part in its rows, all of them together every row once."""
+    if len(parts) == 1 and parts[0][0] is None:
+        return parts[0][1].to(like.dtype)
+    spans = [rows for rows, _ in parts if isinstance(rows, slice)]
+    starts = [rows.start for rows in spans]
+    if parts and len(spans) == len(parts) and starts == sorted(starts):
+        return torch.cat([part.to(like.dtype) for _, part in parts])
+    result = like.new_empty(like.shape)
+    for rows, part in parts:
+        if isinstance(rows, Tensor):
+            result.index_copy_(0, rows, part.to(result.dtype))
+        else:
+            result[rows] = part
+    return result
+
+
+class _Merged:
     """Attention over the keys seen so far. It begins as what is added first, if that is for all queries.
 
     Sums of log-sum-exps are float64: their rounding, in units of their size, is a relative error of the weights.
@@ -47,57 +70,69 @@ class _Output:
         self._parts: tuple[Tensor, Tensor] | None = None
 
     def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
-        if call.fresh and call.q_rows is None:
+        if self._parts is None and call.q_rows is None:
             self._parts = out, lse
             return
-        total, total_lse = self._parts or (self._q.new_zeros(self._q.shape), self._no_keys())
-        self._parts = total, total_lse = total.to(accumulator(total.dtype)), total_lse.double()
-        rows = slice(None) if call.q_rows is None else call.q_rows
+        total, total_lse = self._so_far()
+        rows = call.q_rows
         if call.fresh:
-            total[rows] = out.to(total.dtype)
-            total_lse[:, rows] = lse.double()
+            _write(total, 0, rows, out)
+            _write(total_lse, 1, rows, lse)
             return
-        before = total_lse[:, rows]
-        weight = torch.sigmoid(lse - before).t().unsqueeze(-1)
-        total[rows] = total[rows].lerp(out.to(total.dtype), weight.to(total.dtype))
-        total_lse[:, rows] = torch.logaddexp(before, lse.double())
+        if isinstance(rows, Tensor):
+            before, part = total_lse.index_select(1, rows), total.index_select(0, rows)
+        else:
+            before, part = (total_lse, total) if rows is None else (total_lse[:, rows], total[rows])
+        weight = torch.sub(lse, before).sigmoid_().t().unsqueeze(-1)
+        part.lerp_(out.to(part.dtype), weight.to(part.dtype))
+        torch.logaddexp(before, lse.double(), out=before)
+        if isinstance(rows, Tensor):
+            total.index_copy_(0, rows, part)
+            total_lse.index_copy_(1, rows, before)
+
+    def _so_far(self) -> tuple[Tensor, Tensor]:
+        """In the dtypes of sums; what no call has yet been for is 0, and its log-sum-exp -inf."""
+        dtype = accumulator(self._q.dtype)
+        if self._parts is None:
+            tokens, heads, _ = self._q.shape
+            lse = self._q.new_full((heads, tokens), -torch.inf, dtype=torch.float64)
+            self._parts = self._q.new_zeros(self._q.shape, dtype=dtype), lse
+        total, lse = self._parts
+        self._parts = total.to(dtype), lse.double()
+        return self._parts
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Output like the queries, and log-sum-exp; where no key was seen these are 0 and -inf."""
-        out, lse = self._parts or (self._q.new_zeros(self._q.shape), self._no_keys())
+        """Output like the queries, and log-sum-exp."""
+        out, lse = self._parts or self._so_far()
         return out.to(self._q.dtype), lse.to(accumulator(self._q.dtype))
 
-    def _no_keys(self) -> Tensor:
-        tokens, heads, _ = self._q.shape
-        return self._q.new_full((heads, tokens), -torch.inf, dtype=torch.float64)
+
+def _write(x: Tensor, dim: int, rows: Rows, part: Tensor) -> None:
+    if isinstance(rows, Tensor):
+        x.index_copy_(dim, rows, part.to(x.dtype))
+    elif rows is None:
+        x.copy_(part)
+    else:
+        x.narrow(dim, rows.start, rows.stop - rows.start).copy_(part)
 
 
-class _Gradient:
-    """A sum of gradients by row, in `into` if given. It begins as what is added first, if that is for all rows."""
+class _Sum:
+    """A sum of gradients by row, in the dtype of sums. It begins as what is added first, if that is for all rows."""
 
-    def __init__(self, like: Tensor, into: Tensor | None = None) -> None:
+    def __init__(self, like: Tensor) -> None:
         self._like = like
-        self._into = into
-        self._sum: Tensor | None = None
+        self._total: Tensor | None = None
 
-    def add(self, rows: Tensor | None, part: Tensor) -> None:
-        if rows is None and self._sum is None:
-            self._sum = part if self._into is None else self._into.copy_(part)
-            return
-        total = self.total()
-        if rows is None:
-            total += part
+    def add(self, rows: Rows, part: Tensor) -> None:
+        if self._total is None and rows is None:
+            self._total = part.to(accumulator(part.dtype))
         else:
-            total.index_add_(0, rows, part.to(total.dtype))
+            add(self.total(), rows, part)
 
     def total(self) -> Tensor:
-        dtype = accumulator(self._like.dtype)
-        if self._sum is None and self._into is not None:
-            self._sum = self._into.zero_()
-        elif self._sum is None:
-            self._sum = self._like.new_zeros(self._like.shape, dtype=dtype)
-        self._sum = self._sum.to(dtype)
-        return self._sum
+        if self._total is None:
+            self._total = self._like.new_zeros(self._like.shape, dtype=accumulator(self._like.dtype))
+        return self._total
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,27 +141,47 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(ctx: Any, x: Tensor, *args: Any) -> Any:
         device = x.device.type
-        known = torch.amp.is_autocast_available(device)
-        with torch.autocast(device, enabled=False) if known else contextlib.nullcontext():
+        if not torch.is_autocast_enabled(device) if torch.amp.is_autocast_available(device) else True:
+            return function(ctx, x, *args)
+        with torch.autocast(device, enabled=False):
             return function(ctx, x, *args)
 
     return run
+
+
+def _keys(keys: Keys, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Keys and values of a call."""
+    if isinstance(keys, tuple):
+        k, v = keys
+        return pick(k, rows), pick(v, rows)
+    k, v = pick(keys, rows).unbind(1)
+    return k, v
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     @_without_autocast
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
-        output = _Output(q)
+        merged = None if exchange.once else _Merged(q)
+        parts: list[tuple[Rows, Tensor]] = []
+        lses: list[Tensor] = []
 
-        def attend(k: Tensor, v: Tensor, calls: Sequence[Call]) -> None:
+        def attend(keys: Keys, calls: Sequence[Call]) -> None:
             for call in calls:
-                parts = _rows(q, call.q_rows), _rows(k, call.k_rows), _rows(v, call.k_rows)
-                output.add(call, *kernel.forward(*parts, call))
+                out, lse = kernel.forward(pick(q, call.q_rows), *_keys(keys, call.k_rows), call)
+                if merged is not None:
+                    merged.add(call, out, lse)
+                else:
+                    parts.append((call.q_rows, out))
+                    lses.append(lse)
 
         exchange.forward(k, v, attend)
-        out, lse = output.result()
-        ctx.save_for_backward(q, k, v, out, lse)
+        if merged is None:
+            out = _place(q, parts)
+        else:
+            out, lse = merged.result()
+            lses.append(lse)
+        ctx.save_for_backward(q, k, v, out, *lses)
         ctx.exchange, ctx.kernel = exchange, kernel
         return out
 
@@ -134,37 +189,36 @@ class _Attention(torch.autograd.Function):
     @_without_autocast
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, *lses = ctx.saved_tensors
+        once = ctx.exchange.once
         d_out = d_out.contiguous()
-        dq = _Gradient(q)
+        parts: list[tuple[Rows, Tensor]] = []
+        total = _Sum(q)
 
-        def attend(
-            k: Tensor, v: Tensor, calls: Sequence[Call], into: tuple[Tensor, Tensor] | None = None
-        ) -> tuple[Tensor, Tensor]:
-            dk, dv = (_Gradient(k), _Gradient(v)) if into is None else (_Gradient(k, into[0]), _Gradient(v, into[1]))
+        def attend(keys: Keys, calls: Sequence[Call]) -> list[Tensor]:
+            gradients = []
             for call in calls:
-                mine, theirs = call.q_rows, call.k_rows
-                call_lse = lse if mine is None else lse[:, mine]
-                dq_part, dk_part, dv_part = ctx.kernel.backward(
-                    _rows(d_out, mine),
-                    _rows(q, mine),
-                    _rows(k, theirs),
-                    _rows(v, theirs),
-                    _rows(out, mine),
-                    call_lse,
-                    call,
+                rows = call.q_rows
+                if once:
+                    lse = lses[len(parts)]  # in the order of the forward
+                else:
+                    (lse,) = lses
+                    if rows is not None:
+                        lse = lse.index_select(1, rows) if isinstance(rows, Tensor) else lse[:, rows].contiguous()
+                dq, d_keys = ctx.kernel.backward(
+                    pick(d_out, rows), pick(q, rows), *_keys(keys, call.k_rows), pick(out, rows), lse, call
                 )
-                dq.add(mine, dq_part)
-                dk.add(theirs, dk_part)
-                dv.add(theirs, dv_part)
-            return dk.total(), dv.total()
+                if once:
+                    parts.append((rows, dq))
+                else:
+                    total.add(rows, dq)
+                gradients.append(d_keys)
+            return gradients
 
-        dk, dv = ctx.exchange.backward(k, v, attend)
-        return dq.total().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
-
-
-def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x.index_select(0, rows)
+        d_keys = ctx.exchange.backward(k, v, attend)
+        dq = _place(q, parts) if once else total.total()
+        dk, dv = d_keys.to(k.dtype).unbind(1)
+        return dq.to(q.dtype), dk, dv, None, None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:

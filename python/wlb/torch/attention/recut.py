@@ -8,58 +8,17 @@ uneven. A model with both kinds of layers moves its hidden states from one cut t
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 import wlb
 from wlb._errors import error
 from wlb.torch.attention import arguments
-from wlb.torch.attention.routes import KEPT, on_device
-
-
-@dataclass(frozen=True)
-class RecutRoute:
-    """What one rank sends and receives."""
-
-    sent: Tensor  # int32: its rows before, by destination
-    sent_rows: list[int]  # how many to each rank
-    placed: Tensor  # int32: of each of its rows after, the place among those that arrive
-    arriving_rows: list[int]  # how many from each rank
-
-    @classmethod
-    def make(cls, before: wlb.Shard, after: wlb.Shard, rank: int) -> RecutRoute:
-        """The route of `rank`; tensors on the host. What two ranks exchange is in packed order."""
-        size = before.cp_size
-        to = _owner(after)[before.rank(rank).token_indices]
-        origin = _owner(before)[after.rank(rank).token_indices]
-        arrival = np.argsort(origin, kind="stable")
-        placed = np.empty(arrival.size, np.int32)
-        placed[arrival] = np.arange(arrival.size, dtype=np.int32)
-        return cls(
-            sent=torch.from_numpy(np.argsort(to, kind="stable").astype(np.int32)),
-            sent_rows=np.bincount(to, minlength=size).tolist(),
-            placed=torch.from_numpy(placed),
-            arriving_rows=np.bincount(origin, minlength=size).tolist(),
-        )
-
-
-def _owner(shard: wlb.Shard) -> NDArray[np.int64]:
-    """int64[tokens]: the rank that holds each token of the packed sequence."""
-    owner = np.empty(shard.num_tokens, np.int64)
-    for rank in range(shard.cp_size):
-        owner[shard.rank(rank).token_indices] = rank
-    return owner
-
-
-@functools.lru_cache(maxsize=KEPT)
-def _route(before: wlb.Shard, after: wlb.Shard, rank: int, device: torch.device) -> RecutRoute:
-    return on_device(RecutRoute.make(before, after, rank), device)
+from wlb.torch.attention.plan import moves_plan, pick
 
 
 class _Recut(torch.autograd.Function):
@@ -78,14 +37,14 @@ class _Recut(torch.autograd.Function):
 
 
 def _moved(x: Tensor, before: wlb.Shard, after: wlb.Shard, rank: int, group: dist.ProcessGroup | None) -> Tensor:
-    route = _route(before, after, rank, x.device)
-    arrived = x.new_empty((sum(route.arriving_rows), *x.shape[1:]))
-    send = x.index_select(0, route.sent)
-    dist.all_to_all_single(arrived, send, route.arriving_rows, route.sent_rows, group=group)
-    return arrived.index_select(0, route.placed)
+    plan = moves_plan(before, after, rank, x.device)
+    arrived = x.new_empty((sum(plan.arriving_rows), *x.shape[1:]))
+    send = pick(x, plan.sent).contiguous()
+    dist.all_to_all_single(arrived, send, plan.arriving_rows, plan.sent_rows, group=group)
+    return pick(arrived, plan.placed)
 
 
-@functools.partial(torch.compiler.disable, reason="routes are made of shards, and kept for all layers")
+@functools.partial(torch.compiler.disable, reason="plans are made of shards, and kept for all layers")
 def recut(x: Tensor, before: wlb.Shard, after: wlb.Shard, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """The tokens of this rank under another cut of the same micro-batch. Differentiable; the gradient goes back.
 
@@ -114,7 +73,7 @@ def recut(x: Tensor, before: wlb.Shard, after: wlb.Shard, *, group: dist.Process
             number of tokens.
 
     Complexity:
-        One all-to-all of every token that changes its rank; the route is made once, O(tokens), and kept for all layers.
+        One all-to-all of every token that changes its rank; the plan is made once, in the core, O(tokens), and kept for all layers.
     """
     arguments.check_shard(before, name="before")
     rank, size = arguments.check_group(before, group)
