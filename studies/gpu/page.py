@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import wlb
 from studies.gpu import parity, step
 from studies.gpu.items import Row
-from wlb.torch.attention import routes
+from wlb.torch.attention.plan import keys_plan
 from wlb_tools.profiling import held_out_errors
 
 COMMAND = "python -m studies.gpu --report benches/records/gpu --page docs/results/gpu.md"
@@ -191,9 +191,9 @@ def _predicted(rows: list[Row], profile: str | Path) -> Iterator[str]:
 
 def empty_blocks(shard: wlb.Shard, rank: int, model: wlb.KernelModel) -> int:
     """Thread blocks without work in the backward of a rank's calls, of 128 keys and a head each."""
-    route = routes.gather_route(shard, rank, window=None, biased=False, device=torch.device("cpu"))
+    plan = keys_plan(shard, rank, fetch=False, window=None, biased=False, device=torch.device("cpu"))
     total = 0
-    for call in (*route.local, *route.remote):
+    for call in (*plan.local, *plan.remote):
         blocks = -(-(call.spans[:, 3] - call.spans[:, 2]) // 128)
         total += model.num_heads * int(len(blocks) * blocks.max() - blocks.sum())
     return total

@@ -87,7 +87,8 @@ def context_parallel_attention(
         window: A token sees tokens less than this many positions away: with 1, itself. None, or from 2**31 - 1 on: any.
         alibi_slopes: float `[heads]`, without gradient: `slope * distance in the document` is subtracted from scores.
         kernel: `flash_attn` (2 or 3, must be installed), `varlen` (torch's own flash kernels), `reference` (softmax
-            written out: exact, slow, any device and dtype), or `auto`: the fastest that can do it here.
+            written out: exact, slow, any device and dtype), or `auto`: the fastest that can do it here (on a CPU torch's
+            flash attention for it).
 
     Returns:
         Output like `q`.

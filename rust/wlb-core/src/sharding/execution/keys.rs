@@ -158,24 +158,34 @@ impl KeysPlan {
         let mut first = vec![NONE; rows as usize];
         let (mut more, mut more_rows) = (Vec::new(), Vec::new());
         let mut gradient = 0_i32;
-        let mut add = |row: usize, gradient: i32| {
-            if first[row] == NONE {
-                first[row] = gradient;
-            } else {
-                more.push(gradient);
-                more_rows.push(row as i32);
+        // Neighbouring rows get neighbouring gradients.
+        let mut add = |row: usize, length: usize, gradient: i32| {
+            let rows = &mut first[row..row + length];
+            if rows.iter().all(|&gradient| gradient == NONE) {
+                rows.iter_mut().zip(gradient..).for_each(|(row, gradient)| *row = gradient);
+                return;
+            }
+            for ((place, gradient), row) in rows.iter_mut().zip(gradient..).zip(row as i32..) {
+                if *place == NONE {
+                    *place = gradient;
+                } else {
+                    more.push(gradient);
+                    more_rows.push(row);
+                }
             }
         };
         for call in self.local.iter().chain(&self.remote) {
             let (begin, count) = (call.keys.first as usize, call.keys.count as usize);
             if call.keys.listed {
-                for (&row, gradient) in indices.rows[begin..begin + count].iter().zip(gradient..) {
-                    add(row as usize, gradient);
+                let neighbours = indices.rows[begin..begin + count].chunk_by(|row, next| row + 1 == *next);
+                for rows in neighbours {
+                    add(rows[0] as usize, rows.len(), gradient);
+                    gradient += rows.len() as i32;
                 }
             } else {
-                (begin..begin + count).zip(gradient..).for_each(|(row, gradient)| add(row, gradient));
+                add(begin, count, gradient);
+                gradient += count as i32;
             }
-            gradient += count as i32;
         }
         let mut list = |rows: &[i32]| {
             let first = indices.rows.len() as i64;
@@ -187,7 +197,9 @@ impl KeysPlan {
                 (0_i32..).zip(&first).filter(|(_, gradient)| **gradient == NONE).map(|(row, _)| row).collect();
             without.iter().for_each(|&row| first[row as usize] = 0);
             self.without = list(&without);
-            self.gradients = list(&first);
+            let in_order = gradient as usize == first.len() && first.iter().zip(0..).all(|(at, row)| *at == row);
+            let all = Rows { first: 0, count: rows, listed: false };
+            self.gradients = if in_order { all } else { list(&first) };
             self.more = list(&more);
             self.more_rows = list(&more_rows);
         }
