@@ -1,4 +1,4 @@
-"""Streams of others' making: where they stand when nobody has read them since a resume, and what each gives of a step."""
+"""Streams of others: where they stand when nobody has read them since a resume, and what each gives of a step."""
 
 from __future__ import annotations
 
@@ -108,16 +108,13 @@ def resumed_again_and_again(rank: int, make: Any) -> list[int]:
 )
 def test_a_stream_that_was_not_read_since_a_resume_stands_where_it_stood(make: Any, ranks: int) -> None:
     """After a long document its stream gives nothing for some steps; resumed and saved meanwhile, it began anew."""
-    if ranks == 1:
-        parts = [resumed_again_and_again(0, make)]
-    else:
-        parts = processes.run(ranks, resumed_again_and_again, make)
-    expected = Counter({number: length for number, length in enumerate(LONG)})
+    parts = [resumed_again_and_again(0, make)] if ranks == 1 else processes.run(ranks, resumed_again_and_again, make)
+    expected = Counter(dict(enumerate(LONG)))
     expected |= Counter({1000 + number: length for number, length in enumerate(LONG[::-1])})
     assert Counter(token for part in parts for token in part) == expected
 
 
-# --- shares ------------------------------------------------------------------------------------------------------------
+# --- shares ----------------------------------------------------------------------------------------------------------
 
 
 def shares(streams: Any, parts: int = 10, **options: Any) -> list[float]:

@@ -67,7 +67,7 @@ def test_every_document_once_and_on_from_the_data_sets_state(ranks: int) -> None
     np.testing.assert_array_equal(np.bincount(everything), LENGTHS)
 
 
-# --- shards, and states, of what others have made of a data set ---------------------------------------------------------
+# --- shards, and states, of what others have made of a data set ------------------------------------------------------
 
 
 def rows(first: int = 0, count: int = 40) -> Any:
@@ -84,7 +84,7 @@ def generated() -> Any:
 
 
 def even(row: Any) -> bool:
-    return row["input_ids"][0] % 2 == 0
+    return bool(row["input_ids"][0] % 2 == 0)
 
 
 def even_ones(batch: Any) -> list[bool]:

@@ -30,6 +30,11 @@ class Limits:
     loading: Loading
     others: dict[str, Any]
 
+    @property
+    def context(self) -> int:
+        """Tokens of the longest document that is trained uncut."""
+        return self.loading.max_document_tokens or self.max_tokens
+
     def packer(self, num_micro_batches: int, tokens_per_batch: int | None = None) -> wlb.Packer:
         """One for steps of so many micro-batches, for which so many tokens are read."""
         arguments = {"max_tokens": self.max_tokens, "cost_model": self.loading.cost_model}

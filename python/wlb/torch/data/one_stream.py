@@ -47,9 +47,9 @@ def restores_itself(stream: Any) -> bool:
     if not all(hasattr(stream, f"{verb}state_dict") for verb in ("", "load_")):
         return False
     dataset = getattr(stream, "dataset", None)
-    if type(stream).__name__ == "StatefulDataLoader" and isinstance(dataset, IterableDataset):
-        if not hasattr(dataset, "state_dict"):
-            return False
+    skips = isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict")
+    if skips and type(stream).__name__ == "StatefulDataLoader":
+        return False
     try:
         inspect.signature(stream.state_dict).bind()
     except TypeError:

@@ -47,8 +47,8 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
 
     In every step each rank reads its streams, the lengths are gathered, every rank makes the same plan, and documents
     that another rank trains move there. Those that the packer holds back go to all ranks, once, and are there when they
-    are due: so each rank knows by itself all that a state holds. Each stream gives its share of a step (`weights`). When
-    a stream ends the others fill its share; after the last, what waits is drained.
+    are due: so each rank knows by itself all that a state holds. Each stream gives its share of a step (`weights`).
+    When a stream ends the others fill its share; after the last, what waits is drained.
 
     What a step reads depends on the streams, not on the ranks: with the same streams, 2 ranks and 4 train the same
     micro-batches. For that take more streams than ranks (files, say).
@@ -69,10 +69,10 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         streams: Iterables of documents (as `collate` takes them, without `Document`), the same number of them in the
             same order on every rank. Rank r reads `streams[r::dp_size]` and does not touch the others. One with
             `state_dict` and `load_state_dict` restores itself; of others the documents already read are skipped.
-        weights: float [streams], the share of each stream in the tokens of a step, in any unit. By default shares follow
-            the sizes: the documents that are left (`len(stream)`) times the mean length of those read, so that all
-            streams end together; shards of one data set (`streams_of`) have equal shares. Streams of which the sizes
-            are not known need weights.
+        weights: float [streams], the share of each stream in the tokens of a step, in any unit. By default shares
+            follow the sizes: the documents that are left (`len(stream)`) times the mean length of those read, so that
+            all streams end together; shards of one data set (`streams_of`) have equal shares. Streams of which the
+            sizes are not known need weights.
         packer: Gives the configuration; it stays as it is. `packer.num_micro_batches` is that of the whole step.
         collate_fn: Makes a micro-batch of its documents: `functools.partial(collate, ...)`. Their ids are running
             numbers in the order read.
