@@ -77,17 +77,18 @@ def torchdata_that_counts(first: int, lengths: list[int]) -> Any:
     return StatefulDataLoader(Read(Rows(first, lengths)), batch_size=None)
 
 
-def stream(make: Any, **options: Any) -> BalancedStream[Any]:
+def stream(make: Any) -> BalancedStream[Any]:
     group = dist.group.WORLD if dist.is_initialized() else None
     streams = [make(0, LONG), make(1000, LONG[::-1])]
-    options = {"weights": [1, 1], "tokens_per_batch": 60} | options
-    return BalancedStream(streams, packer=packer(), collate_fn=collate, group=group, **options)
+    return BalancedStream(
+        streams, weights=[1, 1], packer=packer(), collate_fn=collate, group=group, tokens_per_batch=60
+    )
 
 
 def resumed_again_and_again(rank: int, make: Any) -> list[int]:
     """The tokens that a rank trains in runs of a single step each, to the end."""
     found: list[int] = []
-    state = None
+    state: Any = None
     for _ in range(1000):
         of = stream(make)
         if state is not None:
