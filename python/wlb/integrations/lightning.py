@@ -149,7 +149,7 @@ class BalancedDataModule(LightningDataModule):
 
 
 class _MicroBatches:
-    """What Lightning iterates over, an epoch at a time, and whose state it saves."""
+    """The iterable that Lightning reads, one epoch at a time; Lightning saves its state."""
 
     def __init__(self, steps: StepLoader[PackedBatch], trainer: Any, divided: int, row: Row, *, verify: bool) -> None:
         self._steps, self._trainer, self._divided, self._row = steps, trainer, divided, row
@@ -175,7 +175,7 @@ class _MicroBatches:
                 yield self._row(batch, (labels or 1) / self._divided)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last step stands that the optimizer took, however many were fetched since."""
+        """State after the last step that the optimizer took, whatever was fetched since."""
         self.note_trained()
         return {"steps": self._steps.state_dict() if self._state is None else self._state}
 

@@ -57,7 +57,7 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
 
 
 def tokens_and_labels(features: list[Any]) -> Mapping[str, Any]:
-    """Of one document, what a packed row keeps; its other columns are left."""
+    """Tokens, labels and other known columns of one document, as a packed row keeps them."""
     return {name: features[0][name] for name in ("input_ids", "labels", "attention_mask") if name in features[0]}
 
 
@@ -93,7 +93,7 @@ def row(feature: Any, index: int, collator: Collator) -> dict[str, NDArray[Any]]
 
 
 def _real(found: dict[str, NDArray[Any]], size: int, index: int) -> Any:
-    """Which tokens are no padding: all, where no mask says so.
+    """Boolean mask of the tokens that are no padding; all tokens if no mask is given.
 
     Raises:
         wlb.WlbError: The row holds several documents, which would be taken for one.

@@ -15,7 +15,7 @@ from wlb.torch.data.one_stream import restores_itself
 
 
 def streams_of(dataset: Any, collator: Collator = tokens_and_labels) -> list[Any]:
-    """What `wlb.torch.BalancedStream` reads of a tokenised data set without a length.
+    """Makes streams for `wlb.torch.BalancedStream` from a tokenised data set without a length.
 
         data = load_dataset(..., streaming=True).map(tokenise)
         stream = BalancedStream(streams_of(data), packer=packer, collate_fn=collate, group=group)
@@ -66,7 +66,7 @@ class ResumableRowStream(RowStream):
     """The documents of a stream that goes on from its own state."""
 
     def state_dict(self) -> Any:
-        """Where the stream stands."""
+        """Position of the stream."""
         return self._dataset.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -122,7 +122,7 @@ def _resumes_exactly(dataset: Any) -> bool:
 
 
 def _layers(layer: Any) -> Iterator[Any]:
-    """Of a stream of Hugging Face's: what it reads from, and what that reads from."""
+    """Walks from a Hugging Face stream to the streams that it reads from."""
     if layer is None:
         return
     yield layer

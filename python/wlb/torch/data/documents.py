@@ -87,7 +87,7 @@ class Documents(Dataset[Document]):
         return self._made(row, index)
 
     def __getitems__(self, indices: list[int | Piece]) -> list[Document]:
-        """Those of a micro-batch, read at once where the data set can: a `DataLoader` asks so."""
+        """Reads the documents of a micro-batch at once, if the data set can; a `DataLoader` calls it."""
         together = self._rows or getattr(self.dataset, "__getitems__", None)
         if together is None:
             return [self[index] for index in indices]
@@ -212,7 +212,7 @@ def integer(value: Any, argument: str, name: str, index: int) -> int:
 
 
 def integers(values: Sequence[Any], argument: str, name: str) -> NDArray[np.int64]:
-    """Of each document the `integer`: int64 [documents]; one that is none raises."""
+    """Reads the integer `name` of each document: int64[documents]. Raises if one is no integer."""
     try:
         numbers = np.fromiter(map(operator.index, values), np.int64, len(values))
     except (TypeError, OverflowError):
@@ -239,7 +239,7 @@ def as_document(document: Document | Any, number: int, argument: str) -> Documen
 
 
 def as_arrays(document: Document | Any, number: int, argument: str) -> Document:
-    """What `as_document` gives, its tokens and labels as arrays.
+    """A document with its tokens and labels as arrays; see `as_document`.
 
     Raises:
         wlb.WlbError: As `as_document`, `token_array` and `label_array`.

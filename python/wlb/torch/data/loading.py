@@ -34,7 +34,7 @@ FOREVER: Final = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Loading:
-    """How documents become steps: arguments of `balanced_loader`, and of loaders inside of trainers.
+    """Arguments of `balanced_loader` and of loaders inside trainers: how documents become steps.
 
     Attributes:
         max_document_tokens: the context; by default what a micro-batch holds.
@@ -87,7 +87,7 @@ class Loading:
         return cls(**mine), {name: value for name, value in options.items() if name not in own}
 
     def costs(self, config: Any) -> wlb.CostModel:
-        """What documents cost, by a Hugging Face model's configuration (or the mapping that it is) if not given.
+        """The given cost model, or the one of a Hugging Face configuration or mapping.
 
         Raises:
             wlb.WlbError: both are given, or none.
@@ -114,7 +114,7 @@ class Loading:
         return wlb.Packer(num_micro_batches=num_micro_batches, **arguments | others)
 
     def sampler(self, lengths: ArrayLike, packer: wlb.Packer, *, rank: int, ranks: int) -> BalancedBatchSampler:
-        """That of one data-parallel rank."""
+        """The batch sampler of one data-parallel rank."""
         return BalancedBatchSampler(
             lengths,
             packer=packer,
