@@ -28,7 +28,6 @@ from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.lightning_proof import prove
 from wlb.integrations.versions import check_version
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
-from wlb.torch.data.documents import measured
 from wlb.torch.data.loading import Loading, micro_batches
 from wlb.torch.data.state import field
 from wlb.torch.loss import count_valid_tokens
@@ -52,8 +51,9 @@ class BalancedDataModule(LightningDataModule):
     fetched since; on another number of ranks it goes on with the next one.
 
     Args:
-        dataset: `dataset[i]` gives document `i`: a mapping with `input_ids` and maybe `labels` (-100 where nothing is
-            learnt), or its tokens.
+        dataset: `dataset[i]` gives row `i`: its tokens, or a mapping with `input_ids` and maybe `labels` (-100 where
+            nothing is learnt), `attention_mask`, `position_ids` and others (:class:`wlb.torch.RowReader`). Weights are
+            refused by the default `row`: losses of Hugging Face's models take none.
         max_tokens: most tokens of a micro-batch: what the memory of a rank holds.
         tokens_per_batch: tokens of a step on all ranks.
         config: that of a Hugging Face model, for what documents cost; or give `cost_model`.
@@ -90,7 +90,7 @@ class BalancedDataModule(LightningDataModule):
         check_integer("tokens_per_batch", tokens_per_batch, minimum=1)
         self._loading, _ = Loading.of(loading)
         self._limits = {"max_tokens": max_tokens, "cost_model": self._loading.costs(config)}
-        self._documents, self._lengths = measured(dataset, self._loading.lengths, "dataset")
+        self._documents, self._lengths = self._loading.measured(dataset)
         self._validation = validation
         self._max_tokens, self._tokens_per_batch = max_tokens, tokens_per_batch
         self._row = row
@@ -138,7 +138,9 @@ class BalancedDataModule(LightningDataModule):
             return []
         trainer: Any = self.trainer
         packer = replace(self._loading, max_delay=0).packer(4 * trainer.world_size, **self._limits)
-        return _Validation(Documents(self._validation), packer, trainer, self._row)
+        columns, ahead = self._loading.columns, self._loading.labels_ahead
+        documents = Documents(self._validation, columns=columns, labels_ahead=ahead, argument="validation")
+        return _Validation(documents, packer, trainer, self._row)
 
     def _micro_batches(self, ranks: int) -> int:
         return ranks * micro_batches(self._tokens_per_batch, ranks=ranks, max_tokens=self._max_tokens)

@@ -13,7 +13,8 @@ from wlb._errors import error
 from wlb.integrations.megatron.multiples import padded_lengths
 from wlb.torch.data.arrow import arrow_lengths
 from wlb.torch.data.batch import IGNORE
-from wlb.torch.data.documents import Document, Documents, Piece, cut
+from wlb.torch.data.dataset import Documents
+from wlb.torch.data.documents import Document, Piece, cut
 
 
 class IndexedDocuments(Dataset[Document]):
