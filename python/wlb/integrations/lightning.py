@@ -32,6 +32,7 @@ from wlb.torch.data.loading import Loading, micro_batches
 from wlb.torch.data.state import field
 from wlb.torch.loss import count_valid_tokens
 from wlb.torch.metrics import StepMetrics
+from wlb.torch.routers import has_router_loss
 
 __all__ = ["BalancedDataModule"]
 
@@ -175,7 +176,8 @@ class _MicroBatches:
                 prove(self._trainer, step, self._divided, self._row)
             self._given.append(replace(step, micro_batches=[]))
             for batch in step.micro_batches:
-                yield self._row(batch, (labels or 1) / self._divided)
+                row = self._row(batch, (labels or 1) / self._divided)
+                yield _without_routers(row, batch, self._trainer.lightning_module)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last step stands that the optimizer took, however many were fetched since."""
@@ -226,14 +228,21 @@ class _Validation:
             self._batches += step.micro_batches
             labels += count_valid_tokens(step, device=device)
         self._num_items = max(labels, 1) / (len(self._batches) * ranks)
-        self._row = row
+        self._row, self._trainer = row, trainer
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
-            yield self._row(batch, self._num_items)
+            yield _without_routers(self._row(batch, self._num_items), batch, self._trainer.lightning_module)
+
+
+def _without_routers(row: Any, batch: PackedBatch, module: Any) -> Any:
+    """A row without documents teaches routers nothing: its one token is none."""
+    if batch.tokens.numel() or not isinstance(row, dict) or "input_ids" not in row or not has_router_loss(module):
+        return row
+    return row | {"output_router_logits": False}
 
 
 def _check_lightning() -> None:

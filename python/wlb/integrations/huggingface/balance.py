@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,13 +19,14 @@ import wlb
 from wlb._choices import Oversize
 from wlb._core import MAX_DELAY
 from wlb._errors import check_integer, check_options, error
-from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader
+from wlb.integrations.huggingface.loader import REAL, MicroBatchCallback, MicroBatchLoader
 from wlb.integrations.huggingface.plans import Evaluation, KnownLengths, Limits, Streamed
 from wlb.integrations.huggingface.proof import prove
 from wlb.integrations.huggingface.refusals import check_trainer, shuffles
 from wlb.integrations.rows import Rows
 from wlb.torch.data import IGNORE, BalancedStream
 from wlb.torch.data.loading import Loading, step_tokens
+from wlb.torch.routers import check_told, routed
 from wlb.torch.training import meeting_place, takes_keywords
 
 _SET_HERE = ("trainer", "packer", "num_micro_batches")  # not given by a user
@@ -51,6 +52,7 @@ def balance(
     tokens_per_batch: int | None = None,
     lengths: ArrayLike | None = None,
     cost_model: wlb.CostModel | None = None,
+    columns: Sequence[str] = (),
     verify: bool = True,
     **packer: Any,
 ) -> AnyTrainer:
@@ -86,9 +88,12 @@ def balance(
         tokens_per_batch: tokens of a step on all ranks, instead of those above.
         lengths: int[documents] tokens after tokenisation, if they are known: by default read from the data set.
         cost_model: what documents cost, instead of `wlb.ModelConfig.from_hugging_face(model.config)`.
+        columns: names of further columns of documents that the model is given, numbers for each token
+            (:class:`wlb.torch.RowReader` says which are carried anyway).
         verify: prove on the first step, before the optimizer takes it, that the trainer's loss, gradients and
             evaluation are those of documents alone (:func:`wlb.torch.verify`); seconds.
-        **packer: further arguments of `wlb.Packer`: `method`, `release`, `delay_price`.
+        **packer: further arguments of `wlb.Packer`: `method`, `release`, `delay_price`; `multiple_of_tokens` and
+            `token_buckets`, which fill rows up: what fills them is learnt by nothing, and counted by nothing.
 
     Returns:
         The same trainer.
@@ -96,7 +101,8 @@ def balance(
     Raises:
         wlb.WlbError: an argument makes no sense; the trainer has its own packing on, groups by length, draws documents
             by a sampler of its own, drops what is left, dispatches batches, or shards sequences; data without
-            `input_ids`; a model of which the costs are not known. Nothing has changed then. In `train`: what
+            `input_ids`, or with a column that has no known meaning; a model of which the costs are not known, or whose
+            routers would learn from padding. Nothing has changed then. In `train`: what
             :func:`wlb.torch.verify` finds.
     """
     check_named(packer)
@@ -109,8 +115,15 @@ def balance(
     if cost_model is None:
         cost_model = wlb.ModelConfig.from_hugging_face(model.config.to_dict()).cost_model()
     loading = Loading(
-        max_document_tokens=max_document_tokens, oversize=oversize, max_delay=max_delay, cost_model=cost_model
+        max_document_tokens=max_document_tokens,
+        oversize=oversize,
+        max_delay=max_delay,
+        cost_model=cost_model,
+        columns=columns,
     )
+    for name in ("multiple_of_tokens", "token_buckets"):
+        if packer.get(name):
+            check_told(model, name, packer[name])
     limits = Limits(max_tokens, loading, packer)
     plain = not takes_keywords(model)
     plan: KnownLengths | Streamed
@@ -142,7 +155,7 @@ def balance(
 
 def _known(trainer: Trainer, limits: Limits, tokens_per_batch: int | None, lengths: ArrayLike | None) -> KnownLengths:
     args = trainer.args
-    rows = Rows(*_documents(trainer, trainer.train_dataset, "training"))
+    rows = Rows(*_documents(trainer, trainer.train_dataset, "training"), limits.reader)
     if not len(rows):
         raise error("train_dataset", "is empty")
     shuffle = shuffles(trainer)
@@ -159,7 +172,7 @@ def _known(trainer: Trainer, limits: Limits, tokens_per_batch: int | None, lengt
     num_epochs = max(1, math.ceil(args.num_train_epochs))
     if args.max_steps > 0:  # as many as that takes: what waits is drained after the last one
         num_epochs = 2 + math.ceil(args.max_steps * tokens_per_batch / int(trained.sum()))
-    return KnownLengths(rows, measured, packer, num_epochs, shuffle, args)
+    return KnownLengths(rows, measured, packer, num_epochs, shuffle, args, limits)
 
 
 def _streamed(trainer: Trainer, limits: Limits, tokens_per_batch: int | None) -> Streamed:
@@ -173,7 +186,7 @@ def _streamed(trainer: Trainer, limits: Limits, tokens_per_batch: int | None) ->
         tokens_per_batch = step_tokens(num_micro_batches * limits.max_tokens)
     else:
         num_micro_batches = limits.micro_batches(tokens_per_batch, args.world_size)
-    return Streamed(dataset, collator, limits.packer(num_micro_batches, tokens_per_batch))
+    return Streamed(dataset, collator, limits.packer(num_micro_batches, tokens_per_batch), limits)
 
 
 def _documents(trainer: Any, dataset: Any, description: str) -> tuple[Any, Any]:
@@ -219,7 +232,7 @@ class _Balanced(Trainer):
             dataset = self.eval_dataset[dataset]  # type: ignore[index]
         if self.compute_metrics is not None or dataset is None or not has_length(dataset):
             return super().get_eval_dataloader(eval_dataset)
-        rows = Rows(*_documents(self, dataset, "evaluation"))
+        rows = Rows(*_documents(self, dataset, "evaluation"), self._wlb_limits.reader)
         return Evaluation(rows, self._wlb_limits, self.args, plain=self._wlb_plain)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
@@ -237,6 +250,27 @@ class _Balanced(Trainer):
                 dist.all_reduce(total)
             output.metrics[name] = (total[0] / total[1]).item()
         return output
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Padding is told to routers, and not counted; a row without documents teaches nothing at all."""
+        total = inputs["input_ids"].numel()
+        real = inputs.pop(REAL, None) if isinstance(inputs, dict) else None
+        with routed(model, real if real else None):
+            result = super().compute_loss(model, inputs, *args, **kwargs)
+        if hasattr(self, "_total_train_tokens") and model.training:  # TRL's, of all ranks
+            filler = torch.tensor(0 if real is None else total - real, device=self.args.device)
+            self._total_train_tokens -= int(self.accelerator.gather(filler).sum())
+        if real == 0:
+            result = (result[0] * 0.0, *result[1:]) if isinstance(result, tuple) else result * 0.0
+        return result
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Counts the tokens of documents, where the Trainer is to leave padding out."""
+        if self.args.include_num_input_tokens_seen != "non_padding":
+            super()._track_num_input_tokens(inputs)
+            return
+        real = torch.tensor(inputs.get(REAL, inputs["input_ids"].numel()), device=self.args.device)
+        self.state.num_input_tokens_seen += int(self.accelerator.gather(real).sum())
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Keeps the loss of a batch with the number of its labels."""

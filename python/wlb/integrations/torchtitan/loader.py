@@ -21,13 +21,12 @@ from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.torchtitan.documents import known, streams
 from wlb.torch.data import IGNORE, BalancedStream, PackedBatch, Step, StepLoader, collate
-from wlb.torch.data.loading import FOREVER, Loading, step_tokens
+from wlb.torch.data.loading import FOREVER, SHAPE, Loading, step_tokens
 from wlb.torch.data.state import field as field_of
 from wlb.torch.metrics import StepMetrics
 
 _STATE: Final = "wlb"  # one text, whatever it holds: checkpoints ask for the keys before they load
 _FILLER: Final = 128  # filler is cut into documents of one block of an attention kernel: it costs next to nothing
-_SHAPE: Final = ("multiple_of_tokens", "token_buckets", "max_documents")  # as a packer and `collate` have them
 _PARTS: Final = {"documents", "streams", "lengths", "cost_model", "group"}  # objects, which no command line has
 
 
@@ -160,7 +159,7 @@ class WlbDataLoader(BaseDataLoader):
             check_integer(name, getattr(config, name), minimum=1)
         self.config = config
         self._filler = min(_FILLER, seq_len)
-        shape: dict[str, Any] = {name: getattr(config, name) for name in _SHAPE}
+        shape: dict[str, Any] = {name: getattr(config, name) for name in SHAPE}
         most = config.most_tokens()
         context = min(seq_len, most) if config.max_document_tokens is None else config.max_document_tokens
         if context > seq_len:

@@ -24,7 +24,7 @@ from wlb.torch.data.rows import RowReader
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import StepLoader
 
-_SHAPE: Final = ("multiple_of_tokens", "token_buckets", "max_documents")  # as a packer and `collate` have them
+SHAPE: Final = ("multiple_of_tokens", "token_buckets", "max_documents")  # as a packer and `collate` have them
 
 ROOM: Final = Fraction(5, 4)
 """What the micro-batches of a step may hold, over the tokens of the step: so any documents can be balanced."""
@@ -193,7 +193,7 @@ def balanced_loader(
     limits = {"max_tokens": max_tokens, "cost_model": loading.costs(config), "tokens_per_batch": tokens_per_batch}
     made = loading.packer(count, **limits, **packer)
     sampler = loading.sampler(lengths, made, rank=rank, ranks=ranks)
-    shape = {name: packer[name] for name in _SHAPE if name in packer}
+    shape = {name: packer[name] for name in SHAPE if name in packer}
     work, workers = partial(collate, **shape), loading.num_workers
     return StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=work, num_workers=workers))
 

@@ -315,7 +315,9 @@ class _Row:
             return slice(None)
         seen = np.flatnonzero(mask)
         if not seen.size:
-            raise self._error("has no tokens, or an attention_mask that hides all: filter such rows out", "attention_mask")
+            raise self._error(
+                "has no tokens, or an attention_mask that hides all: filter such rows out", "attention_mask"
+            )
         first, last = int(seen[0]), int(seen[-1]) + 1
         if seen.size < last - first:
             hidden = first + int(np.flatnonzero(~mask[first:last])[0])
