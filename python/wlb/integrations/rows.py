@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from wlb._errors import error
 from wlb.torch.data.arrow import arrow_lengths
-from wlb.torch.data.rows import RowIndex, RowReader, split_row
+from wlb.torch.data.rows import KNOWN, RowIndex, RowReader, split_row
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -108,6 +108,8 @@ def _alone(name: str, value: Any) -> Any:
     if not isinstance(value, np.ndarray | list | tuple):
         return value
     array = value if isinstance(value, np.ndarray) else _array(value)
+    if array is not None and array.shape == (1,) and name not in KNOWN:
+        return array[0]  # a number for each row
     if array is None or array.ndim < 2:
         return value
     if name == "position_ids" and array.ndim == 3 and array.shape[1] == 1:  # of mRoPE, [3, rows, tokens]

@@ -123,8 +123,8 @@ def check_experts(config: Any) -> None:
         )
     if getattr(config, "mtp_num_layers", None) and routers_learn(config):
         refused["mtp_num_layers"] = (
-            "layers of multi-token prediction are not told which tokens are padding, and their routers would learn from "
-            "it; make moe_aux_loss_coeff and moe_z_loss_coeff 0"
+            "layers of multi-token prediction are not told which tokens are padding, from which their routers would "
+            "learn; make moe_aux_loss_coeff and moe_z_loss_coeff 0"
         )
     for name, why in refused.items():
         value = getattr(config, name)

@@ -263,7 +263,12 @@ class WlbDataLoader(BaseDataLoader):
             self.steps.close()
 
     def row(self, batch: PackedBatch) -> tuple[dict[str, Any], Tensor]:
-        """One micro-batch as torchtitan takes it, filled up to a length that is allowed."""
+        """One micro-batch as torchtitan takes it, filled up to a length that is allowed.
+
+        Raises:
+            wlb.WlbError: Documents bring position ids or weights, for which torchtitan's batches have no place.
+        """
+        batch.check_columns((), "torchtitan's batches have no place for")
         tokens = batch.tokens.numel() - batch.num_padding
         multiple, buckets = self.config.multiple_of_tokens, self.config.token_buckets
         filler = padded_tokens(max(tokens, 1), multiple_of_tokens=multiple, token_buckets=buckets) - tokens
