@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def weights(row: np.ndarray) -> list[float]:
 
 
 def rope(row: np.ndarray) -> list[list[int]]:
-    return [[at for at in range(len(row))], [at // 2 for at in range(len(row))], [7 + at % 3 for at in range(len(row))]]
+    return [list(range(len(row))), [at // 2 for at in range(len(row))], [7 + at % 3 for at in range(len(row))]]
 
 
 def after(labels: Iterable[int]) -> list[int]:
@@ -85,7 +86,7 @@ WEIGHTED = {
     "weights": lambda row: [1.0, *weights(row)[2:], 1.0],
 }
 COLUMNS: dict[str, tuple[list[Row], dict[str, Callable[[np.ndarray], Any]], str, dict[str, Any]]] = {
-    "labels": (of_each(labels=lambda row: [IGNORE if not m else t for t, m in zip(row, masked(row))]), LABELS, "", {}),
+    "labels": (of_each(labels=lambda row: [IGNORE if not m else t for t, m in zip(row, masked(row), strict=False)]), LABELS, "", {}),
     "shift_labels": (of_each(shift_labels=learnt), LABELS, "", {}),
     "loss_mask": (of_each(loss_mask=masked), LABELS, "", {}),
     "completion_mask": (of_each(completion_mask=masked), LABELS, "", {}),
@@ -159,7 +160,7 @@ def by_document(values: dict[str, Any], bounds: Iterable[int]) -> Effect:
     """What is given for each document of a row, [..., tokens] each; not for what fills it up."""
     found = {}
     edges = list(bounds)
-    for start, end in zip(edges, edges[1:]):
+    for start, end in itertools.pairwise(edges):
         if end > start and not (values["labels"][start:end] == IGNORE).all():
             part = {name: np.asarray(value)[..., start:end].tolist() for name, value in values.items()}
             found[part["tokens"][0]] = part

@@ -27,7 +27,7 @@ from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.lightning_proof import prove
 from wlb.integrations.versions import check_version
-from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
+from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader
 from wlb.torch.data.loading import Loading, micro_batches
 from wlb.torch.data.state import field
 from wlb.torch.loss import count_valid_tokens
@@ -127,7 +127,9 @@ class BalancedDataModule(LightningDataModule):
         trainer: Any = self.trainer
         sampler = self._sampler(trainer.global_rank, trainer.world_size)
         workers = self._loading.num_workers
-        loader = DataLoader(self._documents, batch_sampler=sampler, collate_fn=collate, num_workers=workers)
+        loader = DataLoader(
+            self._documents, batch_sampler=sampler, collate_fn=self._loading.collate, num_workers=workers
+        )
         divided = trainer.world_size
         if trainer.lightning_module.automatic_optimization:
             divided *= trainer.accumulate_grad_batches
@@ -141,7 +143,7 @@ class BalancedDataModule(LightningDataModule):
         packer = replace(self._loading, max_delay=0).packer(4 * trainer.world_size, **self._limits)
         columns, ahead = self._loading.columns, self._loading.labels_ahead
         documents = Documents(self._validation, columns=columns, labels_ahead=ahead, argument="validation")
-        return _Validation(documents, packer, trainer, self._row)
+        return _Validation(documents, self._loading.collate, packer, trainer, self._row)
 
     def _micro_batches(self, ranks: int) -> int:
         return ranks * micro_batches(self._tokens_per_batch, ranks=ranks, max_tokens=self._max_tokens)
@@ -214,12 +216,14 @@ class _Figures(Callback):
 class _Validation:
     """Every document once; the plain mean over all batches of all ranks is that over labels."""
 
-    def __init__(self, documents: Documents, packer: wlb.Packer, trainer: Any, row: Row) -> None:
+    def __init__(
+        self, documents: Documents, work: Callable[..., PackedBatch], packer: wlb.Packer, trainer: Any, row: Row
+    ) -> None:
         ranks = trainer.world_size
         sampler = BalancedBatchSampler(
             documents.lengths(), packer=packer, dp_rank=trainer.global_rank, dp_size=ranks, shuffle=False
         )
-        loader = DataLoader(documents, batch_sampler=sampler, collate_fn=collate)
+        loader = DataLoader(documents, batch_sampler=sampler, collate_fn=work)
         steps: StepLoader[PackedBatch] = StepLoader(loader)
         self._batches: list[PackedBatch] = []
         labels = 0

@@ -18,7 +18,7 @@ import wlb
 from wlb.integrations.huggingface.loader import row_of
 from wlb.integrations.rows import Collator, Rows
 from wlb.integrations.streams import streams_of
-from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, PackedBatch, StepLoader, collate
+from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, PackedBatch, StepLoader
 from wlb.torch.data.loading import SHAPE, Loading, micro_batches
 from wlb.torch.data.rows import RowReader
 
@@ -41,7 +41,7 @@ class Limits:
     @property
     def collate(self) -> Callable[[list[Any]], PackedBatch]:
         """Makes micro-batches of the sizes that the packer plans."""
-        return partial(collate, **{name: self.others[name] for name in SHAPE if name in self.others})
+        return partial(self.loading.collate, **{name: self.others[name] for name in SHAPE if name in self.others})
 
     def packer(self, num_micro_batches: int, tokens_per_batch: int | None = None) -> wlb.Packer:
         """One for steps of so many micro-batches, for which so many tokens are read."""

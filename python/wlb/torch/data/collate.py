@@ -64,7 +64,8 @@ def collate(
             begin anew and no labels.
         token_buckets: Filled up to the first of these sizes, ascending; as the packer has them.
         max_documents: `cu_seqlens` has this and 2 entries (the padding's too), as a captured step wants it.
-        columns: Names of further columns of rows that are carried, as `PackedBatch.columns`.
+        columns: Names of further columns of rows that are carried, as `PackedBatch.columns`. Give them here too where
+            the documents were read with them, so that a batch without documents has them: of 0 tokens.
         labels_ahead: How many tokens ahead every token predicts, for multi-token prediction. Above 1 the batch has
             `columns["labels_ahead"]`, int64 [labels_ahead - 1, tokens]: in row j the label j + 2 ahead in the document,
             on whatever rank that token lies. A roll of each rank's labels is wrong wherever documents or ranks meet.
@@ -109,7 +110,7 @@ def collate(
 
     tokens, labels = packed(named)
     layout = common_layout([layout_of(document) for document in named], "documents")
-    further = joined(named, layout)
+    further = joined(named, layout) if named else reader.nothing()
     if padding:
         tokens, labels = np.pad(tokens, (0, padding)), np.pad(labels, (0, padding), constant_values=IGNORE)
         further = {name: filled_up(name, values, padding) for name, values in further.items()}

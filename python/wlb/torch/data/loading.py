@@ -127,6 +127,11 @@ class Loading:
         """
         return measured(dataset, self.lengths, argument, columns=self.columns, labels_ahead=self.labels_ahead)
 
+    @property
+    def collate(self) -> Callable[..., PackedBatch]:
+        """`collate`, for documents with these columns."""
+        return partial(collate, columns=self.columns, labels_ahead=self.labels_ahead)
+
     def sampler(self, lengths: ArrayLike, packer: wlb.Packer, *, rank: int, ranks: int) -> BalancedBatchSampler:
         """That of one data-parallel rank."""
         return BalancedBatchSampler(
@@ -194,7 +199,7 @@ def balanced_loader(
     made = loading.packer(count, **limits, **packer)
     sampler = loading.sampler(lengths, made, rank=rank, ranks=ranks)
     shape = {name: packer[name] for name in SHAPE if name in packer}
-    work, workers = partial(collate, **shape), loading.num_workers
+    work, workers = partial(loading.collate, **shape), loading.num_workers
     return StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=work, num_workers=workers))
 
 

@@ -99,6 +99,11 @@ class RowReader:
         handled = {*_TAKEN, *MASKS, *_WEIGHTS}
         return tuple(name for name in self.columns if name not in handled)
 
+    def nothing(self) -> Part:
+        """The columns of no document at all, of 0 tokens."""
+        found: Part = {name: np.empty(0, np.int64) for name in self.asked}
+        return found if self.labels_ahead == 1 else found | {AHEAD: np.empty((self.labels_ahead - 1, 0), np.int64)}
+
     def check_names(self, names: Sequence[str], argument: str, index: int | None = None) -> None:
         """Refuses columns without a known meaning that nobody asked for, and the lack of what somebody asked for.
 
