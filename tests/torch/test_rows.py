@@ -294,7 +294,7 @@ def test_what_a_row_cannot_mean_is_named(given: Any, options: dict[str, Any], me
 
 def test_labels_ahead_of_a_piece_that_somebody_made_are_not_guessed() -> None:
     piece = wt.Document(np.arange(4), 3, start=8, next_token=5)
-    with pytest.raises(wlb.WlbError, match="give labels_ahead to wt.Documents"):
+    with pytest.raises(wlb.WlbError, match=r"give labels_ahead to wt\.Documents"):
         wt.collate([piece], labels_ahead=2)
     whole = wt.collate([wt.Document(np.arange(4), 3)], labels_ahead=2)
     assert whole.columns["labels_ahead"].tolist() == [[2, 3, wt.IGNORE, wt.IGNORE]]

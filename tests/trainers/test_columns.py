@@ -86,7 +86,7 @@ WEIGHTED = {
     "weights": lambda row: [1.0, *weights(row)[2:], 1.0],
 }
 COLUMNS: dict[str, tuple[list[Row], dict[str, Callable[[np.ndarray], Any]], str, dict[str, Any]]] = {
-    "labels": (of_each(labels=lambda row: [IGNORE if not m else t for t, m in zip(row, masked(row), strict=False)]), LABELS, "", {}),
+    "labels": (of_each(labels=lambda row: np.where(masked(row), row, IGNORE).tolist()), LABELS, "", {}),
     "shift_labels": (of_each(shift_labels=learnt), LABELS, "", {}),
     "loss_mask": (of_each(loss_mask=masked), LABELS, "", {}),
     "completion_mask": (of_each(completion_mask=masked), LABELS, "", {}),

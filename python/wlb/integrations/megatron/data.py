@@ -130,7 +130,8 @@ def data_iterator(
         )
         raise error("labels_ahead", message, value=loading.labels_ahead)
     of_rows = row_multiple(config, cp_size=cp_size, multiple_of_tokens=multiple_of_tokens)
-    if multiple > 1 or of_rows > 1:
+    rows_are_padded = multiple > 1 or of_rows > 1
+    if rows_are_padded:
         check_experts(config)
     if max_tokens_per_rank % of_rows:
         less = max_tokens_per_rank // of_rows * of_rows or of_rows
@@ -195,6 +196,7 @@ def data_iterator(
         documents=padded,
         row_multiple=of_rows,
         pad_token=pad_token,
+        padded=rows_are_padded,
         hooks=told(chunks, config),
     )
 

@@ -121,12 +121,14 @@ class DataIterator:
         documents: PaddedDocuments | None,
         row_multiple: int,
         pad_token: int,
+        padded: bool,
         hooks: Sequence[RemovableHandle] = (),
     ) -> None:
         self._hooks = hooks
         self._config, self._sharing, self._ranks, self._peers = config, sharing, ranks, peers
         self._steps, self._dynamic, self._documents = steps, dynamic, documents
         self._row_multiple, self._pad_token = row_multiple, pad_token
+        self._padded = padded
         self._iterator: Iterator[AnyStep] | None = None
         self._metrics = StepMetrics(steps if dynamic is None else dynamic)
 
@@ -314,6 +316,9 @@ class DataIterator:
         if not getattr(self._config, "num_moe_experts", None):
             return None
         mask = padding_of(row, num_tokens)
+        if mask is None and self._padded:
+            # Over several ranks Megatron-Core weighs a router's loss otherwise where a row has a mask: all have one.
+            mask = np.zeros(num_tokens + row.filler, bool)
         if mask is None or self._sharing.first or not self._config.sequence_parallel:
             return mask  # which the first stage's model splits among tensor-parallel ranks by itself
         tp = self._sharing.tp

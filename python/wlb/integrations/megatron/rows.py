@@ -33,7 +33,7 @@ class Batch(NamedTuple):
         packed_seq_params: Documents, and the ranks that hold them.
         padding_mask: bool [1, tokens of this rank]: True where a token is padding, which routers of experts must not
             learn from, on every stage; under sequence parallelism beyond the first stage of this tensor-parallel rank's
-            tokens. None where nothing is padding, and for a model without experts.
+            tokens. None for a model without experts, and where no row but one without documents can have padding.
     """
 
     tokens: Tensor | None
