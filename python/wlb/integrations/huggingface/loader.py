@@ -93,6 +93,7 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         self._metrics = StepMetrics()
         self._untrained: deque[tuple[Step[Any], float | None]] = deque()
         self._trained: Snapshot | None = None  # after the last step since training began
+        self._steps_done = 0  # optimizer steps, as the Trainer counts them
         self._began: dict[str, Any] | None = None  # where it did
         self._steps: StepLoader[Any] | BalancedStream[Any] | None = None
 
@@ -121,6 +122,7 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
             saved = field(callbacks, type(self).__name__, dict)
             loader.steps.load_state_dict(field(saved, "steps", dict))
         self._untrained, self._trained, self._began = deque(), None, loader.steps.state_dict()
+        self._steps_done = state.global_step
         loader.untrained = self._untrained
         self._steps = loader.steps
         self._metrics = StepMetrics(loader.steps)
@@ -131,11 +133,12 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         """The optimizer has taken a step: that of the oldest batch that was handed out and not yet trained."""
         step, epochs = self._untrained.popleft()
         self._trained, self.line = step.snapshot, self._metrics.end_step(step)
+        self._steps_done = state.global_step
         if epochs is not None:
             state.epoch = epochs  # the Trainer takes all its steps for one epoch
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
-        """Training ends with the last epoch, though `max_steps` also counts the steps without a label."""
+        """Training ends with the last epoch, though `max_steps` was given and says more."""
         if isinstance(self._steps, StepLoader) and self._steps.ended:
             control.should_training_stop = True
 
@@ -145,4 +148,4 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         Read by one rank alone, without communication.
         """
         steps = self._began if self._trained is None else self._trained.state
-        return {"args": {}, "attributes": {}, "steps": steps}
+        return {"args": {}, "attributes": {}, "trained": self._steps_done, "steps": steps}

@@ -43,6 +43,11 @@ class Limits:
         """Makes micro-batches of the sizes that the packer plans."""
         return partial(self.loading.collate, **{name: self.others[name] for name in SHAPE if name in self.others})
 
+    @property
+    def context(self) -> int:
+        """Tokens of the longest document that is trained uncut."""
+        return self.loading.max_document_tokens or self.max_tokens
+
     def packer(self, num_micro_batches: int, tokens_per_batch: int | None = None) -> wlb.Packer:
         """One for steps of so many micro-batches, for which so many tokens are read."""
         arguments = {"max_tokens": self.max_tokens, "cost_model": self.loading.cost_model}

@@ -6,7 +6,6 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -162,7 +161,6 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
             or `PackedBatch.pin_memory`. The CUDA device is the one in use when the loader was made, if CUDA was.
         columns: Names of further columns of rows that are carried (:class:`wlb.torch.RowReader` says which are anyway).
         labels_ahead: How many tokens ahead every token predicts (`collate`).
-        timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
@@ -182,11 +180,10 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         prepare: Callable[[PackedBatch], T] | None = None,
         columns: Sequence[str] = (),
         labels_ahead: int = 1,
-        timeout: timedelta | None = None,
     ) -> None:
         check_source(batches)
         self._row_reader = RowReader(columns, labels_ahead)
-        self._peers = Peers(group, timeout=timeout, description="dynamic_cp")
+        self._peers = Peers(group, description="dynamic_cp")
         self._batches: Any = batches
         self._plan = plan
         self._costs: dict[str, Costs] = {}

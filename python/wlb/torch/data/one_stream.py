@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import IterableDataset
 
 from wlb._errors import error
 from wlb.torch.data.documents import Document, as_arrays
@@ -36,12 +37,19 @@ def costs_of(costs: Callable[[Any], Any], columns: int, document: Any, argument:
 
 
 def restores_itself(stream: Any) -> bool:
-    """Whether a stream gives and takes a state of its own.
+    """Whether a stream gives and takes a state of its own that says where it stands.
+
+    torchdata's `StatefulDataLoader` over an iterable data set without a state does not: torchdata 0.11 counts what it
+    skips after a resume a second time, so that the next resume skips too much. What was read of it is read again.
 
     Raises:
         wlb.WlbError: it does, but asks for arguments that say what was trained, which nobody knows where it is read.
     """
     if not all(hasattr(stream, f"{verb}state_dict") for verb in ("", "load_")):
+        return False
+    dataset = getattr(stream, "dataset", None)
+    skips = isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict")
+    if skips and type(stream).__name__ == "StatefulDataLoader":
         return False
     try:
         inspect.signature(stream.state_dict).bind()
@@ -89,17 +97,18 @@ class OneStream:
         self._longest = longest  # what a document counts for at most; None: all that it has
         self._iterator: Iterator[Any] | None = None
         self._read = 0  # documents so far
+        self._tokens = 0  # of them, as far as they count
         self._credit = 0  # tokens that it may still give, below 0 if the last document was longer than its share
         self._saved: Any = None
         self.ended = False
 
     def read(self, tokens: int, number: int) -> list[ReadDocument]:
         """Documents until its share is used up; a long one is paid for in the steps after."""
-        if self.ended:
-            return []
+        self._credit += 0 if self.ended else tokens
+        if self.ended or self._credit <= 0:
+            return []  # not opened: a stream that was just opened does not yet know where it stands
         if self._iterator is None:
             self._iterator = self._open()
-        self._credit += tokens
         documents: list[ReadDocument] = []
         while self._credit > 0:
             row = next(self._iterator, _END)
@@ -107,6 +116,7 @@ class OneStream:
                 self.ended = True
                 break
             documents += self._documents_of(row, f"streams[{number}]")
+        # Here the stream has been asked for a row since it was opened: only then its state is where it stands.
         if restores_itself(self._documents):
             self._saved = copy.deepcopy(self._documents.state_dict())
         return documents
@@ -128,6 +138,7 @@ class OneStream:
             of_document = () if costs is None else tuple((costs * (kept / size)).tolist())
             documents.append(ReadDocument(self._kept(document), of_document))
             self._read += 1
+            self._tokens += kept
             self._credit -= kept
         return documents
 
@@ -140,13 +151,30 @@ class OneStream:
         columns = {name: values[..., :end] for name, values in document.columns.items()}
         return replace(document, tokens=document.tokens[:end], labels=labels, columns=columns)
 
+    def tokens_left(self, documents: int, mean: float) -> float:
+        """Tokens that are left of so many documents in all, by the mean of those read, or a given one before."""
+        left = max(documents - self._read, 1)
+        return left * (self._tokens / self._read if self._read else mean)
+
+    @property
+    def so_far(self) -> tuple[int, int]:
+        """Tokens and documents that were read."""
+        return self._tokens, self._read
+
     def state_dict(self) -> dict[str, Any]:
         """Where it stands."""
-        return {"read": self._read, "credit": self._credit, "ended": self.ended, "own": self._saved}
+        return {
+            "read": self._read,
+            "tokens": self._tokens,
+            "credit": self._credit,
+            "ended": self.ended,
+            "own": self._saved,
+        }
 
     def stands(self, state: Mapping[str, Any]) -> None:
         """Where it stands, as the rank says that reads it."""
-        self._read, self._credit = field(state, "read", int), field(state, "credit", int)
+        self._read, self._tokens = field(state, "read", int), field(state, "tokens", int)
+        self._credit = field(state, "credit", int)
         self.ended, self._saved = field(state, "ended", bool), field(state, "own", object)
 
     def restored(self, state: Mapping[str, Any]) -> OneStream:

@@ -6,7 +6,6 @@ import copy
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
@@ -31,13 +30,14 @@ from wlb.torch.data.given_costs import check_given
 from wlb.torch.data.one_stream import OneStream, ReadDocument, costs_of, restores_itself
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.rows import RowReader
+from wlb.torch.data.shares import Shares
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.torch.data.step import Step, check_batch
 from wlb.torch.data.thread import Position, PreparedStep, StepIterator, StepsAhead
 from wlb.torch.data.waiting import Early, Outside, ReadBatch, Waiting
 
 FORMAT: Final = "wlb.balanced_stream"
-VERSION: Final = 2
+VERSION: Final = 3
 
 T = TypeVar("T")
 
@@ -47,8 +47,8 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
 
     In every step each rank reads its streams, the lengths are gathered, every rank makes the same plan, and documents
     that another rank trains move there. Those that the packer holds back go to all ranks, once, and are there when they
-    are due: so each rank knows by itself all that a state holds. When a stream ends the others fill its share; after
-    the last, what waits is drained.
+    are due: so each rank knows by itself all that a state holds. Each stream gives its share of a step (`weights`).
+    When a stream ends the others fill its share; after the last, what waits is drained.
 
     What a step reads depends on the streams, not on the ranks: with the same streams, 2 ranks and 4 train the same
     micro-batches. For that take more streams than ranks (files, say).
@@ -69,6 +69,10 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         streams: Iterables of documents (as `collate` takes them, without `Document`), the same number of them in the
             same order on every rank. Rank r reads `streams[r::dp_size]` and does not touch the others. One with
             `state_dict` and `load_state_dict` restores itself; of others the documents already read are skipped.
+        weights: float [streams], the share of each stream in the tokens of a step, in any unit. By default shares
+            follow the sizes: the documents that are left (`len(stream)`) times the mean length of those read, so that
+            all streams end together; shards of one data set (`streams_of`) have equal shares. Streams of which the
+            sizes are not known need weights.
         packer: Gives the configuration; it stays as it is. `packer.num_micro_batches` is that of the whole step.
         collate_fn: Makes a micro-batch of its documents: `functools.partial(collate, ...)`. Their ids are running
             numbers in the order read.
@@ -90,7 +94,6 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             the share of its tokens. What waits keeps its costs, in states too.
         columns: Names of further columns of rows that are carried (:class:`wlb.torch.RowReader` says which are anyway).
         labels_ahead: How many tokens ahead every token predicts (`collate`).
-        timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
@@ -108,6 +111,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         *,
         packer: wlb.Packer,
         collate_fn: Callable[[list[Document]], T],
+        weights: Sequence[float] | None = None,
         group: dist.ProcessGroup | None = None,
         tokens_per_batch: int | None = None,
         min_step_tokens: int | None = None,
@@ -115,14 +119,13 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         costs: Callable[[Any], Any] | None = None,
         columns: Sequence[str] = (),
         labels_ahead: int = 1,
-        timeout: timedelta | None = None,
     ) -> None:
         reader = RowReader(columns, labels_ahead)
         check_given(costs, packer)
         check_max_early(max_early, packer)
         if costs is not None and not callable(costs):
             raise error("costs", 'is not a function of a document: lambda row: row["costs"], say', value=costs)
-        self._peers = Peers(group, timeout=timeout, description="balanced_stream")
+        self._peers = Peers(group, description="balanced_stream")
         self._rank, self._size = self._peers.rank, self._peers.size
         if packer.num_micro_batches % self._size:
             message = f"has {self._size} ranks, which do not divide {packer.num_micro_batches} micro-batches"
@@ -132,6 +135,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             raise error("streams", "is empty")
         for stream in streams:
             restores_itself(stream)  # or is refused
+        self._shares = Shares(streams, weights)
         if packer.pending:
             raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
         self._tokens_per_batch = batch_tokens(packer, tokens_per_batch)
@@ -367,17 +371,16 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
 
         All ranks know its lengths, and where all streams stand behind it.
         """
-        live = sum(not stream.ended for stream in self._streams)
-        if not live:
+        if all(stream.ended for stream in self._streams):
             return None
-        share = max(1, self._tokens_per_batch // live)
+        shares = self._shares.tokens(self._streams, self._tokens_per_batch)
         first = [stream.state_dict()["read"] for stream in self._streams]
         read: dict[int, list[ReadDocument]] = {}
         states: dict[int, dict[str, Any]] = {}
         failure: BaseException | None = None
         try:
             for number, stream in self._own_streams():
-                read[number] = stream.read(share, number)
+                read[number] = stream.read(shares[number], number)
             states = {number: stream.state_dict() for number, stream in self._own_streams()}
         except BaseException as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
@@ -391,6 +394,8 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
                     self._min_step_tokens,
                     self._max_early,
                     len(self._streams),
+                    self._shares.weights,
+                    self._shares.sizes,
                     self._number,
                 ),
                 "documents": {
@@ -408,7 +413,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
                 "streams": states,
             }
         )
-        what = "packer, tokens_per_batch, min_step_tokens, max_early, number of streams or step"
+        what = "packer, tokens_per_batch, min_step_tokens, max_early, number, sizes or weights of streams or step"
         self._peers.agree(parts, failure, step=self._number, argument="streams", what=what)
 
         documents = {}
