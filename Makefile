@@ -75,8 +75,8 @@ proof: $(VENV)/.release-studies
 	$(BIN)/python -m benches.results
 
 ## Build the site from docs/ and the docstrings, without a network: site/index.html. Warnings are errors.
-docs: $(VENV)/.dev-docs
-	$(BIN)/mkdocs build --strict
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 ## What only a GPU can show, in pieces of nine minutes: run it until it exits with 0. Writes wlb-gpu/.
 gpu: $(VENV)/.release-studies
@@ -101,7 +101,7 @@ fuzz:
 	done
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) target dist wlb-demo wlb-losses wlb-gpu
+	rm -rf $(VENV) $(TRAINERS) target dist site wlb-demo wlb-losses wlb-gpu
 
 # --- what the targets need -------------------------------------------------------------------------------------------
 
@@ -130,6 +130,11 @@ $(VENV)/.dev-%: $(VENV)/wheels/dev
 
 $(VENV)/.release-%: $(VENV)/wheels/release
 	$(call install,release,$*)
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/bin/maturin
+	$(call say,Installing what the site is built with)
+	$(BIN)/python -m pip install --group docs
+	touch $@
 
 # What cannot be installed is missing: the benches name it.
 $(VENV)/.release-peers: $(VENV)/.release-bench
