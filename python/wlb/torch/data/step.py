@@ -70,7 +70,7 @@ class Step(Generic[T]):
 
     @property
     def parts(self) -> NDArray[np.int64]:
-        """Indices of the step's parts that this rank trains: a context-parallel rank's tokens of a micro-batch are a part.
+        """Indices of the step's parts that this rank trains. A part is a micro-batch on one context-parallel rank.
 
         Every part is on one rank of those that share the step, so the parts of all ranks are 0 to
         `num_ranks * len(parts) - 1`.
