@@ -1,9 +1,9 @@
-"""What a layer of context-parallel attention costs beside its kernel: operations, bytes, memory, host time; and its plan.
+"""What a layer of context-parallel attention costs beside its kernel, and its plan.
 
 No GPU and no second process: the kernel is a stand-in that makes outputs of the right shape and computes nothing, the
-collectives are those of torch's fake process group. Operations are what a dispatch mode sees, views and new memory among
-them. Bytes are what operations read and write, counted on meta tensors of the true sizes; the network's are not among
-them. Host time is measured on tensors so small that only the host's part is left.
+collectives are those of torch's fake process group. Operations are what a dispatch mode sees, views and new memory
+among them. Bytes are what operations read and write, counted on meta tensors of the true sizes; the network's are not
+among them. Host time is measured on tensors so small that only the host's part is left.
 
     python -m benches.attention --record benches/records/attention.json
 """
@@ -63,9 +63,10 @@ def no_network() -> Iterator[None]:
         return Done() if options.get("async_op") else None
 
     names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-    with mock.patch.multiple(dist, **{name: collective for name in names}):  # type: ignore[arg-type]
-        with mock.patch.multiple(dist, batch_isend_irecv=lambda operations: [], P2POp=lambda *_, **__: None):
-            yield
+    replaced: dict[str, Any] = dict.fromkeys(names, collective)
+    replaced |= {"batch_isend_irecv": lambda operations: [], "P2POp": lambda *_, **__: None}
+    with mock.patch.multiple(dist, **replaced):
+        yield
 
 
 class Stub:
@@ -138,7 +139,8 @@ class Counting(TorchDispatchMode):
         if self._in_kernel or func.namespace == "c10d":
             return result
         self.operations[name] += 1
-        inputs = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = {name: value for name, value in (kwargs or {}).items() if name != "out"}
+        inputs = [x for x in torch.utils._pytree.tree_leaves((args, given)) if isinstance(x, Tensor)]
         moved = self._moved(name, inputs, outputs)
         self.bytes += moved
         self.bytes_by[name] += moved
@@ -216,7 +218,7 @@ def counted(layer: Layer, shard: wlb.Shard, rank: int) -> dict[str, Any]:
     stub = Stub()
     inputs = layer.inputs(int(shard.tokens_per_rank[rank]), "meta", torch.bfloat16)
     found: dict[str, Any] = {}
-    with world(rank, shard.cp_size) as group, no_network(), mock.patch.object(kernels, "choose", lambda *_, **__: stub):
+    with world(rank, shard.cp_size) as group, no_network(), mock.patch.object(kernels, "choose", return_value=stub):
         layer.attend(inputs, shard, group)  # the plan
         with Counting() as forward:
             stub.counting = forward
@@ -249,7 +251,7 @@ def host_seconds(layer: Layer, shard: wlb.Shard, rank: int, repeats: int = 60) -
     stub = Stub()
     inputs = layer.inputs(int(shard.tokens_per_rank[rank]), "cpu", torch.bfloat16)
     forward, backward = [], []
-    with world(rank, shard.cp_size) as group, mock.patch.object(kernels, "choose", lambda *_, **__: stub):
+    with world(rank, shard.cp_size) as group, mock.patch.object(kernels, "choose", return_value=stub):
         for _ in range(repeats):
             started = time.thread_time()
             out = layer.attend(inputs, shard, group)

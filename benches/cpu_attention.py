@@ -1,6 +1,6 @@
 """Attention on the CPU beside torch's SDPA on the same document: forward, and with backward.
 
-    python -m benches.cpu_attention --record benches/records/cpu_attention.json
+python -m benches.cpu_attention --record benches/records/cpu_attention.json
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ def measure(tokens: int, dtype: torch.dtype, kernel: str, repeats: int) -> dict[
     """Ratios to SDPA's time."""
     heads, head_dim = 8, 64
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(tokens, heads, head_dim, generator=generator).to(dtype).requires_grad_() for _ in range(3)
-    )
+    q, k, v = (torch.randn(tokens, heads, head_dim, generator=generator).to(dtype).requires_grad_() for _ in range(3))
     shard = wlb.shard([tokens], cp_size=1)
 
     def ours() -> Tensor:

@@ -1316,19 +1316,20 @@ class Shard:
         """
     @property
     def keys_gathered(self) -> NDArray[np.int64]:
-        """int64[cp_size]: keys of each rank that an all-gather has to bring, because a segment on another rank sees
+        """int64[cp_size]: keys of each rank that an all-gather has to bring, because a query on another rank sees
         them. As many values come with them. Ranks send as many as the rank with most keys. Without a window;
         O(segments).
         """
     @property
     def tokens_split(self) -> NDArray[np.int64]:
-        """int64[cp_size]: all tokens of a rank that needs two calls of attention, because some of its segments find all
-        of their keys on the rank and others see gathered keys; else 0. Without a window; O(segments).
+        """int64[cp_size]: all tokens of a rank that needs two calls of attention, because some of its segments, an eighth
+        of its tokens or more, find all of their keys on the rank and others do not; else 0. Without a window;
+        O(segments).
         """
     @property
     def keys_picked(self) -> NDArray[np.int64]:
-        """int64[cp_size]: keys that each rank picks from the gathered keys: for every segment that sees a gathered key,
-        all keys that it sees. Without a window; O(segments).
+        """int64[cp_size]: keys that each rank picks, of its own and of those that arrive: for every segment of a call that
+        sees some of the latter, all keys that it sees. Without a window; O(segments).
         """
     @property
     def restore_indices(self) -> NDArray[np.int32]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import wlb
 from wlb.torch.attention.keys import KeysExchange
-from wlb.torch.attention.merge import Attend, AttendBackward
+from wlb.torch.attention.merge import ALL_HEADS, Attend, AttendBackward
 from wlb.torch.attention.plan import Call, KeysPlan, keys_plan, pick
 
 
@@ -28,11 +28,11 @@ class GatheredKeys:
         return True
 
     def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
-        attend((k, v), self.plan.local)
-        attend(self.buffer, self.plan.remote)
+        attend((k, v), self.plan.local, ALL_HEADS)
+        attend(self.buffer, self.plan.remote, ALL_HEADS)
 
     def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> Tensor:
-        gradients = attend((k, v), self.plan.local) + attend(self.buffer, self.plan.remote)
+        gradients = attend((k, v), self.plan.local, ALL_HEADS) + attend(self.buffer, self.plan.remote, ALL_HEADS)
         total = KeysExchange(self.plan, fetch=False, group=None)._by_row(gradients, k)
         self.gradients = total[self.plan.own_rows :]
         return total[: k.shape[0]]

@@ -21,6 +21,8 @@ else receives plans and runs them on torch.distributed.
 Needs torch 2.11 or newer: ``pip install "wlb[torch]"``.
 """
 
+from typing import TYPE_CHECKING
+
 from wlb.torch.agreement import check_agreement
 from wlb.torch.attention import context_parallel_attention, max_cp_size, prepare_attention, recut
 from wlb.torch.data import (
@@ -46,12 +48,6 @@ from wlb.torch.gradients import all_reduce_gradients, sum_gradients
 from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context, expert_ranks
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 from wlb.torch.metrics import StepMetrics
-from wlb.torch.pipeline import (
-    PipelineMicroBatch,
-    VarlenPipelineStage,
-    pipeline_step,
-    stages_of_rank,
-)
 from wlb.torch.proof import Proof, verify
 from wlb.torch.routers import real_tokens
 from wlb.torch.tied import TiedWeights
@@ -59,6 +55,9 @@ from wlb.torch.timing import StepTimer, TimedStep
 from wlb.torch.timings import LevelReport
 from wlb.torch.tracker import CostTracker, CostUpdate
 from wlb.torch.training import train_step
+
+if TYPE_CHECKING:
+    from wlb.torch.pipeline import PipelineMicroBatch, VarlenPipelineStage, pipeline_step, stages_of_rank
 
 __all__ = [
     "IGNORE",
@@ -109,3 +108,17 @@ __all__ = [
     "train_step",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Names of :mod:`wlb.torch.pipeline`, imported when first asked for: torch's pipelining takes seconds."""
+    if name in ("PipelineMicroBatch", "VarlenPipelineStage", "pipeline_step", "stages_of_rank"):
+        from wlb.torch import pipeline
+
+        found = globals()[name] = getattr(pipeline, name)
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 import wlb
 from wlb._errors import error
@@ -24,6 +22,7 @@ from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.step import Step
 from wlb.torch.gradients import unwrapped
 from wlb.torch.groups import ranks_of_step
+from wlb.torch.lazy import dtensor, fsdp, fsdp1
 from wlb.torch.timing import untimed
 from wlb.torch.training import hf_logits, logits_of, meeting_place, takes_input_ids, train_step, untrained
 
@@ -456,9 +455,9 @@ class _Prover:
         coarsest = max(torch.finfo(kind).eps for kind in [dtype or torch.float32, *(each.dtype for each in floating)])
         # Half of the digits: rounding in another order costs fewer, what is wrong costs more.
         self.allowed = math.sqrt(coarsest)
-        wrappers = (FSDPModule, FullyShardedDataParallel)
+        wrappers = fsdp()
         self.sharded = any(isinstance(module, wrappers) for module in model.modules()) or any(
-            isinstance(parameter, DTensor) for parameter in floating
+            isinstance(parameter, dtensor()) for parameter in floating
         )
 
     def apart(self, step: Step[PackedBatch]) -> Check:
@@ -746,13 +745,13 @@ def _constant(tokens: Tensor) -> Tensor:
 
 
 def _local(tensor: Any) -> Tensor:
-    result: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    result: Tensor = tensor.to_local() if isinstance(tensor, dtensor()) else tensor
     return result
 
 
 def _squares(model: nn.Module, gradients: list[Tensor | None]) -> float:
     """Sum of all squares over all shards, each once."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    if any(isinstance(module, fsdp1()) for module in model.modules()):
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         root: Any = model
@@ -760,7 +759,7 @@ def _squares(model: nn.Module, gradients: list[Tensor | None]) -> float:
         model.zero_grad(set_to_none=True)
     else:
         norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
-        if isinstance(norm, DTensor):
+        if isinstance(norm, dtensor()):
             norm = norm.full_tensor()
     return float(norm) ** 2
 

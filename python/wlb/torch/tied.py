@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from wlb._errors import error
+from wlb.torch.lazy import dtensor
 
 _TIED: set[str] = set()
 
@@ -94,7 +94,7 @@ def is_tied(group: dist.ProcessGroup | None) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, dtensor()) else tensor
 
 
 def _described(parameter: nn.Parameter) -> str:

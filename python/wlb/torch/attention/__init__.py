@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,20 +14,12 @@ from wlb.torch.attention.keys import KeysExchange
 from wlb.torch.attention.merge import attention
 from wlb.torch.attention.recut import recut
 from wlb.torch.attention.ring import Ring
+from wlb.torch.lazy import not_compiled
 
 __all__ = ["context_parallel_attention", "max_cp_size", "prepare_attention", "recut"]
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _not_compiled(function: F) -> F:
-    """`torch.compiler.disable`, which would leave callers without the types."""
-    reason = "plans are made of shards, and kept for all layers"
-    return cast(F, torch.compiler.disable(function, reason=reason))  # type: ignore[no-untyped-call]
-
-
-@_not_compiled
+@not_compiled
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -87,8 +76,8 @@ def context_parallel_attention(
         window: A token sees tokens less than this many positions away: with 1, itself. None, or from 2**31 - 1 on: any.
         alibi_slopes: float `[heads]`, without gradient: `slope * distance in the document` is subtracted from scores.
         kernel: `flash_attn` (2 or 3, must be installed), `varlen` (torch's own flash kernels), `reference` (softmax
-            written out: exact, slow, any device and dtype), or `auto`: the fastest that can do it here (on a CPU torch's
-            flash attention for it).
+            written out: exact, slow, any device and dtype), or `auto`: the fastest that can do it here (on a CPU
+            torch's flash attention for it).
 
     Returns:
         Output like `q`.
@@ -113,7 +102,7 @@ def context_parallel_attention(
     if transport in ("all_gather", "fetch"):
         fetch = transport == "fetch"
         keys = plan.keys_plan(shard, rank, fetch=fetch, window=window, biased=biased, device=q.device)
-        return attention(q, k, v, KeysExchange(keys, fetch, group), chosen)
+        return attention(q, k, v, KeysExchange(keys, fetch, group, divisible=not biased), chosen)
     in_block, over_blocks = plan.ring_plan(shard, rank, degree=degree, window=window, biased=biased, device=q.device)
     ring = Ring(over_blocks, range(rank % degree, size, degree), group)
     if in_block is None:
@@ -138,7 +127,8 @@ def prepare_attention(
     To be called for the next micro-batch while the device works on this one; from any thread, as nothing is sent to
     other ranks. `context_parallel_attention` with the same options then finds the plan, if few others came between:
     the last 128 are kept. It costs a fraction of a millisecond of CPU time, without the GIL, in segments of all ranks
-    and in tokens of this rank; index arrays go to `device` in one copy, on its current stream there, which must be the one that attention runs on.
+    and in tokens of this rank; index arrays go to `device` in one copy, on its current stream there, which must be the
+    one that attention runs on.
 
     Args:
         shard: How the micro-batch will lie on the ranks.

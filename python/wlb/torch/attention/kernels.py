@@ -63,8 +63,8 @@ class Kernel(Protocol):
 class ReferenceKernel:
     """Softmax written out, span by span and in tiles of queries: exact, on any device, in any dtype.
 
-    Beside a mask by position, other kernels need a matrix of all queries by all keys. Here memory is bounded by the tile, and keys outside the mask are not touched.
-    Scores are float32 for half-precision inputs.
+    Beside a mask by position, other kernels need a matrix of all queries by all keys. Here memory is bounded by the
+    tile, and keys outside the mask are not touched. Scores are float32 for half-precision inputs.
     """
 
     scale: float
@@ -150,9 +150,9 @@ class ReferenceKernel:
 class CpuFlashKernel:
     """torch's flash attention for the CPU, span by span: what its SDPA runs, with the log-sum-exp.
 
-    It aligns its causal mask top-left. A causal span of more keys than queries is therefore two parts, the keys that all
-    of its queries see and a square, merged by their log-sum-exps; its backward takes these, so that the two parts add
-    up. Windows are left to the reference kernel.
+    It aligns its causal mask top-left. A causal span of more keys than queries is therefore two parts, the keys that
+    all of its queries see and a square, merged by their log-sum-exps; its backward takes these, so that the two parts
+    add up. Windows are left to the reference kernel.
     """
 
     scale: float
@@ -399,9 +399,9 @@ def choose(name: KernelName, q: Tensor, *, scale: float, alibi_slopes: Tensor | 
     """The kernel for these tensors.
 
     `alibi_aligned` says that every span's last query stands at its last key, so that a flash kernel measures true
-    distances. "auto" prefers flash-attn 3 (on Hopper), flash-attn 2, torch's varlen kernels; on the CPU it takes torch's
-    flash attention for that, and the reference kernel for float32 and float64 on a GPU, and for ALiBi where no flash
-    kernel has it.
+    distances. "auto" prefers flash-attn 3 (on Hopper), flash-attn 2, torch's varlen kernels; on the CPU it takes
+    torch's flash attention for that, and the reference kernel for float32 and float64 on a GPU, and for ALiBi where no
+    flash kernel has it.
 
     Raises:
         WlbError: there is no such kernel, it is not installed, or has not what was asked for.

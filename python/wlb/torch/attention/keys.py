@@ -1,9 +1,9 @@
 """Keys to the ranks that need them, by all-gather or all-to-all: every rank attends at once.
 
-A rank's own keys lie in a buffer, and behind them what arrives; one varlen call runs over what its segments see of it. A
-segment whose keys are all here (a short document kept whole, a first chunk) does without: if there are enough of these,
-they run in a call of their own over the rank's own tensors, while the others' keys are under way. No query is in both
-calls, so that nothing is merged.
+A rank's own keys lie in a buffer, and behind them what arrives; one varlen call runs over what its segments see of it.
+A segment whose keys are all here (a short document kept whole, a first chunk) does without: if there are enough of
+these, they run in a call of their own over the rank's own tensors, while the others' keys are under way. No query is in
+both calls, so that nothing is merged.
 
 `all_gather` gathers the keys that some rank needs from another, as Llama 3's context parallelism does. Ranks send equal
 numbers of rows, one fused collective, since NCCL makes one broadcast a rank of unequal counts and gloo refuses them; a
@@ -16,7 +16,7 @@ average, in as many messages as there are pairs of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,21 +24,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.torch.attention.kernels import accumulator
-from wlb.torch.attention.merge import Attend, AttendBackward
+from wlb.torch.attention.merge import Attend, AttendBackward, Heads
 from wlb.torch.attention.plan import KeysPlan, add, pick
+
+GATHERED = 1 << 29
+"""Bytes of keys and values of all tokens, of the heads that are computed together; gradients take twice as many."""
 
 
 @dataclass(frozen=True)
 class KeysExchange:
     """Exchanges keys and values together, their gradients the way back.
 
-    The backward exchanges keys again instead of keeping other ranks'; the way back is not overlapped. All-gathered
+    Many heads are taken in parts, so that memory is bounded; one part's keys come, and the gradients of the one before
+    go home, while it is computed. The backward exchanges keys again instead of keeping other ranks'. All-gathered
     gradients are summed on the way, in float32 for half precision; those of `fetch` travel in the dtype of the keys.
     """
 
     plan: KeysPlan
     fetch: bool
     group: dist.ProcessGroup | None
+    divisible: bool = True  # whether the kernel may get some of the heads
 
     @property
     def once(self) -> bool:
@@ -47,34 +52,83 @@ class KeysExchange:
 
     def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
         """See `KeyExchange`."""
-        arrive = self._exchange(k, v)
-        attend((k, v), self.plan.local)
-        if arrive is not None:
-            attend(arrive(), self.plan.remote)
+        for heads, own, arrive in self._parts(k, v):
+            attend(own, self.plan.local, heads)
+            if arrive is not None:
+                attend(arrive(), self.plan.remote, heads)
 
     def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> Tensor:
         """See `KeyExchange`."""
         plan = self.plan
-        arrive = self._exchange(k, v)
-        gradients = attend((k, v), plan.local)
-        if arrive is not None:
-            gradients += attend(arrive(), plan.remote)
-        total = self._by_row(gradients, k)
-        if arrive is None:
-            return total[: k.shape[0]]
+        done: list[Tensor] = []
+        finish: Callable[[], Tensor] | None = None
+        for heads, own, arrive in self._parts(k, v):
+            gradients = attend(own, plan.local, heads)
+            if arrive is not None:
+                gradients += attend(arrive(), plan.remote, heads)
+                arrive = None  # the buffer is free
+            total = self._by_row(gradients, own[0])
+            del gradients
+            if finish is not None:
+                done.append(finish())  # of the heads before: sent home meanwhile
+            finish = self._send_home(total, own[0])
+            del total
+        assert finish is not None
+        done.append(finish())
+        return done[0] if len(done) == 1 else torch.cat(done, 2)
+
+    def _parts(
+        self, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[Heads, tuple[Tensor, Tensor], Callable[[], Tensor] | None]]:
+        """Parts of the heads, their own keys and values, and what waits for the buffer.
+
+        The next part is under way while one is computed.
+        """
+        count = self._head_parts(k)
+        own = list(zip(k.chunk(count, 1), v.chunk(count, 1), strict=True)) if count > 1 else [(k, v)]
+        arrive = self._exchange(*own[0])
+        for index, keys in enumerate(own):
+            following = self._exchange(*own[index + 1]) if index + 1 < count else None
+            now, arrive = arrive, following
+            yield Heads(index, count), keys, now
+            now = None
+
+    def _head_parts(self, k: Tensor) -> int:
+        """Into how many parts heads are divided, so that what is gathered of one has no more than `GATHERED` bytes."""
+        _, heads, head_dim = k.shape
+        if not self.plan.moves or not self.divisible:
+            return 1
+        whole = 2 * self.plan.tokens * heads * head_dim * k.element_size()
+        divisors = [parts for parts in range(1, heads) if heads % parts == 0]
+        return next((parts for parts in divisors if whole <= parts * GATHERED), heads)
+
+    def _send_home(self, total: Tensor, k: Tensor) -> Callable[[], Tensor]:
+        """Starts it; call the result for the gradient of own keys, `[tokens, 2, kv_heads, head_dim]`."""
+        plan, tokens = self.plan, k.shape[0]
+        own = total[:tokens]
+        if not plan.moves:
+            return lambda: own
         back = total[plan.own_rows :]
         if self.fetch:
+            back = back.to(k.dtype)
             home = k.new_empty((sum(plan.sent_rows), 2, *k.shape[1:]))
-            dist.all_to_all_single(home, back.to(k.dtype), plan.sent_rows, plan.arriving_rows, group=self.group)
+            work = dist.all_to_all_single(
+                home, back, plan.sent_rows, plan.arriving_rows, group=self.group, async_op=True
+            )
         else:
             home = back.new_empty((plan.arriving_rows[0], 2, *k.shape[1:]))
-            dist.reduce_scatter_tensor(home, back, group=self.group)
-            if plan.num_needed < home.shape[0]:
-                home = home[: plan.num_needed]
-        own = total[: k.shape[0]].to(accumulator(k.dtype))
-        if plan.num_needed:
-            add(own, plan.needed, home)
-        return own
+            work = dist.reduce_scatter_tensor(home, back, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            assert work is not None
+            work.wait()
+            sum_of_all = own.to(accumulator(k.dtype))
+            if plan.num_needed:
+                needed = home if plan.num_needed == home.shape[0] else home[: plan.num_needed]
+                add(sum_of_all, plan.needed, needed)
+            return sum_of_all
+
+        return finish
 
     def _by_row(self, gradients: list[Tensor], k: Tensor) -> Tensor:
         """The gradients of calls, one behind the other, added up by row of the buffer."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +15,24 @@ from wlb.torch.attention.plan import Call, Rows, add, pick
 Keys = Tensor | tuple[Tensor, Tensor]
 """Keys with their values: `[keys, 2, kv_heads, head_dim]`, or two tensors `[keys, kv_heads, head_dim]`."""
 
-Attend = Callable[[Keys, Sequence[Call]], None]
-AttendBackward = Callable[[Keys, Sequence[Call]], list[Tensor]]
+
+class Heads(NamedTuple):
+    """One of equal parts of the heads."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, x: Tensor) -> Tensor:
+        """Its heads of `[tokens, heads, head_dim]`."""
+        return x if self.count == 1 else x.chunk(self.count, 1)[self.index]
+
+
+ALL_HEADS = Heads()
+
+Attend = Callable[[Keys, Sequence[Call], Heads], None]
+"""Attends with these heads of the queries to keys that have their heads."""
+
+AttendBackward = Callable[[Keys, Sequence[Call], Heads], list[Tensor]]
 """Gradients of the keys and values of each call, `[keys of the call, 2, kv_heads, head_dim]`."""
 
 
@@ -30,7 +45,10 @@ class KeyExchange(Protocol):
         ...
 
     def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
-        """Calls `attend(keys, calls)` for every block of keys, overlapping it with what is still under way."""
+        """Calls `attend(keys, calls, heads)` for every block of keys, overlapping it with what is still under way.
+
+        Parts of the heads come one after the other.
+        """
         ...
 
     def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> Tensor:
@@ -57,6 +75,34 @@ def _place(like: Tensor, parts: Sequence[tuple[Rows, Tensor]]) -> Tensor:
         else:
             result[rows] = part
     return result
+
+
+class _Parts:
+    """Outputs of calls, no query in two of them, by parts of the heads; or gradients of queries."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._parts: list[list[tuple[Rows, Tensor]]] = []
+        self._whole: list[Tensor] = []
+
+    def add(self, heads: Heads, rows: Rows, part: Tensor) -> None:
+        while len(self._parts) <= heads.index:
+            self._close()
+            self._parts.append([])
+        self._count = heads.count
+        self._parts[heads.index].append((rows, part))
+
+    def _close(self) -> None:
+        """Puts the parts of the last heads together, so that they are held once."""
+        if self._parts:
+            self._whole.append(_place(Heads(0, self._count).of(self._like), self._parts[-1]))
+            self._parts[-1] = []
+
+    def result(self) -> Tensor:
+        if not self._parts:
+            return torch.empty_like(self._like)
+        self._close()
+        return self._whole[0] if len(self._whole) == 1 else torch.cat(self._whole, 1)
 
 
 class _Merged:
@@ -163,21 +209,22 @@ class _Attention(torch.autograd.Function):
     @_without_autocast
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
         merged = None if exchange.once else _Merged(q)
-        parts: list[tuple[Rows, Tensor]] = []
+        parts = _Parts(q)
         lses: list[Tensor] = []
 
-        def attend(keys: Keys, calls: Sequence[Call]) -> None:
+        def attend(keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
+            queries = heads.of(q)
             for call in calls:
-                out, lse = kernel.forward(pick(q, call.q_rows), *_keys(keys, call.k_rows), call)
+                out, lse = kernel.forward(pick(queries, call.q_rows), *_keys(keys, call.k_rows), call)
                 if merged is not None:
                     merged.add(call, out, lse)
                 else:
-                    parts.append((call.q_rows, out))
+                    parts.add(heads, call.q_rows, out)
                     lses.append(lse)
 
         exchange.forward(k, v, attend)
         if merged is None:
-            out = _place(q, parts)
+            out = parts.result()
         else:
             out, lse = merged.result()
             lses.append(lse)
@@ -192,31 +239,32 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, *lses = ctx.saved_tensors
         once = ctx.exchange.once
         d_out = d_out.contiguous()
-        parts: list[tuple[Rows, Tensor]] = []
+        parts = _Parts(q)
         total = _Sum(q)
+        in_turn = iter(lses)  # in the order of the forward
 
-        def attend(keys: Keys, calls: Sequence[Call]) -> list[Tensor]:
+        def attend(keys: Keys, calls: Sequence[Call], heads: Heads) -> list[Tensor]:
             gradients = []
+            mine = [heads.of(x) for x in (d_out, q, out)]
             for call in calls:
                 rows = call.q_rows
                 if once:
-                    lse = lses[len(parts)]  # in the order of the forward
+                    lse = next(in_turn)
                 else:
                     (lse,) = lses
                     if rows is not None:
                         lse = lse.index_select(1, rows) if isinstance(rows, Tensor) else lse[:, rows].contiguous()
-                dq, d_keys = ctx.kernel.backward(
-                    pick(d_out, rows), pick(q, rows), *_keys(keys, call.k_rows), pick(out, rows), lse, call
-                )
+                call_d_out, call_q, call_out = (pick(x, rows) for x in mine)
+                dq, d_keys = ctx.kernel.backward(call_d_out, call_q, *_keys(keys, call.k_rows), call_out, lse, call)
                 if once:
-                    parts.append((rows, dq))
+                    parts.add(heads, rows, dq)
                 else:
                     total.add(rows, dq)
                 gradients.append(d_keys)
             return gradients
 
         d_keys = ctx.exchange.backward(k, v, attend)
-        dq = _place(q, parts) if once else total.total()
+        dq = parts.result() if once else total.total()
         dk, dv = d_keys.to(k.dtype).unbind(1)
         return dq.to(q.dtype), dk, dv, None, None
 

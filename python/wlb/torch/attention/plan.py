@@ -1,8 +1,8 @@
 """Execution plans of the core as tensors: what a rank does in a layer, made once for all layers.
 
-A *segment* is a contiguous run of one document in a rank's tensors. Kernels compute *spans*: rows of queries against rows
-of keys, aligned bottom-right, the last query at the last key. Who computes which, in which calls, and who sends what to
-whom, is decided in the core (`wlb_core::sharding::execution`, which says how); here are the tensors.
+A *segment* is a contiguous run of one document in a rank's tensors. Kernels compute *spans*: rows of queries against
+rows of keys, aligned bottom-right, the last query at the last key. Who computes which, in which calls, and who sends
+what to whom, is decided in the core (`wlb_core::sharding::execution`, which says how); here are the tensors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import wlb
 from wlb import _core
 
 KEPT = 128
-"""Plans of each kind: the micro-batches of a step, whose layers the backward may recompute, and those of the next, which
-are prepared beside it. Shards are compared by content; what a backward needs it holds itself."""
+"""Plans of each kind: the micro-batches of a step, whose layers the backward may recompute, and those of the next,
+which are prepared beside it. Shards are compared by content; what a backward needs it holds itself."""
 
 Rows = slice | Tensor | None
 """Rows of a tensor: neighbours, an int64 index, or all in order."""
@@ -40,10 +40,8 @@ def add(total: Tensor, rows: Rows, part: Tensor) -> None:
     """Adds to rows of `total`, which may be named more than once."""
     if isinstance(rows, Tensor):
         total.index_add_(0, rows, part.to(total.dtype))
-    elif rows is None:
-        total += part
     else:
-        total[rows] += part
+        (total if rows is None else total[rows]).add_(part)
 
 
 @dataclass(frozen=True)
@@ -126,6 +124,7 @@ class KeysPlan:
 
     local: list[Call]  # over the rank's own keys, while others' arrive
     remote: list[Call]  # over the buffer; no query is in two calls
+    tokens: int  # of all ranks
     own_rows: int  # of the buffer, before those that arrive
     sent: Rows  # of the buffer; by destination, or as many as every rank sends
     needed: Rows  # those of them whose gradients come back, and
@@ -133,8 +132,8 @@ class KeysPlan:
     sent_rows: list[int]  # to each rank; empty: as many to all
     arriving_rows: list[int]  # from each rank
     moves: bool  # whether any rank sends anything
-    # Of the gradients of keys, of all calls one behind the other: one for each row of the buffer, others beside them and
-    # the rows that they belong to, and the rows that get none.
+    # Of the gradients of keys, of all calls one behind the other: one for each row of the buffer, others beside them
+    # and the rows that they belong to, and the rows that get none.
     gradients: Rows
     more: Rows
     more_rows: Rows
@@ -162,6 +161,7 @@ def keys_plan(
     return KeysPlan(
         local=tensors.calls(local, queries, queries),
         remote=tensors.calls(remote, queries, rows),
+        tokens=shard.num_tokens,
         own_rows=own_rows,
         sent=tensors.rows(sent),
         needed=tensors.rows((sent[0], needed, sent[2])),

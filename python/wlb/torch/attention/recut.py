@@ -7,7 +7,6 @@ uneven. A model with both kinds of layers moves its hidden states from one cut t
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import wlb
 from wlb._errors import error
 from wlb.torch.attention import arguments
 from wlb.torch.attention.plan import moves_plan, pick
+from wlb.torch.lazy import not_compiled
 
 
 class _Recut(torch.autograd.Function):
@@ -44,7 +44,7 @@ def _moved(x: Tensor, before: wlb.Shard, after: wlb.Shard, rank: int, group: dis
     return pick(arrived, plan.placed)
 
 
-@functools.partial(torch.compiler.disable, reason="plans are made of shards, and kept for all layers")
+@not_compiled
 def recut(x: Tensor, before: wlb.Shard, after: wlb.Shard, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """The tokens of this rank under another cut of the same micro-batch. Differentiable; the gradient goes back.
 
@@ -73,7 +73,8 @@ def recut(x: Tensor, before: wlb.Shard, after: wlb.Shard, *, group: dist.Process
             number of tokens.
 
     Complexity:
-        One all-to-all of every token that changes its rank; the plan is made once, in the core, O(tokens), and kept for all layers.
+        One all-to-all of every token that changes its rank; the plan is made once, in the core, O(tokens), and kept for
+        all layers.
     """
     arguments.check_shard(before, name="before")
     rank, size = arguments.check_group(before, group)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.torch.attention.kernels import accumulator
-from wlb.torch.attention.merge import Attend, AttendBackward
+from wlb.torch.attention.merge import ALL_HEADS, Attend, AttendBackward
 from wlb.torch.attention.plan import Call, RingPlan, add
 
 _CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -42,14 +42,14 @@ class Ring:
     def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
         """See `KeyExchange`."""
         if not any(self.plan.last):
-            attend((k, v), self.plan.steps[0])
+            attend((k, v), self.plan.steps[0], ALL_HEADS)
             return
         self._connect(k.device)
         block: Tensor | None = torch.stack((k, v), 1)
         for step, calls in enumerate(self.plan.steps):
             arrive = self._pass_on(block, step, k)
             if block is not None:
-                attend(block, calls)
+                attend(block, calls, ALL_HEADS)
             block = arrive()
 
     def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> Tensor:
@@ -59,7 +59,7 @@ class Ring:
         """
         plan = self.plan
         if not any(plan.last):
-            return self._added(k, plan.steps[0], attend((k, v), plan.steps[0]), None)
+            return self._added(k, plan.steps[0], attend((k, v), plan.steps[0], ALL_HEADS), None)
         self._connect(k.device)
         block: Tensor | None = torch.stack((k, v), 1)
         own = k.new_empty(0)
@@ -71,7 +71,7 @@ class Ring:
             if block is None:
                 coming()  # what was sent has arrived
             else:
-                gradients = attend(block, calls)
+                gradients = attend(block, calls, ALL_HEADS)
                 total = self._added(block, calls, gradients, coming())
             if step == 0:
                 assert total is not None
@@ -99,7 +99,7 @@ class Ring:
         return total
 
     def _pass_on(self, block: Tensor | None, step: int, like: Tensor) -> Callable[[], Tensor | None]:
-        """Sends this step's keys on if somebody after this position needs them; the result waits for the next step's."""
+        """Sends this step's keys on if a later position needs them; call the result to wait for the next step's."""
         plan, size, position = self.plan, len(self.peers), self.plan.position
         of, following = (position - step) % size, (position - step - 1) % size
         operations = []
@@ -117,8 +117,8 @@ class Ring:
         """Sends the gradient of this step's keys on, or home from the last that adds to it.
 
         Returns:
-            What waits for all of it and gives the gradient of the next step's keys; and this position's own, if it comes
-            in this step.
+            What waits for all of it and gives the gradient of the next step's keys; and this position's own, if it
+            comes in this step.
         """
         plan, size, position = self.plan, len(self.peers), self.plan.position
         of, following = (position - step) % size, (position - step - 1) % size
