@@ -171,7 +171,8 @@ def test_heads_that_predict_further_tokens_are_trained_where_the_caller_says_so(
         assert not read(AS_PUBLISHED[name]).prediction_layers
         assert len(read(AS_PUBLISHED[name], multi_token_prediction=True).prediction_layers) == heads, name
     (layer,) = read(AS_PUBLISHED["Nemotron-3"], multi_token_prediction=True).prediction_layers
-    assert [type(block) for block in layer.blocks][0] is Attention and len(layer.blocks) == 2
+    assert len(layer.blocks) == 2
+    assert isinstance(layer.blocks[0], Attention)
     (layer,) = read(AS_PUBLISHED["Qwen3.5"], multi_token_prediction=True).prediction_layers
     assert not any(layer.of_kind(GatedDeltaNet)), "the head has attention, as the file's authors build it"
     assert any(read(AS_PUBLISHED["Nemotron-3"]).stack[0].of_kind(Mamba2))

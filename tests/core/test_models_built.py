@@ -45,7 +45,6 @@ SHRUNK: dict[str, dict[str, Any]] = {
     "gptj": {"n_embd": 64, "n_layer": 4, "n_head": 4, "rotary_dim": 8},
     "gpt_neox": {},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "falcon": {"ffn_hidden_size": 96, "head_dim": None},
     "helium": {},
     "ernie4_5": {},
     "seed_oss": {},
@@ -65,6 +64,7 @@ SHRUNK: dict[str, dict[str, Any]] = {
         "mlp_layer_types": None,
     },
     "glm4_moe_lite": {
+        "num_key_value_heads": 4,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,

@@ -71,7 +71,7 @@ def read(content: Mapping[str, Any]) -> Built:
         more = "; its own code (auto_map) is not run" if content.get("auto_map") else ""
         raise Refused(f"{message}{more}", model_type)
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity(transformers.logging.ERROR)
     try:
         config = _config(transformers.CONFIG_MAPPING[model_type], content)
         return _Reader(config, _model(torch, transformers, config, content)).read()
@@ -175,6 +175,7 @@ _SUSPECT = re.compile(
     r"local|attention_window|window|chunk_size|loop|loops|recurrences|recurrent_depth|cycles|h_cycles|"
     r"cla|mod_capacity|layer_skip)(_|$)"
 )
+_INNOCENT = re.compile(r"expert|layer_|sliding_window_pattern|indexer_types|kwargs|rope|mtp|_freq$|_offset$")
 _NOT_SUSPECT = frozenset(
     {
         "sliding_window",
@@ -287,8 +288,10 @@ class _Reader:
             for name, module in self.model.named_modules()
             if isinstance(module, nn.ModuleList) and len(module) == count and not _OTHER_TOWER.search(name)
         ]
-        decoders = [each for each in found if not re.search(r"(^|\.)encoder(\.|$)", each[1])]
-        return decoders or found
+        decoders: list[tuple[int, str, Sequence[Any]]] = [
+            each for each in found if not re.search(r"(^|\.)encoder(\.|$)", each[1])
+        ]
+        return decoders or [*found]
 
     def _get(self, name: str) -> Any:
         """What the configuration says, of the layer at hand where layers differ; None where it says nothing."""
@@ -311,7 +314,6 @@ class _Reader:
 
     def _kind(self, module: Any, index: int, count: int) -> tuple[str, int]:
         """What a layer's attention meets: ("full", 0), ("window", size), ("chunk", size), or another kind's name."""
-        config = self.config
         kinds = self._get("layer_types") or self._get("layers_block_type")
         if isinstance(kinds, (list, tuple)) and len(kinds) == count:
             kind = LEGACY.get(str(kinds[index]), str(kinds[index]))
@@ -489,9 +491,7 @@ class _Reader:
         """Latent attention: in its own class where that has the same parameters."""
         config = self.config
         rank = self._get("kv_lora_rank")
-        sizes = [
-            self._get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        ]
+        sizes = [self._get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
         if not isinstance(rank, int) or not all(isinstance(size, int) and size > 0 for size in sizes):
             return None
         key, rope, value = (int(size) for size in sizes if size is not None)
@@ -658,7 +658,9 @@ class _Reader:
             known = (Attention, LatentAttention, FeedForward)
             other = {type(block).__name__ for layer in layers for block in layer.blocks if not isinstance(block, known)}
             if other:
-                message = "cannot be run without data, and its layers are not of attention and feed-forward blocks alone"
+                message = (
+                    "cannot be run without data, and its layers are not of attention and feed-forward blocks alone"
+                )
                 raise Refused(f"{message}: what they cost is not known", None)
             self._assume("not held to a run of the model, which needs data")
             return
@@ -803,6 +805,7 @@ def _is_output(name: str) -> bool:
 
 def _outermost(module: Any) -> Iterator[tuple[str, Any]]:
     """Mixers of a layer that are not inside another."""
+
     def walk(prefix: str, parent: Any) -> Iterator[tuple[str, Any]]:
         for name, child in parent.named_children():
             path = f"{prefix}.{name}" if prefix else name
@@ -835,7 +838,11 @@ def _state_flops(part: Any) -> int | None:
         return next((v for n in names if isinstance(v := getattr(part, n, None), int) and not isinstance(v, bool)), 0)
 
     if "delta" in name:
-        heads, key, value = size("num_v_heads", "num_heads"), size("head_k_dim", "head_dim"), size("head_v_dim", "head_dim")
+        heads, key, value = (
+            size("num_v_heads", "num_heads"),
+            size("head_k_dim", "head_dim"),
+            size("head_v_dim", "head_dim"),
+        )
         return 6 * heads * key * value or None
     if "mamba" in name or "ssm" in name:
         heads, width, state = size("num_heads", "n_heads"), size("head_dim"), size("ssm_state_size", "state_size")
@@ -846,7 +853,7 @@ def _state_flops(part: Any) -> int | None:
 
 
 def _first(part: Any, config: Any, *names: str) -> int:
-    for each in (*[inner for inner in part.modules()], config):
+    for each in (*part.modules(), config):
         for name in names:
             value = getattr(each, name, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -855,16 +862,11 @@ def _first(part: Any, config: Any, *names: str) -> int:
 
 
 def _suspects(config: Any) -> Iterator[tuple[str, object]]:
-    for name in sorted(vars(config)):
-        value = vars(config)[name]
-        if name in _NOT_SUSPECT or re.search(r"expert|layer_|sliding_window_pattern|indexer_types|kwargs|rope|mtp|_freq$|_offset$", name) or value in (None, False, 0, "") or isinstance(value, str):
+    for name, value in sorted(vars(config).items()):
+        if name in _NOT_SUSPECT or _INNOCENT.search(name) or says_nothing(name, value) or isinstance(value, str):
             continue
-        if _SUSPECT.search(name) and isinstance(value, (int, list, tuple, dict)) and not _is_empty(value):
+        if _SUSPECT.search(name) and isinstance(value, (int, list, tuple, dict)):
             yield name, value
-
-
-def _is_empty(value: object) -> bool:
-    return isinstance(value, (list, tuple, dict)) and not value
 
 
 def _shapes(module: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from wlb._errors import check_integer, error
 from wlb.models.blocks import Block, Kept, Mask, Matrix
@@ -36,7 +36,7 @@ class CountedBlock(Block):
 
     weights: tuple[Matrix, ...]
     other_parameters: int = 0
-    mask: Mask = Mask()
+    mask: Mask = field(default_factory=Mask)
     pair_flops: int = 0
     score_flops: int = 0
     state_flops: int = 0

@@ -79,7 +79,7 @@ def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str,
         vision = IMAGE_FAMILIES[model_type](keys, images, hidden)
         images.pass_over("tokens_per_second", "projection_dim", "vocab_size", "image_size")  # of what no row meets
         images.finish("vision_config.")
-        text_keys.pass_over("vision_config", "mm_tokens_per_image")
+        text_keys.pass_over("vision_config", *_OF_IMAGES)
     else:
         text_type, text_keys = model_type, Keys(content, DEFAULTS.get(model_type))
 

@@ -74,7 +74,7 @@ def jsonl(tmp_path: Path) -> Path:
 
 def read(source: Path, **options: Any) -> Documents:
     with progress(quiet=True) as bars:
-        return Reading(**options).documents(source, bars)
+        return Reading(**options).documents((str(source),), bars)
 
 
 # --- demo ---
@@ -614,8 +614,8 @@ def test_simulate_shows_another_method_than_the_baseline(run: Any, npy: Path, tm
 def test_documents_come_in_order_unless_a_seed_shuffles_them(run: Any, tmp_path: Path) -> None:
     """A curriculum is simulated as it is."""
     lengths = np.sort(long_tailed(1500)).clip(1, CONTEXT)
-    np.save(tmp_path / "ascending.npy", lengths)
-    arguments = ("simulate", "ascending.npy", *CLUSTER, "--steps", 8, "--variants", "plain", "--json")
+    np.save(tmp_path / "ascending-lengths.npy", lengths)
+    arguments = ("simulate", "ascending-lengths.npy", *CLUSTER, "--steps", 8, "--variants", "plain", "--json")
     variants = [run(*arguments, *seed).json["variants"]["plain"] for seed in ((), ("--seed", 0))]
     first = lengths[: wlb.batch_offsets(lengths, tokens_per_batch=4 * CONTEXT)[8]]
     scenario = wlb_tools.Scenario(
@@ -826,7 +826,7 @@ def npy_header(text: str) -> bytes:
 
 def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
-    (tmp_path / "other.jsonl").write_text('{"body": "fine"}\n')
+    (tmp_path / "other.jsonl").write_text('{"a": "fine", "b": "fine"}\n')
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "broken.npy").write_text("not an array")
     (tmp_path / "header.npy").write_bytes(npy_header("{(("))
@@ -849,7 +849,10 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
     cases = {
         ("demo", "nowhere"): "nowhere: no such file or directory",
         ("demo", "bad.jsonl"): "bad.jsonl:2: not JSON",
-        ("demo", "other.jsonl"): "other.jsonl:1: no text in field 'text' (--field); its fields: body",
+        (
+            "demo",
+            "other.jsonl",
+        ): "other.jsonl:1: which of its columns has the documents is not clear: --field NAME; its columns: a, b",
         ("demo", "empty.txt"): "empty.txt: no documents, or only empty ones",
         ("demo", "broken.npy"): "broken.npy: ",
         ("demo", "header.npy"): "header.npy: ",
