@@ -71,7 +71,7 @@ def read(content: Mapping[str, Any]) -> Built:
         more = "; its own code (auto_map) is not run" if content.get("auto_map") else ""
         raise Refused(f"{message}{more}", model_type)
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(transformers.logging.ERROR)
+    transformers.logging.set_verbosity(40)  # errors alone
     try:
         config = _config(transformers.CONFIG_MAPPING[model_type], content)
         return _Reader(config, _model(torch, transformers, config, content)).read()
@@ -283,15 +283,13 @@ class _Reader:
         """Lists of so many modules, of the decoder where a model has an encoder as well: parameters, path, list."""
         from torch import nn
 
-        found = [
+        found: list[tuple[int, str, Any]] = [
             (sum(parameter.numel() for parameter in module.parameters()), name, module)
             for name, module in self.model.named_modules()
             if isinstance(module, nn.ModuleList) and len(module) == count and not _OTHER_TOWER.search(name)
         ]
-        decoders: list[tuple[int, str, Sequence[Any]]] = [
-            each for each in found if not re.search(r"(^|\.)encoder(\.|$)", each[1])
-        ]
-        return decoders or [*found]
+        decoders = [each for each in found if not re.search(r"(^|\.)encoder(\.|$)", each[1])]
+        return decoders or found
 
     def _get(self, name: str) -> Any:
         """What the configuration says, of the layer at hand where layers differ; None where it says nothing."""

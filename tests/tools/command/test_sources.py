@@ -49,12 +49,7 @@ def lines(*records: Any) -> bytes:
 
 
 def rows(**columns: list[Any]) -> bytes:
-    return lines(
-        *(
-            dict(zip(columns, row, strict=True))
-            for row in zip(*columns.values(), strict=True)
-        )
-    )
+    return lines(*(dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)))
 
 
 def parquet(made: Any) -> bytes:

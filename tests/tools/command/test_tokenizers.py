@@ -67,7 +67,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     (tmp_path / "corpus.txt").write_text("\n".join(TEXTS[:4]))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "corpus.txt"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=30, minloglevel=2
+        input=str(tmp_path / "corpus.txt"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=33, minloglevel=2
     )
     whole = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     expected = [len(whole.encode(text)) for text in TEXTS[:4]]

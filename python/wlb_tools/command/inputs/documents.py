@@ -225,10 +225,15 @@ def _file(path: Path, wanted: Wanted, cache: LengthsCache | None, progress: Prog
     task = progress.add_task(f"Reading {path.name}", total=total)
     parts: list[NDArray[np.int64]] = []
     done = 0
-    for rows, size in reader(path, own):
-        parts.append(rows)
-        done += size
-        progress.update(task, completed=min(done, total) if total else done)
+    try:
+        for rows, size in reader(path, own):
+            parts.append(rows)
+            done += size
+            progress.update(task, completed=min(done, total) if total else done)
+    except ModuleNotFoundError as missing:
+        if missing.name != "pyarrow":
+            raise
+        raise CliError(f'{path}: is read by the package pyarrow; run: pip install "wlb[data]"') from None
     progress.update(task, completed=total)
     lengths = np.concatenate([*parts, np.zeros(0, dtype=np.int64)])
     tokens = "text" not in own.saw

@@ -7,11 +7,13 @@ the others is refused with its name and row.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import itertools
 import json
 import os
 import struct
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,14 +53,17 @@ def is_index(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The bytes of a file, decompressed: a file of Arrow's."""
-    import pyarrow as pa
-
+    """The bytes of a file, decompressed."""
     kind = _COMPRESSED.get(path.suffix.lower())
     try:
-        with pa.input_stream(str(path), compression=kind) as stream:
-            yield stream
-    except (OSError, EOFError) as cause:
+        with contextlib.ExitStack() as stack:
+            if kind == "zstd":
+                import pyarrow as pa
+
+                yield stack.enter_context(pa.input_stream(str(path), compression=kind))
+            else:
+                yield stack.enter_context(gzip.open(path) if kind else path.open("rb"))  # noqa: SIM115
+    except (OSError, EOFError, zlib.error) as cause:
         raise CliError(f"{path}: cannot be read: {_said(cause)}") from None
 
 
