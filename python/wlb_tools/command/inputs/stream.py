@@ -68,7 +68,7 @@ class Stream(GlobalBatches):
         }
 
     def in_words(self) -> list[str]:
-        """The same in sentences."""
+        """Sentences about the stream."""
         d = self.described()
         sentences = [
             self.documents.in_words(),
@@ -84,7 +84,7 @@ class Stream(GlobalBatches):
 
 @options("Documents")
 class Texts(Options):
-    """How documents are read.
+    """Options for reading documents.
 
     Args:
         field: column with the documents, by default found by its name; several with commas between are joined, as
@@ -118,7 +118,7 @@ class Texts(Options):
 
 @options("Documents")
 class Reading(Texts):
-    """How documents are read, and how they become a stream.
+    """Options for reading documents and making a stream of them.
 
     Args:
         seed: shuffles the documents, every epoch anew; by default they come in the source's order.
