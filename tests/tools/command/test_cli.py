@@ -783,8 +783,8 @@ def test_stream_is_shuffled_anew_every_epoch_and_complete(npy: Path) -> None:
 
 
 def test_stream_counts_the_tokens_that_truncation_leaves(tmp_path: Path) -> None:
-    np.save(tmp_path / "long.npy", np.full(4, 100 * CONTEXT))
-    documents = read(tmp_path / "long.npy")
+    np.save(tmp_path / "long-lengths.npy", np.full(4, 100 * CONTEXT))
+    documents = read(tmp_path / "long-lengths.npy")
     reading = Reading(seed=0, oversize="truncate")
     assert reading.order(documents, context=CONTEXT, tokens_per_batch=2 * CONTEXT, steps=10).batches == 10
     with pytest.raises(CliError, match="4 documents with 4,096 tokens do not fill"):
@@ -839,7 +839,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
     (tmp_path / "pp=4/config.json").write_text("[]")
     np.save(tmp_path / "floats.npy", np.array([1.0, 2.5]))
     np.save(tmp_path / "matrix.npy", np.ones((2, 2), dtype=np.int64))
-    np.save(tmp_path / "negative.npy", np.array([3, 4, -5]))
+    np.save(tmp_path / "negative-lengths.npy", np.array([3, 4, -5]))
     np.save(tmp_path / "short.npy", np.array([3, 4]))
     two = np.column_stack([long_tailed(2000), long_tailed(2000)]).astype(float)
     np.save(tmp_path / "two.npy", two)
@@ -860,8 +860,8 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("demo", "huge.npy"): "huge.npy: ",
         ("demo", "floats.npy"): "floats.npy: ",
         ("tune", "matrix.npy"): "matrix.npy: ",
-        ("pack", "negative.npy"): "-5",
-        ("pack", "short.npy"): "2 documents with 7 tokens do not fill a global batch of 2,097,152",
+        ("pack", "negative-lengths.npy"): "-5",
+        ("pack", "short.npy", "--lengths"): "2 documents with 7 tokens do not fill a global batch of 2,097,152",
         ("pack", npy, *SMALL, "--max-tokens", 1000): "--max-tokens",
         ("pack", npy, *SMALL, "--dp-size", 3): "--dp-size",
         ("pack", npy, *SMALL, "--thresholds", "a,b"): "--thresholds",
@@ -971,6 +971,7 @@ def test_help_and_version(run: Any) -> None:
 
 def test_model_may_be_a_config_file(run: Any, npy: Path, tmp_path: Path) -> None:
     config = {
+        "model_type": "llama",
         "hidden_size": 4096,
         "intermediate_size": 11008,
         "num_hidden_layers": 32,

@@ -103,7 +103,7 @@ class Documents:
         }
 
     def in_words(self) -> str:
-        """The same in a sentence or two."""
+        """A sentence or two about the documents."""
         d = self.described
         return (
             f"{d['source']}: {d['distinct']:,} documents, {d['tokens']:,} {d['unit']}"

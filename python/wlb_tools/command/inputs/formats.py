@@ -320,7 +320,7 @@ def _texts_of(cells: list[bytes], wanted: Wanted, where: str) -> list[str]:
 
 
 def load_numbers(path: Path, *, mapped: bool = False) -> NDArray[Any]:
-    """What a .npy holds; `mapped` leaves it in the file until it is used.
+    """Reads a .npy file; `mapped` leaves the numbers in the file until they are used.
 
     Raises:
         CliError: There is no such file, or it is none.

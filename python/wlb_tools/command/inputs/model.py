@@ -73,7 +73,14 @@ def _from_hub(name: str) -> Path:
         raise CliError(f"{problem}; for names on the hub: pip install huggingface_hub") from None
     try:
         found = hub.try_to_load_from_cache(name, "config.json")
-        return Path(found if isinstance(found, str) else hub.hf_hub_download(name, "config.json"))
+        if isinstance(found, str):
+            return Path(found)
+        if "/" not in name:
+            raise CliError(problem)
+        hub.utils.logging.set_verbosity(50)  # its retries are not ours to tell
+        return Path(hub.hf_hub_download(name, "config.json"))
+    except CliError:
+        raise
     except Exception as cause:  # of many types: no network, no such name, no permission
         said = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         raise CliError(f"{problem}; nor is it in the hub's cache, nor could it be had: {said}") from None

@@ -89,6 +89,9 @@ def _from_hub(name: str) -> Path:
     for each in _NAMES:
         if isinstance(found := hub.try_to_load_from_cache(name, each), str):
             return Path(found)
+    if "/" not in name:
+        raise CliError(f"--tokenizer {name}: no such tokenizer file")
+    hub.utils.logging.set_verbosity(50)  # its retries are not ours to tell
     try:
         hub.hf_hub_download(name, "tokenizer_config.json")
         return Path(hub.hf_hub_download(name, "tokenizer.json"))
