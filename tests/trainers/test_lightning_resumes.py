@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,8 @@ from tests.trainers.small_corpus import llama
 from tests.trainers.test_lightning import quiet
 from wlb.integrations.lightning import BalancedDataModule
 
-EPOCHS = 3
-LENGTHS = np.random.default_rng(2).integers(4, 60, 36).tolist()
+EPOCHS = 2
+LENGTHS = np.random.default_rng(2).integers(4, 60, 26).tolist()
 ROWS = [{"input_ids": [number + 1] * length, "labels": [number + 1] * length} for number, length in enumerate(LENGTHS)]
 EACH = Counter({number + 1: length for number, length in enumerate(LENGTHS)})
 
@@ -147,6 +149,14 @@ def first_part(folder: Path, kind: str, read: bool) -> tuple[Path, Module]:
     return folder / "saved.ckpt", module
 
 
+@functools.cache
+def whole_run() -> tuple[list[Any], int]:
+    """What a run that nobody ends trains, and its steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        module, trainer = fit(Path(folder))
+        return module.tokens, trainer.global_step
+
+
 def step_of(checkpoint: Path) -> int:
     return int(torch.load(checkpoint, weights_only=False)["global_step"])
 
@@ -163,9 +173,9 @@ def test_every_document_comes_once_an_epoch_from_any_checkpoint(kind: str, read:
     found = tokens_of(first, step_of(checkpoint)) + tokens_of(rest)
     assert found == Counter({token: EPOCHS * count for token, count in EACH.items()})
     assert trainer.current_epoch == EPOCHS
-    whole, of_whole = fit(tmp_path)
-    assert trainer.global_step == of_whole.global_step
-    assert rest.tokens == [each for each in whole.tokens if each[0] >= step_of(checkpoint)]
+    whole, steps = whole_run()
+    assert trainer.global_step == steps
+    assert rest.tokens == [each for each in whole if each[0] >= step_of(checkpoint)]
 
 
 def test_a_run_that_is_resumed_twice_before_it_reads_stands_where_it_stood(tmp_path: Path) -> None:
@@ -179,9 +189,9 @@ def test_a_run_that_is_resumed_twice_before_it_reads_stands_where_it_stood(tmp_p
     checkpoint, first = first_part(tmp_path, "end of an epoch", False)
     fit(tmp_path, [SaveFirst()], checkpoint=checkpoint)
     rest, _ = fit(tmp_path, checkpoint=tmp_path / "again.ckpt")
-    whole, _ = fit(tmp_path)
-    assert first.tokens == whole.tokens[: len(first.tokens)]
-    assert rest.tokens == [each for each in whole.tokens if each[0] >= step_of(checkpoint)]
+    whole, _ = whole_run()
+    assert first.tokens == whole[: len(first.tokens)]
+    assert rest.tokens == [each for each in whole if each[0] >= step_of(checkpoint)]
 
 
 def resumed(rank: int, folder: Path, checkpoint: Path, options: dict[str, Any]) -> Any:
@@ -282,5 +292,9 @@ def test_data_that_stand_elsewhere_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(wlb.WlbError, match="accumulate_grad_batches = 2 since step"):
         trainer_of(tmp_path, [Change()]).fit(Module(), data())
+    grown = data(rows=(rows := list(ROWS)))
+    rows.append(ROWS[0])
+    with pytest.raises(wlb.WlbError, match="dataset has 27 documents, but had 26 when their lengths were read"):
+        trainer_of(tmp_path).fit(Module(), grown)
     with pytest.raises(wlb.WlbError, match="trainer has not been given this data module"):
         data().train_dataloader()

@@ -178,11 +178,15 @@ class BalancedDataModule(LightningDataModule):
         """The micro-batches of this rank.
 
         Raises:
-            wlb.WlbError: Lightning does not know this data module.
+            wlb.WlbError: Lightning does not know this data module, or the data set has grown.
         """
         trainer: Any = self.trainer
         if trainer is None:
             raise error("trainer", "has not been given this data module: fit(module, datamodule=data)")
+        if len(self._documents) != len(self._lengths):
+            found, known = len(self._documents), len(self._lengths)
+            message = f"has {found} documents, but had {known} when their lengths were read: make a new data module"
+            raise error("dataset", message, value=found)
         sampler = self._sampler(trainer.global_rank, trainer.world_size)
         workers = self._loading.num_workers
         loader = DataLoader(self._documents, batch_sampler=sampler, collate_fn=collate, num_workers=workers)
