@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any, Final
@@ -10,11 +10,12 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from wlb._errors import error
-from wlb.integrations.rows import Collator, row, tokens_and_labels
+from wlb.integrations.rows import Collator, as_it_is, row_of
 from wlb.torch.data.one_stream import restores_itself
+from wlb.torch.data.rows import RowReader, joined_row, split_row
 
 
-def streams_of(dataset: Any, collator: Collator = tokens_and_labels) -> list[Any]:
+def streams_of(dataset: Any, collator: Collator = as_it_is, *, columns: Sequence[str] = ()) -> list[Any]:
     """What `wlb.torch.BalancedStream` reads of a tokenised data set without a length.
 
         data = load_dataset(..., streaming=True).map(tokenise)
@@ -22,8 +23,9 @@ def streams_of(dataset: Any, collator: Collator = tokens_and_labels) -> list[Any
 
     Args:
         dataset: Hugging Face's `IterableDataset`, the whole of it on every rank; or any iterable of rows with
-            `input_ids` and maybe `labels`, of which the tokens that an `attention_mask` hides are padding.
+            `input_ids` and maybe `labels`, `attention_mask` and other columns (:class:`wlb.torch.RowReader`).
         collator: Makes what is learnt of a list of one row, as a trainer's.
+        columns: Names of further columns that are carried. Give them to the `BalancedStream` too.
 
     Returns:
         One stream for each shard of the data set, each read by one of the ranks, all with equal shares of a step. One
@@ -42,7 +44,7 @@ def streams_of(dataset: Any, collator: Collator = tokens_and_labels) -> list[Any
     shards = getattr(dataset, "num_shards", 1) if hasattr(dataset, "shard") and _is_unordered(dataset) else 1
     parts = [dataset.shard(num_shards=shards, index=index) for index in range(shards)] if shards > 1 else [dataset]
     kind = ResumableRowStream if _resumes_exactly(dataset) else RowStream
-    return [kind(part, collator, dataset) for part in parts]
+    return [kind(part, collator, dataset, RowReader(columns)) for part in parts]
 
 
 class RowStream:
@@ -52,14 +54,17 @@ class RowStream:
         whole: The data set that this is a shard of.
     """
 
-    def __init__(self, dataset: Any, collator: Collator, whole: Any) -> None:
+    def __init__(self, dataset: Any, collator: Collator, whole: Any, reader: RowReader) -> None:
         self._dataset = dataset
         self._collator = collator
+        self._reader = reader
         self.whole = whole
 
     def __iter__(self) -> Iterator[dict[str, NDArray[Any]]]:
         for index, feature in enumerate(self._dataset):
-            yield row(feature, index, self._collator)
+            documents = split_row(feature, "train_dataset", index) if isinstance(feature, Mapping) else [feature]
+            of_each = [row_of(document, index, self._collator, self._reader) for document in documents]
+            yield of_each[0] if len(of_each) == 1 else joined_row(of_each)  # whole: a stream goes on with a row
 
 
 class ResumableRowStream(RowStream):

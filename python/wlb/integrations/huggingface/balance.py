@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,13 +17,14 @@ import wlb
 from wlb._choices import Oversize
 from wlb._core import MAX_DELAY
 from wlb._errors import check_integer, check_options, error
-from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader
+from wlb.integrations.huggingface.loader import REAL, MicroBatchCallback, MicroBatchLoader
 from wlb.integrations.huggingface.planning import Options, Planned, Planner, Resumed, documents_of, limits_of
 from wlb.integrations.huggingface.plans import Evaluation, KnownLengths, Streamed
 from wlb.integrations.huggingface.proof import prove
 from wlb.integrations.huggingface.refusals import check_repeated, check_trainer
 from wlb.integrations.rows import Rows
 from wlb.torch.data import IGNORE, BalancedStream
+from wlb.torch.routers import routed
 from wlb.torch.training import meeting_place, takes_keywords
 
 _SET_HERE = ("trainer", "packer", "num_micro_batches")  # not given by a user
@@ -49,6 +50,7 @@ def balance(
     tokens_per_batch: int | None = None,
     lengths: ArrayLike | None = None,
     cost_model: wlb.CostModel | None = None,
+    columns: Sequence[str] = (),
     verify: bool = True,
     **packer: Any,
 ) -> AnyTrainer:
@@ -89,9 +91,12 @@ def balance(
         tokens_per_batch: tokens of a step on all ranks, instead of those above.
         lengths: int[documents] tokens after tokenisation, if they are known: by default read from the data set.
         cost_model: what documents cost, instead of `wlb.ModelConfig.from_hugging_face(model.config)`.
+        columns: names of further columns of documents that the model is given, numbers for each token
+            (:class:`wlb.torch.RowReader` says which are carried anyway).
         verify: prove on the first step, before the optimizer takes it, that the trainer's loss, gradients and
             evaluation are those of documents alone (:func:`wlb.torch.verify`); seconds.
-        **packer: further arguments of `wlb.Packer`: `method`, `release`, `delay_price`.
+        **packer: further arguments of `wlb.Packer`: `method`, `release`, `delay_price`; `multiple_of_tokens` and
+            `token_buckets`, which fill rows up: what fills them is learnt by nothing, and counted by nothing.
 
     Returns:
         The same trainer.
@@ -99,8 +104,9 @@ def balance(
     Raises:
         wlb.WlbError: an argument makes no sense; the trainer has its own packing on, groups by length, draws documents
             by a sampler of its own, drops what is left, dispatches batches, or shards sequences; data without
-            `input_ids`; a model of which the costs are not known. Nothing has changed then. In `train`: the same of
-            what was changed since; a checkpoint is of other data; what :func:`wlb.torch.verify` finds.
+            `input_ids`, or with a column that has no known meaning; a model of which the costs are not known, or whose
+            routers would learn from padding. Nothing has changed then. In `train`: the same of what was changed since;
+            a checkpoint is of other data; what :func:`wlb.torch.verify` finds.
 
     Complexity:
         O(documents), where lengths are not read from documents. Without `max_steps` all steps of the run are planned,
@@ -119,6 +125,7 @@ def balance(
         tokens_per_batch=tokens_per_batch,
         lengths=lengths,
         cost_model=cost_model,
+        columns=columns,
         verify=verify,
         packer=packer,
         dataset=trainer.train_dataset,
@@ -194,9 +201,9 @@ class _Balanced(Trainer):
             if not has_length(dataset) and dataset is not None:
                 check_repeated(self)
             return super().get_eval_dataloader(eval_dataset)
-        rows = Rows(*documents_of(self, dataset, "evaluation"))
         model: Any = self.model
         limits, plain = limits_of(self, self._wlb_planner.options), not takes_keywords(model)
+        rows = Rows(*documents_of(self, dataset, "evaluation"), limits.reader)
         return Evaluation(rows, limits, self.args, plain=plain)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
@@ -214,6 +221,27 @@ class _Balanced(Trainer):
                 dist.all_reduce(total)
             output.metrics[name] = (total[0] / total[1]).item()
         return output
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Padding is told to routers, and not counted; a row without documents teaches nothing at all."""
+        total = inputs["input_ids"].numel()
+        real = inputs.pop(REAL, None) if isinstance(inputs, dict) else None
+        with routed(model, real if real else None):
+            result = super().compute_loss(model, inputs, *args, **kwargs)
+        if hasattr(self, "_total_train_tokens") and model.training:  # TRL's, of all ranks
+            filler = torch.tensor(0 if real is None else total - real, device=self.args.device)
+            self._total_train_tokens -= int(self.accelerator.gather(filler).sum())
+        if real == 0:
+            result = (result[0] * 0.0, *result[1:]) if isinstance(result, tuple) else result * 0.0
+        return result
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Counts the tokens of documents, where the Trainer is to leave padding out."""
+        if self.args.include_num_input_tokens_seen != "non_padding":
+            super()._track_num_input_tokens(inputs)
+            return
+        real = torch.tensor(inputs.get(REAL, inputs["input_ids"].numel()), device=self.args.device)
+        self.state.num_input_tokens_seen += int(self.accelerator.gather(real).sum())
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Keeps the loss of a batch with the number of its labels, without rows that accelerate has repeated."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -15,6 +15,16 @@ from wlb.integrations.labelled import labelled_steps
 from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.data.state import Snapshot, field
 from wlb.torch.metrics import StepMetrics
+
+REAL: Final = "wlb_real_tokens"
+"""In a row with padding: how many of its tokens are those of documents. They come first."""
+
+
+def row_of(batch: PackedBatch, *, plain: bool) -> dict[str, Any]:
+    """A micro-batch as a Hugging Face model takes it; one with padding says how many tokens are none."""
+    row = batch.as_hf(plain=plain)
+    real = batch.tokens.numel() - batch.num_padding
+    return row if real == row["input_ids"].numel() else row | {REAL: real}
 
 
 class MicroBatchLoader:
@@ -58,7 +68,7 @@ class MicroBatchLoader:
             if self.untrained is not None and step.snapshot is not None:
                 self.untrained.append((replace(step, micro_batches=[]), self._epochs_after(step)))
             for batch in step.micro_batches:
-                yield batch.as_hf(plain=self._plain) if isinstance(batch, PackedBatch) else batch
+                yield row_of(batch, plain=self._plain) if isinstance(batch, PackedBatch) else batch
 
     def _epochs_after(self, step: Step[Any]) -> float | None:
         """Passes over the documents that are read after a step; None of a stream, which has none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from wlb.integrations.rows import Rows
 from wlb.torch.data import Documents
 from wlb.torch.data.loading import Loading, step_tokens
 from wlb.torch.data.state import field as field_of
+from wlb.torch.routers import check_told
 from wlb.torch.training import takes_keywords
 
 
@@ -41,6 +42,7 @@ class Options:
     tokens_per_batch: int | None
     lengths: ArrayLike | None
     cost_model: wlb.CostModel | None
+    columns: Sequence[str]
     verify: bool
     packer: Mapping[str, Any]
     dataset: Any
@@ -115,6 +117,9 @@ class Planner:
         """
         check_trainer(trainer)
         limits = limits_of(trainer, self.options)
+        for name in ("multiple_of_tokens", "token_buckets"):
+            if limits.others.get(name):
+                check_told(trainer.model, name, limits.others[name])
         plain = not takes_keywords(trainer.model)
         own = {name: self._given(trainer, name) for name in ("max_steps", "gradient_accumulation_steps")}
         plan: KnownLengths | Streamed
@@ -162,7 +167,7 @@ class Planner:
 
     def _known(self, trainer: Trainer, limits: Limits, own: Mapping[str, int], resumed: Resumed | None) -> KnownLengths:
         args, options = trainer.args, self.options
-        rows = Rows(*documents_of(trainer, trainer.train_dataset, "training"))
+        rows = Rows(*documents_of(trainer, trainer.train_dataset, "training"), limits.reader)
         if not len(rows):
             raise error("train_dataset", "is empty")
         shuffle = shuffles(trainer)
@@ -177,7 +182,7 @@ class Planner:
         if own["max_steps"] > 0:  # as many as that takes: what waits is drained after the last one
             begun, done = (0, 0) if resumed is None else (field_of(resumed.state, "epoch", int), resumed.step)
             num_epochs = begun + 2 + math.ceil((own["max_steps"] - done) * tokens_per_batch / int(trained.sum()))
-        return KnownLengths(rows, measured, packer, max(num_epochs, 1), shuffle, args)
+        return KnownLengths(rows, measured, packer, max(num_epochs, 1), shuffle, args, limits)
 
     def _lengths(self, trainer: Trainer, rows: Rows) -> NDArray[np.int64]:
         dataset, options = trainer.train_dataset, self.options
@@ -212,7 +217,7 @@ class Planner:
             tokens_per_batch = step_tokens(num_micro_batches * limits.max_tokens)
         else:
             num_micro_batches = limits.micro_batches(tokens_per_batch, world_size)
-        return Streamed(dataset, collator, limits.packer(num_micro_batches, tokens_per_batch))
+        return Streamed(dataset, collator, limits.packer(num_micro_batches, tokens_per_batch), limits)
 
     def _steps(self, plan: KnownLengths, num_train_epochs: float, resumed: Resumed | None) -> int:
         """Optimizer steps of the whole run, those done included: that is what ends it, and what its schedule counts."""
@@ -221,7 +226,9 @@ class Planner:
             sampler.load_state_dict(resumed.state)
         state = sampler.state_dict()
         # Counted anew by each plan: a collator may have been changed in place since, and masks other labels now.
-        epochs = labelled_steps_left(sampler, Documents(plan.rows), plan.num_epochs)
+        loading = plan.limits.loading
+        documents = Documents(plan.rows, columns=loading.columns)
+        epochs = labelled_steps_left(sampler, documents, loading.collate, plan.num_epochs)
         done = 0 if resumed is None else resumed.step
         if not epochs:
             return max(done, 1)
@@ -254,7 +261,11 @@ def limits_of(trainer: Any, options: Options) -> Limits:
     if cost_model is None:
         cost_model = wlb.ModelConfig.from_hugging_face(config.to_dict()).cost_model()
     loading = Loading(
-        max_document_tokens=context, oversize=options.oversize, max_delay=options.max_delay, cost_model=cost_model
+        max_document_tokens=context,
+        oversize=options.oversize,
+        max_delay=options.max_delay,
+        cost_model=cost_model,
+        columns=options.columns,
     )
     return Limits(options.max_tokens, loading, dict(options.packer))
 

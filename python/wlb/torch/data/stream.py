@@ -25,10 +25,11 @@ from wlb.filling import (
     warn_of_long,
 )
 from wlb.ledger import waiting_pieces
-from wlb.torch.data.documents import Document
+from wlb.torch.data.documents import Document, layout_of
 from wlb.torch.data.given_costs import check_given
 from wlb.torch.data.one_stream import OneStream, ReadDocument, costs_of, restores_itself
 from wlb.torch.data.peers import Peers, failure_text
+from wlb.torch.data.rows import RowReader
 from wlb.torch.data.shares import Shares
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.torch.data.step import Step, check_batch
@@ -91,6 +92,8 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             stream gives, `lambda row: [encoder(row["patches"]), language(len(row["input_ids"]))]` say, to a float or
             floats. Called once, in the thread of the rank that reads it; the others are told. A piece of a document has
             the share of its tokens. What waits keeps its costs, in states too.
+        columns: Names of further columns of rows that are carried (:class:`wlb.torch.RowReader` says which are anyway).
+        labels_ahead: How many tokens ahead every token predicts (`collate`).
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
@@ -114,7 +117,10 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         min_step_tokens: int | None = None,
         max_early: int = 0,
         costs: Callable[[Any], Any] | None = None,
+        columns: Sequence[str] = (),
+        labels_ahead: int = 1,
     ) -> None:
+        reader = RowReader(columns, labels_ahead)
         check_given(costs, packer)
         check_max_early(max_early, packer)
         if costs is not None and not callable(costs):
@@ -140,7 +146,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         self._collate = collate_fn
         columns = packer.cost_columns or 0
         of_document = None if costs is None else partial(costs_of, costs, columns)
-        self._streams = [OneStream(stream, self._longest, of_document) for stream in streams]
+        self._streams = [OneStream(stream, self._longest, of_document, reader) for stream in streams]
         self._packer = packer.empty_copy()
         self._waiting: dict[int, Waiting] = {}
         self._stand = [stream.state_dict() for stream in self._streams]  # behind what has had its turn
@@ -393,7 +399,15 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
                     self._number,
                 ),
                 "documents": {
-                    number: [(each.document.tokens.size, each.document.labels is not None, each.costs) for each in all]
+                    number: [
+                        (
+                            each.document.tokens.size,
+                            each.document.labels is not None,
+                            each.costs,
+                            layout_of(each.document),
+                        )
+                        for each in all
+                    ]
                     for number, all in read.items()
                 },
                 "streams": states,
@@ -406,10 +420,10 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         for number, stream in enumerate(self._streams):
             part = parts[number % self._size]
             stream.stands(part["streams"][number])
-            for at, (length, labelled, costs) in enumerate(part["documents"][number]):
+            for at, (length, labelled, costs, layout) in enumerate(part["documents"][number]):
                 left = length if self._longest is None else min(length, self._longest)
                 document = read[number][at].document if number in read else None
-                waiting = Waiting(number, length, labelled, left, left, 0, document, None, costs)
+                waiting = Waiting(number, length, labelled, left, left, 0, document, None, costs, layout)
                 documents[number, first[number] + at] = waiting
         return ReadBatch(documents, [stream.state_dict() for stream in self._streams])
 
@@ -423,18 +437,18 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             if waiting.left > length:
                 self._waiting[id] = replace(waiting, left=waiting.left - length)
         incoming: list[list[int]] = [[] for _ in range(self._size)]  # sizes, by source
-        outgoing: list[list[NDArray[Any]]] = [[] for _ in range(self._size)]  # tokens (and labels), by destination
+        outgoing: list[list[NDArray[Any]]] = [[] for _ in range(self._size)]  # of documents or pieces, by destination
 
         staying = sorted(id for id, waiting in self._waiting.items() if waiting.hashes is None)
         for id in staying:
             waiting = self._waiting[id]
             if waiting.document is None:
-                incoming[waiting.stream % self._size] += [waiting.length] * (1 + waiting.labelled)
+                incoming[waiting.stream % self._size].append(waiting.length * waiting.width)
                 self.tokens_moved += waiting.length
             else:
                 for destination in range(self._size):
                     if destination != self._rank:
-                        outgoing[destination] += _rows(waiting.document)
+                        outgoing[destination].append(waiting.sent())
 
         everywhere = {id for id, waiting in before.items() if waiting.hashes is not None}.union(staying)
         expected: list[list[tuple[int, int, int]]] = []  # id, start, length of each piece
@@ -450,9 +464,9 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
                 # What follows goes with a piece: its last token predicts that.
                 size = min(length + 1, waiting.length - start)
                 if waiting.document is not None:
-                    outgoing[destination] += [row[start : start + size] for row in _rows(waiting.document)]
+                    outgoing[destination].append(waiting.sent(start, size))
                 elif destination == self._rank:
-                    incoming[waiting.stream % self._size] += [size] * (1 + waiting.labelled)
+                    incoming[waiting.stream % self._size].append(size * waiting.width)
                     self.tokens_moved += size
 
         arrived = self._peers.all_to_all(outgoing, incoming)
@@ -484,8 +498,3 @@ def _taken(state: Mapping[str, Any]) -> set[tuple[int, int]]:
 
 def _ids_and_lengths(part: wlb.MicroBatch) -> tuple[list[int], list[int]]:
     return part.document_ids.tolist(), part.lengths.tolist()
-
-
-def _rows(document: Document) -> list[NDArray[Any]]:
-    """Its tokens, and its labels if it has some."""
-    return [row for row in (document.tokens, document.labels) if row is not None]
