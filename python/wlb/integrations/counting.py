@@ -7,7 +7,6 @@ from collections.abc import Callable
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch
 from wlb.torch.data.reader import StepReader
 
-
 Collate = Callable[..., PackedBatch]
 
 
