@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import lightning
+import numpy as np
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -184,8 +185,8 @@ class BalancedDataModule(LightningDataModule):
         trainer: Any = self.trainer
         if trainer is None:
             raise error("trainer", "has not been given this data module: fit(module, datamodule=data)")
-        if len(self._documents) != len(self._lengths):
-            found, known = len(self._documents), len(self._lengths)
+        if len(self._documents) != np.size(self._lengths):
+            found, known = len(self._documents), np.size(self._lengths)
             message = f"has {found} documents, but had {known} when their lengths were read: make a new data module"
             raise error("dataset", message, value=found)
         sampler = self._sampler(trainer.global_rank, trainer.world_size)
