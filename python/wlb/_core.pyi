@@ -1,6 +1,6 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, final, overload
+from typing import Any, Literal, TypeAlias, TypeVar, final, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -63,7 +63,9 @@ __all__ = [
     "batch_offsets",
     "dynamic_cp_seconds",
     "hand_down",
+    "keys_plan",
     "most_tokens",
+    "moves_plan",
     "order_micro_batches",
     "pack",
     "padded_tokens",
@@ -71,6 +73,7 @@ __all__ = [
     "pass_weights",
     "plan_dynamic_cp",
     "result",
+    "ring_plan",
     "shard",
     "simulate_pipeline",
     "simulate_steps",
@@ -1704,6 +1707,29 @@ def order_micro_batches(
                [3, 2]])
     """
 
+_Rows: TypeAlias = tuple[int, int, bool]
+_Call: TypeAlias = tuple[_Rows, _Rows, int, int, int, int, tuple[int, int], bool]
+_Indices: TypeAlias = tuple[NDArray[np.int32], int]
+
+def keys_plan(
+    shard: Shard, rank: int, *, fetch: bool, window: int | None, biased: bool
+) -> tuple[
+    _Indices,
+    list[_Call],
+    list[_Call],
+    int,
+    tuple[_Rows, int],
+    list[int],
+    list[int],
+    bool,
+    tuple[_Rows, _Rows, _Rows, _Rows],
+]: ...
+def ring_plan(
+    shard: Shard, rank: int, degree: int, *, window: int | None, biased: bool
+) -> tuple[_Indices, list[list[_Call]], list[int], list[int], tuple[list[int], int, NDArray[np.int32]] | None]: ...
+def moves_plan(
+    before: Shard, after: Shard, rank: int
+) -> tuple[NDArray[np.int32], _Rows, list[int], _Rows, list[int]]: ...
 def dynamic_cp_seconds(
     group_seconds: ArrayLike,
     *,
