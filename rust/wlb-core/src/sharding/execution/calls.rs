@@ -237,6 +237,8 @@ impl Calls {
         if total > MAX_TOKENS {
             return Err(Error::TotalTooLong { argument: "cu_seqlens_k", total });
         }
+        // At once: numbers that outgrow their memory are copied.
+        indices.rows.reserve(total as usize + self.seen.len());
         let bounds = indices.bounds.len();
         let longest = |lengths: &mut dyn Iterator<Item = i64>, bounds: &mut Vec<i32>| {
             let (mut end, mut longest) = (0, 0);

@@ -155,7 +155,9 @@ impl KeysPlan {
         const NONE: i32 = -1;
         let rows = self.own_rows + self.arriving_rows.iter().sum::<i64>();
         let indices = &mut self.indices;
-        let mut first = vec![NONE; rows as usize];
+        let begin = indices.rows.len();
+        indices.rows.resize(begin + rows as usize, NONE);
+        let (lists, first) = indices.rows.split_at_mut(begin);
         let (mut more, mut more_rows) = (Vec::new(), Vec::new());
         let mut gradient = 0_i32;
         // Neighbouring rows get neighbouring gradients.
@@ -177,7 +179,7 @@ impl KeysPlan {
         for call in self.local.iter().chain(&self.remote) {
             let (begin, count) = (call.keys.first as usize, call.keys.count as usize);
             if call.keys.listed {
-                let neighbours = indices.rows[begin..begin + count].chunk_by(|row, next| row + 1 == *next);
+                let neighbours = lists[begin..begin + count].chunk_by(|row, next| row + 1 == *next);
                 for rows in neighbours {
                     add(rows[0] as usize, rows.len(), gradient);
                     gradient += rows.len() as i32;
@@ -187,22 +189,27 @@ impl KeysPlan {
                 gradient += count as i32;
             }
         }
+        if gradient == 0 {
+            indices.rows.truncate(begin);
+            return;
+        }
+        let in_order = gradient as usize == first.len() && first.iter().zip(0..).all(|(at, row)| *at == row);
+        let mut without = Vec::new();
+        for (row, place) in (0..).zip(first.iter_mut()) {
+            if *place == NONE {
+                *place = 0;
+                without.push(row);
+            }
+        }
+        self.gradients = Rows { first: if in_order { 0 } else { begin as i64 }, count: rows, listed: !in_order };
         let mut list = |rows: &[i32]| {
             let first = indices.rows.len() as i64;
             indices.rows.extend_from_slice(rows);
             Rows { first, count: rows.len() as i64, listed: true }
         };
-        if gradient > 0 {
-            let without: Vec<i32> =
-                (0_i32..).zip(&first).filter(|(_, gradient)| **gradient == NONE).map(|(row, _)| row).collect();
-            without.iter().for_each(|&row| first[row as usize] = 0);
-            self.without = list(&without);
-            let in_order = gradient as usize == first.len() && first.iter().zip(0..).all(|(at, row)| *at == row);
-            let all = Rows { first: 0, count: rows, listed: false };
-            self.gradients = if in_order { all } else { list(&first) };
-            self.more = list(&more);
-            self.more_rows = list(&more_rows);
-        }
+        self.without = list(&without);
+        self.more = list(&more);
+        self.more_rows = list(&more_rows);
     }
 }
 
