@@ -160,7 +160,7 @@ def new_loader() -> Any:
 
 @pytest.mark.parametrize(("names", "ranks"), [(["plain"], 1), ([*RIGHT], 2)])
 def test_what_is_right_is_proved_and_left_as_it_was(names: list[str], ranks: int) -> None:
-    lines = ["documents", "apart", "loss", "gradient", "evaluation", "resume"]
+    lines = ["documents", "mode", "loss", "gradient", "evaluation", "resume"]
     for found in processes.run(ranks, proved, names):
         for name, (table, untouched) in found.items():
             assert untouched, name
@@ -428,7 +428,7 @@ def by_rows(rank: int, names: list[str]) -> dict[str, str]:
         train = None if name == "right" else by_hand(model, rows, scale=1.0)
         try:
             proof = wt.verify(model, first_step(), train=train, alone="rows", group=group, report=None)
-            assert [check.name for check in proof.checks] == ["documents", "apart", "loss", "gradient"]
+            assert [check.name for check in proof.checks] == ["documents", "mode", "loss", "gradient"]
             found[name] = ""
         except wlb.WlbError as wrong:
             found[name] = str(wrong)
