@@ -176,7 +176,6 @@ def _reported(checks: Sequence[Check], report: Callable[[Proof], None] | None) -
     result = Proof(tuple(checks))
     if report is not None:
         report(result)
-    # A gradient tells more than a loss.
     for check in sorted(result.checks, key=lambda check: check.name == "loss"):
         if not check.passed:
             raise error(_ARGUMENTS.get(check.name, "model"), check.fix, value=check.error)
@@ -265,11 +264,13 @@ class _Prover:
         fix = _STEPPED if stepped else _EVALUATION_MODE
         checks = [Check("mode", modes, "training", max(stepped, evaluated), 0.0, fix)]
         mean, expected = self._alone_or_by_rows(right(self._short.rows))
+        gradient = self._gradient(found, expected)
         if loss is not None:
             (apart,) = self._ranks.largest(_relative(loss, mean))
-            fix = self._loss_explained(loss, mean) if apart > self._allowed_of_losses else ""
+            explained = apart <= self._allowed_of_losses or not gradient.passed  # that tells more than a loss
+            fix = "" if explained else self._loss_explained(loss, mean)
             checks.append(Check("loss", f"{loss:.6g}", f"{mean:.6g}", apart, self._allowed_of_losses, fix))
-        checks.append(self._gradient(found, expected))
+        checks.append(gradient)
         if evaluate is not None:
             checks.append(self._evaluation(evaluate, mean))
         return checks
@@ -427,9 +428,8 @@ class _Prover:
                 check_wrappers(self._model.whole, self._ranks.share)
         except WlbError as wrong:
             text = str(wrong).partition(" ")[2]
-        found_anywhere = self._ranks.gathered(text)
-        explained = self._fitted("exchange", summed, expected, next((t for t in found_anywhere if t != text), text))
-        return [replace(explained, factor=1.0)]
+        text = min(self._ranks.gathered(text), key=lambda each: each == _NOT_EXCHANGED)  # the same on every rank
+        return [replace(self._fitted("exchange", summed, expected, text), factor=1.0)]
 
     def _statistics(self) -> list[_Explanation]:
         """Is all well once layers with statistics of batches do not take them?"""

@@ -42,8 +42,10 @@ class Ranks:
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """Over the ranks that share the step, in place."""
         if self.size > 1:
-            for tensor in tensors:
-                dist.all_reduce(tensor, group=self.share)
+            works = [dist.all_reduce(tensor, group=self.share, async_op=True) for tensor in tensors]
+            for work in works:
+                if work is not None:
+                    work.wait()
 
     def gathered(self, mine: Any) -> list[Any]:
         """What each of the ranks that share the step gives."""
