@@ -125,11 +125,32 @@ def step_of(mesh: Any, seed: int, strategy: str = "auto") -> wt.Step[PackedBatch
         release="fifo",
     )
     sampler = wt.BalancedBatchSampler(
-        LENGTHS, packer=packer, dp_rank=dp.get_local_rank(), dp_size=dp.size(), tokens_per_batch=60 * 2 * dp.size(), seed=seed
+        LENGTHS,
+        packer=packer,
+        dp_rank=dp.get_local_rank(),
+        dp_size=dp.size(),
+        tokens_per_batch=60 * 2 * dp.size(),
+        seed=seed,
     )
     keep: Any = partial(wt.collate, cp_rank=cp.get_local_rank(), cp_size=cp.size(), strategy=strategy)
     loader = DataLoader(wt.Documents(documents(seed)), batch_sampler=sampler, collate_fn=keep)
     return next(iter(wt.StepLoader(loader)))
+
+
+def dynamic_step(mesh: Any) -> wt.DynamicCpStep[PackedBatch]:
+    """The longest document is on both ranks, others on one."""
+    limits: dict[str, Any] = {"num_stages": 1, "max_tokens_per_rank": 64}
+    plan: Any = partial(
+        wlb.plan_dynamic_cp, world_size=2, cost_model=wlb.CostModel(attention=1.0, linear=50.0), **limits
+    )
+    given = [torch.arange(length) * 7 % WORDS for length in (100, *[30] * 8)][dist.get_rank() :: 2]
+    loader: wt.DynamicCpLoader[PackedBatch] = wt.DynamicCpLoader(
+        [given], plan=plan, group=wt.data_and_context(mesh).get_group()
+    )
+    (step,) = loader
+    loader.close()
+    assert {batch.cp_size for batch in step.micro_batches} == {1, 2}
+    return step
 
 
 @dataclass
@@ -154,6 +175,7 @@ class Loop:
     exchange: Callable[[Loop, Any], None] = lambda loop, step: added_up(loop)
     before: Callable[[Loop], None] = lambda loop: None
     groups: Any = None
+    reported: float = 1.0  # of the sum of losses
 
     @property
     def share(self) -> Any:
@@ -197,7 +219,7 @@ class Loop:
                 total += part.detach()
         self.exchange(self, step)
         dist.all_reduce(total)
-        return total
+        return total * self.reported
 
 
 def added_up(loop: Loop) -> None:

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wlb
 import wlb.torch as wt
 from tests.torch import processes
-from tests.torch.small_decoder import WIDTH, Decoder, Loop, alone, step_of, with_shard_of_one
+from tests.torch.small_decoder import WIDTH, Decoder, Loop, alone, dynamic_step, step_of, with_shard_of_one
 from wlb.torch.data import IGNORE, PackedBatch
 
 LAYOUTS = {"dp": {"dp": 2}, "cp": {"cp": 2}, "pp": {"pp": 2}}
@@ -227,6 +228,54 @@ def named(layout: str, seeds: list[int], only: str = "") -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_planted_fault_is_named(layout: str) -> None:
     named(layout, [0])
+
+
+def of_a_dynamic_plan(rank: int) -> list[str]:
+    warnings.simplefilter("ignore")
+    mesh = wt.build_mesh(dp=2, device_type="cpu")
+    step = dynamic_step(mesh)
+    groups = wt.ContextParallelGroups(mesh)
+    local = replace_positions(Loop(Decoder(), mesh, groups=groups))
+    made = Loop(Decoder(own=True), mesh, groups=groups)
+    return [refused(loop, step) for loop in (local, made)]
+
+
+def replace_positions(loop: Loop) -> Loop:
+    loop.batch = lambda batch: replace(batch, position_ids=torch.arange(batch.tokens.numel()))
+    return loop
+
+
+def refused(loop: Loop, step: Any) -> str:
+    with pytest.raises(wlb.WlbError) as raised:
+        wt.verify(loop.model, step, train=loop, alone=alone, group=loop.share, report=None)
+    return str(raised.value)
+
+
+def test_positions_of_a_dynamic_plan_are_named() -> None:
+    for passed, made in processes.run(2, of_a_dynamic_plan):
+        assert "is trained at other positions" in passed
+        assert "divided over context-parallel ranks" in made
+        assert "positions are those of this rank's part" in made
+
+
+def over_other_ranks(rank: int) -> list[str]:
+    """As wrapped before context parallelism came: over data-parallel ranks alone."""
+    warnings.simplefilter("ignore")
+    mesh = wt.build_mesh(dp=2, cp=2, device_type="cpu")
+    step, found = step_of(mesh, 0), []
+    for wrapped in (
+        DistributedDataParallel(Decoder(), process_group=mesh["dp"].get_group()),
+        fully_shard(Decoder(), mesh=mesh["dp"]),
+    ):
+        loop = Loop(wrapped, mesh, exchange=lambda loop, step: None)
+        found.append(refused(loop, step))
+    return found
+
+
+def test_wrappers_over_data_parallel_ranks_alone_are_named() -> None:
+    for texts in processes.run(4, over_other_ranks):
+        for text in texts:
+            assert re.search(r"over ranks \[\d, \d\], but ranks \[0, 1, 2, 3\] share the global batch", text), text
 
 
 @pytest.mark.long

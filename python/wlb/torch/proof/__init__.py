@@ -187,8 +187,8 @@ _MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m
 _ARGUMENTS = {"documents": "step", "evaluation": "evaluate", "resume": "loader"}
 
 _EVALUATION_MODE = (
-    "is trained in evaluation mode, without dropout and with the statistics that layers keep: call model.train() before "
-    "the step (models of from_pretrained are in evaluation mode)"
+    "is trained in evaluation mode, without dropout and with the statistics that layers keep: call model.train() "
+    "before the step (models of from_pretrained are in evaluation mode)"
 )
 _STEPPED = (
     "has other weights after `train`: it holds an optimizer step. Give verify forward and backward alone (weights are "
@@ -301,7 +301,7 @@ class _Prover:
         return result
 
     def _rows_of_their_own(self) -> tuple[float, Gradients]:
-        """The step by `train`, a document of each micro-batch at a time: as many micro-batches, each of one document."""
+        """The step by `train`, a document of each micro-batch at a time: micro-batches stay as many."""
         count = self._short.num_valid_tokens
         mean = 0.0
         total = [torch.zeros_like(local(parameter)) for parameter in self._model.parameters]
@@ -404,8 +404,8 @@ class _Prover:
             text = best.text.format(divisor if best.name == "divisor" else self._mixing())
             return text if best.name == "divisor" or not divisor else f"{text}. Beside that it {divisor}"
         return self._tried(found) or (
-            f"has a gradient that is {apart:.1%} off, and no known fault explains it (the nearest is {best.name}, which "
-            f"leaves {best.apart:.1%}): is there a loss beside that of labels (a router's, distillation), clipping or "
+            f"has a gradient that is {apart:.1%} off, and no known fault explains it (the nearest is {best.name}, "
+            f"which leaves {best.apart:.1%}): is there a loss beside that of labels (a router's, distillation), clipping or "
             "scaling in `train`, and does `alone` call the model as the loop does?"
         )
 

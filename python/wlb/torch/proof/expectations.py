@@ -95,18 +95,14 @@ def _means(unit: Callable[[Row, int, int], Hashable], *, parts: bool = False) ->
         for key, run in found:
             counts[key] += _learnt(run.labels)
         units = sum(count > 0 for count in counts.values())
-        return [
-            Run(run.tokens, run.labels, 1 / (counts[key] * units)) for key, run in found if _learnt(run.labels) > 0
-        ]
+        return [Run(run.tokens, run.labels, 1 / (counts[key] * units)) for key, run in found if _learnt(run.labels) > 0]
 
     return runs
 
 
 def _split(row: Row, values: Tensor) -> list[tuple[Document, Tensor]]:
     """Values of a row by its documents."""
-    return list(
-        zip(row.documents, values.split([document.tokens.numel() for document in row.documents]), strict=True)
-    )
+    return list(zip(row.documents, values.split([document.tokens.numel() for document in row.documents]), strict=True))
 
 
 def _labelled(labels_of: Callable[[Row], Tensor]) -> Runs:

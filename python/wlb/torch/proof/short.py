@@ -100,7 +100,10 @@ class Short:
         for theirs in ranks.gathered([(key, _inside(batch, windows[key])) for key, batch in batches]):
             for key, parts in theirs:
                 for document, (places, tokens, labels) in zip(found[key], parts, strict=True):
-                    document.tokens[places], document.labels[places] = torch.from_numpy(tokens), torch.from_numpy(labels)
+                    document.tokens[places], document.labels[places] = (
+                        torch.from_numpy(tokens),
+                        torch.from_numpy(labels),
+                    )
         for key, of_row in windows.items():
             for document, (_, _, goes_on) in zip(found[key], of_row, strict=True):
                 if not goes_on:
