@@ -31,7 +31,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = dropout
 
-    def forward(self, x: Tensor, positions: Tensor, shard: wlb.Shard, group: Any, transport: str) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, shard: wlb.Shard, group: Any, transport: Any) -> Tensor:
         q, k, v = (part.unflatten(1, (HEADS, -1)) for part in self.qkv(x).chunk(3, 1))
         attend: Any = partial(wt.context_parallel_attention, group=group, transport=transport)
         x = x + self.out(attend(rotated(q, positions), rotated(k, positions), v, shard).flatten(1))
@@ -71,7 +71,7 @@ class Decoder(nn.Module):
         self.config = SimpleNamespace(tie_word_embeddings=tied)
         self.own, self.transport, self.group = own, transport, None
         if self.is_first or (tied and self.is_last):
-            self.embedding = nn.Embedding(WORDS, WIDTH)
+            self.embedding: Any = nn.Embedding(WORDS, WIDTH)
         if self.is_first:
             self.places = nn.Embedding(256, WIDTH)
         torch.manual_seed(seed + 1 + stage)
@@ -173,7 +173,7 @@ class Loop:
         logits, labels, num_valid_tokens=valid
     )
     exchange: Callable[[Loop, Any], None] = lambda loop, step: added_up(loop)
-    before: Callable[[Loop], None] = lambda loop: None
+    before: Callable[[Loop], object] = lambda loop: None
     groups: Any = None
     reported: float = 1.0  # of the sum of losses
 

@@ -163,7 +163,7 @@ def left_in_eval(case: Planted) -> None:
 
 
 def eval_in_loop(case: Planted) -> None:
-    case.loop.before = lambda loop: loop.modules.eval() and None
+    case.loop.before = lambda loop: loop.modules.train(False)
 
 
 def stepped(case: Planted) -> None:

@@ -42,7 +42,7 @@ def with_dropout() -> nn.Module:
 
 
 def checkpointing() -> nn.Module:
-    model = llama()
+    model: Any = llama()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
@@ -106,7 +106,7 @@ def of_models(rank: int) -> dict[str, str]:
         if name != "frozen statistics":
             model.train()
         optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-        found[name] = accused(lambda model=model: wt.verify(model, first_step(), report=None))
+        found[name] = accused(partial(wt.verify, model, first_step(), report=None))
         assert not optimizer.state
     found["own loop"] = accused(own_loop)
     found["accelerate"] = accused(accelerated)
@@ -220,7 +220,7 @@ def of_grids(rank: int) -> dict[str, str]:
     found["dp x cp, ddp"] = accused(lambda: checked(averaging(mesh), step_of(mesh, 0)))
     found["dp x cp, fully_shard"] = accused(lambda: checked(sharding(mesh), step_of(mesh, 0)))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded(llama(), grid)
+    model: Any = sharded(llama(), grid)
     found["replicas of shards"] = accused(lambda: wt.verify(model, first_step(), report=None))
     with torch.no_grad():  # of a replica, not of a shard alone
         model.lm_head.weight.to_local()[0, 0] += 1e-3 * grid["replicate"].get_local_rank()

@@ -89,10 +89,14 @@ class TiedWeights:
         dist.all_reduce(_local(parameter.grad), group=self._holders)
 
 
-def is_tied(group: dist.ProcessGroup | None) -> bool:
-    """Whether stages of this pipeline have said that they share a weight."""
-    group = group or dist.group.WORLD
-    return group is not None and group.group_name in _TIED
+def is_tied(group: dist.ProcessGroup | None, stages: Iterable[nn.Module]) -> bool:
+    """Whether a weight of this rank's stages is said to be shared with others of the pipeline, by what still lives.
+
+    A rank without a copy has nothing to say.
+    """
+    ours = {id(parameter) for stage in stages for parameter in stage.parameters()}
+    said = [tied._parameter for tied in of_pipeline(group)]
+    return any(parameter is None or id(parameter) in ours for parameter in said)
 
 
 def of_pipeline(group: dist.ProcessGroup | None) -> Iterable[TiedWeights]:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wlb._errors import WlbError, error
+from wlb._core import WlbError
+from wlb._errors import error
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
@@ -405,8 +406,8 @@ class _Prover:
             return text if best.name == "divisor" or not divisor else f"{text}. Beside that it {divisor}"
         return self._tried(found) or (
             f"has a gradient that is {apart:.1%} off, and no known fault explains it (the nearest is {best.name}, "
-            f"which leaves {best.apart:.1%}): is there a loss beside that of labels (a router's, distillation), clipping or "
-            "scaling in `train`, and does `alone` call the model as the loop does?"
+            f"which leaves {best.apart:.1%}): is there a loss beside that of labels (a router's, distillation), clipping "
+            "or scaling in `train`, and does `alone` call the model as the loop does?"
         )
 
     def _fitted(self, name: str, found: Gradients, predicted: Gradients, text: str) -> _Explanation:
@@ -460,10 +461,7 @@ class _Prover:
         again = _filled(self._trained(self._short.step())[1], found)
         if self._apart(again, found) > self._allowed:
             return _BY_CHANCE
-        before = [
-            self._trained(self._short.step(lambda documents, make=make: _with_others(documents, make)))[1]
-            for make in (lambda tokens: tokens.flip(0), lambda tokens: torch.full_like(tokens, int(tokens.max())))
-        ]
+        before = [self._trained(self._short.step(change))[1] for change in (_behind_reversed, _behind_one_token)]
         first = _filled(before[0], found)
         if self._apart(_filled(before[1], found), first) > self._allowed:
             return SEE_EACH_OTHER.format(self._mixing())
@@ -525,10 +523,18 @@ class _Prover:
         )
 
 
-def _with_others(documents: Sequence[Document], make: Callable[[Tensor], Tensor]) -> list[Document]:
+def _behind(documents: Sequence[Document], make: Callable[[Tensor], Tensor]) -> list[Document]:
     """The last document, behind others of the same lengths from which nothing is learnt."""
     others = [Document(make(each.tokens), torch.full_like(each.labels, IGNORE)) for each in documents[:-1]]
     return [*others, *documents[-1:]]
+
+
+def _behind_reversed(documents: Sequence[Document]) -> list[Document]:
+    return _behind(documents, lambda tokens: tokens.flip(0))
+
+
+def _behind_one_token(documents: Sequence[Document]) -> list[Document]:
+    return _behind(documents, lambda tokens: torch.full_like(tokens, int(tokens.max())))
 
 
 def _trains(part: nn.Module) -> bool:

@@ -101,9 +101,9 @@ class Model:
         batch = _batch(run).to(self._ranks.device)
         if not self._stages:
             part = self.whole if self.sharded else unwrapped(self.whole)
-            loss = self._loss(part, batch) * run.weight
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss.item()
+            whole = self._loss(part, batch) * run.weight
+            whole.backward()  # type: ignore[no-untyped-call]
+            return whole.item()
         kept: dict[int, tuple[Tensor, Tensor]] = {}
         given: Any = batch.tokens
         for index in range(self._last + 1):

@@ -133,7 +133,7 @@ def tied(parts: Sequence[nn.Module], stages: Sequence[Any]) -> list[Check]:
     if not any(getattr(getattr(part, "config", None), "tie_word_embeddings", False) for part in bare):
         return []
     if stages:
-        apart = stages[0].group_size > 1 and not is_tied(stages[0].group)
+        apart = stages[0].group_size > 1 and not is_tied(stages[0].group, parts)
         fix = "make wt.TiedWeights on every rank of the pipeline, and call its all_reduce_gradients() in each step"
     else:
         ends = [getattr(bare[0], f"get_{name}_embeddings", lambda: None)() for name in ("input", "output")]

@@ -193,7 +193,7 @@ def _number_of_each(row: Row) -> Tensor:
 def _counted(numbers: Tensor) -> Tensor:
     """How many of the same came before each."""
     result = torch.empty_like(numbers)
-    for number in numbers.unique():
+    for number in set(numbers.tolist()):
         here = numbers == number
         result[here] = torch.arange(int(here.sum()))
     return result
@@ -208,7 +208,7 @@ def _attention_of_a_rank(*, local: bool) -> Runs:
             tokens, labels = joined(row.documents)
             number, places = _number_of_each(row), torch.cat([torch.arange(0), *map(_places, row.documents)])
             for _, mine in _of_each_rank(row):
-                for document in number[mine].unique():
+                for document in sorted(set(number[mine].tolist())):
                     here = mine[number[mine] == document]
                     positions = torch.arange(here.numel()) if local else places[here]
                     result.append(Run(tokens[here], labels[here], positions=positions))
