@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         result: Tensor = x @ self.embedding.weight.T if self.head is None else self.head(x)
         return result
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self) -> Any:
         return self.embedding
 
     def get_output_embeddings(self) -> Any:

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from wlb._errors import error
@@ -54,10 +53,7 @@ def _labels(step: Step[Any], group: dist.ProcessGroup | None) -> int | None:
         return None
     if step.num_ranks > 1 and not dist.is_initialized():  # the part of a rank, looked at without the others
         return None
-    device = "cpu"
-    if dist.is_initialized() and "cpu" not in dist.get_backend_config():
-        device = str(torch.accelerator.current_accelerator())
-    labels = count_valid_tokens(step, group=group, device=device)
+    labels = count_valid_tokens(step, group=group)
     if not labels:
         warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=4)
     return labels

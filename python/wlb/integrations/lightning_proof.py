@@ -60,7 +60,7 @@ def prove(trainer: Any, step: Step[PackedBatch], divided: int, row: Callable[[Pa
         return torch.zeros((), requires_grad=True) if loss is None else loss
 
     def train(of: Step[PackedBatch]) -> float:
-        labels = count_valid_tokens(of, group=group, device=where)
+        labels = count_valid_tokens(of, group=group)
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(of.micro_batches):
             loss = loss_of(strategy.training_step, batch, (labels or 1) / divided, index)

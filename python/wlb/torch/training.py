@@ -83,7 +83,7 @@ def train_step(
     _prepare(model, group, several)
     device = next(model.parameters()).device
     where = meeting_place(group, device)
-    valid = count_valid_tokens(step, group=group, device=where)
+    valid = count_valid_tokens(step, group=group)
     total = torch.zeros((), device=device)
     if valid == 0:
         warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=2)

@@ -406,8 +406,8 @@ class _Prover:
             return text if best.name == "divisor" or not divisor else f"{text}. Beside that it {divisor}"
         return self._tried(found) or (
             f"has a gradient that is {apart:.1%} off, and no known fault explains it (the nearest is {best.name}, "
-            f"which leaves {best.apart:.1%}): is there a loss beside that of labels (a router's, distillation), clipping "
-            "or scaling in `train`, and does `alone` call the model as the loop does?"
+            f"which leaves {best.apart:.1%}): is there a loss beside that of labels (a router's, distillation), "
+            "clipping or scaling in `train`, and does `alone` call the model as the loop does?"
         )
 
     def _fitted(self, name: str, found: Gradients, predicted: Gradients, text: str) -> _Explanation:

@@ -102,7 +102,8 @@ def _means(unit: Callable[[Row, int, int], Hashable], *, parts: bool = False) ->
 
 def _split(row: Row, values: Tensor) -> list[tuple[Document, Tensor]]:
     """Values of a row by its documents."""
-    return list(zip(row.documents, values.split([document.tokens.numel() for document in row.documents]), strict=True))
+    ends = np.cumsum([document.tokens.numel() for document in row.documents]).tolist()
+    return [(each, values[end - each.tokens.numel() : end]) for each, end in zip(row.documents, ends, strict=True)]
 
 
 def _labelled(labels_of: Callable[[Row], Tensor]) -> Runs:
