@@ -32,6 +32,11 @@ class Document:
     labels: Tensor
 
     @property
+    def num_labels(self) -> int:
+        """How many of its tokens predict something that counts."""
+        return int((self.labels != IGNORE).sum())
+
+    @property
     def goes_on(self) -> bool:
         """Whether it is a piece, whose last token predicts what follows; that of a whole document predicts nothing."""
         return bool((self.labels[-1:] != IGNORE).any())
@@ -63,7 +68,7 @@ class Short:
         self._holders: dict[Key, dict[int, int]] = {}
         self.documents = self._cut(ranks)
         self.rows = [self._row(key, documents) for key, documents in sorted(self.documents.items())]
-        self.num_valid_tokens = sum(int((d.labels != IGNORE).sum()) for row in self.rows for d in row.documents)
+        self.num_valid_tokens = sum(document.num_labels for row in self.rows for document in row.documents)
 
     def step(self, change: Callable[[Sequence[Document]], Sequence[Document]] = list) -> AnyStep:
         """This rank's part of it; of each micro-batch what `change` makes of its documents."""
@@ -73,7 +78,7 @@ class Short:
             for key, batch in zip(self._keys, self._step.micro_batches, strict=True)
         ]
         if isinstance(self._step, DynamicCpStep):
-            labels = sum(int((d.labels != IGNORE).sum()) for documents in changed.values() for d in documents)
+            labels = sum(document.num_labels for documents in changed.values() for document in documents)
             return replace(self._step, micro_batches=batches, num_valid_tokens=labels)
         return replace(self._step, micro_batches=batches)
 

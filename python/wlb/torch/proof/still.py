@@ -16,8 +16,8 @@ from wlb.torch.proof.alone import local
 from wlb.torch.timing import untimed
 from wlb.torch.training import untrained
 
-# Numbers that modules or their configurations have, by parts of their names: dropout, and losses over whole rows.
-_OFF: Final = ("drop", "aux_loss", "z_loss")
+# Parts of names of numbers that modules or their configurations have: random numbers, and losses over whole rows.
+_OFF: Final = ("drop", "noise", "jitter", "aux_loss", "z_loss")
 _FLAGS: Final = ("output_router_logits",)
 
 
@@ -96,7 +96,7 @@ def _is_chance(owner: Any, name: str, value: object) -> bool:
     """Whether it is what dropout, or a loss over a whole row, is multiplied by."""
     if isinstance(value, bool):
         return name in _FLAGS
-    if not isinstance(value, float):
+    if not isinstance(value, float) and not (isinstance(value, int) and "noise" in name):
         return False
     return any(part in name for part in _OFF) or (name == "p" and "Drop" in type(owner).__name__)
 
