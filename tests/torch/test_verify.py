@@ -33,7 +33,7 @@ def llama(**changes: Any) -> LlamaForCausalLM:
         "vocab_size": 13,
         "hidden_size": 16,
         "intermediate_size": 24,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "max_position_embeddings": 64,
         "attention_dropout": 0.3,

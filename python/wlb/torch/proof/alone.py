@@ -56,6 +56,11 @@ class Model:
             isinstance(parameter, DTensor) for parameter in self.parameters
         )
 
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether no rank has all of it."""
+        return bool(self._stages)
+
     def taken(self) -> list[Tensor | None]:
         """Gradients that are there, of this rank; none are, then."""
         found = [None if p.grad is None else local(p.grad).detach().clone() for p in self.parameters]

@@ -50,12 +50,14 @@ class Expectation:
         runs: Whose sum is what would be seen; but for a number, which `divided` explains.
         remedy: Of what is wrong, and the way out. It follows "model".
         copies: Whether gradients of weights that stages share are added up.
+        divided: Whether the fault needs documents that several context-parallel ranks share.
     """
 
     name: str
     runs: Runs
     remedy: str
     copies: bool = True
+    divided: bool = False
 
 
 def _learnt(labels: Tensor) -> int:
@@ -253,10 +255,16 @@ EXPECTATIONS: Final[tuple[Expectation, ...]] = (
     Expectation("means", _means(lambda row, rank, place: id(row)), _MEANS.format("micro-batches")),
     Expectation("means", _means(lambda row, rank, place: row.first), _MEANS.format("ranks")),
     Expectation(
-        "means", _means(lambda row, rank, place: (id(row), rank), parts=True), _MEANS.format("parts of micro-batches")
+        "means",
+        _means(lambda row, rank, place: (id(row), rank), parts=True),
+        _MEANS.format("parts of micro-batches"),
+        divided=True,
     ),
     Expectation(
-        "means", _means(lambda row, rank, place: row.first + rank, parts=True), _MEANS.format("context-parallel ranks")
+        "means",
+        _means(lambda row, rank, place: row.first + rank, parts=True),
+        _MEANS.format("context-parallel ranks"),
+        divided=True,
     ),
     Expectation(
         "labels shifted twice",
@@ -297,13 +305,14 @@ EXPECTATIONS: Final[tuple[Expectation, ...]] = (
     ),
     Expectation("positions", _after_others, _POSITIONS),
     Expectation("positions", _local_positions(anew=False), _POSITIONS),
-    Expectation("positions", _local_positions(anew=True), _POSITIONS),
+    Expectation("positions", _local_positions(anew=True), _POSITIONS, divided=True),
     *(
         Expectation(
             "attention of a rank",
             _attention_of_a_rank(local=local),
             "has attention over the tokens of one context-parallel rank alone: give it the group of the ranks that "
             "share the micro-batch (context_parallel_attention(..., group=...))",
+            divided=True,
         )
         for local in (False, True)
     ),

@@ -15,7 +15,7 @@ from wlb.torch.data.batch import IGNORE
 from wlb.torch.gradients import check_wrappers, exchanges_gradients, unwrapped
 from wlb.torch.proof.alone import Gradients, Model, local
 from wlb.torch.proof.checks import Check
-from wlb.torch.proof.expectations import EXPECTATIONS, SEE_EACH_OTHER, right
+from wlb.torch.proof.expectations import EXPECTATIONS, SEE_EACH_OTHER, Expectation, right
 from wlb.torch.proof.ranks import Ranks
 from wlb.torch.proof.short import AnyStep, Document, Short
 from wlb.torch.proof.still import Still, batch_norms, mixing_layers
@@ -228,7 +228,7 @@ class Prover:
         if self.by_rows:
             seen.append(self._fitted("divisor", found, expected, "{}"))
         else:
-            for each in EXPECTATIONS:
+            for each in self._expectations():
                 predicted = self._alone(each.runs, copies=each.copies)[1]
                 seen.append(self._fitted(each.name, found, predicted, each.remedy))
         # Whatever is nearer than rounding is equally near; the first of these in the table wins.
@@ -243,6 +243,14 @@ class Prover:
             f"which leaves {best.apart:.1%}): is there a loss beside that of labels (a router's, distillation), "
             "clipping or scaling in `train`, and does `alone` call the model as the loop does?"
         )
+
+    def _expectations(self) -> list[Expectation]:
+        """Those of the table that this layout can show."""
+        return [
+            each
+            for each in EXPECTATIONS
+            if (self.short.divided or not each.divided) and (self.model.is_pipeline or each.copies)
+        ]
 
     def _fitted(self, name: str, found: Gradients, predicted: Gradients, text: str) -> _Explanation:
         factor = self._factor(found, predicted)
@@ -306,7 +314,7 @@ class Prover:
         _, expected = self._alone(right)
         if self._apart(rows, expected, self._factor(rows, expected)) <= self._allowed:
             return _PLACE
-        return _DIVIDED if any(row.shard.cp_size > 1 for row in self.short.rows) else ""
+        return _DIVIDED if self.short.divided else ""
 
     def _mixing(self) -> str:
         """What may mix documents in this model."""
@@ -343,7 +351,7 @@ class Prover:
 
     def _loss_explained(self, loss: float, mean: float) -> str:
         """What is wrong with a loss whose gradient is right."""
-        for each in [] if self.by_rows else EXPECTATIONS:
+        for each in [] if self.by_rows else self._expectations():
             if each.name == "means" and _relative(loss, self._alone(each.runs)[0]) <= self._allowed_of_losses:
                 return each.remedy
         factor = loss / mean if mean else math.inf

@@ -70,6 +70,11 @@ class Short:
         self.rows = [self._row(key, documents) for key, documents in sorted(self.documents.items())]
         self.num_valid_tokens = sum(document.num_labels for row in self.rows for document in row.documents)
 
+    @property
+    def divided(self) -> bool:
+        """Whether several context-parallel ranks share a micro-batch."""
+        return any(row.shard.cp_size > 1 for row in self.rows)
+
     def step(self, change: Callable[[Sequence[Document]], Sequence[Document]] = list) -> AnyStep:
         """This rank's part of it; of each micro-batch what `change` makes of its documents."""
         changed = {key: change(documents) for key, documents in self.documents.items()}
