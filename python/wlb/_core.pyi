@@ -155,7 +155,7 @@ class CostModel:
         WlbError: a rate is negative or not finite, or no document costs anything; a window or chunk below 1, or without
             a causal mask.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
         >>> cost.cost([10, 20])
@@ -211,7 +211,7 @@ class CostModel:
         Raises:
             WlbError: a size below 1, a rate that is not positive, a hidden size that the heads do not divide.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> cost = wlb.CostModel.from_flops(hidden_size=4096, ffn_hidden_size=11008, num_layers=32, num_heads=32,
             ...                                 vocab_size=32000, attention_efficiency=0.55)
@@ -239,7 +239,7 @@ class CostModel:
         Raises:
             WlbError: naming the entry that does not fit.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> attention, linear = [1e-3, 15e-3], [2e-3, 8e-3]
             >>> cost = wlb.CostModel.from_tables([1024, 4096], attention_seconds=attention, linear_seconds=linear)
@@ -257,7 +257,7 @@ class CostModel:
         Raises:
             WlbError: no such profile, or a malformed one; says where in the file.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> name = "nvidia-h200-varlenkernel-torch-2-11-0-h32-kv8-d128"
             >>> wlb.CostModel.from_profile(name).unit
@@ -272,7 +272,7 @@ class CostModel:
         Returns:
             float64[n].
 
-        Example:
+        Examples:
             >>> import wlb
             >>> wlb.CostModel(attention=1.0, linear=1000.0).cost([10, 20])
             array([10055., 20210.])
@@ -337,7 +337,7 @@ class CostModel:
         O(n k^2) for n micro-batches and k terms, some hundred times. Lawson and Hanson, Solving Least Squares Problems
         (1974); Holland and Welsch, Robust regression using iteratively reweighted least-squares (1977).
 
-        Example:
+        Examples:
             >>> import wlb
             >>> true = wlb.CostModel(attention=1e-9, linear=1e-6)
             >>> micro_batches = [[100 * i, 50 * i * i] for i in range(1, 13)]
@@ -349,7 +349,7 @@ class CostModel:
         """The model as a JSON text, for a file: :meth:`from_json` reads it, and so does ``--cost-model`` of the ``wlb``
         command.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> wlb.CostModel(attention=1.0, linear=2.0).to_json()
             '{"attention":{"rate":1.0},"linear":{"rate":2.0},"mask":"causal"}'
@@ -415,7 +415,7 @@ class Packing:
         Raises:
             WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> cost = wlb.CostModel(attention=1.0, linear=0.0)
             >>> p = wlb.Packing.from_assignment([4, 2, 2], [0, 1, 1], num_micro_batches=2, max_tokens=8,
@@ -519,7 +519,7 @@ class Packing:
             WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was
                 made for.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> cost = wlb.CostModel(attention=0.0, linear=1.0)
             >>> p = wlb.pack([8, 6, 3, 1], num_micro_batches=4, max_tokens=8, cost_model=cost)
@@ -613,7 +613,7 @@ def pack(
     "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need
     do. WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
         >>> plan = wlb.pack([900, 100, 500, 400, 100], num_micro_batches=2, max_tokens=1500, cost_model=cost)
@@ -693,7 +693,7 @@ class Packer:
 
     WLB-LLM, section 4 and Algorithm 1.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
         >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=1500, cost_model=cost)
@@ -785,7 +785,7 @@ class Packer:
         Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces
         on, those that wait included.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
             >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
@@ -814,7 +814,7 @@ class Packer:
 
         O(n).
 
-        Example:
+        Examples:
             >>> import wlb
             >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
             >>> packer = wlb.Packer(num_micro_batches=4, max_tokens=200, cost_model=cost)
@@ -842,7 +842,7 @@ class Packer:
 
         O(n + pending); a sort, and log(n) placements where they do not all fit.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
             >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost)
@@ -856,7 +856,7 @@ class Packer:
             Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``;
             with "fifo" what the levels can hold and one such batch. docs/semantics.md has the proof.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
             >>> wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost).bounds()
@@ -879,7 +879,7 @@ class Packer:
         Returns:
             list[Packing]; empty if nothing was pending.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
             >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
@@ -984,7 +984,7 @@ class Packer:
         Raises:
             WlbError: sums of such costs could overflow, or documents bring their costs. The packer is unchanged.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
             >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost)
@@ -1005,7 +1005,7 @@ class Packer:
         Holds documents, not shards: ``num_micro_batches`` and every parallel size may change on resume. Save it with
         the position of the data set that was *consumed*, not prefetched.
 
-        Example:
+        Examples:
             >>> import json, wlb
             >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
             >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
@@ -1029,7 +1029,7 @@ class Packer:
                 differs (says in which fields); or a waiting document is longer than this packer allows. The packer is
                 unchanged.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
             >>> small = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
@@ -1089,7 +1089,7 @@ def tune_outlier_thresholds(
     One run of the packer for each of about 110 choices (two queues) or 380 (three). Releases the GIL. WLB-LLM,
     section 4.3.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import wlb
         >>> lengths = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(int).clip(1, 8192)
@@ -1152,7 +1152,7 @@ def tune_delay_price(
     One run of the packer for each of about 32 prices, another for those within the limit, and three for each that
     is judged: nine, or more. Releases the GIL.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import wlb
         >>> lengths = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(int).clip(1, 8192)
@@ -1177,7 +1177,7 @@ def batch_offsets(lengths: ArrayLike, *, tokens_per_batch: int) -> NDArray[np.in
     Raises:
         WlbError: a length or ``tokens_per_batch`` out of range.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> wlb.batch_offsets([5, 9, 2, 4], tokens_per_batch=8)
         array([0, 1, 2, 4])
@@ -1199,7 +1199,7 @@ def split_documents(
     Raises:
         WlbError: a length or ``max_document_tokens`` out of range, or one so low that it takes more than 2^23 cuts.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> wlb.split_documents([5, 2], max_document_tokens=4)
         (array([0, 0, 1]), array([0, 4, 0], dtype=int32), array([4, 1, 2]))
@@ -1214,7 +1214,7 @@ class RankShard:
     ``packed[k_starts[i] : k_starts[i] + cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its
     document up to the segment's end, so that a kernel's bottom-right causal alignment is right.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> r = wlb.shard([8, 4], cp_size=2, strategy="per_document").rank(0)
         >>> r.position_ids
@@ -1275,7 +1275,7 @@ class Shard:
 
     Every array is a fresh copy that the caller may keep or change.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> s = wlb.shard([8, 4], cp_size=2, strategy="per_document")
         >>> s
@@ -1341,7 +1341,7 @@ class Shard:
         Raises:
             WlbError: no such rank; or its segments' keys are more than int32 ``cu_seqlens_k`` can count.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> r = wlb.shard([8, 4], cp_size=2, strategy="per_document").rank(0)
             >>> r.token_indices
@@ -1412,7 +1412,7 @@ def shard(
 
     O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> s = wlb.shard([8, 4], cp_size=2, strategy="per_document")
         >>> s.pairs_per_rank
@@ -1429,7 +1429,7 @@ class KernelModel:
     from a table that was measured (:meth:`from_profile`) or is assumed (:meth:`analytic`); docs/semantics.md
     has the formulas. Immutable; picklable; equal models compare equal. WLB-LLM, section 5.2.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> kernel = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
         >>> kernel.source
@@ -1470,7 +1470,7 @@ class KernelModel:
         Raises:
             WlbError: an unknown generation, or a size out of range.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128).source
             'analytic: h100'
@@ -1491,7 +1491,7 @@ class KernelModel:
         Raises:
             WlbError: a length out of range, or more queries than keys.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> kernel = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
             >>> one, both = kernel.segment_seconds([1024, 2048], [1024, 2048])
@@ -1511,7 +1511,7 @@ class KernelModel:
         Raises:
             WlbError: a shard of another mask.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> kernel = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
             >>> kernel.rank_seconds(wlb.shard([4096], cp_size=2, strategy="per_document")).shape
@@ -1554,7 +1554,7 @@ def pairs(lengths: int, *, causal: bool = True) -> int:
     Raises:
         WlbError: a length below 1 or above 2**31 - 1.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> wlb.pairs([3, 1, 2])
         array([6, 1, 3])
@@ -1574,7 +1574,7 @@ def pairs(lengths: ArrayLike, *, causal: bool = True) -> NDArray[np.int64]:
     Raises:
         WlbError: a length below 1 or above 2**31 - 1.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> wlb.pairs([3, 1, 2])
         array([6, 1, 3])
@@ -1620,7 +1620,7 @@ def simulate_pipeline(
 
     O(ops), that is O(m p v).
 
-    Example:
+    Examples:
         >>> import wlb
         >>> timeline = wlb.simulate_pipeline([3.0, 3.0], num_stages=2)
         >>> timeline.seconds, timeline.bubble_ratio
@@ -1659,7 +1659,7 @@ def simulate_steps(
 
     O(ops), that is O(steps dp m p v).
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import wlb
         >>> costs = np.ones((1, 2, 4))  # one step, two replicas, four micro-batches
@@ -1702,7 +1702,7 @@ def order_micro_batches(
     Simulates about a million ops (milliseconds), or four orders of each rank if those are more: at most 2^24 ops
     and one order. Ranks beyond that keep the order of :meth:`Packing.deal`.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> wlb.order_micro_batches([4.0, 1.0, 2.0, 3.0], dp_size=2, num_stages=2)
         array([[1, 0],
@@ -1820,7 +1820,7 @@ def plan_dynamic_cp(
     is no power of two, up to O(n * micro-batches * log world_size) for each number, and O(n * micro-batches *
     world_size) where memory binds. Releases the GIL from 1,024 documents on.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> cost = wlb.CostModel(attention=0.0, linear=1.0)
         >>> plan = wlb.plan_dynamic_cp([2000, 1000, 1000], world_size=4, num_stages=1, max_tokens_per_rank=1000,

@@ -91,7 +91,7 @@ use crate::results::answer;
 ///
 /// WLB-LLM, section 4 and Algorithm 1.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
 ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=1500, cost_model=cost)
@@ -424,7 +424,7 @@ impl Packer {
     ///     Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``;
     ///     with "fifo" what the levels can hold and one such batch. docs/semantics.md has the proof.
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
     ///     >>> wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost).bounds()
@@ -447,7 +447,7 @@ impl Packer {
     /// Returns:
     ///     list[Packing]; empty if nothing was pending.
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
     ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
@@ -478,7 +478,7 @@ impl Packer {
     /// Holds documents, not shards: ``num_micro_batches`` and every parallel size may change on resume. Save it with
     /// the position of the data set that was *consumed*, not prefetched.
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import json, wlb
     ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
     ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
@@ -620,7 +620,7 @@ impl Packer {
     /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces
     /// on, those that wait included.
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
     ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
@@ -672,7 +672,7 @@ impl Packer {
     ///
     /// O(n).
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
     ///     >>> packer = wlb.Packer(num_micro_batches=4, max_tokens=200, cost_model=cost)
@@ -711,7 +711,7 @@ impl Packer {
     ///
     /// O(n + pending); a sort, and log(n) placements where they do not all fit.
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
     ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost)
@@ -741,7 +741,7 @@ impl Packer {
     ///         differs (says in which fields); or a waiting document is longer than this packer allows. The packer is
     ///         unchanged.
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
     ///     >>> small = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
@@ -777,7 +777,7 @@ impl Packer {
     /// Raises:
     ///     WlbError: sums of such costs could overflow, or documents bring their costs. The packer is unchanged.
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
     ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerControl, TrainerState
 
-from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader
+from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader, row_of
 from wlb.integrations.huggingface.plans import KnownLengths
 from wlb.torch.data import IGNORE, PackedBatch, Step, StepLoader
 from wlb.torch.proof import verify
@@ -43,7 +43,7 @@ def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
     accelerator, model, device = trainer.accelerator, trainer.model_wrapped, trainer.args.device
 
     def train(of: Step[PackedBatch]) -> float:
-        rows = [batch.as_hf(plain=plain) for batch in of.micro_batches]
+        rows = [row_of(batch, plain=plain) for batch in of.micro_batches]
         items = trainer._get_num_items_in_batch(rows, device)
         if not float(items):
             return 0.0  # as a step without labels is passed over
@@ -54,7 +54,7 @@ def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
         return mean_over_ranks(total)
 
     def evaluate(of: Step[PackedBatch]) -> float:
-        rows = [batch.as_hf(plain=plain) for batch in of.micro_batches]
+        rows = [row_of(batch, plain=plain) for batch in of.micro_batches]
         return float(trainer.evaluation_loop(rows, "Proof", prediction_loss_only=True).metrics["eval_loss"])
 
     def mean_over_ranks(loss: torch.Tensor) -> float:

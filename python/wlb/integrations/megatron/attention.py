@@ -29,11 +29,13 @@ class ShardedSeqParams(PackedSeqParams):  # type: ignore[misc]
         shard: Where its tokens lie.
         ranks: The ranks that hold it; None: this one alone.
         position: The group whose sizes rotary embeddings go by, `ranks` or one of a single rank; None: the model's own.
+        padded: Whether some of this rank's tokens are padding.
     """
 
     shard: wlb.Shard | None = None
     ranks: dist.ProcessGroup | None = None
     position: dist.ProcessGroup | None = None
+    padded: bool = False
 
 
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]

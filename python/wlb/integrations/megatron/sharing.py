@@ -79,6 +79,17 @@ class Sharing(Generic[T]):
             self._sent(labels, size, to_first=False, to_last=True),
         )
 
+    def weights(self, mine: Tensor | None, size: int) -> Tensor | None:
+        """Weights of labels on the last stage, float32 [size]; None elsewhere.
+
+        Args:
+            mine: on the reading rank, on `device`.
+            size: known to all.
+        """
+        bits = None if mine is None else mine.double().view(torch.int64)
+        found = self._sent(bits, size, to_first=False, to_last=True)
+        return None if found is None else found.view(torch.float64).float()
+
     def _sent(self, values: Tensor | None, size: int, *, to_first: bool, to_last: bool) -> Tensor | None:
         if self.each:
             return values if (to_first and self.first) or (to_last and self.last) else None

@@ -279,7 +279,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
                 if done > skip:
                     last = done == self.num_micro_batches_per_rank
                     self._yielded = (after, 0) if last else (before, done)
-                    yield self._elements(packing[index], reader)
+                    yield self.elements(packing[index], reader)
                     if self._moves != moves:
                         raise _moved("sampler")
             before, skip = after, 0
@@ -287,7 +287,8 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         if not self._followed:
             self._start, self._skip = reader, 0
 
-    def _elements(self, micro_batch: wlb.MicroBatch, reader: StepReader) -> list[int | Piece]:
+    def elements(self, micro_batch: wlb.MicroBatch, reader: StepReader) -> list[int | Piece]:
+        """What a loader is asked for to make a micro-batch of a plan: numbers of documents, or pieces of them."""
         documents = reader.documents(micro_batch)
         whole = np.asarray(self._lengths[documents]) == micro_batch.lengths
         rows = zip(

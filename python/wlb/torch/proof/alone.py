@@ -16,12 +16,14 @@ from torch.distributed.tensor import DTensor
 
 import wlb
 from wlb._errors import error
-from wlb.torch.data.batch import IGNORE, PackedBatch
+from wlb.torch.data.batch import WEIGHTS, PackedBatch
 from wlb.torch.gradients import as_written, sum_gradients, unchanged, unwrapped
+from wlb.torch.loss import token_normalized_loss
 from wlb.torch.proof.expectations import Run
 from wlb.torch.proof.ranks import Ranks
+from wlb.torch.proof.short import teaching_nothing
 from wlb.torch.tied import of_pipeline
-from wlb.torch.training import hf_logits, logits_of, takes_input_ids, takes_keywords
+from wlb.torch.training import hf_logits, logits_of, takes_input_ids, takes_keywords, without_weights
 
 Alone: TypeAlias = Callable[[nn.Module, PackedBatch], Tensor]
 Gradients: TypeAlias = list[Tensor]
@@ -74,7 +76,7 @@ class Model:
         to add up.
         """
         runs = list(runs)
-        filler = Run(torch.zeros(2, dtype=torch.int64), torch.full((2,), IGNORE), 1.0)
+        filler = replace(runs[0], document=teaching_nothing(runs[0].document))
         runs += [filler] * (-len(runs) % self._ranks.size)  # as many on all ranks, for their wrappers meet
         total = 0.0
         with self._summed():
@@ -146,7 +148,7 @@ class Model:
         if found.shape[:1] != batch.labels.shape or found.ndim != 2:
             message = f"gives {list(found.shape)} for {batch.labels.numel()} tokens: logits [tokens, vocabulary], or "
             raise error("alone", message + "the sum of their losses, a scalar", value=list(found.shape))
-        return nn.functional.cross_entropy(found.float(), batch.labels, ignore_index=IGNORE, reduction="sum")
+        return token_normalized_loss(found, batch.labels, num_valid_tokens=1, weights=batch.columns.get(WEIGHTS))
 
 
 def logits_alone(model: nn.Module, batch: PackedBatch) -> Tensor:
@@ -156,7 +158,8 @@ def logits_alone(model: nn.Module, batch: PackedBatch) -> Tensor:
     given: dict[str, Any] = {"input_ids": batch.tokens[None], "use_cache": False}
     if not torch.equal(batch.position_ids, torch.arange(batch.tokens.numel(), device=batch.tokens.device)):
         # Told of all tokens, the model does not guess from positions where documents begin.
-        others = {"position_ids": batch.position_ids[None], "attention_mask": torch.ones_like(batch.tokens)[None]}
+        positions = without_weights(batch).as_hf(plain=True)["position_ids"]
+        others = {"position_ids": positions, "attention_mask": torch.ones_like(batch.tokens)[None]}
         known = inspect.signature(unwrapped(model).forward).parameters
         given |= {name: value for name, value in others.items() if name in known or takes_keywords(model)}
     logits: Tensor = hf_logits(model(**given))[0]
@@ -169,13 +172,17 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _batch(run: Run) -> PackedBatch:
-    lengths = run.lengths or (run.tokens.numel(),)
+    document, columns = run.document, dict(run.document.columns)
+    if run.positions is not None:
+        columns.pop("position_ids", None)
+    lengths = run.lengths or (len(document),)
     return PackedBatch.of(
-        run.tokens,
-        run.labels,
+        document.tokens,
+        document.labels,
         document_ids=list(range(len(lengths))),
         shard=wlb.shard(np.array(lengths, np.int64), cp_size=1),
         cp_rank=0,
-        num_valid_tokens=int((run.labels != IGNORE).sum()),
+        num_valid_tokens=document.num_labels,
         position_ids=run.positions,
+        columns=columns,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wlb.torch.data.batch import IGNORE
-from wlb.torch.proof.short import Document, Row, joined
+from wlb.torch.proof.short import Document, Row, joined, teaching_nothing
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,13 @@ class Run:
     """One row through the model, alone on one rank.
 
     Attributes:
-        tokens: int64 [tokens].
-        labels: int64 [tokens]: what each predicts.
+        document: What is in it, as if it were one document.
         weight: By what the sum of its losses is multiplied.
         lengths: Of the documents in it; one by default.
-        positions: int64 [tokens]; by default from 0 in every document.
+        positions: int64 [tokens]; by default those of the document, from 0 on.
     """
 
-    tokens: Tensor
-    labels: Tensor
+    document: Document
     weight: float = 1.0
     lengths: tuple[int, ...] = ()
     positions: Tensor | None = None
@@ -60,19 +58,15 @@ class Expectation:
     divided: bool = False
 
 
-def _learnt(labels: Tensor) -> int:
-    return int((labels != IGNORE).sum())
-
-
 def _mean(runs: list[Run]) -> list[Run]:
     """Of all labels that count."""
-    count = sum(_learnt(run.labels) for run in runs)
-    return [Run(run.tokens, run.labels, 1 / max(count, 1), run.lengths, run.positions) for run in runs]
+    count = sum(run.document.num_labels for run in runs)
+    return [replace(run, weight=1 / max(count, 1)) for run in runs]
 
 
 def right(rows: Sequence[Row]) -> list[Run]:
     """Documents one by one, each label as much as any other."""
-    return _mean([Run(document.tokens, document.labels) for row in rows for document in row.documents])
+    return _mean([Run(document) for row in rows for document in row.documents])
 
 
 def _of_each_rank(row: Row) -> Iterator[tuple[int, Tensor]]:
@@ -87,32 +81,32 @@ def _means(unit: Callable[[Row, int, int], Hashable], *, parts: bool = False) ->
     def runs(rows: Sequence[Row]) -> list[Run]:
         found: list[tuple[Hashable, Run]] = []
         for row in rows:
-            _, labels = joined(row.documents)
+            labels = joined(row.documents).labels
             for rank, mine in _of_each_rank(row) if parts else [(0, torch.arange(labels.numel()))]:
                 here = torch.full_like(labels, IGNORE)
                 here[mine] = labels[mine]
                 for place, (document, own) in enumerate(_split(row, here)):
-                    found.append((unit(row, rank, place), Run(document.tokens, own)))
+                    found.append((unit(row, rank, place), Run(replace(document, labels=own))))
         counts: dict[Hashable, int] = defaultdict(int)
         for key, run in found:
-            counts[key] += _learnt(run.labels)
+            counts[key] += run.document.num_labels
         units = sum(count > 0 for count in counts.values())
-        return [Run(run.tokens, run.labels, 1 / (counts[key] * units)) for key, run in found if _learnt(run.labels) > 0]
+        return [replace(run, weight=1 / (counts[key] * units)) for key, run in found if run.document.num_labels]
 
     return runs
 
 
 def _split(row: Row, values: Tensor) -> list[tuple[Document, Tensor]]:
     """Values of a row by its documents."""
-    ends = np.cumsum([document.tokens.numel() for document in row.documents]).tolist()
-    return [(each, values[end - each.tokens.numel() : end]) for each, end in zip(row.documents, ends, strict=True)]
+    ends = np.cumsum([len(document) for document in row.documents]).tolist()
+    return [(each, values[end - len(each) : end]) for each, end in zip(row.documents, ends, strict=True)]
 
 
 def _labelled(labels_of: Callable[[Row], Tensor]) -> Runs:
     """Documents one by one, with other labels of a row."""
 
     def runs(rows: Sequence[Row]) -> list[Run]:
-        return _mean([Run(each.tokens, own) for row in rows for each, own in _split(row, labels_of(row))])
+        return _mean([Run(replace(each, labels=own)) for row in rows for each, own in _split(row, labels_of(row))])
 
     return runs
 
@@ -131,25 +125,25 @@ def _shifted(values: Callable[[Row], Tensor]) -> Callable[[Row], Tensor]:
 
 
 def _not_shifted(row: Row) -> Tensor:
-    tokens, labels = joined(row.documents)
-    return torch.where(labels == IGNORE, IGNORE, tokens)
+    whole = joined(row.documents)
+    return torch.where(whole.labels == IGNORE, IGNORE, whole.tokens)
 
 
 def _all_tokens(row: Row) -> Tensor:
     """Those of prompts, too."""
-    result = []
-    for document in row.documents:
-        labels = document.tokens.roll(-1)
-        labels[-1:] = document.labels[-1:]
-        result.append(labels)
-    return torch.cat(result) if result else joined([])[1]
+    whole = joined(row.documents)
+    labels = whole.tokens.roll(-1)
+    ends = np.cumsum([len(document) for document in row.documents], dtype=np.int64) - 1
+    labels[ends] = whole.labels[ends]
+    return labels
 
 
 def _next_document(row: Row) -> Tensor:
     """The last token of a document predicts the first of the next."""
-    tokens, labels = joined(row.documents)
-    ends = np.cumsum([document.tokens.numel() for document in row.documents])[:-1]
-    labels[ends - 1] = tokens[ends]
+    whole = joined(row.documents)
+    labels = whole.labels.clone()
+    ends = np.cumsum([len(document) for document in row.documents], dtype=np.int64)[:-1]
+    labels[ends - 1] = whole.tokens[ends]
     return labels
 
 
@@ -159,14 +153,12 @@ def _after_others(rows: Sequence[Row]) -> list[Run]:
     for row in rows:
         start = 0
         for document in row.documents:
-            tokens, size = document.tokens, document.tokens.numel()
-            before = tokens.new_full((start,), int(tokens[0]))
-            labels = torch.cat([torch.full_like(before, IGNORE), document.labels])
-            lengths = (start, size) if start else (size,)
-            result.append(
-                Run(torch.cat([before, tokens]), labels, 1.0, lengths, torch.arange(start + size)),
-            )
-            start += size
+            # Any tokens do, from which nothing is learnt.
+            before = teaching_nothing(document[torch.zeros(start, dtype=torch.int64)])
+            end = start + len(document)
+            lengths = (start, len(document)) if start else (len(document),)
+            result.append(Run(joined([before, document]), 1.0, lengths, torch.arange(end)))
+            start = end
     return _mean(result)
 
 
@@ -181,7 +173,7 @@ def _local_positions(*, anew: bool) -> Runs:
             for _, mine in _of_each_rank(row):
                 positions[mine] = _counted(document[mine]) if anew else torch.arange(mine.numel())
             for each, own in _split(row, positions):
-                result.append(Run(each.tokens, each.labels, positions=own))
+                result.append(Run(each, positions=own))
         return _mean(result)
 
     return runs
@@ -189,7 +181,7 @@ def _local_positions(*, anew: bool) -> Runs:
 
 def _number_of_each(row: Row) -> Tensor:
     """Of each token of a row the number of its document."""
-    lengths = torch.tensor([document.tokens.numel() for document in row.documents], dtype=torch.int64)
+    lengths = torch.tensor([len(document) for document in row.documents], dtype=torch.int64)
     return torch.arange(lengths.numel()).repeat_interleave(lengths)
 
 
@@ -208,20 +200,20 @@ def _attention_of_a_rank(*, local: bool) -> Runs:
     def runs(rows: Sequence[Row]) -> list[Run]:
         result = []
         for row in rows:
-            tokens, labels = joined(row.documents)
+            whole = joined(row.documents)
             number, places = _number_of_each(row), torch.cat([torch.arange(0), *map(_places, row.documents)])
             for _, mine in _of_each_rank(row):
                 for document in sorted(set(number[mine].tolist())):
                     here = mine[number[mine] == document]
                     positions = torch.arange(here.numel()) if local else places[here]
-                    result.append(Run(tokens[here], labels[here], positions=positions))
+                    result.append(Run(whole[here], positions=positions))
         return _mean(result)
 
     return runs
 
 
 def _places(document: Document) -> Tensor:
-    return torch.arange(document.tokens.numel())
+    return torch.arange(len(document))
 
 
 def _one_document(*, anew: bool) -> Runs:
@@ -230,10 +222,10 @@ def _one_document(*, anew: bool) -> Runs:
     def runs(rows: Sequence[Row]) -> list[Run]:
         result = []
         for row in rows:
-            tokens, labels = joined(row.documents)
-            if tokens.numel():
-                positions = torch.cat([*map(_places, row.documents)]) if anew else torch.arange(tokens.numel())
-                result.append(Run(tokens, labels, positions=positions))
+            if row.documents:
+                whole = joined(row.documents)
+                positions = torch.cat([*map(_places, row.documents)]) if anew else _places(whole)
+                result.append(Run(whole, positions=positions))
         return _mean(result)
 
     return runs
@@ -268,7 +260,7 @@ EXPECTATIONS: Final[tuple[Expectation, ...]] = (
     ),
     Expectation(
         "labels shifted twice",
-        _labelled(_shifted(lambda row: joined(row.documents)[1])),
+        _labelled(_shifted(lambda row: joined(row.documents).labels)),
         "is trained with labels shifted twice: each token learns the one after the next. Those of a PackedBatch are "
         "shifted; models that shift by themselves take batch.as_hf()",
     ),
@@ -280,7 +272,7 @@ EXPECTATIONS: Final[tuple[Expectation, ...]] = (
     ),
     Expectation(
         "labels shifted in a part",
-        _labelled(_shifted(lambda row: joined(row.documents)[0])),
+        _labelled(_shifted(lambda row: joined(row.documents).tokens)),
         "is trained with labels that were shifted on each rank or over whole rows: ends of documents, and of a rank's "
         "part, predict what does not follow them, and masks are left out. Take the batch's labels",
     ),

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from wlb._core import WlbError
-from wlb.torch.data.batch import IGNORE
 from wlb.torch.gradients import check_wrappers, exchanges_gradients, unwrapped
 from wlb.torch.proof.alone import Gradients, Model, local
 from wlb.torch.proof.checks import Check
 from wlb.torch.proof.expectations import EXPECTATIONS, SEE_EACH_OTHER, Expectation, right
 from wlb.torch.proof.ranks import Ranks
-from wlb.torch.proof.short import AnyStep, Document, Short
+from wlb.torch.proof.short import AnyStep, Document, Short, teaching_nothing
 from wlb.torch.proof.still import Still, batch_norms, mixing_layers
 
 Train = Callable[[Any], Any]
@@ -165,7 +164,7 @@ class Prover:
             def only(documents: Sequence[Document], place: int = place) -> list[Document]:
                 if place < len(documents):
                     return [documents[place]]
-                return [_teaching_nothing(each) for each in documents[:1]]  # no micro-batch is empty
+                return [teaching_nothing(each) for each in documents[:1]]  # no micro-batch is empty
 
             chosen = [document for row in self.short.rows for document in only(row.documents)]
             share = sum(document.num_labels for document in chosen) / self.short.num_valid_tokens
@@ -371,12 +370,8 @@ def _behind_one_token(documents: Sequence[Document]) -> list[Document]:
 
 def _behind(documents: Sequence[Document], make: Callable[[Tensor], Tensor]) -> list[Document]:
     """The last document, behind others of the same lengths that teach nothing."""
-    others = [replace(_teaching_nothing(each), tokens=make(each.tokens)) for each in documents[:-1]]
+    others = [replace(teaching_nothing(each), tokens=make(each.tokens)) for each in documents[:-1]]
     return [*others, *documents[-1:]]
-
-
-def _teaching_nothing(document: Document) -> Document:
-    return replace(document, labels=torch.full_like(document.labels, IGNORE))
 
 
 def _names(modules: Sequence[torch.nn.Module]) -> set[str]:

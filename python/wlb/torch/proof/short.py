@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,10 +26,22 @@ _TOKENS = 64  # of a document, for each of two context-parallel ranks
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens, int64 [tokens], and what each of them predicts."""
+    """Tokens, int64 [tokens], what each of them predicts, and its columns, [..., tokens] each.
+
+    Position ids that documents bring are a column, too.
+    """
 
     tokens: Tensor
     labels: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.tokens.numel()
+
+    def __getitem__(self, places: Tensor) -> Document:
+        """The tokens at these places, in this order."""
+        columns = {name: values[..., places] for name, values in self.columns.items()}
+        return Document(self.tokens[places], self.labels[places], columns)
 
     @property
     def num_labels(self) -> int:
@@ -109,11 +121,8 @@ class Short:
         }
         for theirs in ranks.gathered([(key, _inside(batch, windows[key])) for key, batch in batches]):
             for key, parts in theirs:
-                for document, (places, tokens, labels) in zip(found[key], parts, strict=True):
-                    document.tokens[places], document.labels[places] = (
-                        torch.from_numpy(tokens),
-                        torch.from_numpy(labels),
-                    )
+                for number, (places, part) in enumerate(parts):
+                    found[key][number] = _filled_in(found[key][number], places, part)
         for key, of_row in windows.items():
             for document, (_, _, goes_on) in zip(found[key], of_row, strict=True):
                 if not goes_on:
@@ -124,35 +133,44 @@ class Short:
         return Row(tuple(documents), self._shard(key, documents), self._holders[key][0])
 
     def _shard(self, key: Key, documents: Sequence[Document]) -> wlb.Shard:
-        lengths = np.array([document.tokens.numel() for document in documents], np.int64)
+        lengths = np.array([len(document) for document in documents], np.int64)
         strategy: Any = self._strategies[key]
         return wlb.shard(lengths, cp_size=len(self._holders[key]), strategy=strategy)
 
     def _batch(self, key: Key, like: PackedBatch, documents: Sequence[Document]) -> PackedBatch:
         shard = self._shard(key, documents)
         mine = torch.from_numpy(shard.rank(like.cp_rank).token_indices.astype(np.int64))
-        tokens, labels = joined(documents)
+        whole = joined(documents)
+        own = whole[mine]
         entries = like.cu_seqlens.numel()
         fixed = entries > like.shard.lengths.size + 1 and entries > len(documents)
         return PackedBatch.of(
-            tokens[mine],
-            labels[mine],
+            own.tokens,
+            own.labels,
             document_ids=list(range(len(documents))),
             shard=shard,
             cp_rank=like.cp_rank,
-            num_valid_tokens=int((labels != IGNORE).sum()),
+            num_valid_tokens=whole.num_labels,
             cp_first_rank=like.cp_first_rank,
             cu_seqlens_size=entries if fixed else None,
+            columns=own.columns,
         )
 
 
-def joined(documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
-    """Tokens and labels of documents, one after the other: int64 [tokens] both."""
+def joined(documents: Sequence[Document]) -> Document:
+    """Documents one after the other, as one."""
     empty = torch.empty(0, dtype=torch.int64)
-    return (
+    names = documents[0].columns if documents else ()
+    return Document(
         torch.cat([empty, *(document.tokens for document in documents)]),
         torch.cat([empty, *(document.labels for document in documents)]),
+        {name: torch.cat([document.columns[name] for document in documents], -1) for name in names},
     )
+
+
+def teaching_nothing(document: Document) -> Document:
+    """The same tokens, from which nothing is learnt."""
+    return replace(document, labels=torch.full_like(document.labels, IGNORE))
 
 
 def _key(step: AnyStep, place: int) -> Key:
@@ -200,15 +218,23 @@ def _windows(
     return result
 
 
-def _inside(
-    batch: PackedBatch, windows: Sequence[tuple[int, int, bool]]
-) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """What this rank has of each window: places in it, tokens and labels."""
-    at = batch.shard.rank(batch.cp_rank).token_indices.astype(np.int64)
-    tokens, labels = batch.tokens.cpu().numpy(), batch.labels.cpu().numpy()
-    inside = [(start, (at >= start) & (at < end)) for start, end, _ in windows]
-    return [(at[here] - start, tokens[here], labels[here]) for start, here in inside]
+def _inside(batch: PackedBatch, windows: Sequence[tuple[int, int, bool]]) -> list[tuple[Tensor, Document]]:
+    """What this rank has of each window, and at which places of it."""
+    at = torch.from_numpy(batch.shard.rank(batch.cp_rank).token_indices.astype(np.int64))
+    columns = dict(batch.columns) | ({"position_ids": batch.position_ids} if batch.own_positions else {})
+    mine = Document(batch.tokens.cpu(), batch.labels.cpu(), {name: column.cpu() for name, column in columns.items()})
+    inside = [(start, ((at >= start) & (at < end)).nonzero().flatten()) for start, end, _ in windows]
+    return [(at[here] - start, mine[here]) for start, here in inside]
 
 
 def _empty(size: int) -> Document:
     return Document(torch.zeros(size, dtype=torch.int64), torch.full((size,), IGNORE, dtype=torch.int64))
+
+
+def _filled_in(document: Document, places: Tensor, part: Document) -> Document:
+    """The document with a part of it at these places."""
+    columns = dict(document.columns)
+    for name, values in part.columns.items():
+        columns.setdefault(name, values.new_zeros(*values.shape[:-1], len(document)))[..., places] = values
+    document.tokens[places], document.labels[places] = part.tokens, part.labels
+    return replace(document, columns=columns)
