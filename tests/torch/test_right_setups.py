@@ -21,7 +21,7 @@ import wlb
 import wlb.torch as wt
 from tests.torch import processes
 from tests.torch.small_decoder import WIDTH, Decoder, Loop, alone, dynamic_step, step_of
-from tests.torch.test_training import Network
+from tests.torch.test_training import Network, documents
 from tests.torch.test_verify import first_step, llama
 
 SMALL: dict[str, Any] = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -108,9 +108,18 @@ def of_models(rank: int) -> dict[str, str]:
         optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
         found[name] = accused(partial(wt.verify, model, first_step(), report=None))
         assert not optimizer.state
+    found["weights of labels"] = accused(partial(wt.verify, Network(), weighed_step(), report=None))
     found["own loop"] = accused(own_loop)
     found["accelerate"] = accused(accelerated)
     return found
+
+
+def weighed_step() -> wt.Step[Any]:
+    """Documents bring weights of their losses."""
+    rows = [row | {"loss_weights": torch.linspace(0.1, 2.0, len(row["input_ids"]))} for row in documents()]
+    step = first_step(rows)
+    assert "loss_weights" in step.micro_batches[0].columns
+    return step
 
 
 def accused(call: Callable[[], object]) -> str:
@@ -148,7 +157,7 @@ def accelerated() -> None:
 
 def test_no_model_or_wrapper_is_accused() -> None:
     for found in processes.run(2, of_models):
-        assert len(found) == 18
+        assert len(found) == 19
         assert not any(found.values()), found
 
 
