@@ -75,7 +75,7 @@ class Row:
 class Short:
     """A step with a few short documents in each micro-batch. Every rank knows all of them.
 
-    Lengths are unequal, so that a mean of means shows. Each micro-batch has at least two documents if it has the tokens,
+    Lengths are unequal, so that a mean of means shows. Each micro-batch has two documents or more if it has the tokens,
     so that documents could see each other. Documents with labels come first in the choice, then pieces of documents. A
     document is cut around its first label, which may stand behind a long prompt. The last document of a micro-batch has
     labels if any has.
