@@ -85,9 +85,9 @@ def verify(
     It leaves no trace: weights, buffers, hooks, divisors of wrappers, modes, `requires_grad`, gradients and random
     states of Python, numpy and torch are afterwards as they were.
 
-    Dropout, noise and routers' losses are off meanwhile. `verify` finds them as numbers of modules and of their
-    `config` by parts of their names (`drop`, `noise`, `jitter`, `aux_loss`, `z_loss`, `p` of Dropout modules), and as
-    `output_router_logits`. Leave other losses over whole rows out of `train`.
+    Dropout, noise and routers' losses are off meanwhile: `verify` sets numbers of modules and of their `config` to 0 by
+    parts of their names (`drop`, `noise`, `jitter`, `aux_loss`, `z_loss`, and `p` of Dropout modules). Leave other
+    losses over whole rows out of `train`.
 
     Args:
         model: the outermost wrapper, as it is trained. Or the pipeline stages of this rank, ascending

@@ -18,7 +18,6 @@ from wlb.torch.training import untrained
 
 # Parts of names of numbers that modules or their configurations have: random numbers, and losses over whole rows.
 _OFF: Final = ("drop", "noise", "jitter", "aux_loss", "z_loss")
-_FLAGS: Final = ("output_router_logits",)
 
 
 class Still:
@@ -97,9 +96,7 @@ def _without_chance(model: nn.Module) -> Iterator[None]:
 
 def _is_chance(owner: Any, name: str, value: object) -> bool:
     """Whether a number is a rate of dropout or noise, or the weight of a loss over whole rows."""
-    if isinstance(value, bool):
-        return name in _FLAGS
-    if not isinstance(value, float) and not (isinstance(value, int) and "noise" in name):
+    if isinstance(value, bool) or not (isinstance(value, float) or (isinstance(value, int) and "noise" in name)):
         return False
     return any(part in name for part in _OFF) or (name == "p" and "Drop" in type(owner).__name__)
 
