@@ -58,7 +58,13 @@ fn forest(dice: &mut Dice, cp_size: usize) -> Layout {
             let run = 1 + dice.below((length - from) as usize) as i64;
             let rank = dice.below(cp_size);
             let row = layout.held[rank].iter().map(|run| run.length).sum();
-            layout.held[rank].push(Run { path: node, position: position + from, token: token + from, row, length: run });
+            layout.held[rank].push(Run {
+                path: node,
+                position: position + from,
+                token: token + from,
+                row,
+                length: run,
+            });
             from += run;
         }
         token += length;
@@ -352,8 +358,7 @@ fn plans_compute_every_pair_of_the_mask_once_and_bring_every_gradient_home() {
                 let mut cut = || {
                     let strategy = STRATEGIES[dice.below(4)];
                     let mask = Mask::Causal;
-                    let options =
-                        ShardOptions { cp_size, strategy, mask, hybrid_threshold: None, max_imbalance: 1.01 };
+                    let options = ShardOptions { cp_size, strategy, mask, hybrid_threshold: None, max_imbalance: 1.01 };
                     Layout::of(&shard(&lengths, &options).unwrap())
                 };
                 tokens_move_to_their_place(&cut(), &cut());

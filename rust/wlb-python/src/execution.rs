@@ -23,7 +23,16 @@ fn rows(rows: Rows) -> PlainRows {
 fn calls(calls: &[Call]) -> Vec<PlainCall> {
     let plain = |call: &Call| {
         let window = (call.left, call.right);
-        (rows(call.queries), rows(call.keys), call.bounds, call.spans, call.max_queries, call.max_keys, window, call.fresh)
+        (
+            rows(call.queries),
+            rows(call.keys),
+            call.bounds,
+            call.spans,
+            call.max_queries,
+            call.max_keys,
+            window,
+            call.fresh,
+        )
     };
     calls.iter().map(plain).collect()
 }

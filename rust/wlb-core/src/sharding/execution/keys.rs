@@ -6,10 +6,10 @@
 
 use crate::error::Result;
 
-use super::layout::Layout;
 use super::super::shard::pays_alone;
 use super::calls::{Call, Calls, Indices, Part, Rows, Spans, span};
 use super::intervals::{self, Interval, Place, among, contain, count, find, places, seen, union, without};
+use super::layout::Layout;
 use super::paths::{Reach, Run, tokens};
 
 /// How keys reach the ranks that need them.

@@ -41,11 +41,7 @@ impl Layout {
             };
             segments.iter().map(run).collect()
         };
-        Self {
-            paths,
-            held: shard.ranks.iter().map(of_rank).collect(),
-            causal: shard.mask == Mask::Causal,
-        }
+        Self { paths, held: shard.ranks.iter().map(of_rank).collect(), causal: shard.mask == Mask::Causal }
     }
 
     /// How far a query sees with a window of so many tokens, itself included; None: as far as its path goes.

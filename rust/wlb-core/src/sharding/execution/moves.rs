@@ -1,8 +1,8 @@
 //! Plans in which tokens move from one cut of a micro-batch to another.
 
-use super::layout::Layout;
 use super::calls::{Indices, Rows};
 use super::intervals::{Place, among, places, sort};
+use super::layout::Layout;
 use super::paths::tokens;
 
 /// What one rank sends and receives. What two ranks exchange is in packed order.

@@ -2,10 +2,10 @@
 
 use crate::error::Result;
 
-use super::layout::Layout;
 use super::calls::{Call, Calls, Indices, Spans, span};
 use super::heads::{HeadsPlan, together};
 use super::intervals::{among, find, places, seen};
+use super::layout::Layout;
 use super::paths::{Paths, Piece, Reach, Run, tokens};
 
 /// What one position of the ring does.
