@@ -23,8 +23,7 @@ def labelled_steps(
 
     A step in which all documents wait, or no token has another to predict, is passed over: who divides by its labels,
     of which there are none, makes every weight NaN. If that is because all labels on all ranks are masked, it warns.
-    Ranks agree on it by an all-reduce a step: those of `group`, which share the step, and None for all. Of a step that
-    no other rank shares each rank counts the same labels by itself.
+    Ranks agree on it by an all-reduce a step, over `group`, those that share it; None for all.
 
     Raises:
         wlb.WlbError: In two epochs all documents that were not waiting had one token, or masked labels.
@@ -52,10 +51,9 @@ def _labels(step: Step[Any], group: dist.ProcessGroup | None) -> int | None:
         return 0
     if not all(map(_has_labels, step.micro_batches)):  # another collator, on all ranks: known to it alone
         return None
-    if step.num_ranks == 1 and all(isinstance(batch, PackedBatch) for batch in step.micro_batches):
-        labels = sum(batch.num_valid_tokens for batch in step.micro_batches)
-    else:
-        labels = count_valid_tokens(step, group=group)
+    if step.num_ranks > 1 and not dist.is_initialized():  # the part of a rank, looked at without the others
+        return None
+    labels = count_valid_tokens(step, group=group)
     if not labels:
         warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=4)
     return labels
