@@ -196,8 +196,7 @@ impl Packer {
         if self.on_backlog == OnBacklog::Warn && self.warned.load(Ordering::Relaxed) {
             return false;
         }
-        let core = self.lock();
-        core.pending_size().saturating_add(core.size_of_new(lengths)) > core.bounds().tokens
+        self.lock().may_exceed(lengths)
     }
 
     /// How much a change has to do, for [`run`]; `new` pieces come to those that wait.
@@ -425,7 +424,7 @@ impl Packer {
     ///     with "fifo" what the levels can hold and one such batch. docs/semantics.md has the proof.
     fn bounds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let bounds = self.lock().bounds();
-        answer!(py, "Bounds", bounds { tokens, delay, drain })
+        answer!(py, "Bounds", bounds { tokens, delay, drain, settles })
     }
 
     /// One global batch of what waits, at the end of a stream: as much of it as fits, outliers too.

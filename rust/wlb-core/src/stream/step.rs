@@ -113,6 +113,7 @@ impl Packer {
         let costs = self.costs_of(&pieces, &lengths);
         self.count_arrived(&pieces, &costs);
         let budget = self.arrived.budget(&self.config);
+        let is_over = self.exceeds_admission(&pieces);
         let config = &self.config;
         let priced = Priced {
             lengths: &lengths,
@@ -153,6 +154,7 @@ impl Packer {
         (packing.ranks, packing.padding) = (config.shape.ranks, config.shape.padding.clone());
         self.iteration += 1;
         self.keep_rows();
+        self.update_change(is_over);
         self.record(&packing, &pieces, &costs, occasion, budget);
         packing
     }

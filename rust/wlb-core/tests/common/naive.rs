@@ -866,9 +866,33 @@ impl Packer {
         let capacity = num_micro_batches as i64 * i64::from(max_tokens);
         let holds = Holds::micro_batches(&self.config);
         let of = |all: &[Waiting]| all.iter().map(|waiting| holds.size(&waiting.piece)).sum::<i64>();
+        let fit_a_step = |pieces: &[Piece]| {
+            let mut tokens = vec![0_i64; num_micro_batches];
+            for index in longest_first(&pieces.iter().map(|piece| piece.length).collect::<Vec<_>>()) {
+                *tokens.iter_mut().min().unwrap() += holds.size(&pieces[index]);
+            }
+            tokens.iter().all(|&tokens| tokens <= i64::from(max_tokens))
+        };
         let room = match self.config.release {
-            Release::Adaptive => 2 * capacity - of(&self.pending()),
-            Release::Fifo => capacity - of(&self.carried),
+            Release::Adaptive => {
+                // All that waits leaves when it is due, or nothing enters.
+                let due = |waiting: &Waiting| {
+                    self.config.max_delay.map(|delay| (waiting.arrived + delay).max(self.iteration))
+                };
+                let waiting = self.pending();
+                let at = |step: u64| waiting.iter().filter(move |waiting| due(waiting) == Some(step));
+                let mut steps = waiting.iter().filter_map(due);
+                let leaves =
+                    steps.all(|step| fit_a_step(&at(step).map(|waiting| waiting.piece).collect::<Vec<Piece>>()));
+                let late = self.config.max_delay.is_some() && !self.carried.is_empty();
+                if late || !leaves { 0 } else { 2 * capacity - of(&waiting) }
+            }
+            Release::Fifo => {
+                // With what leaves the queues in the next step.
+                let company = self.config.shape.ranks.map_or(num_micro_batches, |ranks| ranks.dp_size);
+                let full = |level: &Vec<Waiting>| of(&level[..level.len() / company * company]);
+                capacity - of(&self.carried) - self.queues.iter().map(full).sum::<i64>()
+            }
         };
         let fits = |count: &usize| {
             let mut pieces = Vec::new();
@@ -876,14 +900,8 @@ impl Packer {
                 let kept = if self.config.oversize == Oversize::Truncate { length.min(limit) } else { length };
                 pieces.extend(split(Piece { id: 0, start: 0, length: kept }, limit));
             }
-            if pieces.iter().map(|piece| holds.size(piece)).sum::<i64>() > room {
-                return false;
-            }
-            let mut tokens = vec![0_i64; num_micro_batches];
-            for index in longest_first(&pieces.iter().map(|piece| piece.length).collect::<Vec<_>>()) {
-                *tokens.iter_mut().min().unwrap() += holds.size(&pieces[index]);
-            }
-            self.config.release == Release::Fifo || tokens.iter().all(|&tokens| tokens <= i64::from(max_tokens))
+            let size = pieces.iter().map(|piece| holds.size(piece)).sum::<i64>();
+            size <= room.max(0) && (self.config.release == Release::Fifo || fit_a_step(&pieces))
         };
         let most = (0..=lengths.len()).rev().find(fits).unwrap_or(0);
         if most > 0 || lengths.is_empty() {
