@@ -417,11 +417,13 @@ impl Packer {
         Ok(Self::new_from(core, self.on_backlog))
     }
 
-    /// What waits at most, and for how long, as long as no push brings more than the packer :meth:`admits`.
+    /// What waits at most, and for how long, from now on, as long as no push brings more than the packer :meth:`admits`.
     ///
     /// Returns:
     ///     Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``;
-    ///     with "fifo" what the levels can hold and one such batch. docs/semantics.md has the proof.
+    ///     with "fifo" what the levels can hold and one such batch. After a state of another configuration was loaded,
+    ///     or more came than was admitted, what waits may be more, and older: the bounds are then larger, none of them
+    ///     rises, and after ``settles`` steps they are the former. docs/semantics.md has the proof. O(pending).
     fn bounds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let bounds = self.lock().bounds();
         answer!(py, "Bounds", bounds { tokens, delay, drain, settles })
@@ -588,10 +590,11 @@ impl Packer {
     /// Raises:
     ///     WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under
     ///         oversize="error", more than 2^23 cuts under oversize="split", or, under on_backlog="error", more waits
-    ///         afterwards than :meth:`bounds` allows. The packer is unchanged.
+    ///         afterwards than the :meth:`bounds` of an empty packer allow. The packer is unchanged. An empty push is
+    ///         never refused: it trains of what waits.
     ///
     /// Warns:
-    ///     BacklogWarning: more waits afterwards than :meth:`bounds` allows; once.
+    ///     BacklogWarning: documents were pushed, and more waits afterwards than those bounds allow; once.
     ///
     /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces
     /// on, those that wait included.
@@ -685,8 +688,8 @@ impl Packer {
     /// Args:
     ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
     ///     allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
-    ///         anew, and those that are no outliers any more are emitted first. Another ``num_micro_batches``,
-    ///         ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the first ``tokens_per_batch`` beside a
+    ///         anew, and those that are no outliers any more are emitted first. :meth:`bounds` says what that does to
+    ///         waits. Another ``num_micro_batches``, ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the first ``tokens_per_batch`` beside a
     ///         ``max_step_cost``, which meant another number of tokens without it.
     ///
     /// Raises:
