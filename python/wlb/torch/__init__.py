@@ -21,7 +21,7 @@ Needs torch 2.11 or newer: ``pip install "wlb[torch]"``.
 """
 
 from wlb.torch.agreement import check_agreement
-from wlb.torch.attention import context_parallel_attention, max_cp_size, prepare_attention, recut
+from wlb.torch.attention import context_parallel_attention, cp_sizes, prepare_attention, recut
 from wlb.torch.data import (
     IGNORE,
     BalancedBatchSampler,
@@ -88,10 +88,10 @@ __all__ = [
     "check_agreement",
     "collate",
     "context_parallel_attention",
+    "cp_sizes",
     "count_valid_tokens",
     "data_and_context",
     "expert_ranks",
-    "max_cp_size",
     "model_flops",
     "model_flops_utilization",
     "peak_flops",

@@ -12,14 +12,14 @@ from torch import Tensor
 import wlb
 from wlb.torch.attention import arguments, kernels, routes
 from wlb.torch.attention.all_gather import AllGather
-from wlb.torch.attention.arguments import Transport, max_cp_size
+from wlb.torch.attention.arguments import Transport, cp_sizes
 from wlb.torch.attention.fetch import Fetch
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
 from wlb.torch.attention.merge import attention
 from wlb.torch.attention.recut import recut
 from wlb.torch.attention.ring import Ring
 
-__all__ = ["context_parallel_attention", "max_cp_size", "prepare_attention", "recut"]
+__all__ = ["context_parallel_attention", "cp_sizes", "prepare_attention", "recut"]
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -88,10 +88,13 @@ def check_heads(transport: Transport, degree: int, heads: int, kv_heads: int) ->
         )
 
 
-def max_cp_size(transport: Transport, *, num_heads: int, num_kv_heads: int | None = None) -> int | None:
-    """The largest context-parallel group, a power of two, that the heads of a model allow: a limit for routes.
+def cp_sizes(
+    transport: Transport, *, num_heads: int, num_kv_heads: int | None = None
+) -> tuple[int, ...] | Literal["any"]:
+    """The sizes of context-parallel groups that attention runs: for `wlb.plan_dynamic_cp(group_sizes=...)`.
 
-    Smaller powers of two are then allowed as well. For `wlb.plan_dynamic_cp(max_cp_size=...)`.
+    `ulysses` shares the heads of a model among the ranks of a group, so that their number has to divide the heads, and
+    divide the key heads or be a multiple of them. Attention refuses all other sizes.
 
     Args:
         transport: As attention will be called. `usp` exchanges heads in blocks that are chosen apart: no limit.
@@ -99,22 +102,31 @@ def max_cp_size(transport: Transport, *, num_heads: int, num_kv_heads: int | Non
         num_kv_heads: Key heads on one rank; `num_heads` if None.
 
     Returns:
-        None where any group can do it.
+        Ascending from 1; "any" where a group of any size can do it.
 
     Raises:
-        WlbError: no such transport, or no heads.
+        WlbError: no such transport, or no heads; or key heads that do not divide the heads.
+
+    O(num_heads).
+
+    Example:
+        >>> import wlb.torch as wt
+        >>> wt.cp_sizes("ulysses", num_heads=28, num_kv_heads=4)
+        (1, 2, 4, 28)
+        >>> wt.cp_sizes("ring", num_heads=28, num_kv_heads=4)
+        'any'
     """
     if transport not in get_args(Transport):
         raise error("transport", f"= {transport!r}: one of {', '.join(get_args(Transport))}", value=transport)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
         check_integer(name, value, minimum=1)
+    if num_heads % num_kv_heads:
+        message = f"= {num_kv_heads}: key heads divide the heads ({num_heads}); give those of one rank"
+        raise error("num_kv_heads", message, value=num_kv_heads)
     if transport != "ulysses":
-        return None
-    size = 1
-    while _shared(2 * size, num_heads, num_kv_heads):
-        size *= 2
-    return size
+        return "any"
+    return tuple(size for size in range(1, num_heads + 1) if _shared(size, num_heads, num_kv_heads))
 
 
 def _shared(degree: int, heads: int, kv_heads: int) -> bool:
