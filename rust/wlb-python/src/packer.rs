@@ -417,7 +417,7 @@ impl Packer {
         Ok(Self::new_from(core, self.on_backlog))
     }
 
-    /// What waits at most, and for how long, from now on, as long as no push brings more than the packer :meth:`admits`.
+    /// What waits at most, and how long, from now on, as long as no push brings more than the packer :meth:`admits`.
     ///
     /// Returns:
     ///     Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``;
@@ -689,8 +689,8 @@ impl Packer {
     ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
     ///     allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
     ///         anew, and those that are no outliers any more are emitted first. :meth:`bounds` says what that does to
-    ///         waits. Another ``num_micro_batches``, ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the first ``tokens_per_batch`` beside a
-    ///         ``max_step_cost``, which meant another number of tokens without it.
+    ///         waits. Another ``num_micro_batches``, ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the
+    ///         first ``tokens_per_batch`` beside a ``max_step_cost``, which meant another number of tokens without it.
     ///
     /// Raises:
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration

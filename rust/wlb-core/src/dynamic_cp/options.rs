@@ -110,8 +110,10 @@ impl DynamicCpOptions {
         if let Some(index) = sizes.windows(2).position(|pair| pair[0] >= pair[1]) {
             return wrong(index + 1, "sizes ascend");
         }
-        let most = sizes.iter().map(|&size| usize::try_from(size).unwrap_or(usize::MAX));
-        let sizes: Vec<usize> = most.collect();
+        // Larger ones there are none.
+        let largest = self.max_cp_size.unwrap_or(self.world_size);
+        let sizes = sizes.iter().map(|&size| usize::try_from(size).unwrap_or(usize::MAX));
+        let sizes: Vec<usize> = sizes.take_while(|&size| size <= largest.max(1)).collect();
         if sizes.iter().zip(0..).all(|(&size, bit)| Some(size) == 1_usize.checked_shl(bit)) {
             // Those groups are aligned, and fewer.
             let largest = sizes.last().copied().unwrap_or(1);

@@ -203,7 +203,9 @@ fn filled(placed: Placed, order: &Order<'_>, min_step_tokens: i64, may_wait: boo
     if is_full_enough || !placed.placement.assignment.contains(&-1) {
         return placed;
     }
-    let mut placed = fuller(placed, order.priced, &order.by_cost(order.urgent.len()), min_step_tokens);
+    // Queues promise that a document goes before those behind it; the adaptive rule, that what is due leaves.
+    let due = if may_wait { order.urgent.len() } else { 0 };
+    let mut placed = fuller(placed, order.priced, &order.by_cost(order.urgent.len()), due, min_step_tokens);
     if may_wait {
         // Only urgent documents are carried over; all others wait in the queue.
         let mut is_urgent = vec![false; order.is_due.len()];

@@ -650,6 +650,7 @@ pub(crate) fn fuller(
     given: Plan,
     pieces: &[Piece],
     order: &[usize],
+    due: &[usize],
     min_tokens: i64,
     config: &PackerConfig,
     costs: &Costs,
@@ -677,7 +678,9 @@ pub(crate) fn fuller(
             plan.assignment[i] = j as i32;
         }
         plan.list(pieces);
-        if tokens(&plan) > tokens(&fullest) {
+        // What is due leaves, if it can.
+        let leaves = |plan: &Plan| due.iter().all(|&i| plan.assignment[i] >= 0);
+        if tokens(&plan) > tokens(&fullest) && (leaves(&plan) || !leaves(&fullest)) {
             fullest = plan;
         }
     }
@@ -950,7 +953,7 @@ impl Packer {
         }
         let mut plan = if config.release == Release::Fifo || flushed {
             let plan = algorithm_1(&pieces, &order, &Holds::micro_batches(config), &costs);
-            fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config, &costs)
+            fuller(plan, &pieces, &order, &[], min_step_tokens.unwrap_or(0), config, &costs)
         } else {
             let urgent: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 < 2).collect();
             let (carried, due) = urgent.split_at(is_carried.len());
@@ -960,7 +963,7 @@ impl Packer {
             let new = (0..listing.len()).filter(is_new).map(|i| (pieces[i].length, costs.of[i]));
             budget = self.arrived.budget(&new.collect::<Vec<_>>(), config);
             let mut plan = adaptive(&listing, carried, due, &by_cost, self.iteration, budget, config, &costs);
-            plan = fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config, &costs);
+            plan = fuller(plan, &pieces, &order, &urgent, min_step_tokens.unwrap_or(0), config, &costs);
             plan.leftover.retain(|piece| urgent.iter().any(|&i| pieces[i] == *piece));
             let waits = |i: &usize| plan.assignment[*i] < 0 && !urgent.contains(i);
             self.queues = vec![(0..listing.len()).filter(waits).map(|i| listing[i]).collect()];
