@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
@@ -219,10 +218,9 @@ class _Validation:
         steps: StepLoader[PackedBatch] = StepLoader(loader)
         self._batches: list[PackedBatch] = []
         labels = 0
-        device = trainer.strategy.root_device if dist.is_initialized() else "cpu"
         for step in steps:
             self._batches += step.micro_batches
-            labels += count_valid_tokens(step, device=device)
+            labels += count_valid_tokens(step)
         self._num_items = max(labels, 1) / (len(self._batches) * ranks)
         self._row = row
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from wlb._errors import error
+from wlb.torch.collectives import device_of
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
@@ -34,7 +35,6 @@ def check_agreement(
     *,
     step: int | None = None,
     group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
 ) -> None:
     """Raises on every rank of `group` if not all have the same plan of the same step, and the same cuts of it.
 
@@ -46,7 +46,6 @@ def check_agreement(
         plan: A step; or a plan alone, or its digest.
         step: The step that a plan is of, 0 by default. A step knows its number.
         group: The ranks that must agree; None for all. Of a step: those that share it, or all of them.
-        device: Where the collective runs ("cuda" for NCCL).
 
     Raises:
         WlbError: It names the ranks of each plan, layout or cut; the same text on every rank.
@@ -63,11 +62,11 @@ def check_agreement(
         batches, plan = _cut(plan), plan.plan
     digest = plan if isinstance(plan, str) else plan.digest()
     mine = _hash(digest.encode()) + _hash(layout) + operator.index(number).to_bytes(8, "little", signed=True)
-    holders = _holders(_gathered(mine, group, device), group)
+    holders = _holders(_gathered(mine, group), group)
     if len(holders) > 1:
         raise error("plan", f"differs between ranks: {_named(holders)}", value=digest)
     if batches:
-        _check_cuts(batches, group, device)
+        _check_cuts(batches, group)
 
 
 def _cut(step: Step[Any] | DynamicCpStep[Any]) -> list[tuple[bytes, PackedBatch]]:
@@ -85,13 +84,11 @@ def _cut(step: Step[Any] | DynamicCpStep[Any]) -> list[tuple[bytes, PackedBatch]
     return list(zip(map(str.encode, names), packed, strict=True))
 
 
-def _check_cuts(
-    batches: Sequence[tuple[bytes, PackedBatch]], group: dist.ProcessGroup | None, device: torch.device | str
-) -> None:
+def _check_cuts(batches: Sequence[tuple[bytes, PackedBatch]], group: dist.ProcessGroup | None) -> None:
     """Raises unless all ranks of a micro-batch cut it alike."""
     mine = b"".join(_hash(name) + _hash(batch.shard.digest().encode()) for name, batch in batches)
     cuts: dict[bytes, dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for group_rank, theirs in enumerate(_gathered(mine, group, device)):
+    for group_rank, theirs in enumerate(_gathered(mine, group)):
         for entry in theirs.reshape(-1, 2 * _HASH):
             cuts[entry[:_HASH].tobytes()][entry[_HASH:].tobytes()].append(_global(group_rank, group))
     different = [(name, held) for name, held in cuts.items() if len(held) > 1]
@@ -108,8 +105,9 @@ def _check_cuts(
     )
 
 
-def _gathered(mine: bytes, group: dist.ProcessGroup | None, device: torch.device | str) -> NDArray[np.uint8]:
+def _gathered(mine: bytes, group: dist.ProcessGroup | None) -> NDArray[np.uint8]:
     """The bytes of every rank: uint8 [ranks, bytes]."""
+    device = device_of(group)
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     ranks = dist.get_world_size(group)
     everyone = torch.empty(ranks * sent.numel(), dtype=torch.uint8, device=device)

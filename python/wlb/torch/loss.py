@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wlb._errors import check_integer, error
+from wlb.torch.collectives import device_of
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
@@ -62,7 +63,6 @@ def count_valid_tokens(
     step: Step[Any] | DynamicCpStep[Any],
     *,
     group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
 ) -> int:
     """Labels that count in a global batch, each once, on all ranks that share it.
 
@@ -78,7 +78,6 @@ def count_valid_tokens(
         step: what a loader gave. Its micro-batches are `PackedBatch`, of which the first context-parallel rank counts
             the labels; or mappings with `labels`, of one context-parallel rank.
         group: the ranks that share the step, data- and context-parallel; None for all.
-        device: where the collective runs ("cuda" for NCCL).
 
     Returns:
         Their number, 0 included.
@@ -97,7 +96,7 @@ def count_valid_tokens(
     mine = torch.zeros(1 + step.num_ranks * len(step.parts), dtype=torch.int64)
     mine[0] = total
     mine[1 + torch.from_numpy(step.parts)] = 1
-    everyone = mine.to(device)
+    everyone = mine.to(device_of(group))
     dist.all_reduce(everyone, group=group)
     total, holders = int(everyone[0]), everyone[1:].cpu()
     if (holders != 1).any():

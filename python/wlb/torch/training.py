@@ -86,9 +86,9 @@ def train_step(
     device = next(model.parameters()).device
     where = meeting_place(group, device)
     if several:
-        check_agreement(step, group=group, device=where)
+        check_agreement(step, group=group)
     _prepare(model, group, several)
-    valid = count_valid_tokens(step, group=group, device=where)
+    valid = count_valid_tokens(step, group=group)
     total = torch.zeros((), device=device)
     if valid == 0:
         warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=2)

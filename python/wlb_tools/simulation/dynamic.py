@@ -317,11 +317,6 @@ class DynamicOutcome(Outcome):
         """See :meth:`Outcome.at_attention_rate`."""
         return score_dynamic(self.title, self.run, self.scenario, self.priced.attention.at_rate(rate))
 
-    def at_overhead(self, overhead: Overhead) -> DynamicOutcome:
-        """See :meth:`Outcome.at_overhead`."""
-        scenario = dataclasses.replace(self.scenario, overhead=overhead)
-        return score_dynamic(self.title, self.run, scenario, self.priced.attention)
-
     def parts(self) -> Iterator[RankPart]:
         """See :meth:`Outcome.parts`."""
         run = self.run

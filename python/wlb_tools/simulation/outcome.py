@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from wlb._core import Shard
 from wlb._results import PipelineTimeline
 from wlb_tools.cluster.memory import RankMemory
-from wlb_tools.cluster.overhead import Overhead
 from wlb_tools.cluster.step_time import StageSeconds
 from wlb_tools.simulation.balance import ATTENTION_RATES, Balance, Floats, Swept, band, imbalance_percentile, percentile
 from wlb_tools.simulation.scenario import Scenario
@@ -104,14 +103,6 @@ class Outcome(ABC):
     @abstractmethod
     def at_attention_rate(self, rate: float) -> Outcome:
         """The same plan and shards, were attention `rate` times as fast as the kernel model says."""
-
-    @abstractmethod
-    def at_overhead(self, overhead: Overhead) -> Outcome:
-        """The same plan and shards, were this what the trainer takes beside layers and links.
-
-        Raises:
-            WlbError: it is of another number of stages.
-        """
 
     @abstractmethod
     def parts(self) -> Iterator[RankPart]:

@@ -424,6 +424,12 @@ impl Packer {
     ///     with "fifo" what the levels can hold and one such batch. After a state of another configuration was loaded,
     ///     or more came than was admitted, what waits may be more, and older: the bounds are then larger, none of them
     ///     rises, and after ``settles`` steps they are the former. docs/semantics.md has the proof. O(pending).
+    ///
+    /// Example:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost).bounds()
+    ///     Bounds(tokens=400, delay=16, drain=5, settles=0)
     fn bounds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let bounds = self.lock().bounds();
         answer!(py, "Bounds", bounds { tokens, delay, drain, settles })
@@ -441,6 +447,14 @@ impl Packer {
     ///
     /// Returns:
     ///     list[Packing]; empty if nothing was pending.
+    ///
+    /// Example:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+    ///     >>> _ = packer.push([60, 10, 10])
+    ///     >>> [packing.tokens.tolist() for packing in packer.flush()]
+    ///     [[60, 0]]
     fn flush(&self, py: Python<'_>) -> Vec<Packing> {
         self.change(py, 0, Core::flush).into_iter().map(Packing::from).collect()
     }
@@ -464,6 +478,15 @@ impl Packer {
     ///
     /// Holds documents, not shards: ``num_micro_batches`` and every parallel size may change on resume. Save it with
     /// the position of the data set that was *consumed*, not prefetched.
+    ///
+    /// Example:
+    ///     >>> import json, wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+    ///     >>> _ = packer.push([60, 10, 10])
+    ///     >>> again = wlb.Packer.from_state_dict(json.loads(json.dumps(packer.state_dict())))
+    ///     >>> again.pending_tokens
+    ///     60
     fn state_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let core = Arc::clone(&self.lock());
         let text = run(py, core.pending(), || core.save());
@@ -598,6 +621,15 @@ impl Packer {
     ///
     /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces
     /// on, those that wait included.
+    ///
+    /// Example:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+    ///     >>> packer.push([60, 10, 10]).tokens  # the document of 60 tokens waits for a second one of its kind
+    ///     array([10, 10])
+    ///     >>> packer.push([60, 10, 10]).tokens
+    ///     array([70, 70])
     #[pyo3(signature = (lengths, ids = None, *, starts = None, costs = None, min_step_tokens = 0, early = None))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn push(
@@ -641,6 +673,13 @@ impl Packer {
     ///     WlbError: wrong lengths or numbers; the packer was made with ``cost_columns``.
     ///
     /// O(n).
+    ///
+    /// Example:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> packer = wlb.Packer(num_micro_batches=4, max_tokens=200, cost_model=cost)
+    ///     >>> packer.leads([200, 10, 10, 10, 10, 20, 30], tokens_per_batch=290, most=8)
+    ///     array([5, 0, 0, 0, 0, 0, 0])
     #[pyo3(signature = (lengths, *, tokens_per_batch, most))]
     fn leads<'py>(
         &self,
@@ -673,6 +712,13 @@ impl Packer {
     ///         by step with ``starts``.
     ///
     /// O(n + pending); a sort, and log(n) placements where they do not all fit.
+    ///
+    /// Example:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost)
+    ///     >>> packer.admits([80, 80, 80, 80])
+    ///     2
     #[pyo3(signature = (lengths, *, costs = None))]
     fn admits(
         &self,
@@ -696,6 +742,16 @@ impl Packer {
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration
     ///         differs (says in which fields); or a waiting document is longer than this packer allows. The packer is
     ///         unchanged.
+    ///
+    /// Example:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> small = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+    ///     >>> _ = small.push([60, 10, 10])
+    ///     >>> large = wlb.Packer(num_micro_batches=4, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+    ///     >>> large.load_state_dict(small.state_dict())
+    ///     >>> large.pending_tokens, large.iteration
+    ///     (60, 1)
     #[pyo3(signature = (state, *, allow_config_change = false))]
     fn load_state_dict(
         &self,
@@ -722,6 +778,14 @@ impl Packer {
     ///
     /// Raises:
     ///     WlbError: sums of such costs could overflow, or documents bring their costs. The packer is unchanged.
+    ///
+    /// Example:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost)
+    ///     >>> packer.set_cost_model(wlb.CostModel(attention=2.0, linear=1.0))
+    ///     >>> packer.cost_model.terms
+    ///     {'pairs': 2.0, 'tokens': 1.0}
     #[pyo3(signature = (cost_model))]
     fn set_cost_model(&self, py: Python<'_>, #[pyo3(from_py_with = read_costs)] cost_model: Model) -> PyResult<()> {
         self.change(py, 0, |core| core.set_cost_model(cost_model.clone())).map_err(raise)

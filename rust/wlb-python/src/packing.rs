@@ -374,6 +374,14 @@ impl Packing {
     ///
     /// Raises:
     ///     WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
+    ///
+    /// Example:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=0.0)
+    ///     >>> p = wlb.Packing.from_assignment([4, 2, 2], [0, 1, 1], num_micro_batches=2, max_tokens=8,
+    ///     ...                                 cost_model=cost)
+    ///     >>> p.costs, p.imbalance
+    ///     (array([10.,  6.]), 1.25)
     #[staticmethod]
     #[pyo3(signature = (
     lengths, assignment, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None
@@ -407,6 +415,14 @@ impl Packing {
     /// Raises:
     ///     WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was
     ///         made for.
+    ///
+    /// Example:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=0.0, linear=1.0)
+    ///     >>> p = wlb.pack([8, 6, 3, 1], num_micro_batches=4, max_tokens=8, cost_model=cost)
+    ///     >>> p.deal(2)
+    ///     array([[3, 0],
+    ///            [2, 1]])
     #[pyo3(signature = (dp_size))]
     fn deal<'py>(
         &self,

@@ -237,6 +237,20 @@ impl Shard {
     ///
     /// Raises:
     ///     WlbError: no such rank; or its segments' keys are more than int32 ``cu_seqlens_k`` can count.
+    ///
+    /// Example:
+    ///     >>> import wlb
+    ///     >>> r = wlb.shard([8, 4], cp_size=2, strategy="per_document").rank(0)
+    ///     >>> r.token_indices
+    ///     array([ 0,  1,  6,  7,  8, 11], dtype=int32)
+    ///     >>> r.position_ids
+    ///     array([0, 1, 6, 7, 0, 3], dtype=int32)
+    ///     >>> r.cu_seqlens_q
+    ///     array([0, 2, 4, 5, 6], dtype=int32)
+    ///     >>> r.cu_seqlens_k
+    ///     array([ 0,  2, 10, 11, 15], dtype=int32)
+    ///     >>> r.k_starts
+    ///     array([0, 0, 8, 8], dtype=int32)
     fn rank(&self, rank: &Bound<'_, PyAny>) -> PyResult<RankShard> {
         let rank = size("rank", rank, 0, self.plan.cp_size() as i64 - 1)?;
         let held = self.plan.rank(rank).map_err(raise)?;
@@ -433,6 +447,12 @@ impl KernelModel {
     ///
     /// Raises:
     ///     WlbError: a shard of another mask.
+    ///
+    /// Example:
+    ///     >>> import wlb
+    ///     >>> kernel = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
+    ///     >>> kernel.rank_seconds(wlb.shard([4096], cp_size=2, strategy="per_document")).shape
+    ///     (2,)
     #[pyo3(signature = (shard, *, passes = "forward_backward"))]
     fn rank_seconds(&self, shard: &Shard, passes: &str) -> PyResult<Array<Vec<f64>>> {
         self.0.rank_seconds(&shard.plan, choice(passes)?).map(Array).map_err(raise)

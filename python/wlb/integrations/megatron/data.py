@@ -176,7 +176,7 @@ def data_iterator(
         config=config,
         sharing=sharing,
         ranks=ranks,
-        peers=None if dynamic_cp else Peers(everyone, timeout=None, description="megatron"),
+        peers=None if dynamic_cp else Peers(everyone, description="megatron"),
         steps=steps,
         dynamic=dynamic,
         documents=padded,

@@ -6,7 +6,6 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -149,7 +148,6 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         group: The data x context ranks: `data_and_context(mesh).get_group()`. None: one process.
         prepare: Gets every micro-batch in the thread, and gives what the step will hold: to call `prepare_attention`,
             or `PackedBatch.pin_memory`. The CUDA device is the one in use when the loader was made, if CUDA was.
-        timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
@@ -167,10 +165,9 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         attention_costs: Costs | ArrayLike | None = None,
         group: dist.ProcessGroup | None = None,
         prepare: Callable[[PackedBatch], T] | None = None,
-        timeout: timedelta | None = None,
     ) -> None:
         check_source(batches)
-        self._peers = Peers(group, timeout=timeout, description="dynamic_cp")
+        self._peers = Peers(group, description="dynamic_cp")
         self._batches: Any = batches
         self._plan = plan
         self._costs: dict[str, Costs] = {}

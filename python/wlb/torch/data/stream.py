@@ -6,7 +6,6 @@ import copy
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
@@ -87,7 +86,6 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             stream gives, `lambda row: [encoder(row["patches"]), language(len(row["input_ids"]))]` say, to a float or
             floats. Called once, in the thread of the rank that reads it; the others are told. A piece of a document has
             the share of its tokens. What waits keeps its costs, in states too.
-        timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
@@ -110,13 +108,12 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         min_step_tokens: int | None = None,
         max_early: int = 0,
         costs: Callable[[Any], Any] | None = None,
-        timeout: timedelta | None = None,
     ) -> None:
         check_given(costs, packer)
         check_max_early(max_early, packer)
         if costs is not None and not callable(costs):
             raise error("costs", 'is not a function of a document: lambda row: row["costs"], say', value=costs)
-        self._peers = Peers(group, timeout=timeout, description="balanced_stream")
+        self._peers = Peers(group, description="balanced_stream")
         self._rank, self._size = self._peers.rank, self._peers.size
         if packer.num_micro_batches % self._size:
             message = f"has {self._size} ranks, which do not divide {packer.num_micro_batches} micro-batches"
