@@ -247,10 +247,13 @@ impl Packer {
     }
 
     /// Whether all that waits leaves when it is due, under [`Release::Adaptive`], if each push fits into a step by
-    /// itself: nothing is carried over, and what is due together fits into a step. Not always so after a change, or
-    /// after more came than was admitted.
+    /// itself: nothing is carried over, and what is due together fits into a step; without any delay what is new is due
+    /// with what waits. Not always so after a change, or after more came than was admitted.
     fn leaves_when_due(&self) -> bool {
         let Some(delay) = self.config.max_delay else { return true };
+        if delay == 0 {
+            return self.pending() == 0;
+        }
         let due = |waiting: &Waiting| waiting.arrived.saturating_add(delay).max(self.iteration);
         // A level is in order of arrival.
         let mut levels = self.queue.levels().iter();

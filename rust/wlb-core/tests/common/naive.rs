@@ -887,7 +887,11 @@ impl Packer {
                 let mut steps = waiting.iter().filter_map(due);
                 let leaves =
                     steps.all(|step| fit_a_step(&at(step).map(|waiting| waiting.piece).collect::<Vec<Piece>>()));
-                let late = self.config.max_delay.is_some() && !self.carried.is_empty();
+                let late = match self.config.max_delay {
+                    None => false,
+                    Some(0) => !waiting.is_empty(),
+                    Some(_) => !self.carried.is_empty(),
+                };
                 if late || !leaves { 0 } else { 2 * capacity - of(&waiting) }
             }
             Release::Fifo => {
