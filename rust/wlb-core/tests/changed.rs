@@ -5,9 +5,7 @@ use crate::common::strategies::{checked, config, cost_model, lengths, method};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use wlb_core::packing::{Ranks, Sync};
-use wlb_core::stream::{
-    Bounds, CostTable, Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod,
-};
+use wlb_core::stream::{Bounds, CostTable, Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
 use wlb_core::{CostModel, Mask};
 
 /// A document to come: its tokens, and what it takes of each limit, as a part of it.
@@ -97,7 +95,15 @@ fn rules() -> impl Strategy<Value = Rules> {
     let max_step_cost = prop::option::weighted(0.25, 0.3..3.0);
     let of_step = (micro_batches, dp_size, room, thresholds);
     (of_step, price, max_delay, max_documents, max_step_cost, method(), cost_model()).prop_map(
-        |((micro_batches, dp_size, room, thresholds), price, max_delay, max_documents, max_step_cost, method, cost_model)| {
+        |(
+            (micro_batches, dp_size, room, thresholds),
+            price,
+            max_delay,
+            max_documents,
+            max_step_cost,
+            method,
+            cost_model,
+        )| {
             Rules {
                 micro_batches,
                 dp_size,
@@ -138,9 +144,8 @@ fn event(longest: i32) -> impl Strategy<Value = Event> {
 fn stream() -> impl Strategy<Value = (i32, Option<usize>, Rules, Vec<Event>)> {
     let longest = prop_oneof![1 => Just(1), 3 => 2..30, 4 => 30..2000];
     let limits = prop_oneof![5 => Just(None), 2 => (0_usize..3).prop_map(Some)];
-    (longest, limits).prop_flat_map(|(longest, limits)| {
-        (Just(longest), Just(limits), rules(), vec(event(longest), 1..9))
-    })
+    (longest, limits)
+        .prop_flat_map(|(longest, limits)| (Just(longest), Just(limits), rules(), vec(event(longest), 1..9)))
 }
 
 /// A reader that asks, and holds the packer to what it stated.

@@ -47,7 +47,8 @@ proptest! {
 
 /// Sizes of groups that some attention runs: those that 28 heads with 4 key heads can be shared by, or any, with 1.
 fn some_sizes() -> impl Strategy<Value = Vec<i64>> {
-    let any = proptest::collection::btree_set(2_i64..40, 0..6).prop_map(|others| [1].into_iter().chain(others).collect());
+    let any =
+        proptest::collection::btree_set(2_i64..40, 0..6).prop_map(|others| [1].into_iter().chain(others).collect());
     prop_oneof![1 => Just(vec![1, 2, 4, 28]), 1 => Just(vec![1, 2, 4]), 4 => any]
 }
 

@@ -150,6 +150,8 @@ def _known(trainer: Trainer, limits: Limits, tokens_per_batch: int | None, lengt
     if measured.shape != (len(rows),):
         message = f"has shape {measured.shape}, but there are {len(rows)} documents"
         raise error("lengths", message, value=measured.shape)
+    if lengths is not None:
+        rows.planned_by(measured, "by lengths=")
     context = limits.loading.max_document_tokens or limits.max_tokens
     trained = measured.clip(max=context) if limits.loading.oversize == "truncate" else measured
     if tokens_per_batch is None:

@@ -66,9 +66,10 @@ impl Problem {
             cost,
             world_size,
             group_sizes,
-            only: options.only_sizes.as_ref().map(|sizes| {
-                sizes.iter().copied().take_while(|&size| size <= largest_group).collect()
-            }),
+            only: options
+                .only_sizes
+                .as_ref()
+                .map(|sizes| sizes.iter().copied().take_while(|&size| size <= largest_group).collect()),
             largest_group,
             max_tokens_per_rank,
             max_documents,
