@@ -210,6 +210,13 @@ class CostModel:
 
         Raises:
             WlbError: a size below 1, a rate that is not positive, a hidden size that the heads do not divide.
+
+        Example:
+            >>> import wlb
+            >>> cost = wlb.CostModel.from_flops(hidden_size=4096, ffn_hidden_size=11008, num_layers=32, num_heads=32,
+            ...                                 vocab_size=32000, attention_efficiency=0.55)
+            >>> cost.cost([131072]) / cost.cost([1024]) > 128 * 6
+            array([ True])
         """
     @staticmethod
     def from_tables(
@@ -231,6 +238,13 @@ class CostModel:
 
         Raises:
             WlbError: naming the entry that does not fit.
+
+        Example:
+            >>> import wlb
+            >>> attention, linear = [1e-3, 15e-3], [2e-3, 8e-3]
+            >>> cost = wlb.CostModel.from_tables([1024, 4096], attention_seconds=attention, linear_seconds=linear)
+            >>> cost.cost([1024, 4096])
+            array([0.003, 0.023])
         """
     @staticmethod
     def from_profile(path_or_name: str | os.PathLike[str], *, passes: Passes = "forward_backward") -> CostModel:
@@ -242,6 +256,12 @@ class CostModel:
 
         Raises:
             WlbError: no such profile, or a malformed one; says where in the file.
+
+        Example:
+            >>> import wlb
+            >>> name = "nvidia-h200-varlenkernel-torch-2-11-0-h32-kv8-d128"
+            >>> wlb.CostModel.from_profile(name).unit
+            'seconds'
         """
     def cost(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """Cost of each document.
@@ -251,6 +271,11 @@ class CostModel:
 
         Returns:
             float64[n].
+
+        Example:
+            >>> import wlb
+            >>> wlb.CostModel(attention=1.0, linear=1000.0).cost([10, 20])
+            array([10055., 20210.])
         """
     def attention_cost(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """The part of :meth:`cost` that grows with the pairs, of all kinds. float64[n]."""
@@ -311,10 +336,23 @@ class CostModel:
 
         O(n k^2) for n micro-batches and k terms, some hundred times. Lawson and Hanson, Solving Least Squares Problems
         (1974); Holland and Welsch, Robust regression using iteratively reweighted least-squares (1977).
+
+        Example:
+            >>> import wlb
+            >>> true = wlb.CostModel(attention=1e-9, linear=1e-6)
+            >>> micro_batches = [[100 * i, 50 * i * i] for i in range(1, 13)]
+            >>> fit = wlb.CostModel.fit(micro_batches, [true.cost(lengths).sum() for lengths in micro_batches])
+            >>> round(fit.rates["pairs"] * 1e9, 3), round(fit.rates["tokens"] * 1e6, 3)
+            (1.0, 1.0)
         """
     def to_json(self) -> str:
         """The model as a JSON text, for a file: :meth:`from_json` reads it, and so does ``--cost-model`` of the ``wlb``
         command.
+
+        Example:
+            >>> import wlb
+            >>> wlb.CostModel(attention=1.0, linear=2.0).to_json()
+            '{"attention":{"rate":1.0},"linear":{"rate":2.0},"mask":"causal"}'
         """
     @staticmethod
     def from_json(text: str) -> CostModel:
@@ -376,6 +414,14 @@ class Packing:
 
         Raises:
             WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
+
+        Example:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=0.0)
+            >>> p = wlb.Packing.from_assignment([4, 2, 2], [0, 1, 1], num_micro_batches=2, max_tokens=8,
+            ...                                 cost_model=cost)
+            >>> p.costs, p.imbalance
+            (array([10.,  6.]), 1.25)
         """
     @property
     def method(self) -> str:
@@ -472,6 +518,14 @@ class Packing:
         Raises:
             WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was
                 made for.
+
+        Example:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=0.0, linear=1.0)
+            >>> p = wlb.pack([8, 6, 3, 1], num_micro_batches=4, max_tokens=8, cost_model=cost)
+            >>> p.deal(2)
+            array([[3, 0],
+                   [2, 1]])
         """
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> MicroBatch: ...
@@ -731,6 +785,15 @@ class Packer:
 
         Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces
         on, those that wait included.
+
+        Example:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+            >>> packer.push([60, 10, 10]).tokens  # the document of 60 tokens waits for a second one of its kind
+            array([10, 10])
+            >>> packer.push([60, 10, 10]).tokens
+            array([70, 70])
         """
     def leads(self, lengths: ArrayLike, *, tokens_per_batch: int, most: int) -> NDArray[np.int64]:
         """By how many iterations each of the documents that come next should come before its turn, for :meth:`push`.
@@ -751,6 +814,13 @@ class Packer:
             WlbError: wrong lengths or numbers; the packer was made with ``cost_columns``.
 
         O(n).
+
+        Example:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=4, max_tokens=200, cost_model=cost)
+            >>> packer.leads([200, 10, 10, 10, 10, 20, 30], tokens_per_batch=290, most=8)
+            array([5, 0, 0, 0, 0, 0, 0])
         """
     def admits(self, lengths: ArrayLike, *, costs: ArrayLike | None = None) -> int:
         """How many of the first of these documents the next push may bring, so that the packer keeps its :meth:`bounds`.
@@ -772,15 +842,28 @@ class Packer:
                 by step with ``starts``.
 
         O(n + pending); a sort, and log(n) placements where they do not all fit.
+
+        Example:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost)
+            >>> packer.admits([80, 80, 80, 80])
+            2
         """
     def bounds(self) -> Bounds:
-        """What waits at most, and for how long, from now on, as long as no push brings more than the packer :meth:`admits`.
+        """What waits at most, and how long, from now on, as long as no push brings more than the packer :meth:`admits`.
 
         Returns:
             Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``;
             with "fifo" what the levels can hold and one such batch. After a state of another configuration was loaded,
             or more came than was admitted, what waits may be more, and older: the bounds are then larger, none of them
             rises, and after ``settles`` steps they are the former. docs/semantics.md has the proof. O(pending).
+
+        Example:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost).bounds()
+            Bounds(tokens=400, delay=16, drain=5, settles=0)
         """
     @property
     def room(self) -> int:
@@ -798,6 +881,14 @@ class Packer:
 
         Returns:
             list[Packing]; empty if nothing was pending.
+
+        Example:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+            >>> _ = packer.push([60, 10, 10])
+            >>> [packing.tokens.tolist() for packing in packer.flush()]
+            [[60, 0]]
         """
     @property
     def pending(self) -> int:
@@ -895,6 +986,14 @@ class Packer:
 
         Raises:
             WlbError: sums of such costs could overflow, or documents bring their costs. The packer is unchanged.
+
+        Example:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost)
+            >>> packer.set_cost_model(wlb.CostModel(attention=2.0, linear=1.0))
+            >>> packer.cost_model.terms
+            {'pairs': 2.0, 'tokens': 1.0}
         """
     @property
     def fingerprint(self) -> str:
@@ -908,6 +1007,15 @@ class Packer:
 
         Holds documents, not shards: ``num_micro_batches`` and every parallel size may change on resume. Save it with
         the position of the data set that was *consumed*, not prefetched.
+
+        Example:
+            >>> import json, wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+            >>> _ = packer.push([60, 10, 10])
+            >>> again = wlb.Packer.from_state_dict(json.loads(json.dumps(packer.state_dict())))
+            >>> again.pending_tokens
+            60
         """
     def load_state_dict(self, state: dict[str, Any], *, allow_config_change: bool = False) -> None:
         """Goes on where the saved packer stopped, under this packer's configuration.
@@ -916,13 +1024,23 @@ class Packer:
             state: what :meth:`state_dict` returned, also after a round trip through JSON.
             allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
                 anew, and those that are no outliers any more are emitted first. :meth:`bounds` says what that does to
-                waits. Another ``num_micro_batches``, ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the first ``tokens_per_batch`` beside a
-                ``max_step_cost``, which meant another number of tokens without it.
+                waits. Another ``num_micro_batches``, ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the
+                first ``tokens_per_batch`` beside a ``max_step_cost``, which meant another number of tokens without it.
 
         Raises:
             StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration
                 differs (says in which fields); or a waiting document is longer than this packer allows. The packer is
                 unchanged.
+
+        Example:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> small = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+            >>> _ = small.push([60, 10, 10])
+            >>> large = wlb.Packer(num_micro_batches=4, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+            >>> large.load_state_dict(small.state_dict())
+            >>> large.pending_tokens, large.iteration
+            (60, 1)
         """
     def __copy__(self) -> Packer: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
@@ -1225,6 +1343,20 @@ class Shard:
 
         Raises:
             WlbError: no such rank; or its segments' keys are more than int32 ``cu_seqlens_k`` can count.
+
+        Example:
+            >>> import wlb
+            >>> r = wlb.shard([8, 4], cp_size=2, strategy="per_document").rank(0)
+            >>> r.token_indices
+            array([ 0,  1,  6,  7,  8, 11], dtype=int32)
+            >>> r.position_ids
+            array([0, 1, 6, 7, 0, 3], dtype=int32)
+            >>> r.cu_seqlens_q
+            array([0, 2, 4, 5, 6], dtype=int32)
+            >>> r.cu_seqlens_k
+            array([ 0,  2, 10, 11, 15], dtype=int32)
+            >>> r.k_starts
+            array([0, 0, 8, 8], dtype=int32)
         """
     def digest(self) -> str:
         """Hex hash of which token lies where: equal on two ranks iff their shards are equal."""
@@ -1340,6 +1472,11 @@ class KernelModel:
 
         Raises:
             WlbError: an unknown generation, or a size out of range.
+
+        Example:
+            >>> import wlb
+            >>> wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128).source
+            'analytic: h100'
         """
     def segment_seconds(
         self, query_lengths: ArrayLike, key_lengths: ArrayLike, *, passes: Passes = "forward_backward"
@@ -1356,6 +1493,13 @@ class KernelModel:
 
         Raises:
             WlbError: a length out of range, or more queries than keys.
+
+        Example:
+            >>> import wlb
+            >>> kernel = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
+            >>> one, both = kernel.segment_seconds([1024, 2048], [1024, 2048])
+            >>> bool(2 * one < both)
+            True
         """
     def rank_seconds(self, shard: Shard, *, passes: Passes = "forward_backward") -> NDArray[np.float64]:
         """Latency of each rank's attention call: the sum of its segments, and a constant for the launch.
@@ -1369,6 +1513,12 @@ class KernelModel:
 
         Raises:
             WlbError: a shard of another mask.
+
+        Example:
+            >>> import wlb
+            >>> kernel = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
+            >>> kernel.rank_seconds(wlb.shard([4096], cp_size=2, strategy="per_document")).shape
+            (2,)
         """
     @property
     def source(self) -> str:

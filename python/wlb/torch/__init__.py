@@ -21,7 +21,7 @@ Needs torch 2.11 or newer: ``pip install "wlb[torch]"``.
 """
 
 from wlb.torch.agreement import check_agreement
-from wlb.torch.attention import context_parallel_attention, cp_sizes, prepare_attention, recut
+from wlb.torch.attention import context_parallel_attention, cp_sizes, halo, prepare_attention, recut
 from wlb.torch.data import (
     IGNORE,
     BalancedBatchSampler,
@@ -92,6 +92,7 @@ __all__ = [
     "count_valid_tokens",
     "data_and_context",
     "expert_ranks",
+    "halo",
     "model_flops",
     "model_flops_utilization",
     "peak_flops",

@@ -17,10 +17,10 @@ from wlb.torch.attention.arguments import Transport, cp_sizes
 from wlb.torch.attention.fetch import Fetch
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
 from wlb.torch.attention.merge import LSE_CHANNELS, attention
-from wlb.torch.attention.recut import recut
+from wlb.torch.attention.recut import halo, recut
 from wlb.torch.attention.ring import Ring
 
-__all__ = ["context_parallel_attention", "cp_sizes", "prepare_attention", "recut"]
+__all__ = ["context_parallel_attention", "cp_sizes", "halo", "prepare_attention", "recut"]
 
 
 F = TypeVar("F", bound=Callable[..., Any])
