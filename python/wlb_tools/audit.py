@@ -1,7 +1,7 @@
 """The proof from a run's ledger that every document was trained once an epoch, or what diverges and where.
 
-Is the chain of lines and of states unbroken, did all ranks train the same plan, was every token of every document trained once? What
-is proved exactly stands in docs/semantics.md.
+Is the chain of lines and of states unbroken, did all ranks train the same plan, was every token of every document
+trained once? What is proved exactly stands in docs/semantics.md.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _read_file(path: Path, rank: int) -> _RankLedger:
         cut_off = number if text and line is None else None
         if line is None:
             continue
-        moved = line.get("after") != after or not begins and line["step"] < next_step
+        moved = line.get("after") != after or (not begins and line["step"] < next_step)
         after, next_step = check, line["step"] + (not begins)
         if begins:
             if (line["format"], line["version"]) != (FORMAT, VERSION):

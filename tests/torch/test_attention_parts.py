@@ -82,7 +82,9 @@ def deviation(rank: int, value_dim: int, options: dict[str, Any], sinks: bool, w
         total, differences = (got * whole[4][held]).sum(), []
     assert got.shape == (held.numel(), HEADS, value_dim)
     total.backward()
-    pairs = [(got, out[held])] + [(x.grad, y.grad[held]) for x, y in zip(mine, leaves, strict=False) if y.grad is not None]
+    pairs = [(got, out[held])] + [
+        (x.grad, y.grad[held]) for x, y in zip(mine, leaves, strict=False) if y.grad is not None
+    ]
     differences += [(ours - theirs).abs().max() for ours, theirs in pairs if held.numel() and ours is not None]
     if sinks:
         whole_sink = sink.grad if sink.grad is not None else torch.zeros_like(sink)

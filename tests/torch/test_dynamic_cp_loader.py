@@ -470,9 +470,7 @@ def test_heads_limit_groups(heads: int, kv_heads: int, sizes: tuple[int, ...]) -
 @pytest.mark.parametrize("sizes", [(2, 4), (1, 4, 2), (), (1, 2, 2)])
 def test_sizes_of_groups_ascend_from_one(sizes: tuple[int, ...]) -> None:
     with pytest.raises(wlb.WlbError, match="group_sizes"):
-        wlb.plan_dynamic_cp(
-            [5], world_size=4, num_stages=1, max_tokens_per_rank=10, cost_model=COST, group_sizes=sizes
-        )
+        wlb.plan_dynamic_cp([5], world_size=4, num_stages=1, max_tokens_per_rank=10, cost_model=COST, group_sizes=sizes)
 
 
 @pytest.mark.parametrize("heads", [{"num_heads": 0}, {"num_heads": 8, "num_kv_heads": 0}, {"num_heads": -8}])

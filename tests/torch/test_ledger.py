@@ -359,7 +359,13 @@ def test_what_was_tampered_with_is_seen(tampering: str, tmp_path: Path) -> None:
     found = audit(tmp_path)
     assert found.findings or found.unproved
     # What may be honest, and cannot be told from it: a rank was killed, or all of them before a checkpoint.
-    may_be_honest = {"the last line torn", "the last line torn on rank 0", "the last line torn on all ranks", "the last line left out", "begun anew"}
+    may_be_honest = {
+        "the last line torn",
+        "the last line torn on rank 0",
+        "the last line torn on all ranks",
+        "the last line left out",
+        "begun anew",
+    }
     assert found.sound == (tampering in may_be_honest)
     if found.sound:
         assert any(sentence.startswith("? Not proved: ") for sentence in found.sentences())

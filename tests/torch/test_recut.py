@@ -181,5 +181,5 @@ def test_a_halo_needs_runs() -> None:
 
 
 def refused_halo(rank: int, shard: wlb.Shard) -> None:
-    with pytest.raises(wlb.WlbError, match="more than one run.*contiguous"):
+    with pytest.raises(wlb.WlbError, match=r"more than one run.*contiguous"):
         wt.halo(torch.ones(8, 2), shard, tokens=1, group=dist.group.WORLD)

@@ -120,6 +120,8 @@ def test_a_collator_that_gives_other_tokens_is_named_when_it_is_read() -> None:
 def test_tables_of_preferences_are_refused(tmp_path: Path) -> None:
     data = datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
     trainer = Trainer(llama(), arguments(tmp_path), train_dataset=data, data_collator=together)
-    with pytest.raises(wlb.WlbError, match=r"trains examples of chosen, rejected: several sequences.*rl\.plan") as refused:
+    with pytest.raises(
+        wlb.WlbError, match=r"trains examples of chosen, rejected: several sequences.*rl\.plan"
+    ) as refused:
         balance(trainer, max_tokens=64)
     assert refused.value.argument == "trainer"

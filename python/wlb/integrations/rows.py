@@ -85,8 +85,8 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
         if self._planned is None or found == self._planned[index]:
             return document
         message = (
-            f"gives {found} tokens of document {index}, which has {self._planned[index]} {self._said_by}: leave max_length "
-            "and truncation of the collator (or of its tokenizer) out, and give balance max_document_tokens= with "
+            f"gives {found} tokens of document {index}, which has {self._planned[index]} {self._said_by}: leave "
+            "max_length and truncation of the collator (or of its tokenizer) out, and give balance max_document_tokens= with "
             'oversize="truncate"; or give balance lengths= as the collator makes them'
         )
         raise error("data_collator", message, index=index, value=found)
@@ -132,8 +132,8 @@ def _way_out(feature: Mapping[str, Any]) -> str:
     """What to do about a document without tokens of its own."""
     if any(name.startswith(("chosen", "rejected", "completion_input_ids", "KL_")) for name in feature):
         return (
-            "several sequences are one example (DPO, KTO, reward models), whose loss is no sum over tokens, and a packed "
-            "row cannot keep them together. Plan their micro-batches with wlb.integrations.rl.plan(groups=) instead"
+            "several sequences are one example (DPO, KTO, reward models), whose loss is no sum over tokens, and a "
+            "packed row cannot keep them together. Plan their micro-batches with wlb.integrations.rl.plan(groups=) instead"
         )
     return "tokenise it, or give it to a trainer that does"
 

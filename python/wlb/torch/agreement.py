@@ -99,8 +99,8 @@ def _check_cuts(batches: Sequence[tuple[bytes, PackedBatch]], group: dist.Proces
     of_mine = {_hash(known): known.decode() for known, _ in batches}
     raise error(
         "shard",
-        f"differs between the ranks of {len(different)} micro-batches: of one, {'; '.join(parts)}. Give collate the same "
-        "strategy, kernel_model, cp_size and padding on all of them",
+        f"differs between the ranks of {len(different)} micro-batches: of one, {'; '.join(parts)}. Give collate the "
+        "same strategy, kernel_model, cp_size and padding on all of them",
         value=of_mine.get(name),
     )
 

@@ -106,8 +106,8 @@ def context_parallel_attention(
     kept for all layers: by the first, or before it by `prepare_attention`.
 
     Sinks (gpt-oss: a logit of each head that takes a share of the softmax) are composed with `return_lse`, gradients
-    included: `out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)`. Values of another width than keys (MLA) are
-    padded, which is exact. Scores are not capped (softcap): no composition of outputs does it.
+    included: `out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)`. Values of another width than keys (MLA)
+    are padded, which is exact. Scores are not capped (softcap): no composition of outputs does it.
 
     Tensors are computed in the dtype in which they come, also under `torch.autocast`, which is off inside. What is
     float32 there (a rotary embedding may be) must be cast before to run on a flash kernel.

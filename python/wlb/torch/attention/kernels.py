@@ -300,9 +300,10 @@ def choose(
 ) -> Kernel:
     """The kernel for these tensors.
 
-    `width` is the head_dim of the widest call, that of `q` if None. `alibi_aligned` says that every span's last query stands at its last key, so that a flash kernel measures true
-    distances. "auto" prefers flash-attn 3 (on Hopper), flash-attn 2, torch's varlen kernels, and takes the reference
-    kernel on the CPU, for float32 and float64, and for ALiBi where no flash kernel has it.
+    `width` is the head_dim of the widest call, that of `q` if None. `alibi_aligned` says that every span's last query
+    stands at its last key, so that a flash kernel measures true distances. "auto" prefers flash-attn 3 (on Hopper),
+    flash-attn 2, torch's varlen kernels, and takes the reference kernel on the CPU, for float32 and float64, and for
+    ALiBi where no flash kernel has it.
 
     Raises:
         WlbError: there is no such kernel, it is not installed, or has not what was asked for.

@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 from wlb.torch.attention.kernels import Kernel, accumulator
 from wlb.torch.attention.segments import Call
 
-
 LSE_CHANNELS = 8
 """Channels that a head gets in its backward for the gradient of the log-sum-exp: flash kernels take multiples of 8."""
 
@@ -143,9 +142,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @_without_autocast
     @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, d_out: Tensor, d_lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         dtypes, width = (q.dtype, k.dtype, v.dtype), q.shape[2]
         if ctx.with_lse:
