@@ -112,7 +112,7 @@ def test_a_collator_that_gives_other_tokens_is_named_when_it_is_read() -> None:
     kept = Rows(datasets.Dataset.from_list(rows), shortened)
     kept.lengths()
     for read in (lambda: kept[odd], lambda: kept.__getitems__([0, odd])):
-        with pytest.raises(wlb.WlbError, match=r"document \d+, which has .* max_length and truncation") as raised:
+        with pytest.raises(wlb.WlbError, match=r"document \d+, which had .* max_length and truncation") as raised:
             read()
         assert (raised.value.argument, raised.value.index) == ("data_collator", odd)
 

@@ -18,7 +18,7 @@ _LONGEST_HISTOGRAM = 1_000_000
 @result
 @dataclass(frozen=True)
 class Bounds:
-    """What a packer promises from now on, as long as no push brings more than it admits.
+    """The limits that a packer keeps from now on, as long as no push brings more documents than it admits.
 
     Attributes:
         tokens: Most tokens that ever wait after a push.

@@ -79,7 +79,7 @@ pub(crate) fn mask(causal: bool) -> Mask {
 ///     WlbError: a rate is negative or not finite, or no document costs anything; a window or chunk below 1, or without
 ///         a causal mask.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
 ///     >>> cost.cost([10, 20])
@@ -139,7 +139,7 @@ impl CostModel {
     /// The model as a JSON text, for a file: :meth:`from_json` reads it, and so does ``--cost-model`` of the ``wlb``
     /// command.
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> wlb.CostModel(attention=1.0, linear=2.0).to_json()
     ///     '{"attention":{"rate":1.0},"linear":{"rate":2.0},"mask":"causal"}'
@@ -205,7 +205,7 @@ impl CostModel {
     /// Raises:
     ///     WlbError: a size below 1, a rate that is not positive, a hidden size that the heads do not divide.
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> cost = wlb.CostModel.from_flops(hidden_size=4096, ffn_hidden_size=11008, num_layers=32, num_heads=32,
     ///     ...                                 vocab_size=32000, attention_efficiency=0.55)
@@ -277,7 +277,7 @@ impl CostModel {
     /// Raises:
     ///     WlbError: naming the entry that does not fit.
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> attention, linear = [1e-3, 15e-3], [2e-3, 8e-3]
     ///     >>> cost = wlb.CostModel.from_tables([1024, 4096], attention_seconds=attention, linear_seconds=linear)
@@ -303,7 +303,7 @@ impl CostModel {
     /// Raises:
     ///     WlbError: no such profile, or a malformed one; says where in the file.
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> name = "nvidia-h200-varlenkernel-torch-2-11-0-h32-kv8-d128"
     ///     >>> wlb.CostModel.from_profile(name).unit
@@ -323,7 +323,7 @@ impl CostModel {
     /// Returns:
     ///     float64[n].
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> wlb.CostModel(attention=1.0, linear=1000.0).cost([10, 20])
     ///     array([10055., 20210.])
@@ -378,7 +378,7 @@ impl CostModel {
     /// O(n k^2) for n micro-batches and k terms, some hundred times. Lawson and Hanson, Solving Least Squares Problems
     /// (1974); Holland and Welsch, Robust regression using iteratively reweighted least-squares (1977).
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> true = wlb.CostModel(attention=1e-9, linear=1e-6)
     ///     >>> micro_batches = [[100 * i, 50 * i * i] for i in range(1, 13)]
@@ -467,7 +467,7 @@ pub(crate) fn pass_weights(passes: &str, recompute: bool) -> PyResult<(f64, f64)
 /// Raises:
 ///     WlbError: a length below 1 or above 2**31 - 1.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> wlb.pairs([3, 1, 2])
 ///     array([6, 1, 3])

@@ -59,7 +59,7 @@ use crate::plain::{Array, Pickle, hashed_by, pickled_as_part};
 ///
 /// O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> s = wlb.shard([8, 4], cp_size=2, strategy="per_document")
 ///     >>> s.pairs_per_rank
@@ -97,7 +97,7 @@ pub(crate) fn shard(
 ///
 /// Every array is a fresh copy that the caller may keep or change.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> s = wlb.shard([8, 4], cp_size=2, strategy="per_document")
 ///     >>> s
@@ -238,7 +238,7 @@ impl Shard {
     /// Raises:
     ///     WlbError: no such rank; or its segments' keys are more than int32 ``cu_seqlens_k`` can count.
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> r = wlb.shard([8, 4], cp_size=2, strategy="per_document").rank(0)
     ///     >>> r.token_indices
@@ -313,7 +313,7 @@ impl Shard {
 /// ``packed[k_starts[i] : k_starts[i] + cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its
 /// document up to the segment's end, so that a kernel's bottom-right causal alignment is right.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> r = wlb.shard([8, 4], cp_size=2, strategy="per_document").rank(0)
 ///     >>> r.position_ids
@@ -448,7 +448,7 @@ impl KernelModel {
     /// Raises:
     ///     WlbError: a shard of another mask.
     ///
-    /// Example:
+    /// Examples:
     ///     >>> import wlb
     ///     >>> kernel = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
     ///     >>> kernel.rank_seconds(wlb.shard([4096], cp_size=2, strategy="per_document")).shape

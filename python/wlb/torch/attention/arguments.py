@@ -141,7 +141,7 @@ def _shared(degree: int, heads: int, kv_heads: int) -> bool:
 
 
 def check_scores(q: Tensor, softmax_scale: float | None, window: int | None, alibi_slopes: Tensor | None) -> None:
-    """What happens to scores makes sense."""
+    """Checks scale, window and ALiBi slopes against the queries."""
     if softmax_scale is not None:
         check_positive("softmax_scale", softmax_scale)
     check_window(window)
