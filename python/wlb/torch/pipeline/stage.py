@@ -195,7 +195,7 @@ class VarlenPipelineStage(PipelineStage):
 
     @contextmanager
     def _split(self, micro_batch: int) -> Iterator[None]:
-        """Around either part of a split backward: names what torch says of checkpoints that allow one backward alone.
+        """Around either part of a split backward: names the checkpoints that allow one backward alone.
 
         Both parts look at the same activations, so that `GraphExecGroup` does not help.
         """
@@ -205,8 +205,8 @@ class VarlenPipelineStage(PipelineStage):
             if _ONCE not in str(cause):
                 raise
             message = (
-                f"of stage {self.stage_index} checkpoints selectively (context_fn), which allows one backward, and this "
-                "schedule runs two, for inputs and for weights: checkpoint without context_fn, or take a schedule that "
+                f"of stage {self.stage_index} checkpoints selectively (context_fn), which allows one backward, and "
+                "this schedule runs two, for inputs and for weights: checkpoint without context_fn, or take one that "
                 'does not split it: "1f1b", "interleaved_1f1b", "gpipe"'
             )
             raise error("submodule", message, index=micro_batch) from cause
