@@ -252,8 +252,8 @@ def _read_file(path: Path, rank: int) -> _RankLedger:
         else:
             result.findings.append(Finding(f"{path.name} has no beginning", line["step"], rank))
         if moved and cut_off is None:
-            text = f"line {number} of {path.name} was not written after the one above it: lines are swapped, doubled "
-            result.findings.append(Finding(f"{text}or left out", min(line["step"], next_step), rank))
+            note = f"line {number} of {path.name} was not written after the one above it: lines are swapped, doubled "
+            result.findings.append(Finding(f"{note}or left out", min(line["step"], next_step), rank))
     return result
 
 
