@@ -26,8 +26,9 @@ Effect = dict[int, dict[str, Any]]
 """Of each document, by its first token: what a model is given."""
 
 
-def numbers(row: np.ndarray, step: int = 1) -> list[int]:
-    return row[::step].tolist()
+def numbers(row: np.ndarray) -> list[int]:
+    found: list[int] = row.tolist()
+    return found
 
 
 def masked(row: np.ndarray) -> list[int]:
