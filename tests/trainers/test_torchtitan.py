@@ -567,8 +567,9 @@ def counted(rank: int, folder: Path, options: dict[str, Any], packed: dict[str, 
     from torchtitan.models.qwen3 import model_registry as qwen3
 
     made = titan.config(folder, steps=3, **options)
+    made.checkpoint.enable = False
     made.model_spec = qwen3("debugmodel_moe", attn_backend="flex")
-    made.model_spec.model.layers = made.model_spec.model.layers[:2]
+    made.model_spec.model.layers = made.model_spec.model.layers[:1]
     made.model_spec.model.vocab_size = titan.VOCABULARY
     found: list[list[float]] = []
     zero = torch.Tensor.zero_
@@ -606,8 +607,8 @@ def test_what_fills_rows_up_visits_no_expert(ranks: int, options: Any, packed: A
     assert any(padding > 0 for _, _, padding in logged)
     tokens = [int(planned) for _, planned, _ in logged]
     assert [seen for seen, _, _ in logged] == np.cumsum(tokens).tolist()
-    steps = np.array([np.ravel(visits).reshape(3, 2) for visits, _ in results]).sum(0)  # of all ranks
-    np.testing.assert_array_equal(steps, 8 * np.array(tokens)[:, None] * [1, 1])
+    steps = np.array([np.ravel(visits) for visits, _ in results]).sum(0)  # of all ranks
+    np.testing.assert_array_equal(steps, 8 * np.array(tokens))
 
 
 def test_experts_whose_counts_are_spread_are_refused(tmp_path: Path) -> None:
