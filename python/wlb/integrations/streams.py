@@ -16,7 +16,7 @@ from wlb.torch.data.rows import RowReader, joined_row, split_row
 
 
 def streams_of(dataset: Any, collator: Collator = as_it_is, *, columns: Sequence[str] = ()) -> list[Any]:
-    """What `wlb.torch.BalancedStream` reads of a tokenised data set without a length.
+    """Makes streams for `wlb.torch.BalancedStream` from a tokenised data set without a length.
 
         data = load_dataset(..., streaming=True).map(tokenise)
         stream = BalancedStream(streams_of(data), packer=packer, collate_fn=collate, group=group)
@@ -71,7 +71,7 @@ class ResumableRowStream(RowStream):
     """The documents of a stream that goes on from its own state."""
 
     def state_dict(self) -> Any:
-        """Where the stream stands."""
+        """Position of the stream."""
         return self._dataset.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -127,7 +127,7 @@ def _resumes_exactly(dataset: Any) -> bool:
 
 
 def _layers(layer: Any) -> Iterator[Any]:
-    """Of a stream of Hugging Face's: what it reads from, and what that reads from."""
+    """Walks from a Hugging Face stream to the streams that it reads from."""
     if layer is None:
         return
     yield layer

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where collectives of a group take their tensors: on the host if its backend can, else on this rank's device.
+    """Device for the collectives of a group: the host if its backend supports it, else this rank's device.
 
     Args:
         group: None for all ranks.
@@ -19,7 +19,7 @@ def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device | str) -> timedelta | None:
-    """How long collectives of a group wait, which a new group does not inherit; None where its backend does not tell.
+    """Timeout of a group's collectives, which a new group does not inherit; None if the backend does not tell.
 
     Args:
         group: None for all ranks.

@@ -121,7 +121,7 @@ def _of_plan(plan: wlb.Packing | wlb.DynamicCpPlan) -> tuple[float, float, float
 
 
 def writes_to(sink: Any, index: int = 0) -> Write:
-    """How a logger takes a line.
+    """The function that writes a line to a logger.
 
     Raises:
         WlbError: it is none of those that `StepMetrics` knows.

@@ -29,7 +29,7 @@ MOST_SHARE_ERROR = 0.1
 
 @dataclass(frozen=True)
 class CostUpdate:
-    """What one look at the timings said; the same on every rank.
+    """Result of one look at the timings, the same on every rank.
 
     Attributes:
         step: Steps that were trained.

@@ -115,7 +115,7 @@ def train_step(
 
 @contextmanager
 def untrained(model: nn.Module) -> Iterator[None]:
-    """What :func:`train_step` changes of a model and its wrappers meanwhile is taken back, except gradients."""
+    """Undoes the changes that :func:`train_step` makes to a model and its wrappers, except gradients."""
     known = [models for models in (_summing, _bare) if model in models]
     try:
         with unchanged(model):
@@ -127,7 +127,7 @@ def untrained(model: nn.Module) -> Iterator[None]:
 
 
 def logits_of(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
-    """What a model gives for the tokens of a micro-batch: float[tokens, vocabulary], and its auxiliary loss if any.
+    """Logits of a micro-batch, float[tokens, vocabulary], and the auxiliary loss if the model has one.
 
     Raises:
         WlbError: It gives something else.
@@ -207,7 +207,7 @@ def _hold_back(model: nn.Module, stack: ExitStack) -> None:
 
 
 def meeting_place(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Where numbers that ranks exchange must lie: NCCL knows no CPU."""
+    """Device for numbers that ranks exchange: NCCL needs its own device."""
     if group is None or "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     return device

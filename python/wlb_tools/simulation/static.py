@@ -36,7 +36,7 @@ class Sharded:
     choice: tuple[Strategy, ...]  # among which
 
     def at_attention_rate(self, rate: float) -> Sharded:
-        """The same shards, were attention `rate` times as fast."""
+        """The same shards with attention `rate` times as fast."""
         return dataclasses.replace(self, forward=self.forward / rate, backward=self.backward / rate)
 
     @property
@@ -98,7 +98,7 @@ class StaticOutcome(Outcome):
 
     @property
     def cp_imbalance(self) -> float:
-        """As :attr:`Sharded.imbalance`."""
+        """Attention of the slowest context-parallel rank over the mean rank, see :attr:`Sharded.imbalance`."""
         return self.sharded.imbalance
 
     @property

@@ -17,7 +17,7 @@ _PAPER_ORDER = ("per_document", "adaptive_cp", "packing", "wlb")
 
 
 def premises(simulation: Simulation) -> list[str]:
-    """What was simulated, and what it rests on."""
+    """Sentences about what was simulated and what the prediction rests on."""
     scenario = simulation.scenario
     thresholds = " and ".join(f"{threshold:,}" for threshold in simulation.thresholds)
     return [
@@ -86,7 +86,7 @@ def _whole_documents(before: Outcome, after: Outcome, speedup: float) -> str:
 
 
 def _more_micro_batches(before: Outcome, after: Outcome) -> list[str]:
-    """What else than balance makes a method fast: a shorter bubble, and less communication between fewer ranks."""
+    """Reasons for speed other than balance: a shorter bubble, and less communication between fewer ranks."""
     if after.micro_batches == before.micro_batches and after.cp_sizes == before.cp_sizes:
         return []
     idle, communication = (
@@ -139,7 +139,7 @@ def describe(scenario: Scenario) -> str:
 
 
 def kernel_sentence(scenario: Scenario) -> str:
-    """What attention's times rest on, with a warning where that is another GPU."""
+    """Sentence about the source of attention times, with a warning if it is another GPU."""
     source = scenario.attention.source
     label = "measured on a GPU" if source.startswith("measured") else "an assumption, measured nowhere"
     warning = f" Warning: that is another GPU than {scenario.hardware.name}." if scenario.measured_elsewhere else ""
@@ -154,7 +154,7 @@ def _packer_costs(scenario: Scenario) -> str:
 
 
 def assumptions(scenario: Scenario) -> dict[str, str]:
-    """What the predictions rest on, in words; the first says whether attention was measured."""
+    """Assumptions of the predictions in words; the first says whether attention was measured."""
     hardware, layout = scenario.hardware, scenario.layout
     layers = layout.layers_of_stages(scenario.model).tolist()
     memory = hardware.memory_bytes / GIB
@@ -182,7 +182,7 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
 
 
 def _experts(scenario: Scenario) -> str:
-    """What is assumed of expert parallelism, where there is some."""
+    """Assumptions about expert parallelism, if there is some."""
     if scenario.layout.ep == 1:
         return ""
     busiest = f"{scenario.expert_imbalance:g} times the visits of the mean EP rank"

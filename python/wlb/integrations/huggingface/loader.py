@@ -143,7 +143,7 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
             control.should_training_stop = True
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes into `trainer_state.json`: plain JSON values, the same on every rank.
+        """The state that the Trainer writes into `trainer_state.json`: plain JSON values, the same on every rank.
 
         Read by one rank alone, without communication.
         """

@@ -58,7 +58,7 @@ class Resumed:
 
     @classmethod
     def of(cls, folder: str | None, callback: str) -> Resumed | None:
-        """As a Trainer finds it in a folder; None where there is none, or nothing was trained.
+        """Reads the state of a checkpoint folder; None if there is none, or if nothing was trained.
 
         Args:
             folder: `resume_from_checkpoint`.
@@ -84,7 +84,7 @@ class Resumed:
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """What is trained, and the arguments with which the Trainer trains it.
+    """The loader that is trained, and the training arguments that belong to it.
 
     Attributes:
         plan: where the micro-batches come from.
@@ -158,7 +158,7 @@ class Planner:
             setattr(trainer.args, name, value)
 
     def _given(self, trainer: Trainer, name: str) -> Any:
-        """What the user gave for an argument."""
+        """The value that the user gave for a training argument."""
         args, values = self._set
         found = getattr(trainer.args, name)
         if args is trainer.args and name in values and values[name][1] == found:
@@ -226,9 +226,9 @@ class Planner:
             sampler.load_state_dict(resumed.state)
         state = sampler.state_dict()
         # Counted anew by each plan: a collator may have been changed in place since, and masks other labels now.
-        epochs = labelled_steps_left(
-            sampler, Documents(plan.rows, columns=plan.limits.loading.columns), plan.num_epochs
-        )
+        loading = plan.limits.loading
+        documents = Documents(plan.rows, columns=loading.columns)
+        epochs = labelled_steps_left(sampler, documents, loading.collate, plan.num_epochs)
         done = 0 if resumed is None else resumed.step
         if not epochs:
             return max(done, 1)
@@ -247,7 +247,7 @@ class Planner:
 
 
 def limits_of(trainer: Any, options: Options) -> Limits:
-    """What a packer is limited by, as the trainer's model says now.
+    """Limits of the packer, read from the trainer's model as it is now.
 
     Raises:
         wlb.WlbError: its costs are not known.

@@ -27,7 +27,7 @@ EVALUATED_TOGETHER: Final = 4  # micro-batches of a rank in a step of an evaluat
 
 @dataclass(frozen=True)
 class Limits:
-    """What of a packer does not depend on how many micro-batches there are."""
+    """Settings of a packer that do not depend on the number of micro-batches."""
 
     max_tokens: int
     loading: Loading

@@ -62,7 +62,7 @@ def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
         return float(trainer.evaluation_loop(rows, "Proof", prediction_loss_only=True).metrics["eval_loss"])
 
     def mean_over_ranks(loss: torch.Tensor) -> float:
-        """As the trainer logs it."""
+        """The mean of a loss over all ranks, as the trainer logs it."""
         if not dist.is_initialized():
             return float(loss)
         mean = loss.to(meeting_place(dist.group.WORLD, device))
@@ -106,7 +106,7 @@ class _Steps:
                 yield self._loader.untrained[-1][0]
 
     def state_after_the_first(self) -> Any:
-        """What a checkpoint holds once the optimizer has taken it."""
+        """The state that a checkpoint holds after the optimizer's first step."""
         self._callback.on_step_end(self._trainer.args, TrainerState(), TrainerControl())
         return self._callback.state()["steps"]
 

@@ -113,7 +113,7 @@ class PaddedDocuments(Dataset[Document]):
         return self._padded(self._documents[self._own(piece)], piece)
 
     def __getitems__(self, indices: list[int | Piece]) -> list[Document]:
-        """Those of a micro-batch, read at once where the documents can."""
+        """Reads the documents of a micro-batch at once, if the data set can."""
         together = getattr(self._documents, "__getitems__", None)
         if together is None:
             return [self[index] for index in indices]
@@ -130,7 +130,7 @@ class PaddedDocuments(Dataset[Document]):
         return index if isinstance(index, Piece) else Piece(index, 0, int(self.lengths[index]))
 
     def _own(self, piece: Piece) -> int | Piece:
-        """What of a padded piece the document has."""
+        """The part of a padded piece that the document itself has; the rest is padding."""
         size = int(self._real[piece.document])
         length = min(piece.length, size - piece.start)
         return piece.document if length == size else Piece(piece.document, piece.start, length)

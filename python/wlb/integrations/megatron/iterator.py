@@ -31,7 +31,7 @@ AnyStep = Step[PackedBatch] | DynamicCpStep[PackedBatch]
 
 @dataclass(frozen=True, eq=False)
 class MegatronStep:
-    """What a rank does between two updates of the optimizer.
+    """One step of a rank: everything between two updates of the optimizer.
 
     Attributes:
         number: Steps before this one, since the run began.
@@ -70,7 +70,7 @@ class MegatronStep:
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """What to save once this step is trained: :meth:`DataIterator.load_state_dict` goes on after it.
+        """State to save after this step is trained; :meth:`DataIterator.load_state_dict` resumes after it.
 
         The same on all ranks that read (the first tensor-parallel one of the first stage, so rank 0 of the world),
         None on the others. Plain JSON values. Another number of data-parallel ranks may load it, and other stages; not
@@ -81,7 +81,7 @@ class MegatronStep:
 
 @dataclass(frozen=True)
 class Header:
-    """What all ranks of the same documents have to know of a step.
+    """The facts of a step that all ranks with the same documents need.
 
     Attributes:
         failure: What went wrong while it was read; None: nothing.
@@ -181,7 +181,7 @@ class DataIterator:
         return self._reading().metrics()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Where the last step stands that was given; None on ranks that do not read."""
+        """State after the last step that was given; None on ranks that do not read."""
         if self._steps is None:
             return None
         return self._steps.state_dict() if self._dynamic is None else self._dynamic.state_dict()

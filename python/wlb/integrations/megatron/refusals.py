@@ -180,7 +180,7 @@ def told(chunks: Sequence[Any], config: Any) -> list[RemovableHandle]:
 
 
 def alignment_of(config: Any) -> int:
-    """What Megatron-Core's own sequence packing pads a rank's rows to a multiple of.
+    """The multiple to which Megatron-Core's own sequence packing pads a rank's rows.
 
     Raises:
         wlb.WlbError: the kernels of FP8 or FP4 do not take such rows.

@@ -20,7 +20,7 @@ from wlb.torch.data.batch import IGNORE
 
 
 class Batch(NamedTuple):
-    """What a forward step needs, in the order in which Megatron-LM's own `get_batch` gives it.
+    """The input of a forward step, in the order of Megatron-LM's `get_batch`.
 
     Attributes:
         tokens: int64 [1, tokens of this rank]; None but on the first stage.
@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """How a micro-batch lies on its ranks: what all stages have to know of it, and nothing else.
+    """How a micro-batch lies on its ranks: the facts that every pipeline stage needs.
 
     Attributes:
         lengths: Tokens of its documents.
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which ranks hold a row of so many ranks.
+    """The ranks that hold a row, for each number of ranks.
 
     Attributes:
         group: Of a row's number of ranks, this one's group; None for 1.

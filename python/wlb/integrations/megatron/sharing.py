@@ -55,7 +55,7 @@ class Sharing(Generic[T]):
         return bool(self.pp.rank() == self.pp.size() - 1)
 
     def header(self, mine: T | None) -> T:
-        """What the reading rank gives, on all."""
+        """Sends the reading rank's value to all ranks."""
         if self.each and mine is not None:
             return mine
         box: list[Any] = [mine]

@@ -62,7 +62,7 @@ class WlbDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """What is packed, and how."""
+        """Configuration: the documents and how they are packed."""
 
         max_tokens: int
         """Most tokens of a micro-batch: what the memory of a rank holds."""
@@ -229,7 +229,7 @@ class WlbDataLoader(BaseDataLoader):
             ended = isinstance(self.steps, BalancedStream) or self.steps.ended
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last step stands that was given: the Trainer fetches nothing ahead. The same on every rank.
+        """State after the last step that was given, the same on every rank. The Trainer fetches nothing ahead.
 
         Raises:
             wlb.WlbError: A part of a step was given: the Trainer's steps have other numbers of micro-batches.

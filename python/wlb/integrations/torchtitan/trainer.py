@@ -73,9 +73,9 @@ class BalancedTrainer(_Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Any], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """What one context-parallel rank computes of a row: masks of the whole of it, then the shard of :mod:`wlb`.
+        """Input of one context-parallel rank: masks of the whole row, then the rank's shard.
 
-        What fills the row up is counted neither as tokens nor as visits of experts.
+        Padding is counted neither as tokens nor as visits of experts.
         """
         input_dict = dict(input_dict)
         filler, tokens = input_dict.pop("filler", 0), labels.shape[1]
@@ -134,7 +134,7 @@ def _for_ranks(config: Any, ranks: Any) -> WlbDataLoader.Config:
 
 
 def _multiple(config: Any, ranks: Any) -> int:
-    """Of tokens of a row: all context-parallel ranks get as many, which their tensor-parallel ranks and loss divide."""
+    """Multiple of a row's tokens that context-parallel and tensor-parallel ranks and the loss can divide."""
     chunks = config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
     shares = token_shares(ranks, config.parallelism)
     block = 1

@@ -163,7 +163,7 @@ class PackedBatch:
         return self.shard.cp_size
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedBatch:
-        """The same with its tensors on `device`; `non_blocking` overlaps the copy if they are pinned."""
+        """A copy with its tensors on `device`. `non_blocking` overlaps the copy if they are in pinned memory."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def as_hf(self, *, plain: bool = False) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class PackedBatch:
         return self.position_ids
 
     def pin_memory(self) -> PackedBatch:
-        """The same in page-locked memory; `DataLoader(pin_memory=True)` calls it."""
+        """A copy in page-locked memory; `DataLoader(pin_memory=True)` calls it."""
         return self._map(Tensor.pin_memory)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -168,7 +168,7 @@ def integer(value: Any, argument: str, name: str, index: int) -> int:
 
 
 def integers(values: Sequence[Any], argument: str, name: str) -> NDArray[np.int64]:
-    """Of each document the `integer`: int64 [documents]; one that is none raises."""
+    """Reads the integer `name` of each document: int64[documents]. Raises if one is no integer."""
     try:
         numbers = np.fromiter(map(operator.index, values), np.int64, len(values))
     except (TypeError, OverflowError):
@@ -179,7 +179,7 @@ def integers(values: Sequence[Any], argument: str, name: str) -> NDArray[np.int6
 
 
 def as_arrays(document: Document, argument: str, index: int) -> Document:
-    """The same document with its tokens, labels and columns as arrays.
+    """A document with its tokens and labels as arrays; see `as_document`.
 
     Raises:
         wlb.WlbError: As `token_array`, `label_array` and `column_array`.

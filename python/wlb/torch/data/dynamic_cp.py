@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class DynamicCpStep(Generic[T]):
-    """What one of the data x context ranks does in one global step.
+    """One step of one data x context rank.
 
     Attributes:
         number: Global steps before this one, since the run began.
@@ -80,7 +80,7 @@ class DynamicCpStep(Generic[T]):
 
     @property
     def parts(self) -> NDArray[np.int64]:
-        """Which part of the step this rank trains: as :attr:`Step.parts`, one for each data x context rank."""
+        """Index of the part of the step that this rank trains; see :attr:`Step.parts`."""
         return np.array([self.rank])
 
     @property
@@ -95,14 +95,14 @@ class DynamicCpStep(Generic[T]):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What to save once this step is trained: its loader, given this state, goes on after this step.
+        """State to save after this step is trained; a loader that loads it resumes after this step.
 
         Whatever was read since. As `Step.state`; the same on every rank if that of `batches` is.
         """
         return written(self.snapshot)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> DynamicCpStep[T]:
-        """The same with its micro-batches on `device`: how accelerate and Lightning move what a loader gives."""
+        """A copy with its micro-batches on `device`; accelerate and Lightning move loader output this way."""
         return replace(self, micro_batches=[moved(batch, device, non_blocking) for batch in self.micro_batches])
 
 
@@ -218,14 +218,14 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         return replace(step, stall_seconds=time.perf_counter() - started)
 
     def metrics(self) -> wlb.PackerMetrics:
-        """Where `batches` is a `StepLoader`: delay of documents in its packer's queues, up to the last step given."""
+        """Delays of documents in the packer of `batches`, if that is a `StepLoader`, up to the last step given."""
         metrics = self._steps.position.metrics
         if metrics is None:
             raise error("batches", "has no metrics", value=self._batches)
         return metrics
 
     def describe(self) -> dict[str, Any]:
-        """What a ledger has to know of the documents. Plain JSON values."""
+        """Description of the documents for a ledger: plain JSON values."""
         if hasattr(self._batches, "describe"):
             about: dict[str, Any] = self._batches.describe()
             return about
@@ -254,7 +254,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         self._steps.position = self._latest = self._position()
 
     def _reader(self) -> dict[str, int]:
-        """Whose count of items a state holds: of no other rank, for that reads other documents."""
+        """The rank whose item count a state holds; another rank reads other documents."""
         return {} if self._stateful else {"rank": self._peers.rank, "num_ranks": self._peers.size}
 
     # In the thread.

@@ -35,7 +35,7 @@ FOREVER: Final = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Loading:
-    """How documents become steps: arguments of `balanced_loader`, and of loaders inside of trainers.
+    """Arguments of `balanced_loader` and of loaders inside trainers: how documents become steps.
 
     Attributes:
         max_document_tokens: the context; by default what a micro-batch holds.
@@ -93,7 +93,7 @@ class Loading:
         return cls(**mine), {name: value for name, value in options.items() if name not in own}
 
     def costs(self, config: Any) -> wlb.CostModel:
-        """What documents cost, by a Hugging Face model's configuration (or the mapping that it is) if not given.
+        """The given cost model, or the one of a Hugging Face configuration or mapping.
 
         Raises:
             wlb.WlbError: both are given, or none.
@@ -133,7 +133,7 @@ class Loading:
         return partial(collate, columns=self.columns, labels_ahead=self.labels_ahead)
 
     def sampler(self, lengths: ArrayLike, packer: wlb.Packer, *, rank: int, ranks: int) -> BalancedBatchSampler:
-        """That of one data-parallel rank."""
+        """The batch sampler of one data-parallel rank."""
         return BalancedBatchSampler(
             lengths,
             packer=packer,

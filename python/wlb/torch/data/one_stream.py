@@ -32,7 +32,7 @@ class ReadDocument:
 
 
 def costs_of(costs: Callable[[Any], Any], columns: int, document: Any, argument: str, index: int) -> Floats:
-    """What a function says that a document costs in each column."""
+    """Calls the cost function on a document and checks its answer: float64[columns]."""
     return cost_row(costs(document), columns, f"{argument}.costs", index)
 
 
@@ -143,7 +143,7 @@ class OneStream:
         return documents
 
     def _kept(self, document: Document) -> Document:
-        """What of it can be trained, and the token behind: its last one predicts that."""
+        """The trainable part of a document, and the token after it, which the last token predicts."""
         if self._longest is None or document.tokens.size <= self._longest + 1:
             return document
         end = self._longest + 1
@@ -162,7 +162,7 @@ class OneStream:
         return self._tokens, self._read
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Position of the stream."""
         return {
             "read": self._read,
             "tokens": self._tokens,
@@ -172,13 +172,13 @@ class OneStream:
         }
 
     def stands(self, state: Mapping[str, Any]) -> None:
-        """Where it stands, as the rank says that reads it."""
+        """Sets the position that the reading rank reports."""
         self._read, self._tokens = field(state, "read", int), field(state, "tokens", int)
         self._credit = field(state, "credit", int)
         self.ended, self._saved = field(state, "ended", bool), field(state, "own", object)
 
     def restored(self, state: Mapping[str, Any]) -> OneStream:
-        """The same stream where the state was saved."""
+        """Opens the stream again at the saved position."""
         result = OneStream(self._documents, self._longest, self._costs, self._reader)
         result.stands(state)
         return result

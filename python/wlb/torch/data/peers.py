@@ -23,7 +23,7 @@ GLOO_WAITS = timedelta(minutes=30)
 
 
 class Peers:
-    """Those of a process group; alone if there is none. All calls but `close` are collectives.
+    """The ranks that read documents together; a single rank without a group. All methods but `close` are collectives.
 
     They talk over a group of their own, for a thread must not come between collectives of training; and on the host,
     for no kernel is to wait for documents. Making one is a collective of the whole world.
@@ -106,7 +106,7 @@ class Peers:
             raise error("group", f"has ranks {others} with another {what} than rank {self.ranks[0]}", value=others)
 
     def finished(self, work: Callable[[], T], *, step: int) -> T:
-        """What `work` gives for a step, once it did on all ranks: one without the step would leave the rest in it.
+        """Runs `work` for a step and returns its result once all ranks succeeded, so that none goes on alone.
 
         Raises:
             wlb.WlbError: It failed on some; on every rank.

@@ -250,7 +250,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             raise _moved("loader")
 
     def describe(self) -> dict[str, Any]:
-        """What a ledger has to know of the documents. Plain JSON values."""
+        """Description of the documents for a ledger: plain JSON values."""
         return self._start.describe()
 
     def share(self, packing: wlb.Packing) -> NDArray[np.int64]:
@@ -288,7 +288,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             self._start, self._skip = reader, 0
 
     def elements(self, micro_batch: wlb.MicroBatch, reader: StepReader) -> list[int | Piece]:
-        """What a loader is asked for to make a micro-batch of a plan: numbers of documents, or pieces of them."""
+        """Indices of documents, or pieces of them, that make a micro-batch of a plan."""
         documents = reader.documents(micro_batch)
         whole = np.asarray(self._lengths[documents]) == micro_batch.lengths
         rows = zip(

@@ -40,7 +40,7 @@ class Shares:
         self.sizes = [_size(stream, number) for number, stream in enumerate(streams)]
 
     def tokens(self, streams: Sequence[OneStream], tokens: int) -> list[int]:
-        """Of each stream its part of so many tokens, 1 at least, and 0 of a stream that has ended. O(streams)."""
+        """Divides `tokens` among streams: at least 1 each, and 0 for a stream that has ended. O(streams)."""
         if self.sizes is None:
             assert self.weights is not None
             parts = self.weights

@@ -175,11 +175,11 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
 
     @property
     def num_micro_batches_per_rank(self) -> int:
-        """Of every step."""
+        """Micro-batches of a rank in every step."""
         return self._config.num_micro_batches // self._size
 
     def describe(self) -> dict[str, Any]:
-        """What a ledger has to know of the documents: how many there are is not known. Plain JSON values."""
+        """Description of the documents for a ledger: plain JSON values. The number of documents is not known."""
         return {"documents": None, "tokens": None, "fingerprint": None, "longest": self._longest, "num_epochs": None}
 
     def metrics(self) -> wlb.PackerMetrics:
@@ -329,7 +329,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         return new
 
     def _early(self, due: list[int]) -> list[Early]:
-        """What could enter before its turn, beside documents of these lengths: as early as the packer says.
+        """Documents that may enter before their turn, beside the `due` ones, as early as the packer says.
 
         Not so much that less than a step is left behind the last of all streams.
         """
@@ -359,7 +359,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         return [Early(id, *each) for id, each in enumerate(comes, self._next_id)]
 
     def _take(self, early: list[Early]) -> None:
-        """These have entered before their turn."""
+        """Marks documents that entered before their turn."""
         for each in early:
             length = each.document.left
             self._waiting[each.id] = replace(each.document, entered=length, rest=0)

@@ -74,7 +74,7 @@ class Waiting:
         return cut(replace(self.received(arrived), id=id, start=start), 0, length)
 
     def kept(self, document: Document) -> Waiting:
-        """The same as all ranks keep it: in little space, and without what it was cut from."""
+        """The waiting document as every rank keeps it: in little space, without the row it was cut from."""
         labels = None if document.labels is None else _compact(document.labels)
         columns = {name: _compact(values) for name, values in document.columns.items()}
         kept = replace(self, document=Document(_compact(document.tokens), 0, labels=labels, columns=columns))
@@ -94,7 +94,7 @@ class Waiting:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any], num_streams: int, outside: tuple[int, int] | None, columns: int) -> Waiting:
-        """As it stands in a state; `outside`: where what has not entered the packer begins, and its tokens."""
+        """Reads a waiting document from a state. `outside`: start and tokens of the part outside the packer."""
         tokens, labels = _tokens(field(saved, "tokens", str)), None
         if field(saved, "labels", object) is not None:
             labels = _tokens(field(saved, "labels", str))
@@ -122,7 +122,7 @@ class Waiting:
 
 @dataclass(frozen=True, eq=False)
 class ReadBatch:
-    """What all streams gave for one global batch.
+    """Documents that all streams gave for one global batch.
 
     Attributes:
         documents: By stream and number in it, in the order read.
@@ -150,7 +150,7 @@ class Early:
 
 
 class Outside:
-    """What was read and has not entered the packer: what it is offered (`next_packing`).
+    """Documents that were read and have not entered the packer, as a source for `next_packing`.
 
     Attributes:
         ids: Of documents that have had their turn.
@@ -176,7 +176,7 @@ class Outside:
 
     @property
     def tokens(self) -> int:
-        """Of all these documents."""
+        """Tokens of all these documents."""
         return sum(self._waiting[id].rest for id in self.ids)
 
     def read(self) -> None:
@@ -215,7 +215,7 @@ class Outside:
         )
 
     def _costs(self, ids: list[int], lengths: list[int]) -> NDArray[np.float64]:
-        """Of pieces: the share of their tokens, where documents are cut."""
+        """Costs of pieces: each has the share of its tokens in the document."""
         whole = [self._waiting[id].length for id in ids] if self._split else lengths
         rows = np.array([self._waiting[id].costs for id in ids], np.float64).reshape(len(ids), self._columns)
         return rows * (np.array(lengths, np.float64) / np.array(whole, np.float64))[:, None]

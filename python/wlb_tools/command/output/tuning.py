@@ -54,7 +54,7 @@ def waiting_report(
     max_mean_delay: float,
     settings: Mapping[str, Any],
 ) -> Report:
-    """What may wait, and nothing else: no cluster is known. `plans` are those of the two choices."""
+    """Report on which documents may wait, without a cluster. `plans` are those of the two choices."""
     from wlb_tools.command.output.figures.tuning import draw_waiting
 
     assert setup.cost_model is not None  # only `wlb pack` knows documents that bring their costs
