@@ -23,11 +23,7 @@ def labelled_steps(
 
     A step in which all documents wait, or no token has another to predict, is passed over: who divides by its labels,
     of which there are none, makes every weight NaN. If that is because all labels on all ranks are masked, it warns.
-    Ranks agree on it by an all-reduce a step.
-
-    Args:
-        loader: What gives the steps.
-        group: The data-parallel ranks that share a step; None for all.
+    Ranks agree on it by an all-reduce a step, over `group`, those that share it; None for all.
 
     Raises:
         wlb.WlbError: In two epochs all documents that were not waiting had one token, or masked labels.
@@ -54,6 +50,8 @@ def _labels(step: Step[Any], group: dist.ProcessGroup | None) -> int | None:
     if not any((micro_batch.lengths > 1).any() for micro_batch in step.packing):
         return 0
     if not all(map(_has_labels, step.micro_batches)):  # another collator, on all ranks: known to it alone
+        return None
+    if step.num_ranks > 1 and not dist.is_initialized():  # the part of a rank, looked at without the others
         return None
     labels = count_valid_tokens(step, group=group)
     if not labels:

@@ -161,8 +161,6 @@ class WlbDataLoader(BaseDataLoader):
         for name in ("max_tokens", "micro_batches"):
             check_integer(name, getattr(config, name), minimum=1)
         self.config = config
-        self._dp_world_size = dp_world_size
-        self._shared: Any = None
         self._filler = min(_FILLER, seq_len)
         shape: dict[str, Any] = {name: getattr(config, name) for name in SHAPE}
         most = config.most_tokens()
@@ -187,6 +185,7 @@ class WlbDataLoader(BaseDataLoader):
         packer = loading.packer(num_micro_batches, **limits, tokens_per_batch=tokens)
         packed = partial(collate, **shape)
         self.steps: StepLoader[PackedBatch] | BalancedStream[PackedBatch]
+        self._share = of_replicas(None) if dp_world_size == 1 else config.group
         measured = known(config, tokenizer)
         if measured is None:
             self.steps = BalancedStream(
@@ -219,7 +218,7 @@ class WlbDataLoader(BaseDataLoader):
         # A state may stand at the end of the last epoch: then nothing is left, and no further epoch is begun.
         ended = isinstance(self.steps, StepLoader) and self.steps.ended
         while not ended:
-            for step, _ in labelled_steps(self.steps, group=self._sharing()):
+            for step, _ in labelled_steps(self.steps, group=self._share):
                 if self.before_first is not None:
                     before, self.before_first = self.before_first, None
                     before(step)
@@ -229,17 +228,6 @@ class WlbDataLoader(BaseDataLoader):
                     self._inside = done % len(step.micro_batches)
                     yield self.row(batch)
             ended = isinstance(self.steps, BalancedStream) or self.steps.ended
-
-    def _sharing(self) -> Any:
-        """The ranks that share a step: not those of other dimensions, which have the same documents."""
-        if self._shared is None and torch.distributed.is_initialized():
-            world = torch.distributed.get_world_size()
-            if self._dp_world_size > 1:
-                self._shared = _group(self.config, self._dp_world_size)
-            elif world > 1:
-                alone = [torch.distributed.get_rank()]
-                self._shared = torch.distributed.new_group(alone, use_local_synchronization=True)
-        return self._shared
 
     def state_dict(self) -> dict[str, Any]:
         """State after the last step that was given, the same on every rank. The Trainer fetches nothing ahead.
@@ -299,6 +287,13 @@ class WlbDataLoader(BaseDataLoader):
         if self.config.give_filler:
             row["filler"] = filler
         return row, pad(batch.labels[:tokens], (0, filler), value=IGNORE).unsqueeze(0)
+
+
+def of_replicas(group: Any) -> Any:
+    """The data-parallel ranks, which share a step; None is this one alone: others have the same rows, or parts."""
+    if group is None and torch.distributed.is_initialized():
+        return torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
+    return group
 
 
 def _group(config: WlbDataLoader.Config, dp_world_size: int) -> Any:
