@@ -460,7 +460,7 @@ def test_a_mean_of_means_is_named_where_only_gradients_show_it() -> None:
 
 
 def test_what_a_model_counts_is_put_back() -> None:
-    model = llama()
+    model: Any = llama()
     model.register_buffer("seen", torch.zeros(()))
 
     def count(*_: Any) -> None:
@@ -499,7 +499,7 @@ def test_rows_that_are_filled_up_are_proved_and_padding_is_no_document() -> None
     )
     sampler = wt.BalancedBatchSampler(LENGTHS, packer=packer, dp_rank=0, dp_size=1)
     padded = DataLoader(wt.Documents(documents()), batch_sampler=sampler, collate_fn=partial(wt.collate, **sizes))
-    step = next(iter(wt.StepLoader(padded)))
+    step: Step[PackedBatch] = next(iter(wt.StepLoader(padded)))
     assert sum(batch.num_padding for batch in step.micro_batches)
     proof = wt.verify(llama(), step, report=None)
     assert "4 of 4" in str(proof)
