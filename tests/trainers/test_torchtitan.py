@@ -560,3 +560,64 @@ def test_the_page_runs(tmp_path: Path) -> None:
     for losses, accumulated in processes.run(2, page, tmp_path):
         assert np.isfinite(losses).all()
         assert (len(losses), accumulated) == (3, 8)
+
+
+def counted(rank: int, folder: Path, options: dict[str, Any], packed: dict[str, Any]) -> Any:
+    """Of each step the visits that experts of each layer count, before their biases move; and what is logged."""
+    from torchtitan.models.common.moe import MoE
+    from torchtitan.models.qwen3 import model_registry as qwen3
+
+    made = titan.config(folder, steps=3, **options)
+    made.checkpoint.enable = False
+    made.model_spec = qwen3("debugmodel_moe", attn_backend="flex")
+    made.model_spec.model.layers = made.model_spec.model.layers[:1]
+    made.model_spec.model.vocab_size = titan.VOCABULARY
+    found: list[list[float]] = []
+    zero = torch.Tensor.zero_
+
+    def watched(self: torch.Tensor) -> torch.Tensor:
+        if any(self is mixture.tokens_per_expert_E for mixture in mixtures):
+            found.append([float(self.sum())])
+        return zero(self)
+
+    mixtures: list[Any] = []
+    torch.Tensor.zero_ = watched  # type: ignore[method-assign]  # how torchtitan begins to count anew
+    configured = balance(made, documents=titan.documents(), max_delay=0, verify=False, **packed)
+    build = MoE.__init__
+
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        mixtures.append(self)
+
+    MoE.__init__ = built  # type: ignore[method-assign]
+    _, trainer, logged = titan.train(configured)
+    trainer.close()
+    return found, [(line["n_tokens_seen"], line["wlb/tokens"], line.get("wlb/padding", 0.0)) for line in logged]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "packed"),
+    [
+        (1, {}, {"max_tokens": 64, "multiple_of_tokens": 32}),
+        pytest.param(2, {"parallelism": {"context_parallel_degree": 2}}, {"max_tokens": 512}, marks=pytest.mark.long),
+    ],
+)
+def test_what_fills_rows_up_visits_no_expert(ranks: int, options: Any, packed: Any, tmp_path: Path) -> None:
+    results = processes.run(ranks, counted, tmp_path, options, packed)
+    logged = results[0][1]
+    assert any(padding > 0 for _, _, padding in logged)
+    tokens = [int(planned) for _, planned, _ in logged]
+    assert [seen for seen, _, _ in logged] == np.cumsum(tokens).tolist()
+    steps = np.array([np.ravel(visits) for visits, _ in results]).sum(0)  # of all ranks
+    np.testing.assert_array_equal(steps, 8 * np.array(tokens))
+
+
+def test_experts_whose_counts_are_spread_are_refused(tmp_path: Path) -> None:
+    from torchtitan.models.qwen3 import model_registry as qwen3
+
+    for name in ("tensor_parallel_degree", "pipeline_parallel_degree"):
+        made = titan.config(tmp_path, parallelism={name: 2})
+        made.model_spec = qwen3("debugmodel_moe", attn_backend="flex")
+        with pytest.raises(wlb.WlbError, match=f"load_balance_coeff.*{name} = 2") as refused:
+            balance(made, documents=titan.documents(), max_tokens=64)
+        assert refused.value.argument == "model_spec"

@@ -130,6 +130,9 @@ class WlbDataLoader(BaseDataLoader):
         give_lengths: Annotated[bool, tyro.conf.Suppress] = False
         """Also gives "lengths", int [documents] with the filler, which context parallelism shards by."""
 
+        give_filler: Annotated[bool, tyro.conf.Suppress] = False
+        """Also gives "filler", the number of tokens at the end of the row that fill it up, for what counts tokens."""
+
         def most_tokens(self) -> int:
             """The longest micro-batch: `max_tokens`, down to one of the lengths that are allowed.
 
@@ -281,6 +284,8 @@ class WlbDataLoader(BaseDataLoader):
         if self.config.give_lengths:
             documents = batch.shard.lengths[: batch.document_ids.numel()].tolist()
             row["lengths"] = documents + [min(self._filler, filler - at) for at in range(0, filler, self._filler)]
+        if self.config.give_filler:
+            row["filler"] = filler
         return row, pad(batch.labels[:tokens], (0, filler), value=IGNORE).unsqueeze(0)
 
 
