@@ -197,7 +197,7 @@ def test_as_many_heads_come_together_as_memory_has_room_for() -> None:
 
     def parts(kv_heads: int, dtype: torch.dtype = torch.bfloat16) -> int:
         k = torch.empty(1 << 15, kv_heads, 128, dtype=dtype, device="meta")
-        return keys.KeysExchange(whole, fetch=False, group=None)._head_parts(k)
+        return keys.head_parts(whole, k)
 
     assert [parts(8), parts(32), parts(24), parts(8, torch.float32)] == [1, 4, 3, 2]
 

@@ -43,7 +43,7 @@ class KeysExchange:
     plan: KeysPlan
     fetch: bool
     group: dist.ProcessGroup | None
-    divisible: bool = True  # whether the kernel may get some of the heads
+    parts: int = 1  # of the heads, computed one after the other
 
     @property
     def once(self) -> bool:
@@ -84,7 +84,7 @@ class KeysExchange:
 
         The next part is under way while one is computed.
         """
-        count = self._head_parts(k)
+        count = self.parts if self.plan.moves else 1
         own = list(zip(k.chunk(count, 1), v.chunk(count, 1), strict=True)) if count > 1 else [(k, v)]
         arrive = self._exchange(*own[0])
         for index, keys in enumerate(own):
@@ -92,15 +92,6 @@ class KeysExchange:
             now, arrive = arrive, following
             yield Heads(index, count), keys, now
             now = None
-
-    def _head_parts(self, k: Tensor) -> int:
-        """Into how many parts heads are divided, so that what is gathered of one has no more than `GATHERED` bytes."""
-        _, heads, head_dim = k.shape
-        if not self.plan.moves or not self.divisible:
-            return 1
-        whole = 2 * self.plan.tokens * heads * head_dim * k.element_size()
-        divisors = [parts for parts in range(1, heads) if heads % parts == 0]
-        return next((parts for parts in divisors if whole <= parts * GATHERED), heads)
 
     def _send_home(self, total: Tensor, k: Tensor) -> Callable[[], Tensor]:
         """Starts it; call the result for the gradient of own keys, `[tokens, 2, kv_heads, head_dim]`."""
@@ -168,3 +159,14 @@ class KeysExchange:
             return buffer
 
         return arrive
+
+
+def head_parts(plan: KeysPlan, k: Tensor) -> int:
+    """Into how many parts heads are divided, so that what is gathered of one has no more than `GATHERED` bytes.
+
+    The same on all ranks.
+    """
+    _, heads, head_dim = k.shape
+    whole = 2 * plan.tokens * heads * head_dim * k.element_size()
+    divisors = [parts for parts in range(1, heads) if heads % parts == 0]
+    return next((parts for parts in divisors if whole <= parts * GATHERED), heads)

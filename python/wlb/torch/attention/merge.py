@@ -8,9 +8,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from wlb.torch.attention.kernels import Kernel, accumulator
 from wlb.torch.attention.plan import Call, Rows, add, pick
+
+LSE_CHANNELS = 8
+"""Channels that a head gets in its backward for the gradient of the log-sum-exp: flash kernels take multiples of 8."""
 
 Keys = Tensor | tuple[Tensor, Tensor]
 """Keys with their values: `[keys, 2, kv_heads, head_dim]`, or two tensors `[keys, kv_heads, head_dim]`."""
@@ -207,10 +211,13 @@ def _keys(keys: Keys, rows: Rows) -> tuple[Tensor, Tensor]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     @_without_autocast
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel, with_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
         merged = None if exchange.once else _Merged(q)
         parts = _Parts(q)
         lses: list[Tensor] = []
+        shown = _Parts(q.new_empty(q.shape[:2], dtype=accumulator(q.dtype))) if with_lse else None
 
         def attend(keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
             queries = heads.of(q)
@@ -221,6 +228,8 @@ class _Attention(torch.autograd.Function):
                 else:
                     parts.add(heads, call.q_rows, out)
                     lses.append(lse)
+                    if shown is not None:
+                        shown.add(heads, call.q_rows, lse.t())
 
         exchange.forward(k, v, attend)
         if merged is None:
@@ -229,14 +238,20 @@ class _Attention(torch.autograd.Function):
             out, lse = merged.result()
             lses.append(lse)
         ctx.save_for_backward(q, k, v, out, *lses)
-        ctx.exchange, ctx.kernel = exchange, kernel
-        return out
+        ctx.exchange, ctx.kernel, ctx.with_lse = exchange, kernel, with_lse
+        if shown is None:
+            return out, None
+        return out, (lses[0].t() if merged is not None else shown.result()).contiguous()
 
     @staticmethod
     @_without_autocast
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, out, *lses = ctx.saved_tensors
+        dtypes, width = (q.dtype, k.dtype), q.shape[2]
+        if ctx.with_lse:
+            assert d_lse is not None
+            q, k, v, out, d_out = _with_lse(q, k, v, out, d_out, d_lse)
         once = ctx.exchange.once
         d_out = d_out.contiguous()
         parts = _Parts(q)
@@ -265,15 +280,40 @@ class _Attention(torch.autograd.Function):
 
         d_keys = ctx.exchange.backward(k, v, attend)
         dq = parts.result() if once else total.total()
-        dk, dv = d_keys.to(k.dtype).unbind(1)
-        return dq.to(q.dtype), dk, dv, None, None
+        if ctx.with_lse:
+            dq, d_keys = dq[..., :width], d_keys[..., :width]
+        dk, dv = d_keys.to(dtypes[1]).unbind(1)
+        return dq.to(dtypes[0]), dk, dv, None, None, None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
+def _with_lse(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What a kernel's backward takes so that its gradients are those of the output and of the log-sum-exp.
+
+    A kernel multiplies the weights by `d_out @ v.T - sum(d_out * out)`, and the gradient of the log-sum-exp belongs
+    behind it. So channels are added, of which the values are 0, the output is minus that gradient, and the gradient of
+    the output is 1: in three parts, which are exact together where one would be rounded to half precision.
+    """
+    padded = [pad(x, (0, LSE_CHANNELS)) for x in (q, k, v, out, d_out)]
+    rest = -d_lse
+    for channel in range(out.shape[2], out.shape[2] + 3):
+        part = rest.to(out.dtype)
+        padded[3][..., channel] = part
+        padded[4][..., channel] = 1
+        rest = rest - part.to(rest.dtype)
+    return padded[0], padded[1], padded[2], padded[3], padded[4]
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel, *, with_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Attention of `q` over the keys and values that `exchange` brings.
+
+    `with_lse` also gives its log-sum-exp `[queries, heads]`, which has a gradient, too; the same on all ranks.
 
     Kept for the backward are q, k, v, the output and its log-sum-exp; other ranks' keys are exchanged again. Partial
     sums are float32 for half-precision inputs. Every rank must run the backward, in the same order: it communicates.
     """
-    result: Tensor = _Attention.apply(q, k, v, exchange, kernel)
+    result: tuple[Tensor, Tensor | None] = _Attention.apply(q, k, v, exchange, kernel, with_lse)
     return result
