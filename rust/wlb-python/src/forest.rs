@@ -1,64 +1,57 @@
-//! `wlb.PrefixForest`, `wlb.pack_forest` and its plan.
+//! `wlb.PrefixForest`, `wlb.pack_forest` and its plan, `wlb.shard_forest`.
 
 use std::sync::Arc;
 
 use numpy::{PyArray1, PyArrayDyn, PyArrayMethods, PyUntypedArrayMethods};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyIterator};
 use wlb_core::forest::{self as core, ForestOptions};
 use wlb_core::packing::Padding;
+use wlb_core::sharding::Segment;
 use wlb_core::{CostModel, Lengths};
 
 use crate::arguments;
-use crate::convert::{integer, integers};
+use crate::convert::{int64_array, integer, integers, is_plain};
 use crate::cost::read_costs;
 use crate::error::raise;
 use crate::gil::run;
-use crate::packing::{item, ranks};
+use crate::packing::{cu_seqlens, item, ranks};
 use crate::plain::{Array, Pickle, Tuple, hashed_by, pickled_as_json, pickled_as_part};
 
-/// Tokens of samples: their numbers, which are only compared.
-pub(crate) enum Tokens {
-    /// As most vocabularies have them: half of the memory.
-    Narrow(Vec<i32>),
-    Wide(Vec<i64>),
+/// Tokens of samples: their numbers, which are only compared. They are read where they lie, with the GIL held: most of
+/// them are not read at all, and a copy would take longer than all else.
+pub(crate) enum Tokens<'py> {
+    Narrow(Bound<'py, PyArrayDyn<i32>>),
+    Wide(Bound<'py, PyArrayDyn<i64>>),
 }
 
-impl Tokens {
-    fn len(&self) -> usize {
-        match self {
-            Self::Narrow(tokens) => tokens.len(),
-            Self::Wide(tokens) => tokens.len(),
-        }
-    }
-}
-
-/// Any integers. Copied, so that they can be compared without the GIL.
-fn tokens(object: &Bound<'_, PyAny>) -> PyResult<Tokens> {
+fn tokens<'py>(object: &Bound<'py, PyAny>) -> PyResult<Tokens<'py>> {
     if let Ok(array) = object.cast_exact::<PyArrayDyn<i32>>()
         && array.ndim() == 1
-        && array.is_c_contiguous()
+        && is_plain(array)
+    {
+        return Ok(Tokens::Narrow(array.clone()));
+    }
+    int64_array("tokens", object).map(Tokens::Wide)
+}
+
+/// `with_tokens!(tokens, |slice| work)`: the work, on tokens of either width. It terminates, and stays in bounds, also
+/// where another thread of numpy's writes to the array meanwhile.
+macro_rules! with_tokens {
+    ($tokens:ident, |$slice:ident| $work:expr) => {
         // SAFETY: no Python runs meanwhile, and the GIL is held. That the memory is aligned and contiguous is checked.
-        && let Ok(values) = unsafe { array.as_slice() }
-    {
-        return Ok(Tokens::Narrow(values.to_vec()));
-    }
-    if let Ok(array) = object.cast_exact::<PyArrayDyn<i64>>()
-        && array.ndim() == 1
-        && array.is_c_contiguous()
-        // SAFETY: as above.
-        && let Ok(values) = unsafe { array.as_slice() }
-    {
-        // No branch a value: what does not fit is looked for afterwards.
-        let mut lost = 0;
-        let narrow = values.iter().map(|&value| {
-            lost |= value ^ i64::from(value as i32);
-            value as i32
-        });
-        let narrow: Vec<i32> = narrow.collect();
-        return Ok(if lost == 0 { Tokens::Narrow(narrow) } else { Tokens::Wide(values.to_vec()) });
-    }
-    integers("tokens", object).map(Tokens::Wide)
+        match &$tokens {
+            Tokens::Narrow(array) => {
+                let $slice = unsafe { array.as_slice() }?;
+                $work
+            }
+            Tokens::Wide(array) => {
+                let $slice = unsafe { array.as_slice() }?;
+                $work
+            }
+        }
+    };
 }
 
 /// A number for all prompts, or one for each.
@@ -99,8 +92,8 @@ impl PrefixForest {
     /// The forest of samples whose tokens are here.
     ///
     /// Args:
-    ///     tokens: int[R], of all samples, one behind the other; int32 and int64 arrays are read fastest. Of an Arrow
-    ///         list array: its ``values``.
+    ///     tokens: int[R], of all samples, one behind the other; int32 and int64 arrays are read where they lie. Of an
+    ///         Arrow list array: its ``values``.
     ///     offsets: int[n + 1], where each sample begins, then ``R``. Of an Arrow list array: its ``offsets``.
     ///     groups: int[n]: only samples with the same number can share (one prompt's rollouts).
     ///     key: int[n], likewise, for what else a model reads beside tokens and positions: an image's hash, an adapter.
@@ -111,7 +104,7 @@ impl PrefixForest {
     /// Raises:
     ///     WlbError: offsets that do not fit the tokens, a sample without tokens, another number of groups or keys.
     ///
-    /// O(R + n log n): each token is compared once, or twice. Releases the GIL from 1,024 tokens on.
+    /// O(R + n log n) at worst: shared tokens are compared once, or twice, and the rest of a sample is not read. No copy.
     ///
     /// Example:
     ///     >>> import wlb
@@ -121,17 +114,13 @@ impl PrefixForest {
     #[staticmethod]
     #[pyo3(signature = (tokens, offsets, groups = None, key = None))]
     fn from_tokens(
-        py: Python<'_>,
-        #[pyo3(from_py_with = tokens)] tokens: Tokens,
+        #[pyo3(from_py_with = tokens)] tokens: Tokens<'_>,
         #[pyo3(from_py_with = arguments::offsets)] offsets: Vec<i64>,
         #[pyo3(from_py_with = arguments::optional::groups)] groups: Option<Vec<i64>>,
         #[pyo3(from_py_with = arguments::optional::key)] key: Option<Vec<i64>>,
     ) -> PyResult<Self> {
         let (groups, key) = (groups.unwrap_or_default(), key.unwrap_or_default());
-        let found = run(py, tokens.len(), || match &tokens {
-            Tokens::Narrow(tokens) => core::PrefixForest::from_tokens(tokens, &offsets, &groups, &key),
-            Tokens::Wide(tokens) => core::PrefixForest::from_tokens(tokens, &offsets, &groups, &key),
-        });
+        let found = with_tokens!(tokens, |slice| core::PrefixForest::from_tokens(slice, &offsets, &groups, &key));
         found.map(Self::from).map_err(raise)
     }
 
@@ -205,15 +194,10 @@ impl PrefixForest {
     #[pyo3(signature = (tokens, offsets))]
     fn check_tokens(
         &self,
-        py: Python<'_>,
-        #[pyo3(from_py_with = tokens)] tokens: Tokens,
+        #[pyo3(from_py_with = tokens)] tokens: Tokens<'_>,
         #[pyo3(from_py_with = arguments::offsets)] offsets: Vec<i64>,
     ) -> PyResult<()> {
-        let check = || match &tokens {
-            Tokens::Narrow(tokens) => self.0.check_tokens(tokens, &offsets),
-            Tokens::Wide(tokens) => self.0.check_tokens(tokens, &offsets),
-        };
-        run(py, tokens.len(), check).map_err(raise)
+        with_tokens!(tokens, |slice| self.0.check_tokens(slice, &offsets)).map_err(raise)
     }
 
     /// Number of samples, ``n``.
@@ -607,5 +591,253 @@ impl ForestMicroBatch {
             self.raw_tokens(),
             self.cost()
         )
+    }
+}
+
+/// Cuts a micro-batch of a forest for the ranks of a context-parallel group, without padding.
+///
+/// Long nodes are cut as documents are, into ``2 * cp_size`` chunks of which each rank has two whose pairs are level; what
+/// is left over goes to ranks in turn. Short ones lie whole on one rank. Of all lengths from which on nodes are cut it takes
+/// the one that moves fewest keys with ranks within 1 % of their mean pairs; if none is, the most level.
+///
+/// Args:
+///     micro_batch: of a :class:`ForestPlan`; or a :class:`PrefixForest`, all of its samples.
+///     cp_size: ranks of the group.
+///
+/// Returns:
+///     ForestShard. Ranks differ by at most one token. The same input gives the same shard on every rank.
+///
+/// Raises:
+///     WlbError: ``cp_size`` out of range, or more than 2^31 - 1 unique tokens.
+///
+/// O(m (log m + cp_size)) for ``m`` nodes, for each of at most 66 attempts.
+///
+/// Example:
+///     >>> import wlb
+///     >>> shard = wlb.shard_forest(wlb.PrefixForest.from_prompts([8], 2, [4, 4]), cp_size=2)
+///     >>> shard.tokens_per_rank, shard.pairs_per_rank
+///     (array([8, 8]), array([60, 60]))
+#[pyfunction]
+#[pyo3(signature = (micro_batch, *, cp_size))]
+pub(crate) fn shard_forest(
+    py: Python<'_>,
+    micro_batch: &Bound<'_, PyAny>,
+    #[pyo3(from_py_with = arguments::cp_size)] cp_size: usize,
+) -> PyResult<ForestShard> {
+    let forest = if let Ok(batch) = micro_batch.cast::<ForestMicroBatch>() {
+        batch.get().forest().0
+    } else if let Ok(forest) = micro_batch.cast::<PrefixForest>() {
+        forest.get().0.clone()
+    } else {
+        let kind = micro_batch.get_type().qualname()?;
+        return Err(PyTypeError::new_err(format!("'{kind}' object is no ForestMicroBatch and no PrefixForest")));
+    };
+    let nodes = forest.num_nodes();
+    run(py, nodes, || core::shard_forest(&forest, cp_size)).map(|shard| ForestShard(Arc::new(shard))).map_err(raise)
+}
+
+/// Which tokens of a forest lie on which rank: plain data.
+///
+/// Nodes lie in memory depth-first, of siblings the longest first; a token's place there is its packed place.
+#[pyclass(frozen, eq, hash, module = "wlb")]
+#[derive(Clone, PartialEq)]
+pub(crate) struct ForestShard(Arc<core::ForestShard>);
+
+hashed_by!(ForestShard: |shard| shard.0.digest());
+
+#[pymethods]
+impl ForestShard {
+    /// The forest, its nodes in the order in which they lie in memory.
+    #[getter]
+    fn forest(&self) -> PrefixForest {
+        PrefixForest(Arc::new(self.0.forest.clone()))
+    }
+
+    /// Ranks of the group.
+    #[getter]
+    fn cp_size(&self) -> usize {
+        self.0.cp_size()
+    }
+
+    /// Unique tokens of all ranks.
+    #[getter]
+    fn num_tokens(&self) -> i32 {
+        self.0.num_tokens()
+    }
+
+    /// int64[cp_size]: tokens of each rank.
+    #[getter]
+    fn tokens_per_rank(&self) -> Array<Vec<i64>> {
+        Array((0..self.0.cp_size()).map(|rank| self.0.tokens(rank)).collect())
+    }
+
+    /// int64[cp_size]: (query, key) pairs of each rank.
+    #[getter]
+    fn pairs_per_rank(&self) -> Array<Vec<i64>> {
+        Array((0..self.0.cp_size()).map(|rank| self.0.pairs(rank) as i64).collect())
+    }
+
+    /// int64[cp_size]: keys that each rank's queries see and other ranks hold, each once.
+    #[getter]
+    fn keys_moved(&self) -> Array<Vec<i64>> {
+        Array((0..self.0.cp_size()).map(|rank| self.0.keys_moved(rank)).collect())
+    }
+
+    /// int32[num_tokens]: ``rank_major[restore_indices] == packed``, where ``rank_major`` has the ranks' tokens one behind
+    /// the other.
+    #[getter]
+    fn restore_indices(&self) -> Array<Vec<i32>> {
+        let mut restore = vec![0; self.0.num_tokens() as usize];
+        let mut place = 0;
+        for segment in self.0.ranks.iter().flatten() {
+            for at in self.0.packed_start(segment)..self.0.packed_start(segment) + segment.length {
+                restore[at as usize] = place;
+                place += 1;
+            }
+        }
+        Array(restore)
+    }
+
+    /// The arrays of one rank.
+    ///
+    /// Raises:
+    ///     WlbError: a rank that does not exist.
+    #[pyo3(signature = (rank))]
+    fn rank(&self, rank: isize) -> PyResult<ForestRankShard> {
+        let last = self.0.cp_size() - 1;
+        match usize::try_from(rank) {
+            Ok(rank) if rank <= last => Ok(ForestRankShard { shard: self.clone(), rank }),
+            _ => {
+                let (argument, value) = ("rank", rank as i64);
+                Err(raise(wlb_core::Error::OutOfRange { argument, value, minimum: 0, maximum: last as i64 }))
+            }
+        }
+    }
+
+    /// Hex hash of which token lies where: equal on two ranks iff their shards are. O(segments).
+    fn digest(&self) -> String {
+        self.0.digest()
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Pickle<'py, (PrefixForest, usize)>> {
+        let make = py.get_type::<Self>().getattr("_of_forest")?;
+        Ok((make, (self.forest(), self.0.cp_size())))
+    }
+
+    #[staticmethod]
+    fn _of_forest(forest: PrefixForest, cp_size: usize) -> PyResult<Self> {
+        core::shard_forest(&forest.0, cp_size).map(|shard| Self(Arc::new(shard))).map_err(raise)
+    }
+
+    fn __repr__(&self) -> String {
+        let pairs: Vec<u64> = (0..self.0.cp_size()).map(|rank| self.0.pairs(rank)).collect();
+        let sum = pairs.iter().sum::<u64>().max(1) as f64;
+        let most = pairs.iter().copied().max().unwrap_or(0) as f64;
+        format!(
+            "ForestShard(cp_size={}, nodes={}, tokens={}, imbalance={:.4})",
+            self.0.cp_size(),
+            self.0.forest.num_nodes(),
+            self.0.num_tokens(),
+            most * self.0.cp_size() as f64 / sum,
+        )
+    }
+}
+
+/// What one rank has of a forest: runs of tokens (segments), each in one node, and the keys that each sees.
+///
+/// Segment ``i`` has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1`` of the rank. Its keys are those packed
+/// places ``key_starts[j]`` to ``key_ends[j] - 1`` with ``cu_intervals[i] <= j < cu_intervals[i + 1]``, one interval behind
+/// the other: the last query sees all of them, each query before it one less (a causal mask, aligned at the end).
+#[pyclass(frozen, module = "wlb")]
+pub(crate) struct ForestRankShard {
+    shard: ForestShard,
+    rank: usize,
+}
+
+impl ForestRankShard {
+    fn written(&self, first: impl Fn(&core::ForestShard, &Segment) -> i32) -> Array<Vec<i32>> {
+        let shard = &self.shard.0;
+        let of = |segment: &Segment| {
+            let first = first(shard, segment);
+            first..first + segment.length
+        };
+        Array(shard.ranks[self.rank].iter().flat_map(of).collect())
+    }
+
+    fn each<T: numpy::Element>(&self, number: impl Fn(&core::ForestShard, &Segment) -> T) -> Array<Vec<T>> {
+        let shard = &self.shard.0;
+        Array(shard.ranks[self.rank].iter().map(|segment| number(shard, segment)).collect())
+    }
+
+    fn intervals(&self) -> impl Iterator<Item = Vec<core::Interval>> + '_ {
+        self.shard.0.ranks[self.rank].iter().map(|segment| self.shard.0.intervals(segment))
+    }
+}
+
+#[pymethods]
+impl ForestRankShard {
+    /// int32[t]: packed place of each of the rank's tokens, ascending.
+    #[getter]
+    fn token_indices(&self) -> Array<Vec<i32>> {
+        self.written(|shard, segment| shard.packed_start(segment))
+    }
+
+    /// int32[t]: position of each token: how many are before it on its path.
+    #[getter]
+    fn position_ids(&self) -> Array<Vec<i32>> {
+        self.written(|shard, segment| shard.position(segment))
+    }
+
+    /// int32[s]: node of each segment, as the shard's forest has them.
+    #[getter]
+    fn nodes(&self) -> Array<Vec<i32>> {
+        self.each(|_, segment| segment.document as i32)
+    }
+
+    /// int32[s]: where in its node each segment begins.
+    #[getter]
+    fn starts(&self) -> Array<Vec<i32>> {
+        self.each(|_, segment| segment.start)
+    }
+
+    /// int32[s + 1]: where each segment begins among the rank's tokens, then their number.
+    #[getter]
+    fn cu_seqlens_q(&self) -> Array<Vec<i32>> {
+        Array(cu_seqlens(self.shard.0.ranks[self.rank].iter().map(|segment| segment.length)))
+    }
+
+    /// int64[s + 1]: the same for keys, where those of all segments are copied one behind the other.
+    #[getter]
+    fn cu_seqlens_k(&self) -> Array<Vec<i64>> {
+        let shard = &self.shard.0;
+        let mut sum = 0;
+        let keys = shard.ranks[self.rank].iter().map(|segment| {
+            sum += i64::from(shard.position(segment) + segment.length);
+            sum
+        });
+        Array(std::iter::once(0).chain(keys).collect())
+    }
+
+    /// int32[s + 1]: where the intervals of each segment begin, then their number ``k``.
+    #[getter]
+    fn cu_intervals(&self) -> Array<Vec<i32>> {
+        Array(cu_seqlens(self.intervals().map(|intervals| intervals.len() as i32)))
+    }
+
+    /// int32[k]: packed place of the first key of each interval.
+    #[getter]
+    fn key_starts(&self) -> Array<Vec<i32>> {
+        Array(self.intervals().flatten().map(|interval| interval.0).collect())
+    }
+
+    /// int32[k]: packed place behind the last key of each interval.
+    #[getter]
+    fn key_ends(&self) -> Array<Vec<i32>> {
+        Array(self.intervals().flatten().map(|interval| interval.1).collect())
+    }
+
+    fn __repr__(&self) -> String {
+        let shard = &self.shard.0;
+        format!("ForestRankShard(segments={}, tokens={})", shard.ranks[self.rank].len(), shard.tokens(self.rank))
     }
 }

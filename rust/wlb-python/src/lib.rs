@@ -43,7 +43,7 @@ mod _core {
     use super::{
         cost::{CostModel, pairs, pass_weights},
         dynamic_cp::{dynamic_cp_seconds, plan_dynamic_cp},
-        forest::{ForestMicroBatch, ForestPlan, PrefixForest, pack_forest},
+        forest::{ForestMicroBatch, ForestPlan, ForestRankShard, ForestShard, PrefixForest, pack_forest, shard_forest},
         kernel::KernelModel,
         packer::Packer,
         packing::{MicroBatch, Packing, batch_offsets, most_tokens, pack, padded_tokens, split_documents},

@@ -3,6 +3,7 @@
 use crate::ladder::Ladder;
 
 use super::bins::{Bins, Run};
+use super::leaves::Load;
 
 /// Partners that are tried, from the lightest on.
 const PARTNERS: usize = 4;
@@ -94,23 +95,26 @@ impl Search {
     fn best(&mut self, bins: &Bins, held: [&[usize]; 2], [heavy, light]: [f64; 2], most: f64) -> Option<Exchange> {
         let (mut found, mut least) = (None, most);
         let parted = self.parts == Parts::Any;
-        let (mut gives, mut takes) = (Vec::new(), Vec::new());
+        let (mut gives, mut takes, mut backs) = (Vec::new(), Vec::new(), Vec::new());
         for &from in held[0] {
             bins.runs(from, parted, &mut gives);
             for &to in held[1] {
                 bins.runs(to, false, &mut takes);
-                self.steps = self.steps.saturating_sub(1);
+                // What is taken is of another tree than what is given, so that neither changes what the other adds.
+                backs.clear();
+                backs.extend(takes.iter().map(|run| bins.gain(from, run)));
+                self.steps = self.steps.saturating_sub(takes.len() + gives.len() / 8);
                 for given in &gives {
                     // The lighter gets at least what the heavier is relieved of, unless it has some of it already.
                     let gain = bins.gain(to, given);
-                    for taken in std::iter::once(None).chain(takes.iter().map(Some)) {
-                        self.steps = self.steps.saturating_sub(1);
+                    let nothing = (None, Load::default());
+                    for (taken, back) in std::iter::once(nothing).chain(takes.iter().map(Some).zip(backs.iter().copied())) {
                         let documents = given.documents as i64 - taken.map_or(0, |run| run.documents as i64);
                         let empties = documents as usize == bins.contents[from].len();
                         if empties || taken.is_some_and(|run| same_tree(bins, given, run)) {
                             continue;
                         }
-                        let (loss, back) = taken.map_or_else(Default::default, |run| (run.loss, bins.gain(from, run)));
+                        let loss = taken.map_or_else(Load::default, |run| run.loss);
                         let after = [heavy - given.loss.cost + back.cost, light + gain.cost - loss.cost];
                         let more = after[0] + after[1] - heavy - light;
                         let score = after[0].max(after[1]) + self.price * more.max(0.0);

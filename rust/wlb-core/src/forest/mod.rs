@@ -1,6 +1,7 @@
 //! Prefix forests: samples that share their first tokens compute these once.
 //!
-//! A [`PrefixForest`] says which tokens are shared; [`pack_forest`] gives its samples to micro-batches and ranks.
+//! A [`PrefixForest`] says which tokens are shared; [`pack_forest`] gives its samples to micro-batches and
+//! ranks, and [`shard_forest`] the tokens of a micro-batch to context-parallel ranks.
 
 mod bins;
 mod bound;
@@ -10,9 +11,11 @@ mod leaves;
 mod level;
 mod pack;
 mod plan;
+mod shard;
 mod tokens;
 mod tree;
 
 pub use pack::{ForestOptions, pack_forest};
 pub use plan::ForestPlan;
+pub use shard::{ForestShard, Interval, shard_forest};
 pub use tree::PrefixForest;
