@@ -725,7 +725,7 @@ impl ForestShard {
     }
 
     #[staticmethod]
-    fn _of_forest(forest: PrefixForest, cp_size: usize) -> PyResult<Self> {
+    fn _of_forest(forest: PyRef<'_, PrefixForest>, cp_size: usize) -> PyResult<Self> {
         core::shard_forest(&forest.0, cp_size).map(|shard| Self(Arc::new(shard))).map_err(raise)
     }
 

@@ -14,6 +14,7 @@ from wlb.torch.attention import arguments, kernels, routes
 from wlb.torch.attention.all_gather import AllGather
 from wlb.torch.attention.arguments import Transport, max_cp_size
 from wlb.torch.attention.fetch import Fetch
+from wlb.torch.attention.forest import forest_attention, forest_route
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
 from wlb.torch.attention.merge import attention
 from wlb.torch.attention.recut import recut
@@ -36,7 +37,7 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard,
+    shard: wlb.Shard | wlb.ForestShard,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -80,7 +81,8 @@ def context_parallel_attention(
         q: Queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.
         k: Keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
         v: Values, like `k`.
-        shard: How the whole micro-batch lies on the ranks; the same on all.
+        shard: How the whole micro-batch lies on the ranks; the same on all. That of a forest runs on `all_gather`: a
+            token attends to all tokens before it on its path.
         group: The context-parallel group, of `shard.cp_size` ranks. None: one process holds everything.
         transport: How keys and queries meet; see above.
         ulysses_size: For `usp`: ranks that share heads. Divides the group's size.
@@ -106,9 +108,14 @@ def context_parallel_attention(
     if alibi_slopes is not None:
         share = q.shape[1] // degree
         alibi_slopes = alibi_slopes[rank % degree * share :][:share]
-    aligned = size == degree or (transport in ("all_gather", "fetch") and shard.causal)
+    causal = isinstance(shard, wlb.ForestShard) or shard.causal
+    aligned = size == degree or (transport in ("all_gather", "fetch") and causal)
     chosen = kernels.choose(kernel, q, scale=scale, alibi_slopes=alibi_slopes, alibi_aligned=aligned)
 
+    if isinstance(shard, wlb.ForestShard):
+        arguments.check_forest(transport, size)
+        path = forest_route(shard, rank, window=window, device=q.device)
+        return forest_attention(q, k, v, path, group, chosen)
     biased = alibi_slopes is not None
     if transport == "all_gather":
         gather = AllGather(routes.gather_route(shard, rank, window=window, biased=biased, device=q.device), group)
