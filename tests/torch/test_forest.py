@@ -43,7 +43,9 @@ def grown(depth: int, seed: int) -> tuple[tuple[int, ...], ...]:
     return (*samples, history)
 
 
-GROUPS = tuple((*range(2, 2 + prompt), 5, *completion) for prompt in (6, 3) for completion in ((), (1,), (1, 2, 3, 4, 1), (2, 2)))
+GROUPS = tuple(
+    (*range(2, 2 + prompt), 5, *completion) for prompt in (6, 3) for completion in ((), (1,), (1, 2, 3, 4, 1), (2, 2))
+)
 CASES = {
     "groups": Case(GROUPS),
     "one root for all": Case(tuple((7, first, *rest) for first in range(6) for rest in ((1, 2, 3), (1,)))),
@@ -96,7 +98,9 @@ def counts(sample: int, length: int) -> list[bool]:
 
 def documents(case: Case) -> list[wt.Document]:
     def labels(number: int, sample: tuple[int, ...]) -> list[int]:
-        return [token if counts else wt.IGNORE for token, counts in zip(sample, counts(number, len(sample)), strict=True)]
+        return [
+            token if counts else wt.IGNORE for token, counts in zip(sample, counts(number, len(sample)), strict=True)
+        ]
 
     return [wt.Document(sample, number, labels=labels(number, sample)) for number, sample in enumerate(case.samples)]
 

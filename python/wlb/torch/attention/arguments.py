@@ -31,7 +31,9 @@ def check_rank(rank: int, size: int) -> None:
 def check_forest(transport: Transport, size: int) -> None:
     """A forest's shard runs on this transport; on one rank all are alike."""
     if transport != "all_gather" and size > 1:
-        message = f"= {transport!r}: the shard of a forest runs on 'all_gather', since a run's keys lie in several places"
+        message = (
+            f"= {transport!r}: the shard of a forest runs on 'all_gather', since a run's keys lie in several places"
+        )
         raise error("transport", message, value=transport)
 
 

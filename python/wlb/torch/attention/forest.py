@@ -95,7 +95,9 @@ def forest_route(shard: wlb.ForestShard, rank: int, *, window: int | None, devic
         picked.append(path if window is None else path[max(0, path.size - length - window + 1) :])
     lengths = np.array([path.size for path in picked], np.int64)
     if lengths.sum() > MAX_TOKENS:
-        message = f"has runs on rank {rank} that see {lengths.sum()} keys in all: at most {MAX_TOKENS} (cu_seqlens are int32)"
+        message = (
+            f"has runs on rank {rank} that see {lengths.sum()} keys in all: at most {MAX_TOKENS} (cu_seqlens are int32)"
+        )
         raise error("shard", message, value=int(lengths.sum()))
     keys = torch.from_numpy(place[np.concatenate([*picked, np.zeros(0, np.int64)])]).to(device)
     if not picked:

@@ -152,7 +152,9 @@ def collate_forest(
         kind = type(micro_batch).__name__
         raise error("micro_batch", f"is a {kind}, not a wlb.ForestMicroBatch or a wlb.PrefixForest", value=micro_batch)
     if len(samples) != forest.num_samples:
-        message = f"are {len(samples)}, but the micro-batch has {forest.num_samples}: give them in the order of sample_ids"
+        message = (
+            f"are {len(samples)}, but the micro-batch has {forest.num_samples}: give them in the order of sample_ids"
+        )
         raise error("samples", message, value=len(samples))
     reader = RowReader()
     named = [_whole(reader.documents(sample, number, "samples"), number) for number, sample in enumerate(samples)]
@@ -264,6 +266,8 @@ def _counts(sample: Document, number: int) -> NDArray[np.bool_]:
     counts: NDArray[np.bool_] = labels != IGNORE
     if (wrong := np.flatnonzero(counts & (labels != sample.tokens[1:]))).size:
         at = int(wrong[0]) + 1
-        message = f"has label {labels[at - 1]} for token {at}: on a path the token that follows is the label, or {IGNORE}"
+        message = (
+            f"has label {labels[at - 1]} for token {at}: on a path the token that follows is the label, or {IGNORE}"
+        )
         raise error("samples", message, index=number, value=int(labels[at - 1]))
     return counts
