@@ -218,13 +218,8 @@ class BalancedDataModule(LightningDataModule):
         return self._loading.sampler(self._lengths, packer, rank=rank, ranks=ranks)
 
 
-<<<<<<< HEAD
 class _Counted(Trainer):
     """Goes in front of a trainer's own class: it knows how many steps the data have."""
-=======
-class _MicroBatches:
-    """The iterable that Lightning reads, one epoch at a time; Lightning saves its state."""
->>>>>>> main
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -239,7 +234,7 @@ class _MicroBatches:
 
 
 class _MicroBatches:
-    """What Lightning iterates over, an epoch at a time.
+    """The iterable that Lightning reads, one epoch at a time; the data module saves its state.
 
     Without `state_dict`: Lightning would restore that in unfinished epochs alone.
 
@@ -278,7 +273,6 @@ class _MicroBatches:
                 row = self._row(batch, (labels or 1) / divided)
                 yield _without_routers(row, batch, self.trainer.lightning_module)
 
-<<<<<<< HEAD
     def _divided(self) -> int:
         """What Lightning and the strategy divide the sum of a step's losses by.
 
@@ -297,11 +291,7 @@ class _MicroBatches:
         return self._state.state if isinstance(self._state, Snapshot) else self._state
 
     def state(self) -> dict[str, Any]:
-        """Where the last step stands that the optimizer took, however many were fetched since."""
-=======
-    def state_dict(self) -> dict[str, Any]:
         """State after the last step that the optimizer took, whatever was fetched since."""
->>>>>>> main
         self.note_trained()
         return {"steps": self._steps_state(), "trained": self.trained}
 
