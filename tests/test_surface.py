@@ -181,10 +181,8 @@ METHODS_WITHOUT_EXAMPLES = {
     "CostModel.attention_cost",  # as `cost`
     "CostModel.from_json",  # in `to_json`
     "CostModel.linear_cost",  # as `cost`
-    "ForestPlan.deal",  # as `Packing.deal`
     "ForestPlan.digest",
     "ForestShard.digest",
-    "ForestShard.rank",  # as `Shard.rank`
     "KernelModel.from_profile",  # as `CostModel.from_profile`
     "Packer.copy",
     "Packer.drain",  # in `flush`
@@ -192,9 +190,7 @@ METHODS_WITHOUT_EXAMPLES = {
     "Packer.from_state_dict",  # in `state_dict`
     "Packer.metrics",
     "Packing.digest",
-    "PrefixForest.check_tokens",
     "PrefixForest.digest",
-    "PrefixForest.from_parents",
     "Shard.digest",
 }
 

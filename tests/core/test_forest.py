@@ -190,7 +190,7 @@ def test_rollouts_are_level_and_hardly_anything_is_computed_twice(seed: int) -> 
 
 
 def least_tokens(forest: wlb.PrefixForest, max_tokens: int) -> int:
-    """Unique tokens of any plan: a tree of prompts that is too large lies in several micro-batches, each with its prompt."""
+    """Unique tokens of any plan: a tree that is too large lies in several micro-batches, each with its prompt."""
     unique = forest.unique_tokens
     parents, lengths = forest.parents, forest.lengths
     for root in np.flatnonzero(parents < 0):

@@ -1,4 +1,4 @@
-"""Forests in training: every loss and gradient is that of one sample at a time, on one process and on groups of them."""
+"""Forests in training: every loss and gradient is that of one sample at a time, on one process and on groups."""
 
 from __future__ import annotations
 

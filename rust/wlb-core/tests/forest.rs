@@ -83,7 +83,9 @@ fn check(plan: &ForestPlan, samples: &Samples, class: &[i64], options: &ForestOp
         let nodes = plan.forest.nodes_of(held);
         let own = plan.forest.of_samples(held, &nodes);
         assert_eq!(own.unique_tokens(), tokens);
-        assert!(own.sample_lengths().iter().zip(held).all(|(&length, &at)| length as usize == samples[at as usize].len()));
+        assert!(
+            own.sample_lengths().iter().zip(held).all(|(&length, &at)| length as usize == samples[at as usize].len())
+        );
     }
     assert!(plan.lower_bound <= plan.step_cost() * (1.0 + 1e-12));
     assert_eq!(ForestPlan::from_json(&plan.to_json()).unwrap(), *plan);

@@ -47,7 +47,10 @@ pub(crate) fn integers(argument: &'static str, object: &Bound<'_, PyAny>) -> PyR
 }
 
 /// An int64 array as it is, and what is none as one.
-pub(crate) fn int64_array<'py>(argument: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArrayDyn<i64>>> {
+pub(crate) fn int64_array<'py>(
+    argument: &'static str,
+    object: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyArrayDyn<i64>>> {
     match object.cast_exact::<PyArrayDyn<i64>>() {
         Ok(array) if array.ndim() == 1 && is_plain(array) => Ok(array.clone()),
         _ => Ok(declaration(object.py(), "wlb._arrays.integers")?.call1((argument, object))?.cast_into()?),

@@ -1,12 +1,12 @@
 """Attention over the shard of a forest: a query sees the keys of the nodes above its own, and its own up to itself.
 
-The keys of a path stand at neighbouring positions, but lie in several intervals of memory. Each run of queries gets those
-of its path picked one behind the other, so that one varlen call with a mask aligned bottom-right computes all runs, with
-any window. A node that continues its parent in memory is one run with it. Keys picked can reach the tokens of all samples;
-`picked` says how many they are.
+The keys of a path stand at neighbouring positions, but lie in several intervals of memory. Each run of queries gets
+those of its path picked one behind the other, so that one varlen call with a mask aligned bottom-right computes all
+runs, with any window. A node that continues its parent in memory is one run with it. Keys picked can reach the tokens
+of all samples; `picked` says how many they are.
 
-On several ranks all keys are gathered first, as the transport `all_gather` does. Gradients of a key add up over all runs
-that picked it, and over ranks.
+On several ranks all keys are gathered first, as the transport `all_gather` does. Gradients of a key add up over all
+runs that picked it, and over ranks.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class ForestBatch:
         edge_rows: int64 [edges]: the row of `tokens` that predicts.
         edge_targets: int64 [edges]: the token that it predicts.
         edge_weights: int64 [edges]: in how many samples that counts. For cross-entropy, whose sums add up.
-        sample_edges: int64 [predictions]: edge of each prediction of this rank that counts, sample by sample, in the order
-            of tokens.
+        sample_edges: int64 [predictions]: edge of each prediction of this rank that counts, sample by sample, in the
+            order of tokens.
         sample_of: int64 [predictions]: whose it is: a place in `sample_ids`.
         sample_positions: int64 [predictions]: position in its sample of the token that is predicted.
         sample_ids: int64 [samples], as the plan has them.
@@ -65,7 +65,7 @@ class ForestBatch:
         return self.shard.cp_size
 
     def to_samples(self, values: Tensor) -> Tensor:
-        """What each prediction of each sample has, from what each edge has. Differentiable: gradients of an edge add up.
+        """What each prediction of each sample has, from what each edge has. Differentiable: gradients add up.
 
         Args:
             values: [edges, ...]: log-probabilities, for example.
@@ -122,8 +122,8 @@ def collate_forest(
 ) -> ForestBatch:
     """Packs the samples of a micro-batch, each shared token once, and keeps what this context-parallel rank computes.
 
-    Every token predicts the one that follows it in its sample; where samples part it predicts several. Which predictions
-    count is each sample's own (`Document.labels`).
+    Every token predicts the one that follows it in its sample; where samples part it predicts several. Which
+    predictions count is each sample's own (`Document.labels`).
 
     Args:
         samples: Those of the micro-batch, in the order of its `sample_ids`: each a `Document`, bare token ids, or a
@@ -131,15 +131,15 @@ def collate_forest(
         micro_batch: Of a `wlb.ForestPlan`; or a forest, all of its samples.
         cp_rank: This rank in the context-parallel group.
         cp_size: Ranks of that group.
-        multiple_of_tokens: Filled up to a multiple of so many unique tokens, on all context-parallel ranks together, with a
-            root of its own, of token 0, that predicts nothing.
+        multiple_of_tokens: Filled up to a multiple of so many unique tokens, on all context-parallel ranks together,
+            with a root of its own, of token 0, that predicts nothing.
 
     Returns:
         The batch; its tensors lie in ordinary memory of the CPU.
 
     Raises:
-        wlb.WlbError: Another number of samples; tokens that differ where the forest says that they are shared (which, and
-            at which token); a piece of a document; labels other than the tokens; columns, which nodes do not have.
+        wlb.WlbError: Another number of samples; tokens that differ where the forest says that they are shared (which,
+            and at which token); a piece of a document; labels other than the tokens; columns, which nodes do not have.
 
     Complexity:
         O(tokens of all samples).

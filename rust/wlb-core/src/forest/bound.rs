@@ -5,8 +5,8 @@ use super::leaves::{Leaves, Load};
 
 /// What all samples cost, and tokens, whatever the plan: each node once, and what limits force to be computed twice.
 ///
-/// A tree with more tokens than a micro-batch holds lies in several. Each of these has the beginning that all samples of
-/// the tree share, so that `k` of them hold at most `k * (max_tokens - r) + r` of its tokens.
+/// A tree with more tokens than a micro-batch holds lies in several. Each of these has the beginning that all samples
+/// of the tree share, so that `k` of them hold at most `k * (max_tokens - r) + r` of its tokens.
 ///
 /// # Complexity
 /// O(n).

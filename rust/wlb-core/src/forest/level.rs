@@ -108,7 +108,9 @@ impl Search {
                     // The lighter gets at least what the heavier is relieved of, unless it has some of it already.
                     let gain = bins.gain(to, given);
                     let nothing = (None, Load::default());
-                    for (taken, back) in std::iter::once(nothing).chain(takes.iter().map(Some).zip(backs.iter().copied())) {
+                    for (taken, back) in
+                        std::iter::once(nothing).chain(takes.iter().map(Some).zip(backs.iter().copied()))
+                    {
                         let documents = given.documents as i64 - taken.map_or(0, |run| run.documents as i64);
                         let empties = documents as usize == bins.contents[from].len();
                         if empties || taken.is_some_and(|run| same_tree(bins, given, run)) {

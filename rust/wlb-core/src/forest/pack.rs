@@ -75,8 +75,8 @@ impl ForestOptions {
 ///   constants: that of a document once for each sample, that of a micro-batch once for each.
 ///
 /// # Returns
-/// A plan whose step is no shorter than its [`ForestPlan::lower_bound`]. Where nothing is shared it is that of [`pack`],
-/// or [`pack_for_ranks`].
+/// A plan whose step is no shorter than its [`ForestPlan::lower_bound`]. Where nothing is shared it is that of
+/// [`pack`], or [`pack_for_ranks`].
 ///
 /// # Errors
 /// As [`pack_for_ranks`]; [`Error::TooLong`] for a sample over `max_tokens`; [`Error::Combination`] for a full mask,
@@ -142,8 +142,7 @@ fn as_documents(lengths: &[i32], options: &RankOptions, model: &CostModel) -> Re
     }
     let (method, leftover) = (options.method, Leftover::Error);
     let num_micro_batches = options.num_micro_batches.unwrap_or(1);
-    let whole =
-        PackOptions { num_micro_batches, max_tokens: options.max_tokens, method, global_batches: 1, leftover };
+    let whole = PackOptions { num_micro_batches, max_tokens: options.max_tokens, method, global_batches: 1, leftover };
     match options.num_micro_batches {
         Some(_) => pack(&lengths, &whole, model),
         None => pack_whole(&lengths, 1, &whole, model),
@@ -407,8 +406,7 @@ impl<'a> Batch<'a> {
         for (rank, mut places) in held.into_iter().enumerate() {
             places.sort_unstable();
             let tree = |leaf: u32| self.leaves.trees[leaf as usize];
-            let pieces: Vec<Vec<u32>> =
-                places.chunk_by(|&a, &b| tree(a) == tree(b)).map(<[u32]>::to_vec).collect();
+            let pieces: Vec<Vec<u32>> = places.chunk_by(|&a, &b| tree(a) == tree(b)).map(<[u32]>::to_vec).collect();
             let own: Vec<usize> = (rank * rounds..(rank + 1) * rounds).collect();
             if !fill(&mut bins, &own, &bin_targets, &pieces, rule) {
                 return None;

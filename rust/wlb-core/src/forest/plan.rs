@@ -135,8 +135,7 @@ impl ForestPlan {
         let micro_batches = plan.costs.len();
         let (samples, limit) = (plan.forest.num_samples(), i64::from(plan.max_tokens));
         let mut seen = vec![false; samples];
-        let once =
-            |&sample: &u32| seen.get_mut(sample as usize).is_some_and(|seen| !std::mem::replace(seen, true));
+        let once = |&sample: &u32| seen.get_mut(sample as usize).is_some_and(|seen| !std::mem::replace(seen, true));
         let fits = micro_batches > 0
             && plan.unique_tokens.len() == micro_batches
             && plan.offsets.len() == micro_batches + 1

@@ -16,8 +16,8 @@ const TRIES: usize = 64;
 
 /// Which tokens of a forest lie on which rank, and which keys each run of them sees.
 ///
-/// Nodes lie in memory depth-first, of siblings the longest first. A query sees all keys of the nodes above its own, and
-/// those of its own up to itself.
+/// Nodes lie in memory depth-first, of siblings the longest first. A query sees all keys of the nodes above its own,
+/// and those of its own up to itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ForestShard {
     /// The forest, its nodes in the order in which they lie in memory.
@@ -34,8 +34,8 @@ pub type Interval = (i32, i32);
 /// Cuts a forest for the ranks of a context-parallel group.
 ///
 /// Long nodes are cut as documents are, into `2 * cp_size` chunks of which each rank has two whose pairs are level;
-/// left-over tokens go to ranks in turn. Short ones lie whole on one rank. Of all lengths from which on nodes are cut it
-/// takes the one that moves fewest keys with ranks within 1 % of their mean pairs; if none is, the most level.
+/// left-over tokens go to ranks in turn. Short ones lie whole on one rank. Of all lengths from which on nodes are cut
+/// it takes the one that moves fewest keys with ranks within 1 % of their mean pairs; if none is, the most level.
 ///
 /// # Arguments
 /// * `forest` - the samples of one micro-batch.
@@ -198,8 +198,8 @@ impl ForestShard {
         seen.iter().map(|&keys| i64::from(keys)).sum::<i64>() - self.tokens(rank)
     }
 
-    /// Keys that the queries of a segment see, in the order of positions: all of the nodes above in full, and its node's
-    /// up to the segment's end, of which each query sees those up to itself. Runs that touch in memory are one.
+    /// Keys that the queries of a segment see, in the order of positions: all of the nodes above in full, and its
+    /// node's up to the segment's end, of which each query sees those up to itself. Runs that touch in memory are one.
     ///
     /// # Complexity
     /// O(nodes above).

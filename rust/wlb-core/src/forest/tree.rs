@@ -12,9 +12,9 @@ const NONE: i32 = -1;
 
 /// Runs of tokens (nodes), each behind the run that it continues (its parent), and the node in which each sample ends.
 ///
-/// A sample is the path from a root to the end of its node. The node may have children: a sample may end where others go
-/// on. Samples share tokens only from their beginning on, so that a shared token has the same position and sees the same
-/// tokens before it in all of them.
+/// A sample is the path from a root to the end of its node. The node may have children: a sample may end where others
+/// go on. Samples share tokens only from their beginning on, so that a shared token has the same position and sees the
+/// same tokens before it in all of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PrefixForest {
@@ -100,8 +100,8 @@ impl PrefixForest {
     /// # Arguments
     /// * `prompt_lengths` - tokens of each prompt.
     /// * `samples_per_prompt` - completions of each prompt, at least 1.
-    /// * `completion_lengths` - tokens of each completion, those of the first prompt first; 0 is legal, and such a sample
-    ///   is its prompt.
+    /// * `completion_lengths` - tokens of each completion, those of the first prompt first; 0 is legal, and such a
+    ///   sample is its prompt.
     ///
     /// # Errors
     /// [`Error::Mismatch`] and [`Error::Entry`] for numbers that do not fit, also for a sample of more than
