@@ -428,7 +428,8 @@ class PrefixForest:
         Raises:
             WlbError: offsets that do not fit the tokens, a sample without tokens, another number of groups or keys.
 
-        O(R + n log n) at worst: shared tokens are compared once, or twice, and the rest of a sample is not read. No copy.
+        O(R + n log n) at worst: shared tokens are compared once, or twice, and the rest of a sample is not read. No
+        copy.
 
         Example:
             >>> import wlb
@@ -440,7 +441,8 @@ class PrefixForest:
     def from_prompts(
         prompt_lengths: ArrayLike, samples_per_prompt: int | ArrayLike, completion_lengths: ArrayLike
     ) -> PrefixForest:
-        """A forest whose structure is known: each prompt, and the completions that were sampled for it. No tokens are read.
+        """A forest whose structure is known: each prompt, and the completions that were sampled for it. No tokens are
+        read.
 
         Args:
             prompt_lengths: int[p], tokens of each prompt.
@@ -472,6 +474,11 @@ class PrefixForest:
             WlbError: a parent or end that is no node, parents in a circle, a node under which no sample ends.
 
         O(m log m).
+
+        Example:
+            >>> import wlb
+            >>> wlb.PrefixForest.from_parents([-1, 0, 0], [100, 30, 20], [1, 2]).sample_lengths
+            array([130, 120], dtype=int32)
         """
     def check_tokens(self, tokens: ArrayLike, offsets: ArrayLike) -> None:
         """Checks that tokens are what the forest says: samples of its lengths, equal where they share a node.
@@ -480,10 +487,15 @@ class PrefixForest:
             tokens, offsets: as for :meth:`from_tokens`.
 
         Raises:
-            WlbError: another number of samples, a sample of another length, or the first token in which a sample differs
-                from the one that it shares it with: which samples, and at which token.
+            WlbError: another number of samples, a sample of another length, or the first token in which a sample
+                differs from the one that it shares it with: which samples, and at which token.
 
         O(R).
+
+        Example:
+            >>> import wlb
+            >>> forest = wlb.PrefixForest.from_prompts([2], 2, [1, 1])
+            >>> forest.check_tokens([7, 8, 1, 7, 8, 2], [0, 3, 6])  # or an error that names the token
         """
     @property
     def num_samples(self) -> int:
@@ -547,16 +559,17 @@ class ForestPlan:
         """float64[M]: cost of each micro-batch, in the cost model's unit."""
     @property
     def step_cost(self) -> float:
-        """Time of the step where ranks meet: the heaviest rank under "step", the heaviest micro-batch of each round, in all,
-        under "micro_batch", the heaviest micro-batch without ranks.
+        """Time of the step where ranks meet: the heaviest rank under "step", the heaviest micro-batch of each round, in
+        all, under "micro_batch", the heaviest micro-batch without ranks.
         """
     @property
     def imbalance(self) -> float:
         """``step_cost`` over what it is if all that is computed were equal on those that wait for one another."""
     @property
     def lower_bound(self) -> float:
-        """No plan of these samples into as many micro-batches has a smaller ``step_cost``: an equal share of all nodes, and
-        of what ``max_tokens`` and ``max_documents`` force to be computed twice; the heaviest sample; the heaviest group.
+        """No plan of these samples into as many micro-batches has a smaller ``step_cost``: an equal share of all nodes,
+        and of what ``max_tokens`` and ``max_documents`` force to be computed twice; the heaviest sample; the heaviest
+        group.
         """
     @property
     def dp_size(self) -> int | None:
@@ -565,8 +578,8 @@ class ForestPlan:
     def sync(self) -> Sync | None:
         """Where these ranks wait for each other, "step" or "micro_batch"; None without ranks."""
     def digest(self) -> str:
-        """Hex hash of where every token goes: equal on two ranks iff their plans are. Where nothing is shared it is that of
-        :func:`pack`'s plan. O(samples and nodes).
+        """Hex hash of where every token goes: equal on two ranks iff their plans are. Where nothing is shared it is that
+        of :func:`pack`'s plan. O(samples and nodes).
         """
     def deal(self, dp_size: int) -> NDArray[np.int64]:
         """Deals the micro-batches to data-parallel ranks: equal counts, balanced costs, in schedule order.
@@ -577,6 +590,14 @@ class ForestPlan:
 
         Raises:
             WlbError: ``dp_size`` does not divide the number of micro-batches, or is not what the plan was made for.
+
+        Example:
+            >>> import wlb
+            >>> forest = wlb.PrefixForest.from_prompts([100, 100], 2, [30, 20, 40, 10])
+            >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+            >>> wlb.pack_forest(forest, num_micro_batches=2, max_tokens=200, cost_model=cost).deal(2)
+            array([[0],
+                   [1]])
         """
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> ForestMicroBatch: ...
@@ -631,10 +652,11 @@ def pack_forest(
 ) -> ForestPlan:
     """Packs the samples of a forest into micro-batches, in each of which a shared token is computed once.
 
-    A node of ``n`` tokens at depth ``p`` costs ``c(p + n) - c(p)``, where ``c`` is the cost model without its constants:
-    exact for causal pairs, windows and chunks, and for measured tables the definition. The constant of a document counts
-    once a sample, that of a micro-batch once. Where a tree is cut between micro-batches, its trunk is computed in both:
-    it is cut where that costs less than the imbalance that it saves, or where ``max_tokens`` asks for it.
+    A node of ``n`` tokens at depth ``p`` costs ``c(p + n) - c(p)``, where ``c`` is the cost model without its
+    constants: exact for causal pairs, windows and chunks, and for measured tables the definition. The constant of a
+    document counts once a sample, that of a micro-batch once. Where a tree is cut between micro-batches, its trunk is
+    computed in both: it is cut where that costs less than the imbalance that it saves, or where ``max_tokens`` asks for
+    it.
 
     Args:
         forest: the samples.
@@ -653,8 +675,8 @@ def pack_forest(
             padding.
 
     Returns:
-        ForestPlan. The same input gives the same plan, byte for byte, on every rank and machine. Where nothing is shared
-        it is the plan of :func:`pack`, with the same digest.
+        ForestPlan. The same input gives the same plan, byte for byte, on every rank and machine. Where nothing is
+        shared it is the plan of :func:`pack`, with the same digest.
 
     Raises:
         WlbError: a sample over ``max_tokens``, a cost model with ``causal=False``, groups of another number, what needs
@@ -677,9 +699,9 @@ def pack_forest(
 def shard_forest(micro_batch: ForestMicroBatch | PrefixForest, *, cp_size: int) -> ForestShard:
     """Cuts a micro-batch of a forest for the ranks of a context-parallel group, without padding.
 
-    Long nodes are cut as documents are, into ``2 * cp_size`` chunks of which each rank has two whose pairs are level; what
-    is left over goes to ranks in turn. Short ones lie whole on one rank. Of all lengths from which on nodes are cut it takes
-    the one that moves fewest keys with ranks within 1 % of their mean pairs; if none is, the most level.
+    Long nodes are cut as documents are, into ``2 * cp_size`` chunks of which each rank has two whose pairs are level;
+    what is left over goes to ranks in turn. Short ones lie whole on one rank. Of all lengths from which on nodes are
+    cut it takes the one that moves fewest keys with ranks within 1 % of their mean pairs; if none is, the most level.
 
     Args:
         micro_batch: of a :class:`ForestPlan`; or a :class:`PrefixForest`, all of its samples.
@@ -726,14 +748,20 @@ class ForestShard:
         """int64[cp_size]: keys that each rank's queries see and other ranks hold, each once."""
     @property
     def restore_indices(self) -> NDArray[np.int32]:
-        """int32[num_tokens]: ``rank_major[restore_indices] == packed``, where ``rank_major`` has the ranks' tokens one behind
-        the other.
+        """int32[num_tokens]: ``rank_major[restore_indices] == packed``, where ``rank_major`` has the ranks' tokens one
+        behind the other.
         """
     def rank(self, rank: int) -> ForestRankShard:
         """The arrays of one rank.
 
         Raises:
             WlbError: a rank that does not exist.
+
+        Example:
+            >>> import wlb
+            >>> forest = wlb.PrefixForest.from_prompts([8], 2, [4, 4])
+            >>> wlb.shard_forest(forest, cp_size=2).rank(0).token_indices
+            array([ 0,  1,  6,  7,  8,  9, 10, 11], dtype=int32)
         """
     def digest(self) -> str:
         """Hex hash of which token lies where: equal on two ranks iff their shards are. O(segments)."""
@@ -745,9 +773,10 @@ class ForestShard:
 class ForestRankShard:
     """What one rank has of a forest: runs of tokens (segments), each in one node, and the keys that each sees.
 
-    Segment ``i`` has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1`` of the rank. Its keys are those packed
-    places ``key_starts[j]`` to ``key_ends[j] - 1`` with ``cu_intervals[i] <= j < cu_intervals[i + 1]``, one interval behind
-    the other: the last query sees all of them, each query before it one less (a causal mask, aligned at the end).
+    Segment ``i`` has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1`` of the rank. Its keys are those
+    packed places ``key_starts[j]`` to ``key_ends[j] - 1`` with ``cu_intervals[i] <= j < cu_intervals[i + 1]``, one
+    interval behind the other: the last query sees all of them, each query before it one less (a causal mask, aligned at
+    the end).
     """
     @property
     def token_indices(self) -> NDArray[np.int32]:
