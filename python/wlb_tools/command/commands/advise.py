@@ -113,9 +113,10 @@ def _report(
         f"Without wlb the heaviest micro-batch of a step takes {baseline['micro_batch_imbalance_mean']:.2f} times the"
         f" mean, in the mean over steps."
     )
+    gib = best["peak_bytes"] / 2**30
     needs = (
-        f"It needs micro-batches of up to {best['largest_micro_batch']:,} tokens"
-        f" ({best['peak_bytes'] / 2**30:.0f} GiB of the fullest GPU). A token waits {best['delay_mean']:.2f} steps in the mean, {best['delay_max']} at most."
+        f"It needs micro-batches of up to {best['largest_micro_batch']:,} tokens ({gib:.0f} GiB of the fullest GPU)."
+        f" A token waits {best['delay_mean']:.2f} steps in the mean, {best['delay_max']} at most."
     )
     keys = ("speedup", "speedup_band", "micro_batch_imbalance_mean", "delay_mean", "delay_max", "peak_bytes")
     rows = [(KINDS[choice.kind], choice.summary(tuning.baseline), choice == tuning.best) for choice in tuning.by_plan]
