@@ -226,8 +226,8 @@ def _megatron(flags: Mapping[str, str], variables: Mapping[str, str]) -> Launch:
 
 
 def _world(rest: dict[str, str], variables: Mapping[str, str]) -> int | None:
-    nodes = rest.pop("nnodes", None) or variables.get("NNODES") or variables.get("NUM_NODES") or "1"
-    each = rest.pop("nproc-per-node", None) or variables.get("GPUS_PER_NODE")
+    nodes = rest.pop("nnodes", "") or variables.get("NNODES") or variables.get("NUM_NODES") or "1"
+    each = rest.pop("nproc-per-node", "") or variables.get("GPUS_PER_NODE", "")
     world = variables.get("WORLD_SIZE")
     if each and each.isdigit() and nodes.isdigit():
         return int(each) * int(nodes)

@@ -68,7 +68,8 @@ impl KernelModel {
     /// width 128, 16-bit: causal forward 423, 579 and 616 TFLOP/s at 1K, 4K and 16K tokens; backward without a mask
     /// 424, 542 and 561). A100: FlashAttention-2's "50 to 73 %" of the peak forward; B200: FlashAttention-4's 71 %, and
     /// backward below it as on H100. L40S and H20 are taken to reach the shares of A100 and H100; MI300X 0.40 and 0.30,
-    /// a guess from AMD's reports of FlashAttention-2 on composable kernels. That multicast costs 0.8 and a call 5 us (10 us backward) is a guess.
+    /// a guess from AMD's reports of FlashAttention-2 on composable kernels. That multicast costs 0.8 and a call 5 us
+    /// (10 us backward) is a guess.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a size, [`Error::Combination`] for query heads that key/value heads do not divide.
