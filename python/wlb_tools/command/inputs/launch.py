@@ -220,8 +220,8 @@ def _megatron(flags: Mapping[str, str], variables: Mapping[str, str]) -> Launch:
     if rest.pop("sequence-parallel", None) is None and layout["tp"] > 1:
         launch.take("--sequence-parallel", False, "no-sequence-parallel", True)
     for name, value in rest.items():
-        if reason := _reason(name):
-            launch.leave(f"--{name}", value or "set", reason)
+        if said := _reason(name):
+            launch.leave(f"--{name}", value or "set", said)
     return launch
 
 
