@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -390,6 +391,58 @@ def test_the_state_of_the_last_step_begins_no_further_epoch() -> None:
         resumed = built()
         resumed.load_state_dict(state)
         assert len(list(resumed)) == left
+
+
+@pytest.mark.parametrize("kind", ["inside an epoch", "end of an epoch", "twice without reading", "another batch"])
+def test_every_document_comes_once_an_epoch_after_a_resume(kind: str) -> None:
+    rows = [{"input_ids": [number + 1] * length} for number, length in enumerate(LENGTHS.tolist())]
+
+    def built(tokens_per_batch: int = 192) -> Any:
+        changes = {"documents": rows, "num_epochs": 2, "tokens_per_batch": tokens_per_batch}
+        return loader_config(**changes).build(dp_world_size=1, dp_rank=0, seq_len=CONTEXT)
+
+    def read(loader: Any, states: list[Any]) -> Counter[int]:
+        found: Counter[int] = Counter()
+        for done, (row, _) in enumerate(loader, start=1):
+            found.update(row["input"].flatten().tolist())
+            if done % 4 == 0:
+                states.append((loader.step.epoch, loader.state_dict(), Counter(found)))
+        return found
+
+    states: list[Any] = []
+    read(built(), states)
+    at = sum(epoch == 0 for epoch, *_ in states) if kind == "end of an epoch" else 3
+    _, state, found = states[at - 1]
+    if kind == "twice without reading":
+        between = built()
+        between.load_state_dict(state)
+        state = between.state_dict()
+    resumed = built(100 if kind == "another batch" else 192)
+    resumed.load_state_dict(state)
+    assert resumed.given == at
+    found += read(resumed, [])
+    del found[0]  # what fills rows up
+    assert found == {number + 1: 2 * length for number, length in enumerate(LENGTHS.tolist())}
+
+
+def test_data_that_stand_at_another_step_are_refused(tmp_path: Path) -> None:
+    """A checkpoint that is loaded without the state of the data would train the first epoch's order again."""
+    loader: Any = loader_config().build(dp_world_size=1, dp_rank=0, seq_len=CONTEXT)
+    rows = iter(loader)
+    for _ in range(8):
+        next(rows)
+    again: Any = loader_config().build(dp_world_size=1, dp_rank=0, seq_len=CONTEXT)
+    again.load_state_dict(loader.state_dict())
+    again.check_begin(2)
+    processes.run(1, run, tmp_path, {}, {"steps": 7})
+
+    def without_data(rank: int) -> None:
+        made = titan.config(tmp_path, steps=9)
+        made.checkpoint.exclude_from_loading = ["dataloader"]
+        titan.train(balance(made, documents=titan.documents(), max_tokens=64, verify=False))
+
+    with pytest.raises(processes.RankFailed, match="checkpoint goes on after step 7, but the data stand after step 0"):
+        processes.run(1, without_data)
 
 
 def texts(path: str) -> Any:

@@ -70,6 +70,16 @@ class BalancedTrainer(_Trainer):
         self.config.dataloader = _for_ranks(self.config, ranks)
         return ranks
 
+    def batch_generator(self, data_iterable: Any) -> Any:
+        """Called once the checkpoint is loaded: the data have to stand at the same step.
+
+        Raises:
+            wlb.WlbError: They do not.
+        """
+        if data_iterable is self._wlb_loader:
+            self._wlb_loader.check_begin(self.step)
+        return super().batch_generator(data_iterable)
+
     def post_dataloading_process(
         self, input_dict: dict[str, Any], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
