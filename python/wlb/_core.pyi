@@ -1276,7 +1276,7 @@ class Packer:
             >>> import wlb
             >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
             >>> wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost).bounds()
-            Bounds(tokens=400, delay=16, drain=5, settles=0)
+            Bounds(tokens=400, delay=16, drain=6, settles=0)
         """
     @property
     def room(self) -> int:
@@ -1876,7 +1876,7 @@ class KernelModel:
         """A documented default where nothing was measured: an assumption, and ``source`` says so.
 
         Args:
-            generation: "a100", "h100", "h200" or "b200".
+            generation: "a100", "h100", "h200", "b200", "h20", "l40s" or "mi300x".
             num_heads: query heads of one GPU.
             num_kv_heads: key/value heads of one GPU, which divide them; default ``num_heads``. Not used.
             head_dim: width of a head.
