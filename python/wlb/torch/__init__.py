@@ -33,6 +33,7 @@ from wlb.torch.data import (
     Documents,
     DynamicCpLoader,
     DynamicCpStep,
+    ForestBatch,
     Ledger,
     Loading,
     PackedBatch,
@@ -42,6 +43,7 @@ from wlb.torch.data import (
     StepLoader,
     balanced_loader,
     collate,
+    collate_forest,
 )
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.gradients import all_reduce_gradients, sum_gradients
@@ -70,6 +72,7 @@ __all__ = [
     "Documents",
     "DynamicCpLoader",
     "DynamicCpStep",
+    "ForestBatch",
     "Ledger",
     "LevelReport",
     "Loading",
@@ -90,6 +93,7 @@ __all__ = [
     "build_mesh",
     "check_agreement",
     "collate",
+    "collate_forest",
     "context_parallel_attention",
     "count_valid_tokens",
     "cp_sizes",

@@ -12,6 +12,7 @@ mod cost_stream;
 mod dynamic_cp;
 mod execution;
 mod fit;
+mod forest;
 mod kernel;
 mod micro_batch_order;
 mod modules;

@@ -426,7 +426,7 @@ impl Packer {
     ///     >>> import wlb
     ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
     ///     >>> wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost).bounds()
-    ///     Bounds(tokens=400, delay=16, drain=5, settles=0)
+    ///     Bounds(tokens=400, delay=16, drain=6, settles=0)
     fn bounds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let bounds = self.lock().bounds();
         answer!(py, "Bounds", bounds { tokens, delay, drain, settles })

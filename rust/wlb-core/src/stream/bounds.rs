@@ -67,12 +67,12 @@ impl Bounds {
     /// Those of an empty packer.
     pub(super) fn steady(config: &PackerConfig) -> Self {
         let tokens = Self::steady_tokens(config);
-        let drain = placed_within(Self::steady_load(config), config.capacity());
+        let placed_within = placed_within(Self::steady_load(config), config.capacity());
         let delay = match config.release {
             Release::Adaptive => config.max_delay,
-            Release::Fifo => Self::queue_delay(config).map(|delay| delay.saturating_add(drain)),
+            Release::Fifo => Self::queue_delay(config).map(|delay| delay.saturating_add(placed_within)),
         };
-        Self { tokens, delay, drain, settles: 0 }
+        Self { tokens, delay, drain: placed_within + 1, settles: 0 }
     }
 
     fn steady_tokens(config: &PackerConfig) -> i64 {
@@ -112,7 +112,7 @@ impl Bounds {
     }
 }
 
-/// Most iterations until a document is placed that goes after documents of less than this load: two in a row place
+/// Most iterations that a document then waits that goes after documents of less than this load: two in a row place
 /// `capacity` of it.
 pub(super) fn placed_within(load: i64, capacity: i64) -> u64 {
     2 * (load / capacity) as u64 + 1
@@ -137,7 +137,7 @@ impl Packer {
         let mut bounds = steady;
         if is_above {
             bounds.tokens = steady.tokens.max(size);
-            bounds.drain = steady.drain.max(placed_within(load, capacity));
+            bounds.drain = steady.drain.max(placed_within(load, capacity) + 1);
             bounds.settles = match (config.release, config.max_delay) {
                 // Above the bounds more than a step holds is carried over or released, so that nothing enters, and two
                 // steps in a row place what one holds.
