@@ -51,10 +51,15 @@ __all__ = [
     "UNITS",
     "BacklogWarning",
     "CostModel",
+    "ForestMicroBatch",
+    "ForestPlan",
+    "ForestRankShard",
+    "ForestShard",
     "KernelModel",
     "MicroBatch",
     "Packer",
     "Packing",
+    "PrefixForest",
     "RankShard",
     "Shard",
     "StateError",
@@ -66,12 +71,14 @@ __all__ = [
     "most_tokens",
     "order_micro_batches",
     "pack",
+    "pack_forest",
     "padded_tokens",
     "pairs",
     "pass_weights",
     "plan_dynamic_cp",
     "result",
     "shard",
+    "shard_forest",
     "simulate_pipeline",
     "simulate_steps",
     "split_documents",
@@ -387,6 +394,417 @@ class MicroBatch:
     def cost(self) -> float:
         """Cost of the micro-batch, in the cost model's unit."""
     def __len__(self) -> int: ...
+
+@final
+class PrefixForest:
+    """Which tokens samples share: plain data that can be printed, compared, pickled and sent.
+
+    Nodes are runs of tokens; a sample is the path from a root to the end of its node, and the node may have children.
+    Samples share tokens only from their beginning on, so that a shared token has the same position and sees the same
+    tokens before it in all of them. Every array is a fresh copy.
+
+    Example:
+        >>> import wlb
+        >>> forest = wlb.PrefixForest.from_prompts([100], 3, [30, 20, 10])
+        >>> forest
+        PrefixForest(samples=3, nodes=4, unique_tokens=160, raw_tokens=360)
+    """
+    @staticmethod
+    def from_tokens(
+        tokens: ArrayLike, offsets: ArrayLike, groups: ArrayLike | None = None, key: ArrayLike | None = None
+    ) -> PrefixForest:
+        """The forest of samples whose tokens are here.
+
+        Args:
+            tokens: int[R], of all samples, one behind the other; int32 and int64 arrays are read where they lie. Of an
+                Arrow list array: its ``values``.
+            offsets: int[n + 1], where each sample begins, then ``R``. Of an Arrow list array: its ``offsets``.
+            groups: int[n]: only samples with the same number can share (one prompt's rollouts).
+            key: int[n], likewise, for what else a model reads beside tokens and positions: an image's hash, an adapter.
+
+        Returns:
+            PrefixForest: nodes depth-first, siblings by their first sample.
+
+        Raises:
+            WlbError: offsets that do not fit the tokens, a sample without tokens, another number of groups or keys.
+
+        O(R + n log n) at worst: shared tokens are compared once, or twice, and the rest of a sample is not read. No
+        copy.
+
+        Example:
+            >>> import wlb
+            >>> forest = wlb.PrefixForest.from_tokens([7, 8, 1, 7, 8, 2, 2, 7, 8], [0, 3, 7, 9])
+            >>> forest.parents, forest.lengths, forest.ends
+            (array([-1,  0,  0], dtype=int32), array([2, 1, 2], dtype=int32), array([1, 2, 0], dtype=int32))
+        """
+    @staticmethod
+    def from_prompts(
+        prompt_lengths: ArrayLike, samples_per_prompt: int | ArrayLike, completion_lengths: ArrayLike
+    ) -> PrefixForest:
+        """A forest whose structure is known: each prompt, and the completions that were sampled for it. No tokens are
+        read.
+
+        Args:
+            prompt_lengths: int[p], tokens of each prompt.
+            samples_per_prompt: completions of each prompt, one number or int[p]; at least 1.
+            completion_lengths: int[n], tokens of each completion, those of the first prompt first. 0 is legal: such a
+                sample is its prompt.
+
+        Raises:
+            WlbError: a length out of range, numbers that do not fit.
+
+        O(n log n).
+
+        Example:
+            >>> import wlb
+            >>> forest = wlb.PrefixForest.from_prompts([100, 50], [2, 1], [30, 20, 10])
+            >>> forest.parents, forest.lengths
+            (array([-1,  0,  0, -1], dtype=int32), array([100,  30,  20,  60], dtype=int32))
+        """
+    @staticmethod
+    def from_parents(parents: ArrayLike, lengths: ArrayLike, ends: ArrayLike) -> PrefixForest:
+        """A forest from its nodes.
+
+        Args:
+            parents: int[m], node that each node continues, in any order; -1 for a root.
+            lengths: int[m], tokens of each node.
+            ends: int[n], node of each sample's last token.
+
+        Raises:
+            WlbError: a parent or end that is no node, parents in a circle, a node under which no sample ends.
+
+        O(m log m).
+
+        Example:
+            >>> import wlb
+            >>> wlb.PrefixForest.from_parents([-1, 0, 0], [100, 30, 20], [1, 2]).sample_lengths
+            array([130, 120], dtype=int32)
+        """
+    def check_tokens(self, tokens: ArrayLike, offsets: ArrayLike) -> None:
+        """Checks that tokens are what the forest says: samples of its lengths, equal where they share a node.
+
+        Args:
+            tokens, offsets: as for :meth:`from_tokens`.
+
+        Raises:
+            WlbError: another number of samples, a sample of another length, or the first token in which a sample
+                differs from the one that it shares it with: which samples, and at which token.
+
+        O(R).
+
+        Example:
+            >>> import wlb
+            >>> forest = wlb.PrefixForest.from_prompts([2], 2, [1, 1])
+            >>> forest.check_tokens([7, 8, 1, 7, 8, 2], [0, 3, 6])  # or an error that names the token
+        """
+    @property
+    def num_samples(self) -> int:
+        """Number of samples, ``n``."""
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, ``m``."""
+    @property
+    def unique_tokens(self) -> int:
+        """Tokens of all nodes: what is computed, where one micro-batch holds all."""
+    @property
+    def raw_tokens(self) -> int:
+        """Tokens of all samples: what is computed without sharing."""
+    @property
+    def parents(self) -> NDArray[np.int32]:
+        """int32[m]: node that each node continues, -1 for a root."""
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """int32[m]: tokens of each node."""
+    @property
+    def starts(self) -> NDArray[np.int32]:
+        """int32[m]: tokens before each node on its path; the position of its first token."""
+    @property
+    def ends(self) -> NDArray[np.int32]:
+        """int32[n]: node of each sample's last token."""
+    @property
+    def sample_lengths(self) -> NDArray[np.int32]:
+        """int32[n]: tokens of each sample."""
+    def digest(self) -> str:
+        """Hex hash of the forest: equal on two ranks iff their forests are. O(m + n)."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+@final
+class ForestPlan:
+    """The micro-batches of a forest: plain data that can be printed, compared, pickled and sent.
+
+    Every array is a fresh copy that the caller may keep or change.
+    """
+    @property
+    def forest(self) -> PrefixForest:
+        """The forest whose samples these are."""
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches, ``M``; also ``len()``."""
+    @property
+    def max_tokens(self) -> int:
+        """Most unique tokens that a micro-batch was allowed."""
+    @property
+    def micro_batches(self) -> tuple[ForestMicroBatch, ...]:
+        """The micro-batches, a tuple of :class:`ForestMicroBatch`."""
+    @property
+    def unique_tokens(self) -> int:
+        """Unique tokens of all micro-batches: those of the forest, and those that are computed in several."""
+    @property
+    def raw_tokens(self) -> int:
+        """Tokens of all samples: what is computed without sharing."""
+    @property
+    def costs(self) -> NDArray[np.float64]:
+        """float64[M]: cost of each micro-batch, in the cost model's unit."""
+    @property
+    def step_cost(self) -> float:
+        """Time of the step where ranks meet: the heaviest rank under "step", the heaviest micro-batch of each round, in
+        all, under "micro_batch", the heaviest micro-batch without ranks.
+        """
+    @property
+    def imbalance(self) -> float:
+        """``step_cost`` over what it is if all that is computed were equal on those that wait for one another."""
+    @property
+    def lower_bound(self) -> float:
+        """No plan of these samples into as many micro-batches has a smaller ``step_cost``: an equal share of all nodes,
+        and of what ``max_tokens`` and ``max_documents`` force to be computed twice; the heaviest sample; the heaviest
+        group.
+        """
+    @property
+    def dp_size(self) -> int | None:
+        """Data-parallel ranks that it was made for; None where it may be dealt to any."""
+    @property
+    def sync(self) -> Sync | None:
+        """Where these ranks wait for each other, "step" or "micro_batch"; None without ranks."""
+    def digest(self) -> str:
+        """Hex hash of where every token goes: equal on two ranks iff their plans are. Where nothing is shared it is that
+        of :func:`pack`'s plan. O(samples and nodes).
+        """
+    def deal(self, dp_size: int) -> NDArray[np.int64]:
+        """Deals the micro-batches to data-parallel ranks: equal counts, balanced costs, in schedule order.
+
+        Returns:
+            int64[dp_size, M / dp_size]: micro-batch indices of each rank. A plan that was made for ranks is dealt as it
+            was made.
+
+        Raises:
+            WlbError: ``dp_size`` does not divide the number of micro-batches, or is not what the plan was made for.
+
+        Example:
+            >>> import wlb
+            >>> forest = wlb.PrefixForest.from_prompts([100, 100], 2, [30, 20, 40, 10])
+            >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+            >>> wlb.pack_forest(forest, num_micro_batches=2, max_tokens=200, cost_model=cost).deal(2)
+            array([[0],
+                   [1]])
+        """
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> ForestMicroBatch: ...
+    def __iter__(self) -> Iterator[ForestMicroBatch]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+@final
+class ForestMicroBatch:
+    """The samples of one micro-batch of a forest."""
+    @property
+    def sample_ids(self) -> NDArray[np.int64]:
+        """int64[k]: the samples, ascending."""
+    @property
+    def nodes(self) -> NDArray[np.int64]:
+        """int64[m]: nodes of the plan's forest that these samples have, in the order in which they lie in memory:
+        depth-first, of siblings the longest first, so that it continues its parent.
+        """
+    @property
+    def forest(self) -> PrefixForest:
+        """The forest of these samples alone: its nodes are :attr:`nodes`, its samples :attr:`sample_ids`, in their orders."""
+    @property
+    def unique_tokens(self) -> int:
+        """Tokens of the nodes: what the micro-batch computes."""
+    @property
+    def raw_tokens(self) -> int:
+        """Tokens of the samples."""
+    @property
+    def padded_tokens(self) -> int:
+        """Unique tokens when it runs, padded as ``multiple_of_tokens`` asks."""
+    @property
+    def cost(self) -> float:
+        """Cost of the micro-batch, in the cost model's unit."""
+    def __len__(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+def pack_forest(
+    forest: PrefixForest,
+    *,
+    num_micro_batches: int | None,
+    max_tokens: int,
+    cost_model: CostModel,
+    dp_size: int | None = None,
+    sync: Sync | None = None,
+    groups: ArrayLike | None = None,
+    equal_documents: bool = False,
+    max_documents: int | None = None,
+    multiple_of_tokens: int = 1,
+) -> ForestPlan:
+    """Packs the samples of a forest into micro-batches, in each of which a shared token is computed once.
+
+    A node of ``n`` tokens at depth ``p`` costs ``c(p + n) - c(p)``, where ``c`` is the cost model without its
+    constants: exact for causal pairs, windows and chunks, and for measured tables the definition. The constant of a
+    document counts once a sample, that of a micro-batch once. Where a tree is cut between micro-batches, its trunk is
+    computed in both: it is cut where that costs less than the imbalance that it saves, or where ``max_tokens`` asks for
+    it.
+
+    Args:
+        forest: the samples.
+        num_micro_batches: micro-batches of all ranks. None: as few as were found to hold the samples, and with
+            ``dp_size`` up to two more of each rank where each makes the step 1 % shorter.
+        max_tokens: most unique tokens of a micro-batch; a memory bound.
+        cost_model: what tokens cost; one of causal attention.
+        dp_size: data-parallel ranks that the plan is made for; ``plan.deal(dp_size)`` gives every rank's micro-batches,
+            which stand rank by rank in the plan. None: micro-batches are made equal.
+        sync: where these ranks wait for each other, "step" (the default) or "micro_batch", as for :func:`pack`.
+        groups: int[n], with ``dp_size``: samples with the same number stay on one rank.
+        equal_documents: with ``dp_size``, every rank has as many samples; they differ by one where ``dp_size`` does not
+            divide them. Groups whose sizes cannot be dealt so are refused.
+        max_documents: most samples of a micro-batch.
+        multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens, and ``max_tokens`` counts the
+            padding.
+
+    Returns:
+        ForestPlan. The same input gives the same plan, byte for byte, on every rank and machine. Where nothing is
+        shared it is the plan of :func:`pack`, with the same digest.
+
+    Raises:
+        WlbError: a sample over ``max_tokens``, a cost model with ``causal=False``, groups of another number, what needs
+            ``dp_size`` without it, samples that do not fit into the micro-batches.
+
+    O(n log n), O(micro-batches) for each tree or part of one, and a bounded number of exchanges. Releases the GIL from
+    1,024 samples on.
+
+    Example:
+        >>> import wlb
+        >>> forest = wlb.PrefixForest.from_prompts([100, 100], 2, [30, 20, 40, 10])
+        >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+        >>> plan = wlb.pack_forest(forest, num_micro_batches=2, max_tokens=200, cost_model=cost)
+        >>> [batch.sample_ids.tolist() for batch in plan.micro_batches]
+        [[2, 3], [0, 1]]
+        >>> plan.unique_tokens, forest.raw_tokens
+        (300, 500)
+    """
+
+def shard_forest(micro_batch: ForestMicroBatch | PrefixForest, *, cp_size: int) -> ForestShard:
+    """Cuts a micro-batch of a forest for the ranks of a context-parallel group, without padding.
+
+    Long nodes are cut as documents are, into ``2 * cp_size`` chunks of which each rank has two whose pairs are level;
+    what is left over goes to ranks in turn. Short ones lie whole on one rank. Of all lengths from which on nodes are
+    cut it takes the one that moves fewest keys with ranks within 1 % of their mean pairs; if none is, the most level.
+
+    Args:
+        micro_batch: of a :class:`ForestPlan`; or a :class:`PrefixForest`, all of its samples.
+        cp_size: ranks of the group.
+
+    Returns:
+        ForestShard. Ranks differ by at most one token. The same input gives the same shard on every rank.
+
+    Raises:
+        WlbError: ``cp_size`` out of range, or more than 2^31 - 1 unique tokens.
+
+    O(m (log m + cp_size)) for ``m`` nodes, for each of at most 66 attempts.
+
+    Example:
+        >>> import wlb
+        >>> shard = wlb.shard_forest(wlb.PrefixForest.from_prompts([8], 2, [4, 4]), cp_size=2)
+        >>> shard.tokens_per_rank, shard.pairs_per_rank
+        (array([8, 8]), array([60, 60]))
+    """
+
+@final
+class ForestShard:
+    """Which tokens of a forest lie on which rank: plain data.
+
+    Nodes lie in memory depth-first, of siblings the longest first; a token's place there is its packed place.
+    """
+    @property
+    def forest(self) -> PrefixForest:
+        """The forest, its nodes in the order in which they lie in memory."""
+    @property
+    def cp_size(self) -> int:
+        """Ranks of the group."""
+    @property
+    def num_tokens(self) -> int:
+        """Unique tokens of all ranks."""
+    @property
+    def tokens_per_rank(self) -> NDArray[np.int64]:
+        """int64[cp_size]: tokens of each rank."""
+    @property
+    def pairs_per_rank(self) -> NDArray[np.int64]:
+        """int64[cp_size]: (query, key) pairs of each rank."""
+    @property
+    def keys_moved(self) -> NDArray[np.int64]:
+        """int64[cp_size]: keys that each rank's queries see and other ranks hold, each once."""
+    @property
+    def restore_indices(self) -> NDArray[np.int32]:
+        """int32[num_tokens]: ``rank_major[restore_indices] == packed``, where ``rank_major`` has the ranks' tokens one
+        behind the other.
+        """
+    def rank(self, rank: int) -> ForestRankShard:
+        """The arrays of one rank.
+
+        Raises:
+            WlbError: a rank that does not exist.
+
+        Example:
+            >>> import wlb
+            >>> forest = wlb.PrefixForest.from_prompts([8], 2, [4, 4])
+            >>> wlb.shard_forest(forest, cp_size=2).rank(0).token_indices
+            array([ 0,  1,  6,  7,  8,  9, 10, 11], dtype=int32)
+        """
+    def digest(self) -> str:
+        """Hex hash of which token lies where: equal on two ranks iff their shards are. O(segments)."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+@final
+class ForestRankShard:
+    """What one rank has of a forest: runs of tokens (segments), each in one node, and the keys that each sees.
+
+    Segment ``i`` has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1`` of the rank. Its keys are those
+    packed places ``key_starts[j]`` to ``key_ends[j] - 1`` with ``cu_intervals[i] <= j < cu_intervals[i + 1]``, one
+    interval behind the other: the last query sees all of them, each query before it one less (a causal mask, aligned at
+    the end).
+    """
+    @property
+    def token_indices(self) -> NDArray[np.int32]:
+        """int32[t]: packed place of each of the rank's tokens, ascending."""
+    @property
+    def position_ids(self) -> NDArray[np.int32]:
+        """int32[t]: position of each token: how many are before it on its path."""
+    @property
+    def nodes(self) -> NDArray[np.int32]:
+        """int32[s]: node of each segment, as the shard's forest has them."""
+    @property
+    def starts(self) -> NDArray[np.int32]:
+        """int32[s]: where in its node each segment begins."""
+    @property
+    def cu_seqlens_q(self) -> NDArray[np.int32]:
+        """int32[s + 1]: where each segment begins among the rank's tokens, then their number."""
+    @property
+    def cu_seqlens_k(self) -> NDArray[np.int64]:
+        """int64[s + 1]: the same for keys, where those of all segments are copied one behind the other."""
+    @property
+    def cu_intervals(self) -> NDArray[np.int32]:
+        """int32[s + 1]: where the intervals of each segment begin, then their number ``k``."""
+    @property
+    def key_starts(self) -> NDArray[np.int32]:
+        """int32[k]: packed place of the first key of each interval."""
+    @property
+    def key_ends(self) -> NDArray[np.int32]:
+        """int32[k]: packed place behind the last key of each interval."""
 
 @final
 class Packing:

@@ -31,6 +31,7 @@ from wlb.torch.data import (
     Documents,
     DynamicCpLoader,
     DynamicCpStep,
+    ForestBatch,
     Ledger,
     Loading,
     PackedBatch,
@@ -40,6 +41,7 @@ from wlb.torch.data import (
     StepLoader,
     balanced_loader,
     collate,
+    collate_forest,
 )
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.gradients import all_reduce_gradients, sum_gradients
@@ -71,6 +73,7 @@ __all__ = [
     "Documents",
     "DynamicCpLoader",
     "DynamicCpStep",
+    "ForestBatch",
     "Ledger",
     "LevelReport",
     "Loading",
@@ -91,6 +94,7 @@ __all__ = [
     "build_mesh",
     "check_agreement",
     "collate",
+    "collate_forest",
     "context_parallel_attention",
     "count_valid_tokens",
     "cp_sizes",

@@ -11,6 +11,7 @@ mod cost;
 mod cost_stream;
 mod dynamic_cp;
 mod fit;
+mod forest;
 mod kernel;
 mod micro_batch_order;
 mod modules;

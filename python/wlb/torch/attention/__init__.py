@@ -15,6 +15,7 @@ from wlb.torch.attention import arguments, kernels, routes
 from wlb.torch.attention.all_gather import AllGather
 from wlb.torch.attention.arguments import Transport, cp_sizes
 from wlb.torch.attention.fetch import Fetch
+from wlb.torch.attention.forest import forest_attention, forest_route
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
 from wlb.torch.attention.merge import LSE_CHANNELS, attention
 from wlb.torch.attention.recut import halo, recut
@@ -37,7 +38,7 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard,
+    shard: wlb.Shard | wlb.ForestShard,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -69,7 +70,7 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard,
+    shard: wlb.Shard | wlb.ForestShard,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -119,7 +120,8 @@ def context_parallel_attention(
         k: Keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
         v: Values `[tokens of this rank, kv_heads, value_dim]`; narrower ones than keys, or wider, are padded to them
             with zeros, or these to them.
-        shard: How the whole micro-batch lies on the ranks; the same on all.
+        shard: How the whole micro-batch lies on the ranks; the same on all. That of a forest runs on `all_gather`: a
+            token attends to all tokens before it on its path.
         group: The context-parallel group, of `shard.cp_size` ranks. None: one process holds everything.
         transport: How keys and queries meet; see above.
         ulysses_size: For `usp`: ranks that share heads. Divides the group's size.
@@ -151,7 +153,8 @@ def context_parallel_attention(
     if alibi_slopes is not None:
         share = q.shape[1] // degree
         alibi_slopes = alibi_slopes[rank % degree * share :][:share]
-    aligned = size == degree or (transport in ("all_gather", "fetch") and shard.causal)
+    causal = isinstance(shard, wlb.ForestShard) or shard.causal
+    aligned = size == degree or (transport in ("all_gather", "fetch") and causal)
     chosen = kernels.choose(
         kernel,
         q,
@@ -165,6 +168,10 @@ def context_parallel_attention(
         out = out[..., :value_dim]
         return (out, lse) if return_lse else out
 
+    if isinstance(shard, wlb.ForestShard):
+        arguments.check_forest(transport, size, return_lse)
+        path = forest_route(shard, rank, window=window, device=q.device)
+        return forest_attention(q, k, v, path, group, chosen)[..., :value_dim]
     biased = alibi_slopes is not None
     if transport == "all_gather":
         gather = AllGather(routes.gather_route(shard, rank, window=window, biased=biased, device=q.device), group)

@@ -6,7 +6,7 @@ use super::options::Strategy;
 use super::shard::{Segment, Shard};
 
 /// Where a strategy puts the runs that it cuts: a shard, or the clock that only asks how long one would take.
-pub(super) trait Ranks {
+pub(crate) trait Ranks {
     fn cp_size(&self) -> usize;
 
     /// Gives a run of a document to a rank, after all that the rank already has of earlier tokens. It may be empty.

@@ -17,7 +17,10 @@ mod rank_shard;
 mod resolve;
 mod shard;
 
+pub(crate) use builder::Ranks;
 pub use cut::shard;
+pub(crate) use hybrid::{deal, fill_room};
 pub use options::{ShardOptions, Strategy};
+pub(crate) use per_document::{Cursor, cut_document};
 pub use rank_shard::RankShard;
 pub use shard::{Segment, Shard};
