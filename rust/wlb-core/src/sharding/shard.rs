@@ -36,13 +36,13 @@ struct Sight<'a> {
 /// A micro-batch cut for the ranks of a context-parallel group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shard {
-    /// How it was cut.
+    /// Strategy of the shard.
     pub strategy: Strategy,
-    /// Which keys a query attends to.
+    /// The mask: the keys that a query attends to.
     pub mask: Mask,
     /// Lengths of the documents, in packed order.
     pub lengths: Vec<i32>,
-    /// Where each document begins in the packed sequence; one entry more, the total.
+    /// First token of each document in the packed sequence, and the total at the end.
     pub document_starts: Vec<i32>,
     /// Segments of each rank, in packed order; no two of a rank touch.
     pub ranks: Vec<Vec<Segment>>,
@@ -94,7 +94,7 @@ impl Shard {
         moved
     }
 
-    /// Of each rank the keys that an all-gather has to bring: those of segments which see keys of other ranks. Exact.
+    /// Keys of each rank that an all-gather has to bring: those of segments that see keys of other ranks. Exact.
     ///
     /// Of a document these are the keys up to the end of its last segment that does not find all of its keys on its own
     /// rank, since a segment attends to all of its keys at once; of one that no other rank needs, none.
@@ -140,7 +140,7 @@ impl Shard {
             .sum()
     }
 
-    /// What the segments of one rank see.
+    /// Keys that the segments of one rank see.
     fn sights<'a>(&'a self, segments: &'a [Segment]) -> impl Iterator<Item = Sight<'a>> {
         segments.chunk_by(|one, next| one.document == next.document).flat_map(move |of_document| {
             let length = self.lengths[of_document[0].document as usize];
