@@ -85,7 +85,7 @@ class ForestBatch:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ForestBatch:
         """The same with its tensors on `device`; `non_blocking` overlaps the copy if they are pinned."""
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=non_blocking)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
@@ -94,7 +94,7 @@ class ForestBatch:
 
     def pin_memory(self) -> ForestBatch:
         """The same in page-locked memory; `DataLoader(pin_memory=True)` calls it."""
-        pinned = {
+        pinned: dict[str, Any] = {
             field.name: value.pin_memory()
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
