@@ -1,22 +1,22 @@
-"""Plans from :mod:`wlb` in a torch training step: data, context-parallel attention, unequal pipelines, loss.
+"""Plans from `wlb` in a torch training step: data, context-parallel attention, unequal pipelines, loss.
 
-Which documents share a micro-batch, a group of ranks or a rank is decided by :mod:`wlb`, on lengths alone. The loaders
+Which documents share a micro-batch, a group of ranks or a rank is decided by `wlb`, on lengths alone. The loaders
 here choose the documents of a global batch and call the packer and the planner for it, on every rank alike; everything
 else receives plans and runs them on torch.distributed.
 
 | what | where |
 | --- | --- |
-| documents to micro-batches, resumable | :mod:`wlb.torch.data` |
-| attention over the shards of a micro-batch | :mod:`wlb.torch.attention` |
-| pipeline stages for micro-batches of unequal length | :mod:`wlb.torch.pipeline` |
-| device mesh, context- and expert-parallel groups | :mod:`wlb.torch.groups` |
-| a global batch under any wrapper | :mod:`wlb.torch.training` |
-| weights that stages of a pipeline share | :mod:`wlb.torch.tied` |
-| routers of experts, and padding | :mod:`wlb.torch.routers` |
-| a loss per token, its gradients under any wrapper | :mod:`wlb.torch.loss`, `.gradients` |
-| what micro-batches take, costs learnt from it | :mod:`wlb.torch.timing`, `.tracker` |
-| figures for loggers | :mod:`wlb.torch.metrics` |
-| model FLOPs, agreement of plans | :mod:`wlb.torch.flops`, `.agreement` |
+| documents to micro-batches, resumable | `wlb.torch.data` |
+| attention over the shards of a micro-batch | `wlb.torch.attention` |
+| pipeline stages for micro-batches of unequal length | `wlb.torch.pipeline` |
+| device mesh, context- and expert-parallel groups | `wlb.torch.groups` |
+| a global batch under any wrapper | `wlb.torch.training` |
+| weights that stages of a pipeline share | `wlb.torch.tied` |
+| routers of experts, and padding | `wlb.torch.routers` |
+| a loss per token, its gradients under any wrapper | `wlb.torch.loss`, `.gradients` |
+| what micro-batches take, costs learnt from it | `wlb.torch.timing`, `.tracker` |
+| figures for loggers | `wlb.torch.metrics` |
+| model FLOPs, agreement of plans | `wlb.torch.flops`, `.agreement` |
 
 Needs torch 2.11 or newer: ``pip install "wlb[torch]"``.
 """

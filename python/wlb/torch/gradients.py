@@ -74,7 +74,7 @@ def sum_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
     - `FullyShardedDataParallel`: its two divisors become 1, also with hybrid sharding; with `NO_SHARD`, as under DDP.
     - `fully_shard`, also over a 2-D mesh: it divides by 1, and reduces with a sum.
     - A model without a wrapper: nothing, for nothing is divided. Between several ranks nobody exchanges its gradients
-      either: call :func:`all_reduce_gradients` before each optimizer step.
+      either: call `all_reduce_gradients` before each optimizer step.
 
     Wrappers are found anywhere inside `model`, also under `torch.compile`.
 
@@ -124,7 +124,7 @@ def sum_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
 def check_wrappers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Refuses wrappers that exchange gradients between other ranks than those that share the global batch.
 
-    Experts that are sharded over "edp" of :func:`~wlb.torch.groups.expert_ranks` are an exception: the other ranks of
+    Experts that are sharded over "edp" of `expert_ranks` are an exception: the other ranks of
     the group send their tokens to them.
 
     Args:
@@ -202,7 +202,7 @@ def all_reduce_gradients(
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Takes back what :func:`sum_gradients` changes meanwhile: hooks of parameters, divisors and kinds of reduction."""
+    """Takes back what `sum_gradients` changes meanwhile: hooks of parameters, divisors and kinds of reduction."""
     handles = [module._handle for module in model.modules() if isinstance(module, fsdp1())]
     flat = [handle.flat_param for handle in handles if handle is not None]
     hooks = [(each, each._backward_hooks, dict(each._backward_hooks or {})) for each in [*model.parameters(), *flat]]
@@ -221,7 +221,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
-    """Without what :func:`sum_gradients` multiplies by: a backward pass of the bare model leaves its own gradients."""
+    """Without what `sum_gradients` multiplies by: a backward pass of the bare model leaves its own gradients."""
     with unchanged(model):
         for parameter in model.parameters():
             hooks = parameter._backward_hooks or {}

@@ -33,7 +33,7 @@ class TiedWeights:
             optimizer.step()
 
     Making it copies the weight of the first stage that has it to the others. A norm over all stages counts the weight
-    once for each copy: leave it out on all stages but :attr:`is_first`.
+    once for each copy: leave it out on all stages but `is_first`.
 
     Args:
         parameter: this rank's copy, plain or sharded by `fully_shard`, which has to be the same on all stages; None on

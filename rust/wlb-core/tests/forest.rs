@@ -210,8 +210,8 @@ proptest! {
         }
     }
 
-    /// Each token lies on one rank, ranks have as many, and each query sees the tokens before it on its path: as a dense
-    /// mask has it.
+    /// Each token lies on one rank, ranks have equally many, and each query sees the tokens before it on its path, as
+    /// in a dense mask.
     #[test]
     fn shards_see_what_a_dense_mask_shows(samples in samples(16, 24), cp_size in 1_usize..6) {
         let all: Vec<u32> = (0..samples.len() as u32).collect();

@@ -191,7 +191,7 @@ impl PrefixForest {
     /// Checks that tokens are what the forest says: samples of its lengths, equal where they share a node.
     ///
     /// Args:
-    ///     tokens, offsets: as for :meth:`from_tokens`.
+    ///     tokens, offsets: as for ``from_tokens``.
     ///
     /// Raises:
     ///     WlbError: another number of samples, a sample of another length, or the first token in which a sample
@@ -304,7 +304,7 @@ impl From<core::PrefixForest> for PrefixForest {
 ///     cost_model: what tokens cost; one of causal attention.
 ///     dp_size: data-parallel ranks that the plan is made for; ``plan.deal(dp_size)`` gives every rank's micro-batches,
 ///         which stand rank by rank in the plan. None: micro-batches are made equal.
-///     sync: where these ranks wait for each other, "step" (the default) or "micro_batch", as for :func:`pack`.
+///     sync: where these ranks wait for each other, "step" (the default) or "micro_batch", as for ``pack``.
 ///     groups: int[n], with ``dp_size``: samples with the same number stay on one rank.
 ///     equal_documents: with ``dp_size``, every rank has as many samples; they differ by one where ``dp_size`` does not
 ///         divide them. Groups whose sizes cannot be dealt so are refused.
@@ -314,7 +314,7 @@ impl From<core::PrefixForest> for PrefixForest {
 ///
 /// Returns:
 ///     ForestPlan. The same input gives the same plan, byte for byte, on every rank and machine. Where nothing is
-///     shared it is the plan of :func:`pack`, with the same digest.
+///     shared it is the plan of ``pack``, with the same digest.
 ///
 /// Raises:
 ///     WlbError: a sample over ``max_tokens``, a cost model with ``causal=False``, groups of another number, what needs
@@ -398,7 +398,7 @@ impl ForestPlan {
         self.0.max_tokens
     }
 
-    /// The micro-batches, a tuple of :class:`ForestMicroBatch`.
+    /// The micro-batches, a tuple of ``ForestMicroBatch``.
     #[getter]
     fn micro_batches(&self) -> Tuple<ForestMicroBatch> {
         Tuple((0..self.0.num_micro_batches()).map(|index| self.micro_batch(index)).collect())
@@ -456,7 +456,7 @@ impl ForestPlan {
     }
 
     /// Hex hash of where every token goes: equal on two ranks iff their plans are. Where nothing is shared it is that
-    /// of :func:`pack`'s plan. O(samples and nodes).
+    /// of ``pack``'s plan. O(samples and nodes).
     fn digest(&self, py: Python<'_>) -> String {
         run(py, self.0.samples.len(), || self.0.digest())
     }
@@ -565,7 +565,7 @@ impl ForestMicroBatch {
         Array(nodes.into_iter().map(i64::from).collect())
     }
 
-    /// The forest of these samples alone: its nodes are :attr:`nodes`, its samples :attr:`sample_ids`, in their orders.
+    /// The forest of these samples alone: its nodes are ``nodes``, its samples ``sample_ids``, in their orders.
     #[getter]
     fn forest(&self) -> PrefixForest {
         let forest = &self.plan.0.forest;
@@ -623,7 +623,7 @@ impl ForestMicroBatch {
 /// cut it takes the one that moves fewest keys with ranks within 1 % of their mean pairs; if none is, the most level.
 ///
 /// Args:
-///     micro_batch: of a :class:`ForestPlan`; or a :class:`PrefixForest`, all of its samples.
+///     micro_batch: of a ``ForestPlan``; or a ``PrefixForest``, all of its samples.
 ///     cp_size: ranks of the group.
 ///
 /// Returns:

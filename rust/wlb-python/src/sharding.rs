@@ -36,7 +36,7 @@ use crate::plain::{Array, Pickle, hashed_by, pickled_as_part};
 ///         fastest: the least latency of the slowest rank, forward and backward; of equals "per_sequence" before
 ///         "per_document", "auto" and "hybrid". The result's ``strategy`` and ``hybrid_threshold`` tell which.
 ///         "contiguous" gives rank ``i`` the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that
-///         mix neighbouring tokens: attention is uneven under it, see :func:`wlb.torch.recut`.
+///         mix neighbouring tokens: attention is uneven under it, see ``wlb.torch.recut``.
 ///     causal: mask; decides pairs and key ranges, not who gets which token.
 ///     hybrid_threshold: tokens; with "hybrid" only.
 ///     max_imbalance: with "auto", and with "adaptive" where it tries that: pairs of the rank with the most over

@@ -60,14 +60,14 @@ def recut(x: Tensor, before: wlb.Shard, after: wlb.Shard, *, group: dist.Process
         x = recut(x, runs, even, group=group)
 
     What crosses the border of two ranks inside a document: the last tokens before it, for a convolution, are
-    :func:`halo`; a state the layer passes on itself: `runs.rank(r).position_ids` begin above 0 where a rank goes on
+    `halo`; a state the layer passes on itself: `runs.rank(r).position_ids` begin above 0 where a rank goes on
     with the document of the one before it.
 
     Args:
         x: `[tokens, ...]`, row `i` being token `before.rank(r).token_indices[i]`, where `r` is this rank in `group`.
         before: how `x` is cut.
         after: how the result is cut; of the same documents for as many ranks.
-        group: of context-parallel ranks, as for :func:`context_parallel_attention`; None: one process.
+        group: of context-parallel ranks, as for `context_parallel_attention`; None: one process.
 
     Returns:
         `[tokens, ...]`, row `i` being token `after.rank(r).token_indices[i]`.

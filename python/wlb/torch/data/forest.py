@@ -27,7 +27,7 @@ class ForestBatch:
 
     An *edge* is a prediction: from the token before, which lies on this rank, to the token that follows it on a path. A
     token behind which samples part has several. A loss is computed once an edge, on `hidden[edge_rows]`; what each
-    sample does with it is its own: :meth:`to_samples` gives every sample the value of each of its predictions.
+    sample does with it is its own: `to_samples` gives every sample the value of each of its predictions.
 
     Attributes:
         tokens: int64 [tokens_of_this_rank], in the order of `shard.rank(cp_rank)`.

@@ -1,4 +1,4 @@
-//! Which tokens of a micro-batch go to which context-parallel rank (section 5 of WLB-LLM).
+//! Sharding: the tokens of a micro-batch on each context-parallel rank (section 5 of WLB-LLM).
 //!
 //! Every strategy fills the same [`Shard`]: for each rank, segments in packed order. What a rank feeds its attention
 //! kernel follows from them alone ([`Shard::rank`]). How long that takes is predicted in [`kernel`]; by that, and

@@ -29,7 +29,7 @@ pub(super) fn cursors(lengths: &[i32], cp_size: usize, documents: impl Iterator<
     cursors
 }
 
-/// Where the next document, longest first, is lengthened.
+/// Place of the next document, longest first, that gets longer chunks.
 pub(crate) struct Cursor {
     slots: u32,
     slot: u32,

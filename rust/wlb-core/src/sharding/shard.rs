@@ -36,13 +36,13 @@ struct Sight<'a> {
 /// A micro-batch cut for the ranks of a context-parallel group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shard {
-    /// How it was cut.
+    /// Strategy of the shard.
     pub strategy: Strategy,
-    /// Which keys a query attends to.
+    /// The mask: the keys that a query attends to.
     pub mask: Mask,
     /// Lengths of the documents, in packed order.
     pub lengths: Vec<i32>,
-    /// Where each document begins in the packed sequence; one entry more, the total.
+    /// First token of each document in the packed sequence, and the total at the end.
     pub document_starts: Vec<i32>,
     /// Segments of each rank, in packed order; no two of a rank touch.
     pub ranks: Vec<Vec<Segment>>,
@@ -166,7 +166,7 @@ impl Shard {
         local > 0 && pays_alone(local, self.tokens(rank))
     }
 
-    /// What the segments of one rank see.
+    /// Keys that the segments of one rank see.
     fn sights<'a>(&'a self, segments: &'a [Segment]) -> impl Iterator<Item = Sight<'a>> {
         segments.chunk_by(|one, next| one.document == next.document).flat_map(move |of_document| {
             let length = self.lengths[of_document[0].document as usize];
