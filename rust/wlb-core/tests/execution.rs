@@ -350,7 +350,7 @@ fn plans_compute_every_pair_of_the_mask_once_and_bring_every_gradient_home() {
             0 => keys_transports_are_the_mask(&layout, Transport::AllGather, reach, biased),
             1 => keys_transports_are_the_mask(&layout, Transport::Fetch, reach, biased),
             2 => {
-                let degrees: Vec<usize> = (1..=cp_size).filter(|degree| cp_size % degree == 0).collect();
+                let degrees: Vec<usize> = (1..=cp_size).filter(|&degree| cp_size.is_multiple_of(degree)).collect();
                 rings_are_the_mask(&layout, degrees[dice.below(degrees.len())], reach, biased);
             }
             _ => {

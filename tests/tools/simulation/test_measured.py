@@ -110,6 +110,9 @@ def copies_beside(shard: wlb.Shard, case: Scenario, copies: Any) -> float:
             held = shard.rank(rank)
             queries, keys = np.diff(held.cu_seqlens_q), np.diff(held.cu_seqlens_k)
             apart = keys > queries  # what lies before a segment is on another rank
+            own = int(queries[~apart].sum())
+            if own and 8 * own < queries.sum():  # so few tokens are not worth a call of their own
+                apart = apart | apart.any()
             copying[rank] = of_key * keys[apart].sum()
             if apart.any() and not apart.all():
                 copying[rank] += of_token * queries.sum()
