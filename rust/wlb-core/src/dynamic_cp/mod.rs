@@ -29,6 +29,7 @@ mod by_room;
 mod check;
 mod cost;
 mod counts;
+mod few;
 mod one_size;
 mod options;
 mod plan;

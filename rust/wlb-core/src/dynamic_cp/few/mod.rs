@@ -1,0 +1,178 @@
+//! Few documents, everything at once: where each is, which groups there are, how many micro-batches and in which order.
+//!
+//! The other ways decide one of these after the other, by an estimate. Of few documents a part of a second is much of
+//! a step, and each decision shows. So a walk ([`anneal`]) changes all of them, a little at a time, by the time of the
+//! step alone: from the plans that the other ways find, and from the documents dealt out anew. Most neighbours of a
+//! layout take longer on one rank alone than is allowed ([`clock`]), which is known before they are timed.
+//!
+//! What is found depends on the documents and the machine, not on the number of micro-batches that is asked for: the
+//! best of each number is kept, and the best of all is the free choice. So none is faster where it is forced.
+//!
+//! | part | what |
+//! | --- | --- |
+//! | `slots` | ranks that a group may have |
+//! | `layout` | groups with documents, in micro-batches |
+//! | `clock` | how long a layout takes, and at least |
+//! | `draw` | numbers that look drawn |
+//! | `moves` | what is one step away from a layout |
+//! | `anneal` | walks, and the best layouts on them |
+
+mod anneal;
+mod clock;
+mod draw;
+mod layout;
+mod moves;
+mod slots;
+
+use crate::error::Result;
+use crate::lengths::Lengths;
+
+use self::anneal::Walks;
+use self::clock::MOST_RANKS;
+use self::draw::Draw;
+use self::layout::{Layout, MOST, Parts};
+use self::slots::Slots;
+use super::bound;
+use super::counts::{Counts, note, price};
+use super::options::DynamicCpOptions;
+use super::plan::Best;
+use super::problem::Problem;
+use super::search::{Found, StepSearch};
+
+/// Work of all walks of a document, of two and so on, in thousands of [`Clock::LEAST`](clock::Clock::LEAST).
+const WORK: [usize; MOST] = [0, 1, 2, 3, 5, 8, 12, 20, 32, 48, 60, 60, 60, 60, 60, 60];
+/// The part of it that is for all numbers of micro-batches alike; the rest is for the best of them.
+const ALIKE: f64 = 0.3;
+/// So many numbers of micro-batches are the best.
+const BEST: usize = 3;
+/// Walks from each of them.
+const ROUNDS: usize = 8;
+/// By what part a step may take longer than the one before, at the beginning: of a walk from documents that were dealt
+/// out, and from the best layout.
+const FAR: f64 = 0.03;
+const NEAR: f64 = 0.01;
+
+/// Whether there are so few documents, and ranks.
+pub(super) fn are_few(problem: &Problem) -> bool {
+    (1..=MOST).contains(&problem.documents.len()) && problem.world_size <= MOST_RANKS
+}
+
+/// The best plan of each number of micro-batches, whatever number is asked for.
+///
+/// # Arguments
+/// * `problems` - the problem with each gain.
+/// * `starts` - plans where the search goes on, beside those that the other ways find.
+/// * `found` - what these found with the numbers that are asked for.
+pub(super) fn of_each_count(
+    lengths: &Lengths,
+    problem: &Problem,
+    problems: &[Problem],
+    options: &DynamicCpOptions,
+    starts: &[Best],
+    found: &Found,
+) -> Result<Vec<Best>> {
+    let free = DynamicCpOptions {
+        num_micro_batches: None,
+        min_micro_batches: None,
+        max_micro_batches: None,
+        ..options.clone()
+    };
+    let Ok(counts) = Counts::new(lengths, &free) else { return Ok(Vec::new()) };
+    let mut starts = starts.to_vec();
+    if free == *options {
+        starts.extend(found.others.iter().chain(&found.best).cloned());
+    } else {
+        let found = StepSearch::new(problem, &free).run(problems, &counts)?;
+        starts.extend(found.others.into_iter().chain(found.best));
+    }
+    let most = counts.least.max(problem.documents.len());
+    let counts: Vec<usize> = (counts.least..=most).filter(|&count| counts.allow(problem, &free, count)).collect();
+    let (Some(&least), Some(&most)) = (counts.first(), counts.last()) else { return Ok(Vec::new()) };
+    searched(problem, &free, &counts, &starts, bound::lower_bound(problem, &free, least, most))
+}
+
+/// Makes `found` the best of those plans that has as many micro-batches as are asked for; where there is none, the
+/// search goes on from what was found, with as many.
+pub(super) fn choose(
+    problem: &Problem,
+    options: &DynamicCpOptions,
+    counts: &Counts,
+    others: &[Best],
+    found: &mut Found,
+) -> Result<()> {
+    let fastest = others.iter().map(|other| other.price(options)).fold(f64::INFINITY, f64::min);
+    let mut plans: Vec<Best> =
+        others.iter().filter(|other| counts.allow(problem, options, other.num_micro_batches)).cloned().collect();
+    let count = found.best.as_ref().map(|best| best.num_micro_batches).or(options.num_micro_batches);
+    if let Some(count) = count {
+        let bound = if plans.is_empty() { bound::lower_bound(problem, options, count, count) } else { f64::INFINITY };
+        let own = searched(problem, options, &[count], found.best.as_slice(), bound)?;
+        // What is found with a number that is asked for is not faster than the free choice.
+        let any = plans.is_empty();
+        plans.extend(own.into_iter().filter(|own| any || own.price(options) >= fastest));
+    }
+    for plan in &plans {
+        note(&mut found.sweep, plan.num_micro_batches, plan.seconds);
+    }
+    found.best = plans.into_iter().min_by(|a, b| {
+        a.price(options).total_cmp(&b.price(options)).then(a.num_micro_batches.cmp(&b.num_micro_batches))
+    });
+    Ok(())
+}
+
+/// The best plans that were found, one for each number of micro-batches that any was found for; in none of them is a
+/// micro-batch without documents, where there are as many.
+///
+/// # Arguments
+/// * `counts` - numbers of micro-batches that they may have.
+/// * `starts` - plans that none of as many micro-batches is slower than.
+/// * `bound` - seconds that no plan is below.
+///
+/// # Complexity
+/// A fixed amount of work for so many documents.
+fn searched(
+    problem: &Problem,
+    options: &DynamicCpOptions,
+    counts: &[usize],
+    starts: &[Best],
+    bound: f64,
+) -> Result<Vec<Best>> {
+    let parts = Parts { problem, slots: Slots::new(problem) };
+    let mut walks = Walks::new(&parts, options, counts, bound)?;
+    for start in starts {
+        let layout = Layout::of(&start.draft, &start.order, &parts);
+        let filled = layout.and_then(|layout| layout.filled(&parts, |count| counts.contains(&count)));
+        if let Some(layout) = filled.filter(|layout| counts.contains(&usize::from(layout.count))) {
+            walks.start_at(&layout)?;
+        }
+    }
+    let work = WORK[problem.documents.len() - 1] * 1000 * clock::Clock::LEAST;
+    let alike = (work as f64 * ALIKE) as usize;
+    for &count in counts {
+        walks.neighbours.draw = Draw(count as u64);
+        walks.neighbours.allow(&[count]);
+        if let Some(dealt) = walks.neighbours.dealt(count) {
+            walks.walk(dealt, alike / counts.len(), FAR)?;
+        }
+    }
+    walks.neighbours.allow(counts);
+    let mut best: Vec<(f64, usize)> = walks.found().map(|found| (found.price, found.layout.count.into())).collect();
+    best.sort_by(|a, b| a.0.total_cmp(&b.0));
+    best.truncate(BEST);
+    for round in 0..ROUNDS {
+        for &(_, count) in &best {
+            let dealt = if round % 2 == 0 { walks.neighbours.dealt(count) } else { None };
+            let above = if dealt.is_some() { FAR } else { NEAR };
+            if let Some(start) = dealt.or_else(|| walks.best_of(count).map(|found| found.layout)) {
+                walks.walk(start, (work - alike) / (ROUNDS * best.len()), above)?;
+            }
+        }
+    }
+    let planned = |found: &anneal::Found| {
+        let num_micro_batches = usize::from(found.layout.count);
+        let seconds = found.price / price(options, num_micro_batches, 1.0);
+        let order = (0..num_micro_batches).collect();
+        Best { num_micro_batches, draft: found.layout.draft(&parts), order, seconds }
+    };
+    Ok(walks.found().map(planned).collect())
+}
