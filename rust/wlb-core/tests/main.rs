@@ -9,6 +9,7 @@ mod columns;
 mod cost;
 mod cost_stream;
 mod dynamic_cp;
+mod few_documents;
 mod fit;
 mod kernel;
 mod micro_batch_order;

@@ -11,7 +11,9 @@ use super::layout::{Layout, Parts};
 use super::moves::Neighbours;
 
 /// Prices that differ by less than this part are the same: what is left is rounding.
-const SAME: f64 = 1e-9;
+pub(super) const SAME: f64 = 1e-9;
+/// A plan that is so close to a time that none is below is good enough.
+const CLOSE: f64 = 0.002;
 /// How much the mean rank counts beside the step: what is less work in all is closer to a faster step.
 const MEAN: f64 = 0.15;
 /// The last part of a walk goes only where it is faster.
@@ -64,9 +66,9 @@ impl<'a> Walks<'a> {
         self.found.get(count)?.as_ref()
     }
 
-    /// Whether nothing is faster than what was found.
+    /// Whether nothing is much faster than what was found.
     pub(super) fn is_done(&self) -> bool {
-        self.found().any(|found| found.price <= self.bound * (1.0 + SAME))
+        self.found().any(|found| found.price <= self.bound * (1.0 + CLOSE))
     }
 
     /// Notes a layout, if it is the best of its number of micro-batches.

@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::packing::Sync;
 use crate::pipeline::{Kind, Pipeline, Schedule};
 
+use super::anneal::SAME;
 use super::layout::{Layout, MOST, Parts};
 
 /// Most ranks of a stage: one bit for each.
@@ -126,7 +127,7 @@ impl<'a> Clock<'a> {
         self.mean = (mean / world_size as f64 + constant * f64::from(layout.count)) / num_stages as f64;
         let mut most = 0.0;
         for (rank, &sum) in self.sums.iter().enumerate() {
-            if sum > most {
+            if sum * (1.0 - SAME) > most {
                 (most, self.latest) = (sum, rank);
             }
         }

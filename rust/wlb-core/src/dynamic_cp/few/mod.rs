@@ -27,7 +27,7 @@ mod slots;
 use crate::error::Result;
 use crate::lengths::Lengths;
 
-use self::anneal::Walks;
+use self::anneal::{SAME, Walks};
 use self::clock::MOST_RANKS;
 use self::draw::Draw;
 use self::layout::{Layout, MOST, Parts};
@@ -40,7 +40,7 @@ use super::problem::Problem;
 use super::search::{Found, StepSearch};
 
 /// Work of all walks of a document, of two and so on, in thousands of [`Clock::LEAST`](clock::Clock::LEAST).
-const WORK: [usize; MOST] = [0, 1, 2, 3, 5, 8, 12, 20, 32, 48, 60, 60, 60, 60, 60, 60];
+const WORK: [usize; MOST] = [0, 1, 2, 4, 6, 10, 16, 24, 36, 48, 60, 64, 64, 64, 64, 64];
 /// The part of it that is for all numbers of micro-batches alike; the rest is for the best of them.
 const ALIKE: f64 = 0.3;
 /// So many numbers of micro-batches are the best.
@@ -111,12 +111,16 @@ pub(super) fn choose(
         let any = plans.is_empty();
         plans.extend(own.into_iter().filter(|own| any || own.price(options) >= fastest));
     }
+    plans.sort_by_key(|plan| plan.num_micro_batches);
+    found.sweep.clear();
+    let plans = fastest_first(plans, |plan| plan.price(options));
+    let least = plans.first().map_or(0.0, |best| best.price(options));
     for plan in &plans {
-        note(&mut found.sweep, plan.num_micro_batches, plan.seconds);
+        // Less than the best is rounding.
+        let seconds = plan.seconds.max(least / price(options, plan.num_micro_batches, 1.0));
+        note(&mut found.sweep, plan.num_micro_batches, seconds);
     }
-    found.best = plans.into_iter().min_by(|a, b| {
-        a.price(options).total_cmp(&b.price(options)).then(a.num_micro_batches.cmp(&b.num_micro_batches))
-    });
+    found.best = plans.into_iter().next();
     Ok(())
 }
 
@@ -156,11 +160,11 @@ fn searched(
         }
     }
     walks.neighbours.allow(counts);
-    let mut best: Vec<(f64, usize)> = walks.found().map(|found| (found.price, found.layout.count.into())).collect();
-    best.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let mut best = fastest_first(walks.found().copied().collect(), |found| found.price);
     best.truncate(BEST);
     for round in 0..ROUNDS {
-        for &(_, count) in &best {
+        for found in &best {
+            let count = usize::from(found.layout.count);
             let dealt = if round % 2 == 0 { walks.neighbours.dealt(count) } else { None };
             let above = if dealt.is_some() { FAR } else { NEAR };
             if let Some(start) = dealt.or_else(|| walks.best_of(count).map(|found| found.layout)) {
@@ -175,4 +179,15 @@ fn searched(
         Best { num_micro_batches, draft: found.layout.draft(&parts), order, seconds }
     };
     Ok(walks.found().map(planned).collect())
+}
+
+/// The same by their prices; those that are the same but for rounding stay as they are.
+fn fastest_first<T>(mut all: Vec<T>, price: impl Fn(&T) -> f64) -> Vec<T> {
+    let mut sorted = Vec::with_capacity(all.len());
+    while !all.is_empty() {
+        let least = all.iter().map(&price).fold(f64::INFINITY, f64::min);
+        let first = all.iter().position(|one| price(one) * (1.0 - SAME) <= least).unwrap_or(0);
+        sorted.push(all.remove(first));
+    }
+    sorted
 }

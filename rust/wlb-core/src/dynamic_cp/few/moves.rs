@@ -3,6 +3,7 @@
 use crate::dynamic_cp::cost::Load;
 use crate::dynamic_cp::options::GroupSizes;
 
+use super::anneal::SAME;
 use super::draw::Draw;
 use super::layout::{Layout, MOST, Parts, Set, documents_of};
 
@@ -430,7 +431,7 @@ impl<'a> Neighbours<'a> {
             let mut best: Option<(f64, usize)> = None;
             for (at, (slot, _, load, _)) in groups[..len].iter().enumerate() {
                 let Some(done) = parts.seconds_of(&(*load + own), *slot) else { continue };
-                if best.is_none_or(|(least, _)| done < least) {
+                if best.is_none_or(|(least, _)| done < least * (1.0 - SAME)) {
                     best = Some((done, at));
                 }
             }
@@ -449,7 +450,7 @@ impl<'a> Neighbours<'a> {
     pub(super) fn dealt(&mut self, count: usize) -> Option<Layout> {
         let mut dealt: Vec<(f64, Set)> = vec![(0.0, 0); count];
         for (place, document) in self.parts.problem.documents.iter().enumerate() {
-            let lightest = (0..count).min_by(|&a, &b| dealt[a].0.total_cmp(&dealt[b].0))?;
+            let lightest = (1..count).fold(0, |a, b| if dealt[b].0 < dealt[a].0 * (1.0 - SAME) { b } else { a });
             let at = if place < count { place } else { lightest };
             dealt[at] = (dealt[at].0 + document.load.work(), dealt[at].1 | 1 << place);
         }
