@@ -11,7 +11,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: demo test test-rust test-python test-long test-trainers lint lint-rust lint-python bench bench-peers compare proof gpu reproduce loss-curves kills fuzz clean
+.PHONY: demo test test-rust test-python test-long test-trainers lint lint-rust lint-python bench compare docs proof gpu reproduce loss-curves kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.release-examples
@@ -57,26 +57,26 @@ lint-python: $(VENV)/.dev-test $(VENV)/.dev-lint
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest wlb._core
 
-## Compare with the floor, and with the optimum; writes benches/records/ and docs/results.md. LENGTHS: .npy files for real balance.
+## Compare with the floor, and with the optimum; writes benches/records/ and docs/results/engine.md. LENGTHS: .npy files for real balance.
 bench: $(VENV)/.release-bench
 	$(BIN)/python -m benches.engine $(if $(LENGTHS),--lengths $(LENGTHS))
 	$(BIN)/python -m benches.refined $(if $(LENGTHS),--lengths $(LENGTHS))
 	$(BIN)/python -m benches.results
 
-## Batches that are trained in one step, beside verl's plans; writes its record. LENGTHS: .npy files for real lengths beside synthetic ones.
-bench-peers: $(VENV)/.release-peers $(VENV)/peers
-	PYTHONPATH=$(VENV)/peers $(BIN)/python -m benches.whole_batch $(if $(LENGTHS),--lengths $(LENGTHS))
-
-## Every goal of wlb beside its peers, measured in one run; writes docs/comparison.md and its record. LENGTHS as above.
+## Planners that people use, beside wlb, in five minutes; writes docs/results/compare.md. LENGTHS: .npy files, further inputs.
 compare: $(VENV)/.release-peers $(VENV)/peers
 	PYTHONPATH=$(VENV)/peers $(BIN)/python -m benches.compare $(if $(LENGTHS),--lengths $(LENGTHS)) $(COMPARE_FLAGS)
 	$(BIN)/python -m benches.results
 
-## A gain on a clock, and the prediction beside it: a small model trained on this machine; writes docs/proof.md. LENGTHS: one .npy.
+## A gain on a clock, and the prediction beside it: a small model trained on this machine; writes docs/results/proof.md. LENGTHS: one .npy.
 proof: $(VENV)/.release-studies
 	$(BIN)/python -m studies.proof $(if $(LENGTHS),--lengths $(LENGTHS)) \
-	    --page docs/proof.md --picture docs/proof.png --record benches/records/proof.json $(PROOF_FLAGS)
+	    --page docs/results/proof.md --picture docs/results/proof.png --record benches/records/proof.json $(PROOF_FLAGS)
 	$(BIN)/python -m benches.results
+
+## Build the site from docs/ and the docstrings, without a network: site/index.html. Warnings are errors.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 ## What only a GPU can show, in pieces of nine minutes: run it until it exits with 0. Writes wlb-gpu/.
 gpu: $(VENV)/.release-studies
@@ -101,7 +101,7 @@ fuzz:
 	done
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) target dist wlb-demo wlb-losses wlb-gpu
+	rm -rf $(VENV) $(TRAINERS) target dist site wlb-demo wlb-losses wlb-gpu
 
 # --- what the targets need -------------------------------------------------------------------------------------------
 
@@ -130,6 +130,11 @@ $(VENV)/.dev-%: $(VENV)/wheels/dev
 
 $(VENV)/.release-%: $(VENV)/wheels/release
 	$(call install,release,$*)
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/bin/maturin
+	$(call say,Installing what the site is built with)
+	$(BIN)/python -m pip install --group docs
+	touch $@
 
 # What cannot be installed is missing: the benches name it.
 $(VENV)/.release-peers: $(VENV)/.release-bench
@@ -160,9 +165,9 @@ $(TRAINERS)/llamafactory $(TRAINERS)/axolotl: $(TRAINERS)/%: tests/trainers/%.tx
 	$(TRAINERS)/bin/python -m pip install --no-deps --target $@ --requirement $< || true
 	mkdir -p $@ && touch $@
 
-# Whole training stacks that cannot be installed side by side: without what they depend on; the bench imports one file of each.
+# Whole training stacks that cannot be installed side by side: without what they depend on. The bench imports one file each.
 $(VENV)/peers: $(VENV)/bin/maturin
 	$(call say,Installing one file each of whole training stacks)
-	for peer in axolotl llamafactory nemo-automodel nemo-toolkit verl; do \
+	for peer in axolotl verl openrlhf; do \
 	    $(BIN)/python -m pip install --no-deps --target $@ $$peer || true; \
 	done

@@ -1,239 +1,299 @@
-"""Every goal of wlb beside its peers, measured in one run.
+"""Planners that people use today, beside wlb: the same steps, judged alike.
 
-    make compare [LENGTHS="x.npy ..."]             # sets everything up, then:
+    make compare [LENGTHS="x.npy ..."]             # installs the planners, then:
     python -m benches.compare [--lengths x.npy ...]
-    python -m benches.compare --only early sharding [--lengths ...]    # these parts alone; writes nothing
 
-Prints one line per goal: the peer, wlb, the goal, met or missed; then every packer on the same inputs
-(`peers.py`). Writes docs/comparison.md and benches/records/comparison.json. Everything is measured here, by the
-functions of the other benches, which tell more about each; `goals.py` says what has to come of it. A peer
-that cannot be imported is named as missing. Goals about real lengths are only decided on real ones.
+Writes docs/results/compare.md and benches/records/compare.json. Two inputs were published by others; files of lengths
+are further inputs. `peers.py` has the planners; one that cannot be imported is named with the reason.
+
+A step is judged by the work of a 7B Llama (attention at 0.55 of the rate of matrix products), padding included, over
+the work of all documents spread evenly over the ranks: 1 is the shortest possible step. Where ranks meet once a step,
+it takes the sum of its heaviest rank; where they meet in every round, the sum over rounds of the heaviest rank.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
+import textwrap
 import warnings
-from argparse import Namespace
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from benches import dynamic_cp, few_documents, fuzzing, goals, peers, refined, release, sharding, whole_batch
+import wlb
 from benches.common import (
     CONTEXT,
+    COST,
     DOCS,
     Lengths,
     Row,
     bars,
+    global_batches,
     machine,
     markdown,
     options,
     parse,
+    read_lengths,
     rounded,
-    sources,
+    samples,
     stream,
     tables,
     write_record,
 )
-from benches.goals import NOTES, SECTIONS, Line
+from benches.peers import PEERS, Peer, Plan, Setting
 
-# --- what is measured ------------------------------------------------------------------------------------------------
+STEPS = 6
+LONG = 80
+"""Steps of a stream in which documents may wait."""
+PACKAGES = sorted({peer.package for peer in PEERS} - {"", "wlb"})
+AHEAD = 0.002
+"""By how much shorter a peer's step has to be to be named as ahead."""
 
-
-def dynamic(given: Namespace, progress: Progress) -> Iterator[Line]:
-    rows = [row for count in (2048, 256) for row in dynamic_cp.measure(count, given.seeds, progress)]
-    yield from goals.dynamic_lines(rows)
-    yield from goals.overhead_lines(dynamic_cp.measure_overheads(given.seeds))
-
-
-def exchange(given: Namespace, progress: Progress) -> Iterator[Line]:
-    """The documents of the section without a price, and those of the files."""
-    of_lengths = {"long tail": dynamic_cp.documents} | dynamic_cp.of_files(given.lengths)
-    settings = list(itertools.product(of_lengths.items(), (0.0, 1.0)))
-    rows: list[Row] = []
-    for (name, source), hidden in progress.track(settings, description="Dynamic-CP, exchange at a price"):
-        batches = [source(2048, seed) for seed in range(given.seeds)]
-        price = dynamic_cp.SEVEN_US | {"cp_overlap": hidden}
-        rows.append({"lengths": name, "documents": 2048} | dynamic_cp.priced(batches, price))
-    return goals.exchange_lines(rows)
+Input = tuple[str, str, Setting, list[Lengths]]
 
 
-def few(given: Namespace, progress: Progress) -> Iterator[Line]:
-    return goals.few_lines(few_documents.measure(given.few, progress))
+def inputs(paths: Sequence[Path]) -> Iterator[Input]:
+    """Name, what it is, where it is trained, and its steps."""
+    rng = np.random.default_rng(0)
+    chats = rng.lognormal(5, 1, 1600).astype(np.int64).clip(16, 1024)
+    yield (
+        "chats",
+        "1,600 lengths, lognormal(5, 1) cut to 16 to 1,024, in steps of 32 (transformers #47340); "
+        "2 ranks, 2 micro-batches each, at most 4,096 tokens",
+        Setting(dp=2, accumulation=2, row=2048, max_tokens=4096),
+        np.split(chats, 50),
+    )
+    tail = rng.lognormal(7, 1.2, 512 * STEPS).astype(np.int64).clip(1, 32768)
+    yield (
+        "long tail",
+        "512 lengths a step, lognormal(7, 1.2) to 32,768; 8 ranks, 8 micro-batches each, at most 49,152 tokens",
+        Setting(dp=8, accumulation=8, row=32768, max_tokens=49152),
+        np.split(tail, STEPS),
+    )
+    for path in paths:
+        documents = np.random.default_rng(0).permutation(read_lengths(path))
+        pieces = wlb.split_documents(documents, max_document_tokens=CONTEXT)[2]
+        yield (
+            path.stem,
+            f"{documents.size:,} documents in steps of 16 x {CONTEXT:,} tokens, cut at {CONTEXT:,}; "
+            f"4 ranks, 4 micro-batches each, at most {CONTEXT * 3 // 2:,} tokens",
+            Setting(dp=4, accumulation=4, row=CONTEXT, max_tokens=CONTEXT * 3 // 2),
+            global_batches(pieces, 16, STEPS),
+        )
 
 
-def released(given: Namespace, progress: Progress) -> Iterator[Line]:
-    real = bool(given.lengths)
-    rows = release_rows(sources(given.lengths, documents=60_000), given.steps, progress)
-    yield from goals.release_lines(rows, real)
-    yield from goals.search_lines(rows, real)
-    yield from goals.wait_lines(rows, real)
+def judged(plan: Plan, lengths: Lengths, alone: bool = False) -> dict[str, float]:
+    """Step times over the shortest, padding over computed tokens, and the tokens of the fullest micro-batch.
+
+    Args:
+        plan: By rank and round.
+        lengths: Of the documents.
+        alone: Whether a rank runs one document of a round at a time.
+    """
+    rounds = max(map(len, plan))
+    costs = np.zeros((len(plan), rounds))
+    tokens = np.zeros_like(costs)
+    for rank, parts in enumerate(plan):
+        for number, part in enumerate(parts):
+            costs[rank, number], tokens[rank, number] = COST.cost(part).sum(), sum(part)
+    real = int(lengths.sum())
+    assert tokens.sum() >= real, "documents are missing"
+    even = COST.cost(lengths).sum() / len(plan)
+    return {
+        "once": float(costs.sum(axis=1).max() / even),
+        "every_round": float(costs.max(axis=0).sum() / even),
+        "padding": float(1 - real / tokens.sum()),
+        "fullest": float(lengths.max() if alone else tokens.max()),
+        "rounds": float(rounds),
+    }
 
 
-def release_rows(streams: dict[str, Lengths], steps: int, progress: Progress) -> list[Row]:
-    """The adaptive rule with `max_delay` 16, 8 and none; queues without one, as the paper has them."""
-    settings = list(itertools.product(release.COSTS, release.MICRO_BATCHES, release.ROOMS, release.MAX_DELAYS))
-    rows = []
-    for name, lengths in streams.items():
-        for efficiency, n, room, max_delay in progress.track(settings, description=f"release, {name}"):
-            options: Row = {"attention_efficiency": efficiency, "micro_batches": n, "room": room}
-            options |= {"max_delay": max_delay, "queues_up_to": 3 if max_delay is None else 0}
-            rows.append(release.measure(name, lengths, steps=release.steps_for(n, steps), **options))
-    return rows
-
-
-def early(given: Namespace, progress: Progress) -> Iterator[Line]:
-    """Long streams: on short ones the prices are too few for the second decimal."""
+def measure(peer: Peer, of: Input) -> Row:
+    """Means over the steps of an input."""
+    name, _, setting, steps = of
+    row: Row = {"input": name, "planner": peer.name, "package": peer.package}
     try:
-        from benches.early import measure
-    except ImportError as error:  # torch, whose sampler reads ahead
-        return goals.missing_early_lines(f"{error.name} is not installed")
-    rows: list[Row] = []
-    of_files = sources(given.lengths, documents=200_000).items()
-    for (name, lengths), most in progress.track(list(itertools.product(of_files, (0, 4))), description="early"):
-        read = stream(lengths, given.early_steps * 16 * CONTEXT, seed=0)
-        rows.append({"lengths": name} | measure(read, 16, most))
-    return goals.early_lines(rows)
+        row["version"] = wlb.__version__ if peer.package == "wlb" else version(peer.package) if peer.package else ""
+        found = []
+        for lengths in steps:
+            plan = peer.plan(lengths, setting)  # imports, compiles
+            alone = peer.package == "megatron-core"
+            found.append(
+                judged(plan, lengths, alone) | {"us": min(samples(lambda n=lengths: peer.plan(n, setting), 0.02))}
+            )
+            found[-1]["sort_us"] = min(samples(lambda n=lengths: np.sort(n), 0.005))
+    except (ImportError, PackageNotFoundError, NotImplementedError) as error:
+        return row | {"missing": str(error)}
+    except Exception as error:
+        return row | {"missing": f"{type(error).__name__}: {error}"}
+    return row | {key: float(np.mean([step[key] for step in found])) for key in found[0]}
 
 
-def refinement(given: Namespace, progress: Progress) -> Iterator[Line]:
-    tracked = progress.track(list(refined.instances(given.lengths, seeds=1)), description="refined")
-    return goals.refined_lines([refined.measure(*instance, given.solver_seconds) for instance in tracked])
-
-
-def ranks(given: Namespace, progress: Progress) -> Iterator[Line]:
-    return goals.rank_lines(whole_batch.measure(given.lengths, 8, 512, (16384, 32768), given.seeds, progress))
-
-
-def shards(given: Namespace, progress: Progress) -> Iterator[Line]:
-    of_files = sources(given.lengths, documents=200_000).items()
-    rows: list[Row] = []
-    for name, lengths in progress.track(of_files, description="sharding"):
-        batches = sharding.micro_batches(lengths, CONTEXT, 48)
-        rows += [{"lengths": name, "micro_batches": len(batches)} | row for row in sharding.measure(batches, (8, 16))]
-    return goals.sharding_lines(rows, bool(given.lengths))
-
-
-def fuzz(given: Namespace, progress: Progress) -> Iterator[Line]:
-    return goals.fuzz_lines(*fuzzing.fuzzed(given.fuzz, progress))
-
-
-PARTS: dict[str, Callable[[Namespace, Progress], Iterator[Line]]] = {
-    "dynamic": dynamic,
-    "exchange": exchange,
-    "few": few,
-    "release": released,
-    "early": early,
-    "refined": refinement,
-    "ranks": ranks,
-    "sharding": shards,
-    "fuzz": fuzz,
-}
-"""A section of the page each, but `release`, which is four."""
+def waiting(of: Input) -> Row:
+    """A stream in which documents may wait, planned for ranks that meet in every round."""
+    name, _, setting, steps = of
+    packer = wlb.Packer(
+        num_micro_batches=setting.bins,
+        max_tokens=setting.max_tokens,
+        max_document_tokens=setting.row,
+        cost_model=COST,
+        dp_size=setting.dp,
+        sync="micro_batch",
+    )
+    tokens, read = 16 * CONTEXT, 0
+    documents = stream(np.concatenate(steps), 2 * LONG * tokens, seed=0)
+    found, us = [], []
+    for step in range(LONG):
+        batch = documents[read : read + int(np.searchsorted(np.cumsum(documents[read:]), tokens, side="right"))]
+        batch = batch[: packer.admits(batch)]
+        us.append(min(samples(lambda n=batch: packer.copy().push(n), 0.005)))
+        packing = packer.push(batch)
+        read += batch.size
+        if step >= packer.bounds().delay:  # the first steps fill the packer
+            plan = [[packing[index].lengths.tolist() for index in rank] for rank in packing.deal(setting.dp).tolist()]
+            trained = np.concatenate([part.lengths for part in packing])
+            found.append(judged(plan, trained) | {"sort_us": min(samples(lambda n=trained: np.sort(n), 0.002))})
+    means = {key: float(np.mean([step[key] for step in found])) for key in found[0]}
+    title = f"`Packer`, documents wait {packer.metrics().delay_mean:.1f} steps in the mean"
+    about = {"input": name, "planner": title, "package": "wlb", "version": wlb.__version__}
+    return about | means | {"us": float(np.mean(us)), "waits": packer.metrics().delay_mean}
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
-def print_lines(console: Console, lines: list[Line]) -> None:
-    for section, title in SECTIONS.items():
-        table = Table("what", "peer", "wlb", "goal", "", title=title, show_lines=True)
-        for line in lines:
-            if line.section == section:
-                table.add_row(line.what, line.peer, line.ours, line.goal, line.verdict)
-        if table.row_count:
-            console.print(table)
+def table(rows: list[Row]) -> Table:
+    """One input."""
+    result = Table(
+        "planner",
+        "step, ranks meet once",
+        "step, ranks meet every round",
+        "padding",
+        "fullest micro-batch, tokens",
+        "planning, ms",
+    )
+    for row in rows:
+        name = " ".join(filter(None, [row["package"], row.get("version"), row["planner"]]))
+        if "missing" in row:
+            result.add_row(name, f"did not run: {row['missing']}", *[""] * 4)
+            continue
+        result.add_row(
+            name,
+            f"{row['once']:.3f}",
+            f"{row['every_round']:.3f}",
+            f"{row['padding']:.1%}" if row["padding"] > 1e-9 else "none",
+            f"{row['fullest']:,.0f}",
+            f"{row['us'] / 1e3:.3f}",
+        )
+    floor = [row["sort_us"] for row in rows if "sort_us" in row]
+    result.add_row("`numpy.sort` of the lengths: the floor", "", "", "", "", f"{min(floor) / 1e3:.3f}")
+    return result
 
 
-def tally(lines: list[Line]) -> str:
-    counts = {
-        name: sum(line.verdict == name for line in lines) for name in dict.fromkeys(line.verdict for line in lines)
-    }
-    return ", ".join(f"{count} {name}" for name, count in counts.items())
+def ahead(rows: list[Row]) -> list[str]:
+    """Where a peer is better than the best of wlb that trains every document in its own step."""
+    found = []
+    for name in dict.fromkeys(row["input"] for row in rows):
+        of_input = [row for row in rows if row["input"] == name and "missing" not in row and "waits" not in row]
+        ours = [row for row in of_input if row["package"] == "wlb"]
+        for key, what in (
+            ("once", "a shorter step where ranks meet once"),
+            ("every_round", "a shorter step where they meet in every round"),
+            ("fullest", "a less full micro-batch"),
+            ("us", "faster planning"),
+        ):
+            best = min(row[key] for row in ours)
+            margin = AHEAD if key != "us" else 0.0
+            better = [row for row in of_input if row["package"] != "wlb" and row[key] < best * (1 - margin)]
+            if better:
+                form = {"us": "{:,.0f} us", "fullest": "{:,.0f} tokens"}.get(key, "{:.3f}")
+                names = ", ".join(f"{row['planner']} ({form.format(row[key])})" for row in better)
+                line = f"- *{name}*: {what}: {names}; wlb {form.format(best)}."
+                found += textwrap.wrap(line, 118, subsequent_indent="  ")
+    return found
 
 
-def page(lines: list[Line], peer_rows: list[Row], tables: list[Table], command: str, described: Row) -> str:
-    """docs/comparison.md."""
+def over_wlb(rows: list[Row], key: str) -> list[float]:
+    """For each input, the step of the best other planner over wlb's, no document waiting."""
+    ratios = []
+    for name in dict.fromkeys(row["input"] for row in rows):
+        found = [row for row in rows if row["input"] == name and "missing" not in row and "waits" not in row]
+        ours = min(row[key] for row in found if row["package"] == "wlb")
+        ratios.append(min(row[key] for row in found if row["package"] != "wlb") / ours)
+    return ratios
+
+
+def span(values: list[float]) -> str:
+    """The least to the most."""
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def page(record: Row) -> str:
+    """docs/results/compare.md."""
+    rows: list[Row] = record["rows"]
+    about = record["machine"]
+    gains = {key: over_wlb(rows, key) for key in ("once", "every_round")}
     text = [
-        "# wlb beside its peers",
+        "Written by `make compare` from benches/records/compare.json; do not edit.",
         "",
-        f"Written by `{command}`; do not edit. {described['cpu']}, {described['cores']} cores, Python "
-        f"{described['python']}, wlb {described['wlb']} at {described['commit']}, {described['time'][:10]}. All "
-        "figures are measured in that run. Timings on shared machines are noisy: read them beside their peer's.",
+        "# Packers that people use, beside wlb",
         "",
-        "| goals about | |",
-        "| --- | --- |",
+        f"With the best other planner of each input a step takes {span(gains['every_round'])} times as long as with",
+        f"wlb where ranks meet in every round, and {span(gains['once'])} times where they meet once.",
+        "",
+        "All planners get the same documents, and train each in its step (but `Packer`, which has a stream of",
+        "them). A step's time is that of its slowest ranks, padding included, over the work of all documents spread",
+        "evenly: 1 is the shortest possible. Work is that of a 7B Llama. *Once*: ranks wait for each other once a step",
+        "(DDP, ZeRO-1). *Every round*: in every micro-batch (FSDP, ZeRO-3). Ranks of `BalancedCPScheduler` meet only",
+        "between its groups, and it runs one document at a time. Packers that fill rows fill them up to the longest",
+        "document. Planning is a call from Python on one core.",
+        "",
+        f"Measured {about['time'][:10]} on {about['cpu']}, {about['cores']} cores, Python {about['python']}, wlb at "
+        f'{about["commit"]}. `make compare LENGTHS="x.npy ..."` prints it.',
     ]
-    for section, title in SECTIONS.items():
-        text.append(f"| {title} | {tally([line for line in lines if line.section == section])} |")
-    for section, title in SECTIONS.items():
-        rows = [line for line in lines if line.section == section]
-        text += ["", f"## {title}", *(["", NOTES[section]] if section in NOTES else [])]
-        text += ["", "| what | peer | wlb | goal | |", "| --- | --- | --- | --- | --- |"]
-        text += [f"| {row.what} | {row.peer} | {row.ours} | {row.goal} | {row.verdict} |" for row in rows]
-    text += ["", "## Packers on the same inputs"]
-    for table in tables:
-        text += ["", f"### {table.title}", "", *markdown(table), "", str(table.caption)]
-    text += ["", "Missing:", "", *(f"- {line}" for line in missing(peer_rows))]
-    return "\n".join(text) + "\n"
-
-
-def missing(peer_rows: list[Row]) -> list[str]:
-    """Peers that did not run, and why."""
-    found = {f"{row['package']}: {row['missing'].removeprefix('missing: ')}" for row in peer_rows if "missing" in row}
-    return [*peers.UNRELEASED, *sorted(found)]
+    for of in record["inputs"]:
+        text += ["", f"## {of['name']}", "", *textwrap.wrap(of["what"] + ".", 118), ""]
+        text += markdown(table([row for row in rows if row["input"] == of["name"]]))
+    text += ["", "## Where wlb is not ahead", ""]
+    text += ahead(rows) or ["Nowhere on these inputs."]
+    text += [
+        "",
+        "Not compared: planners that are on no package index (Megatron-LM's `dp_balanced` and `default_dynamic_cp`),",
+        "planners that share prefixes, and throughput on GPUs.",
+    ]
+    return "\n".join(line.rstrip() for line in "\n".join(text).split("\n")) + "\n"
 
 
 def main() -> None:
-    parser = options(__doc__, lengths=True, record="comparison.json")
-    parser.add_argument("--steps", type=int, default=120, help="global batches of a release stream; half of it for 64")
-    parser.add_argument("--seeds", type=int, default=10, help="global batches for Dynamic-CP")
-    parser.add_argument("--few", type=int, default=few_documents.STEPS, help="steps of few documents")
-    parser.add_argument("--early-steps", type=int, default=2400, help="global batches of a stream that is read ahead")
-    parser.add_argument("--fuzz", type=int, default=100_000, help="plans to fuzz")
-    parser.add_argument("--solver-seconds", type=float, default=2.0, help="time limit of HiGHS, for one packing")
-    parser.add_argument("--page", type=Path, default=DOCS / "comparison.md", help="where the page goes")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to measure, without packers; writes nothing")
+    parser = options(__doc__, lengths=True, record="compare.json")
+    parser.add_argument("--page", type=Path, default=DOCS / "results" / "compare.md", help="where the page goes")
     arguments = parse(parser)
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")  # peers miss GPUs that they do not need here
-
-    console = tables(170)
+    logging.disable()
+    warnings.simplefilter("ignore")
+    rows: list[Row] = []
+    all_inputs = list(inputs(arguments.lengths))
     with bars() as progress:
-        lines = [line for part in arguments.only or PARTS for line in PARTS[part](arguments, progress)]
-        if arguments.only:
-            print_lines(console, lines)
-            console.print(f"goals: {tally(lines)}")
-            return
-        streams, peer_rows = peers.compare(arguments.lengths, arguments.solver_seconds, progress)
-    described = machine(peers.PACKAGES)
-    rows_of_peers = [
-        peers.table(stream, [row for row in peer_rows if row["lengths"] == stream.name]) for stream in streams
-    ]
-    names = " ".join(path.name for path in arguments.lengths)
-    flags = " ".join(
-        f"--{key.replace('_', '-')} {getattr(arguments, key)}"
-        for key in ("steps", "seeds", "few", "early_steps", "fuzz", "solver_seconds")
-        if getattr(arguments, key) != parser.get_default(key)
-    )
-    given = {"LENGTHS": names, "COMPARE_FLAGS": flags}
-    command = " ".join(["make compare", *(f'{key}="{value}"' for key, value in given.items() if value)])
-    record = {"machine": described, "command": command, "lines": [asdict(line) for line in lines], "peers": peer_rows}
-    write_record(arguments.record, rounded(record))
-    arguments.page.write_text(page(lines, peer_rows, rows_of_peers, command, described))
-
-    for table in rows_of_peers:
-        console.print(table)
-    print_lines(console, lines)
-    for line in missing(peer_rows):
-        console.print(f"missing: {line}")
-    console.print(f"goals: {tally(lines)}; written to {arguments.page} and {arguments.record}")
+        task = progress.add_task("planners", total=len(all_inputs) * len(PEERS))
+        for of in all_inputs:
+            for peer in PEERS:
+                progress.update(task, description=f"{of[0]}: {peer.package} {peer.name}")
+                rows.append(measure(peer, of))
+                progress.advance(task)
+            if of[2].row == CONTEXT:
+                rows.append(waiting(of))
+    console: Console = tables(160)
+    for of in all_inputs:
+        console.print(of[0], style="bold")
+        console.print(table([row for row in rows if row["input"] == of[0]]))
+    described: list[dict[str, Any]] = [{"name": of[0], "what": of[1]} for of in all_inputs]
+    record = rounded({"machine": machine(PACKAGES), "inputs": described, "rows": rows})
+    write_record(arguments.record, record)
+    arguments.page.write_text(page(record))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m benches.models [--record FILE] [--page FILE]
 
 Parameters of the family's default config at full size; forward FLOPs of a tiny one, counted as
-`tests/oracles/transformers_models.py` says. Writes docs/families.md.
+`tests/oracles/transformers_models.py` says. Writes docs/results/families.md.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SHORT = {
 
 def main() -> None:
     parser = options(__doc__ or "", lengths=False, record="models.json")
-    parser.add_argument("--page", type=Path, default=DOCS / "families.md", help="where the table goes")
+    parser.add_argument("--page", type=Path, default=DOCS / "results" / "families.md", help="where the table goes")
     chosen = parser.parse_args()
     with bars() as progress:
         rows = [measured(case) for case in progress.track(real.CASES, description="families")]
@@ -102,15 +102,20 @@ def _mask_name(mask: Mask) -> str:
 
 
 def page(record: Row) -> str:
-    """docs/families.md."""
+    """docs/results/families.md."""
+    errors = [abs(row["flops"] / row["counted"]["total"] - 1) for row in record["families"]]
+    exact = sum(row["parameters"] == row["parameters_of_transformers"] for row in record["families"])
     lines = [
+        "Written by `python -m benches.models` ([record](../../benches/records/models.json)); do not edit.",
+        "",
         "# Families of models",
         "",
-        "Written by `python -m benches.models`, which compares every family that",
-        "`wlb.ModelConfig.from_hugging_face` knows with the model that transformers"
-        f" {record['transformers']} builds (torch {record['torch']});",
-        "the raw record is [benches/records/models.json](../benches/records/models.json). What is compared, and what",
-        "the counts are corrected by, stands in [models](models.md#how-it-was-proved).",
+        f"{len(errors)} families: parameters are exact for {exact}, FLOPs are off by at most {max(errors):.3%}.",
+        "Each family of `wlb.ModelConfig.from_hugging_face` is compared with the model that transformers"
+        f" {record['transformers']}",
+        f"builds (torch {record['torch']}): parameters at the size of the default configuration, forward FLOPs of",
+        "a tiny model, counted by torch. What is not the model's work is taken off: experts on tokens that do not",
+        "visit them, scores of an indexer above the diagonal.",
         "",
         "| family | layers of its default config | parameters | off by | FLOPs off by | of an image |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -127,9 +132,6 @@ def page(record: Row) -> str:
             image,
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    errors = [abs(row["flops"] / row["counted"]["total"] - 1) for row in record["families"]]
-    exact = sum(row["parameters"] == row["parameters_of_transformers"] for row in record["families"])
-    lines += ["", f"{len(errors)} families: parameters exact for {exact}, FLOPs off by at most {max(errors):.3%}."]
     return "\n".join(lines) + "\n"
 
 

@@ -1,16 +1,14 @@
-"""One page of what was measured last: what, when, on which machine, at which commit.
+"""The pages of results: an index of what was measured when, and how fast plans are made.
 
-    python -m benches.results     # reads benches/records/, writes docs/results.md
+    python -m benches.results     # reads benches/records/, writes docs/results/index.md and docs/results/engine.md
 
-`make compare`, `make bench` and `make proof` end with it. It measures nothing and copies no figure by hand: what they
-found stands in their records, which are its only source.
+`make compare`, `make bench` and `make proof` end with it. It measures nothing: the records are its only source.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,25 +16,6 @@ from rich.table import Table
 
 from benches.common import DOCS, RECORDS, Row, markdown, options
 from benches.engine import speed_table
-
-
-def comparison(record: Row) -> Iterator[str]:
-    """Goals met and missed, by what they are about."""
-    table = Table("goals about", "met", "missed", "no verdict")
-    sections: dict[str, Counter[str]] = {}
-    for line in record["lines"]:
-        sections.setdefault(line["section"], Counter())[line["verdict"]] += 1
-    for name, counts in sections.items():
-        rest = counts.total() - counts["met"] - counts["missed"]
-        table.add_row(name, str(counts["met"]), str(counts["missed"]), str(rest))
-    yield from markdown(table)
-    missed = Table("missed", "what")
-    for line in record["lines"]:
-        if line["verdict"] == "missed":
-            missed.add_row(line["section"], line["what"])
-    if missed.row_count:
-        yield ""
-        yield from markdown(missed)
 
 
 def engine(record: Row) -> Iterator[str]:
@@ -61,30 +40,16 @@ def refined(record: Row) -> Iterator[str]:
     yield from markdown(table)
 
 
-def proof(record: Row) -> Iterator[str]:
-    """Gains by the clock over order of arrival, and what was predicted."""
-    for layout in record["found"]:
-        table = Table(f"{layout['layout']} ({layout['kind']})", "model FLOP/s over original", "interval", "predicted")
-        for name, one in layout["gains"].items():
-            interval = f"{one['low']:.3f} to {one['high']:.3f}"
-            table.add_row(name, f"{one['ratio']:.3f}", interval, f"{one['predicted']:.3f}")
-        errors = layout["errors"]
-        yield from markdown(table)
-        yield ""
-        yield (
-            f"The prediction errs by {errors['step_median']:.1%} of a step in the median, and by "
-            f"{errors['ratio_median']:.1%} of the ratio between two methods, {errors['ratio_worst']:.1%} at most."
-        )
-        yield ""
-
-
-SECTIONS: dict[str, tuple[str, str, str, Callable[[Row], Iterator[str]]]] = {
-    "comparison": ("Beside peers", "make compare", "[all of it](comparison.md)", comparison),
-    "engine": ("The engine", "make bench", "[what it means](measured.md)", engine),
-    "refined": ('`method="refined"`', "make bench", "[what it means](measured.md)", refined),
-    "proof": ("On a clock", "make proof", "[all of it](proof.md)", proof),
+PAGES: dict[str, tuple[str, str, str]] = {
+    "compare": ("compare.md", "Packers that people use, beside wlb", "make compare"),
+    "engine": ("engine.md", "How fast plans are made", "make bench"),
+    "proof": ("proof.md", "Gains by the clock, beside the prediction", "make proof"),
+    "gpu": ("gpu.md", "One H200", "make gpu"),
+    "papers": ("papers.md", "The papers' tables, beside ours", "make reproduce"),
+    "loss_curves": ("loss_curves.md", "Does packing change what is learnt?", "make loss-curves"),
+    "models": ("families.md", "Families of models, beside transformers", "python -m benches.models"),
 }
-"""By record: title, command, where more stands, and the figures."""
+"""By record: its page, what it shows, and the command."""
 
 
 def described(about: Row) -> str:
@@ -93,40 +58,66 @@ def described(about: Row) -> str:
     return f"{about['cpu']}, {about['cores']} cores{system}, Python {about['python']}, numpy {about['numpy']}"
 
 
-def page(records: Path) -> str:
-    """docs/results.md."""
-    overview = Table("what", "command", "when (UTC)", "commit", "machine", "more")
-    sections: list[str] = []
-    for name, (title, command, more, figures) in SECTIONS.items():
+def index(records: Path) -> str:
+    """docs/results/index.md."""
+    table = Table("page", "command", "when (UTC)", "commit", "machine")
+    for name, (page, title, command) in PAGES.items():
         path = records / f"{name}.json"
-        if not path.exists():
-            overview.add_row(title, f"`{command}`", "never", "", "", more)
-            continue
-        record = json.loads(path.read_text())
-        about = record["machine"]
-        when = about["time"].replace("T", " ").removesuffix("Z")[:16]
-        overview.add_row(title, f"`{command}`", when, about["commit"] or "unknown", described(about), more)
-        sections += ["", f"## {title}", "", *figures(record)]
+        about = json.loads(path.read_text()).get("machine", {}) if path.exists() else {}
+        when = about.get("time", "").replace("T", " ").removesuffix("Z")[:16]
+        machine = described(about) if about else "on the page"
+        table.add_row(f"[{title}]({page})", f"`{command}`", when, about.get("commit") or "", machine)
     text = [
+        "Written by `python -m benches.results` from the records; do not edit.",
+        "",
         "# Results",
         "",
-        "`make compare`, `make bench` and `make proof` write this page, each with what it found last; do not edit. All",
-        "figures are measured. They are of the machine, the day and the commit that stand beside them.",
+        "Each page is written by a command or from its record. Figures hold for the machine and the commit that the",
+        "page or this table names.",
         "",
-        *markdown(overview),
-        *sections,
+        *markdown(table),
     ]
-    lines = "\n".join(text).split("\n")
-    kept = [line.rstrip() for at, line in enumerate(lines) if line or (at + 1 < len(lines) and lines[at + 1])]
-    return "\n".join(kept).rstrip() + "\n"
+    return "\n".join(text) + "\n"
+
+
+def speed(records: Path) -> str:
+    """docs/results/engine.md."""
+    record = json.loads((records / "engine.json").read_text())
+    row = next(row for row in record["speed"] if "8,700 documents, 64 micro-batches" in row["name"])
+    us, sort, about = min(row["us"]), min(row["sort_us"]), record["machine"]
+    text = [
+        "Written by `make bench` from benches/records/engine.json and refined.json; do not edit.",
+        "",
+        "# How fast plans are made",
+        "",
+        f"A plan of 8,700 documents in 64 micro-batches takes {us:.0f} microseconds, {us / sort:.1f} times as long as",
+        "`numpy.sort` of the same lengths. All times are of calls from Python, the least of many; read the ratios,",
+        "because shared machines are noisy. *plain loop* is longest first with a heap, in Python.",
+        "",
+        f"Measured {about['time'][:10]} on {described(about)}, commit {about['commit']}.",
+        "",
+        *engine(record),
+    ]
+    path = records / "refined.json"
+    if path.exists():
+        text += [
+            "",
+            '## `method="refined"`',
+            "",
+            "The longest micro-batch where `max_tokens` binds; times in microseconds, medians of the instances.",
+            "",
+            *refined(json.loads(path.read_text())),
+        ]
+    return "\n".join(line.rstrip() for line in "\n".join(text).split("\n")) + "\n"
 
 
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--records", type=Path, default=RECORDS, help="where the records are")
-    parser.add_argument("--page", type=Path, default=DOCS / "results.md", help="where the page goes")
+    parser.add_argument("--pages", type=Path, default=DOCS / "results", help="where the pages go")
     arguments = parser.parse_args()
-    arguments.page.write_text(page(arguments.records))
+    (arguments.pages / "index.md").write_text(index(arguments.records))
+    (arguments.pages / "engine.md").write_text(speed(arguments.records))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Which plan when: time of a step against delay and memory, for every plan that wlb makes.
 
-    python -m benches.tradeoff [--lengths x.npy]    # prints the table, writes the record and docs/tradeoff.png
+    python -m benches.tradeoff [--lengths x.npy]    # prints the table, writes the record and docs/results/tradeoff.png
 
 One pipeline of 4 stages with 16 GPUs each, 1F1B; global batches of 16 x 128K tokens; a 7B Llama, attention at 0.55 of
 the GEMMs' rate; exchange between the ranks of a group is free, which is the best case of Dynamic-CP. A static plan has

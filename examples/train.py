@@ -201,7 +201,7 @@ def main() -> None:
     for step in loader if done < options.steps else ():
         batches = [batch.to(device, non_blocking=True) for batch in step.micro_batches]
         # wlb 5: the loss is a mean over the labels of the whole global batch, however they are packed.
-        valid = wt.count_valid_tokens(step, group=wt.data_and_context(mesh).get_group(), device=device)
+        valid = wt.count_valid_tokens(step, group=wt.data_and_context(mesh).get_group())
         losses = wt.pipeline_step(
             [stage],
             [

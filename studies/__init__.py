@@ -2,7 +2,7 @@
 
 Run from a checkout, with ``pip install '.[studies]'``:
 
-- ``python -m studies.paper``: the tables and figures of WLB-LLM and Dynamic-CP beside ours (docs/reproduce.md).
+- ``python -m studies.paper``: the tables and figures of WLB-LLM and Dynamic-CP beside ours (docs/results/papers.md).
 - `studies.trainer`: a trainer with every option of wlb, for studies and tests.
-- ``python -m studies.loss_curves``: does packing change what is learnt? (docs/loss_curves.md)
+- ``python -m studies.loss_curves``: does packing change what is learnt? (docs/results/loss_curves.md)
 """

@@ -58,7 +58,7 @@ def _array(argument: str, values: Any, least: int, most: int) -> NDArray[Any]:
 
 
 def _item_by_item(argument: str, values: Any, array: NDArray[Any]) -> NDArray[np.int64]:
-    """So that an error can name the culprit: only Python integers in an object array are no wrong input."""
+    """Reads integers one by one, so that an error names the wrong entry. Object arrays hold Python integers only."""
     # What the caller wrote, where that can be listed: numpy turns a list with 2**63 in it into floats.
     written = _is_iterable(values) and not isinstance(values, np.ndarray)
     found = []
@@ -80,7 +80,7 @@ def _item_by_item(argument: str, values: Any, array: NDArray[Any]) -> NDArray[np
 
 
 def _is_integer(item: object) -> bool:
-    """Of Python, numpy or another library; a bool is none."""
+    """Whether `item` is an integer of Python, numpy or another library; a bool is not."""
     if isinstance(item, bool):
         return False
     try:

@@ -155,7 +155,7 @@ class CostModel:
         WlbError: a rate is negative or not finite, or no document costs anything; a window or chunk below 1, or without
             a causal mask.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
         >>> cost.cost([10, 20])
@@ -210,6 +210,13 @@ class CostModel:
 
         Raises:
             WlbError: a size below 1, a rate that is not positive, a hidden size that the heads do not divide.
+
+        Examples:
+            >>> import wlb
+            >>> cost = wlb.CostModel.from_flops(hidden_size=4096, ffn_hidden_size=11008, num_layers=32, num_heads=32,
+            ...                                 vocab_size=32000, attention_efficiency=0.55)
+            >>> cost.cost([131072]) / cost.cost([1024]) > 128 * 6
+            array([ True])
         """
     @staticmethod
     def from_tables(
@@ -231,6 +238,13 @@ class CostModel:
 
         Raises:
             WlbError: naming the entry that does not fit.
+
+        Examples:
+            >>> import wlb
+            >>> attention, linear = [1e-3, 15e-3], [2e-3, 8e-3]
+            >>> cost = wlb.CostModel.from_tables([1024, 4096], attention_seconds=attention, linear_seconds=linear)
+            >>> cost.cost([1024, 4096])
+            array([0.003, 0.023])
         """
     @staticmethod
     def from_profile(path_or_name: str | os.PathLike[str], *, passes: Passes = "forward_backward") -> CostModel:
@@ -242,6 +256,12 @@ class CostModel:
 
         Raises:
             WlbError: no such profile, or a malformed one; says where in the file.
+
+        Examples:
+            >>> import wlb
+            >>> name = "nvidia-h200-varlenkernel-torch-2-11-0-h32-kv8-d128"
+            >>> wlb.CostModel.from_profile(name).unit
+            'seconds'
         """
     def cost(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """Cost of each document.
@@ -251,6 +271,11 @@ class CostModel:
 
         Returns:
             float64[n].
+
+        Examples:
+            >>> import wlb
+            >>> wlb.CostModel(attention=1.0, linear=1000.0).cost([10, 20])
+            array([10055., 20210.])
         """
     def attention_cost(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """The part of :meth:`cost` that grows with the pairs, of all kinds. float64[n]."""
@@ -311,10 +336,23 @@ class CostModel:
 
         O(n k^2) for n micro-batches and k terms, some hundred times. Lawson and Hanson, Solving Least Squares Problems
         (1974); Holland and Welsch, Robust regression using iteratively reweighted least-squares (1977).
+
+        Examples:
+            >>> import wlb
+            >>> true = wlb.CostModel(attention=1e-9, linear=1e-6)
+            >>> micro_batches = [[100 * i, 50 * i * i] for i in range(1, 13)]
+            >>> fit = wlb.CostModel.fit(micro_batches, [true.cost(lengths).sum() for lengths in micro_batches])
+            >>> round(fit.rates["pairs"] * 1e9, 3), round(fit.rates["tokens"] * 1e6, 3)
+            (1.0, 1.0)
         """
     def to_json(self) -> str:
         """The model as a JSON text, for a file: :meth:`from_json` reads it, and so does ``--cost-model`` of the ``wlb``
         command.
+
+        Examples:
+            >>> import wlb
+            >>> wlb.CostModel(attention=1.0, linear=2.0).to_json()
+            '{"attention":{"rate":1.0},"linear":{"rate":2.0},"mask":"causal"}'
         """
     @staticmethod
     def from_json(text: str) -> CostModel:
@@ -376,6 +414,14 @@ class Packing:
 
         Raises:
             WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
+
+        Examples:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=0.0)
+            >>> p = wlb.Packing.from_assignment([4, 2, 2], [0, 1, 1], num_micro_batches=2, max_tokens=8,
+            ...                                 cost_model=cost)
+            >>> p.costs, p.imbalance
+            (array([10.,  6.]), 1.25)
         """
     @property
     def method(self) -> str:
@@ -472,6 +518,14 @@ class Packing:
         Raises:
             WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was
                 made for.
+
+        Examples:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=0.0, linear=1.0)
+            >>> p = wlb.pack([8, 6, 3, 1], num_micro_batches=4, max_tokens=8, cost_model=cost)
+            >>> p.deal(2)
+            array([[3, 0],
+                   [2, 1]])
         """
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> MicroBatch: ...
@@ -559,7 +613,7 @@ def pack(
     "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need
     do. WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
         >>> plan = wlb.pack([900, 100, 500, 400, 100], num_micro_batches=2, max_tokens=1500, cost_model=cost)
@@ -571,75 +625,72 @@ def pack(
 
 @final
 class Packer:
-    """Packs a stream of global batches, and holds long documents back until they can be balanced.
+    """Packs one training step after the other, and lets documents wait until they can be balanced.
 
-    Without ``outlier_thresholds`` the adaptive rule decides in every step how many of the longest documents wait. With
-    them documents wait in queues, as in the paper: documents of ``outlier_thresholds[i]`` tokens or more, and fewer
-    than the next threshold, wait in level ``i``; while a level holds ``num_micro_batches`` documents, that many leave
-    it and join the batch being packed, one for each micro-batch. All other documents are emitted in the iteration they
-    arrive in, if they fit; documents that do not fit go first in the next. The same pushes give the same plans on every
-    rank, and after every resume. Safe to share between threads; picklable.
+    A document that costs more than a fair share of a step makes its micro-batch heavy. The packer holds such
+    documents back for a few steps, until a step has enough work to go with them. Everything else is trained in the
+    step in which it is pushed, if it fits; what does not fit comes first in the next step.
+
+    Two rules choose what waits. The adaptive rule (the default) holds documents as long as the step becomes more
+    even by more than their waiting costs. With ``outlier_thresholds`` documents wait in queues by length, as in
+    WLB-LLM, until there is one for every micro-batch.
+
+    The same pushes give the same plans on every rank, and after every resume. A packer may be shared between
+    threads, and pickled.
 
     Args:
-        num_micro_batches: micro-batches of a global batch, ``N`` (``pp_size * dp_size`` in the paper).
-        max_tokens: most tokens of a micro-batch (``S_max``): a memory bound, and usually above the context window.
-        cost_model: what documents cost, by their lengths. Or ``cost_columns``.
-        cost_columns: documents bring their costs, in so many columns (``push(costs=)``, always). A step takes the sum
-            over columns of the heaviest micro-batch in that column. Said here, and not by the first push, because it
-            belongs to what ranks compare before they begin. Queues go by length all the same; "adaptive" takes one
-            column.
-        limits: float64[cost_columns], the most that a micro-batch may have in each column, infinite for none. What has
-            a limit is memory, and takes no time.
-        outlier_thresholds: tokens, ascending, where the levels of the queue begin. :func:`tune_outlier_thresholds`
-            finds good ones. ``None``, the default, takes the adaptive rule; ``()`` is a queue without levels, which
+        num_micro_batches: micro-batches of a step, ``N``: the sum over all data-parallel ranks.
+        max_tokens: most tokens of a micro-batch: what memory holds. Room above the context window makes
+            micro-batches more even.
+        cost_model: cost of a document, from its length. Give it, or ``cost_columns``.
+        cost_columns: number of cost columns that every ``push(costs=)`` brings, in the place of ``cost_model``.
+            A step takes the sum over columns of the heaviest micro-batch in each column. The adaptive rule
+            takes one column.
+        limits: float64[cost_columns], most that a micro-batch may have in each column, infinite for no limit. A
+            column with a limit is memory and takes no time.
+        outlier_thresholds: int[q], tokens, ascending: lengths at which the levels of the queue begin.
+            :func:`tune_outlier_thresholds` finds them. ``None``, the default, is the adaptive rule; ``()``
             holds nothing back.
-        release: which waiting documents join a batch. It follows from ``outlier_thresholds`` and need not be said. With
-            thresholds it is "fifo", the paper's queues. Without them it is "adaptive": the longest documents, new or
-            waiting, are held as long as the step becomes so much more even that ``delay_price`` is paid, and short ones
-            while there is no room for them. "adaptive" balances better than queues at less delay. "fifo" without
-            thresholds holds nothing back; "adaptive" with thresholds is refused.
-        delay_price: with "adaptive": how much shorter a step must become, relative to an even one, to be worth that a
-            context for each micro-batch waits one iteration (0.03, the default: 3 %); to wait a second iteration costs
-            twice as much. At a higher price less waits. Give :func:`tune_delay_price` a mean delay, and it finds the
-            price.
-        max_delay: iterations after which a waiting document leaves whatever else waits. ``None``: 16 with "adaptive";
-            with "fifo" no limit (the paper's rule), so that an outlier may wait for others of its length for ever. What
-            keeps it: :meth:`bounds`.
-        max_document_tokens: longest document, at most ``max_tokens`` (the default): the context window.
-        oversize: what happens to a longer one: "error", "split" into documents of their own, or "truncate".
-        method: how what leaves is placed: "var_length", longest first where the cost is least; or "refined", from there
-            on as ``pack(method="refined")``: the same documents, never a heavier heaviest micro-batch, mostly in twice
-            the time. Where ``max_tokens`` binds it also finds room for documents that were carried over.
-        dp_size: data-parallel ranks that every step is planned for, as :func:`pack` does it with what leaves: documents
-            are exchanged between ranks, and ``packing.deal(dp_size)`` gives every rank's micro-batches. It divides
-            ``num_micro_batches``, and like these may be another on resume. Queues let ``dp_size`` documents of a kind
-            go together, not ``num_micro_batches``. Documents priced by a cost model, or in one column without a limit.
-        sync: where these ranks wait for each other, "step" (the default) or "micro_batch". With "step" the "adaptive"
-            rule weighs the sums of ranks, so that a document waits only if it would make its rank the longest.
-        max_documents: most documents of a micro-batch. Waiting documents then count for at least ``max_tokens /
-            max_documents`` tokens in :attr:`room` and :meth:`bounds`.
-        multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens, and ``max_tokens`` counts the
-            padding: :attr:`max_tokens` is the largest multiple within it. ``packing.padded_tokens`` has the sizes;
-            ``wlb.torch.collate(multiple_of_tokens=)`` pads.
-        token_buckets: int[b], ascending: the only sizes that micro-batches run with; padded up to the next.
-        max_step_cost: with "adaptive": most work of a step, in global batches of the documents that came lately (the
-            last 128 to 256 such batches). What makes micro-batches even, long documents that leave together, makes
-            steps uneven; with 1.5 no step has more than 1.5 times the mean work, but for documents that are due by
-            ``max_delay`` (``metrics().steps_over_max_cost`` counts such steps), ``min_step_tokens`` and flushes. Long
-            documents are then spread over steps, and micro-batches are less even. Below the mean less would leave than
-            comes: all then leaves when it is due, whatever it costs. ``None``: no bound.
-        tokens_per_batch: tokens of a global batch, at most ``num_micro_batches * max_tokens``; default
-            ``num_micro_batches * max_document_tokens``. Give it where steps train another number, so that
-            ``max_step_cost`` is told in *their* work; samplers and streams take it from here. May be another on resume.
-        on_backlog: what a push does after which more waits than :meth:`bounds` allows, because it brought more than the
-            packer :meth:`admits`: "warn" once with a :class:`BacklogWarning`, or "error" and change nothing.
+        release: "adaptive" or "fifo". It follows from ``outlier_thresholds``, so it is needed only for "fifo"
+            without thresholds, which holds nothing back.
+        delay_price: price of waiting, for the adaptive rule: how much shorter a step must become, relative to
+            an even step, to be worth one step of waiting for one context per micro-batch. The default is 0.03
+            (3 %). A second step of waiting costs twice as much. A higher price means shorter waits.
+            :func:`tune_delay_price` finds the price for a mean wait that you accept.
+        max_delay: most steps that a document waits. ``None`` is 16 with the adaptive rule, and no limit with
+            queues. :meth:`bounds` says what keeps it.
+        max_document_tokens: longest document: the context window. At most ``max_tokens``, which is the default.
+        oversize: what happens to longer documents: "error", "split" into several documents, or "truncate".
+        method: "var_length", or "refined": the same documents with further exchanges, never a heavier
+            micro-batch, mostly in twice the time. It helps where ``max_tokens`` leaves little room.
+        dp_size: data-parallel ranks to plan every step for, as :func:`pack` does. It divides
+            ``num_micro_batches``; ``packing.deal(dp_size)`` gives each rank its micro-batches.
+        sync: where these ranks wait for each other: "step" (default; once a step, as DDP does) or "micro_batch"
+            (in every micro-batch, as FSDP does). With "step" fewer documents wait, because the other
+            micro-batches of a rank make up for a heavy one.
+        max_documents: most documents of a micro-batch. In :attr:`room` and :meth:`bounds` each document then
+            counts for at least ``max_tokens / max_documents`` tokens.
+        multiple_of_tokens: micro-batches are padded to a multiple of this number, and ``max_tokens`` counts the
+            padding. ``packing.padded_tokens`` has the sizes; ``wlb.torch.collate(multiple_of_tokens=)`` adds
+            the padding.
+        token_buckets: int[b], ascending: the only sizes of padded micro-batches.
+        max_step_cost: for the adaptive rule: most work of a step, as a multiple of the work of a mean global
+            batch. Documents that wait together are trained together, so without a bound the largest step can
+            have several times the mean work. Documents beyond the bound wait, so micro-batches are less even.
+            Documents that reached ``max_delay`` always leave; ``metrics().steps_over_max_cost`` counts the
+            steps that exceed the bound for them. ``None``: no bound.
+        tokens_per_batch: tokens of a mean global batch, the unit of ``max_step_cost``; default
+            ``num_micro_batches * max_document_tokens``. Samplers and streams read so many tokens for a step.
+        on_backlog: what happens when a push brings more than the packer :meth:`admits` and more waits than
+            :meth:`bounds` allows: "warn" once with a :class:`BacklogWarning`, or "error", which changes
+            nothing.
 
     Raises:
         WlbError: naming the argument that makes no sense.
 
-    WLB-LLM, section 4 and Algorithm 1.
+    Source: WLB-LLM, section 4 and Algorithm 1; the adaptive rule is ours (docs/semantics.md).
 
-    Example:
+    Examples:
         >>> import wlb
         >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
         >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=1500, cost_model=cost)
@@ -674,7 +725,7 @@ class Packer:
     ) -> Packer: ...
     @staticmethod
     def from_state_dict(state: dict[str, Any], on_backlog: OnBacklog = "warn") -> Packer:
-        """The packer that :meth:`state_dict` saved, configuration included.
+        """Makes the packer that :meth:`state_dict` saved, with its configuration.
 
         Args:
             state: what :meth:`state_dict` returned, also after a round trip through JSON.
@@ -684,11 +735,11 @@ class Packer:
             StateError: the state is corrupt, truncated, of another version, or not a packer's.
         """
     def copy(self) -> Packer:
-        """A packer that goes on from here by itself, with the same configuration; O(pending), and much cheaper than a
-        state.
+        """An independent copy with the same configuration and the same waiting documents. O(pending), much cheaper than
+        a state.
         """
     def empty_copy(self) -> Packer:
-        """A packer with this one's configuration in which nothing waits yet."""
+        """A packer with the same configuration in which nothing waits."""
     def push(
         self,
         lengths: ArrayLike,
@@ -699,26 +750,25 @@ class Packer:
         min_step_tokens: int = 0,
         early: ArrayLike | None = None,
     ) -> Packing:
-        """Packs one global batch: these documents, what was carried over, and the outliers whose time has come.
+        """Packs one step from new documents, documents that were carried over, and waiting documents that are released.
 
         Args:
             lengths: int[n], tokens of the new documents; may be empty.
-            ids: int64[n], their names, unique among these and the pending documents; default a running number.
-            starts: int[n], where each begins inside the document that ``ids`` names, for a reader that cuts documents
-                itself and lets their pieces enter over several iterations; default: all are whole documents.
-            costs: float64[n] or float64[n, cost_columns], what each document costs, where the packer was made with
-                ``cost_columns``, and only there; what it costs that is cut is shared among its pieces by their tokens.
-                What waits keeps its costs.
-            min_step_tokens: more leaves than the release rule lets go, if that is fewer tokens than these and more is
-                there. Such a step is less balanced. It holds so many tokens at least, or all that is there, or
-                ``num_micro_batches // 2 * max_tokens`` (without ``limits``, which may leave less room).
-            early: int[n], from 0 to 1024, by how many iterations each comes before its turn in the order of the stream
-                (see :meth:`leads`), only with release="adaptive". Until its turn a document is not late: it may be
-                trained, and waiting costs nothing. Delays count from the turn on.
+            ids: int64[n], names of the documents, unique among new and waiting ones; default a running number.
+            starts: int[n], first token of each piece inside the document that ``ids`` names, for a reader that cuts
+                documents itself. Default: 0, whole documents.
+            costs: float64[n] or float64[n, cost_columns], cost of each document, exactly if the packer was made with
+                ``cost_columns``. Pieces of a split document share its cost by their tokens.
+            min_step_tokens: least tokens of the step. More documents are released to reach it, so the step is less even.
+                It is reached unless fewer tokens are there, or they are more than ``num_micro_batches // 2 *
+                max_tokens`` (``limits`` may leave less room).
+            early: int[n], from 0 to 1024: steps by which each document is pushed before its turn in the order of the
+                stream (:meth:`leads`), for the adaptive rule. Until its turn a document may be trained, and its waiting
+                costs nothing. Delays count from the turn on.
 
         Returns:
-            Packing of ``num_micro_batches`` micro-batches. ``assignment`` follows ``lengths`` (-1: waits, or was
-            split); ``leftover`` is what is carried over to the next iteration.
+            Packing of ``num_micro_batches`` micro-batches. ``assignment`` follows ``lengths`` (-1: the document waits,
+            or was split); ``leftover`` has the documents that are carried over to the next step.
 
         Raises:
             WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under
@@ -728,20 +778,28 @@ class Packer:
         Warns:
             BacklogWarning: more waits afterwards than :meth:`bounds` allows; once.
 
-        Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces
-        on, those that wait included.
+        Takes as long as :func:`pack` does for the new, carried and released documents. Releases the GIL from 1,024
+        pieces on, waiting ones included.
+
+        Examples:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+            >>> packer.push([60, 10, 10]).tokens  # the document of 60 tokens waits for a second one of its kind
+            array([10, 10])
+            >>> packer.push([60, 10, 10]).tokens
+            array([70, 70])
         """
     def leads(self, lengths: ArrayLike, *, tokens_per_batch: int, most: int) -> NDArray[np.int64]:
-        """By how many iterations each of the documents that come next should come before its turn, for :meth:`push`.
+        """Number of steps by which each upcoming document should be pushed before its turn (``push(early=)``).
 
-        A document that costs as much as ``c`` mean micro-batches is level only in a step of ``c`` times the work, which
-        has to be gathered: it waits. Where it comes ``2 * (c - 1)`` iterations before its turn, it is trained about
-        then.
+        A document that costs as much as ``c`` mean micro-batches needs a step with ``c`` times the work, for which it
+        waits. Pushed ``2 * (c - 1)`` steps before its turn, it is trained at about its turn.
 
         Args:
             lengths: int[n], tokens of the documents that come next, in order: as many global batches as are known.
             tokens_per_batch: tokens of a global batch.
-            most: iterations, at most 1024.
+            most: most steps before the turn, at most 1024.
 
         Returns:
             int64[n], from 0 to ``most``.
@@ -750,20 +808,27 @@ class Packer:
             WlbError: wrong lengths or numbers; the packer was made with ``cost_columns``.
 
         O(n).
+
+        Examples:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=4, max_tokens=200, cost_model=cost)
+            >>> packer.leads([200, 10, 10, 10, 10, 20, 30], tokens_per_batch=290, most=8)
+            array([5, 0, 0, 0, 0, 0, 0])
         """
     def admits(self, lengths: ArrayLike, *, costs: ArrayLike | None = None) -> int:
-        """How many of the first of these documents the next push may bring, so that the packer keeps its :meth:`bounds`.
+        """Number of these documents, from the first on, that the next push may bring so that :meth:`bounds` hold.
 
-        Their tokens are at most its :attr:`room`, and their costs in a column with a limit at most what a step may have
-        of it less what is carried over. With "adaptive" they also fit into the micro-batches of one step by themselves,
-        longest first where the tokens are fewest. Where nothing waits, at least one.
+        Their tokens are at most :attr:`room`. Their costs in a column with a limit are at most the limit of a step less
+        what is carried over. With the adaptive rule they also fit into the micro-batches of one step by themselves,
+        longest first where the tokens are fewest. If nothing waits, the answer is at least 1.
 
         Args:
             lengths: int[n], tokens of the documents that come next.
             costs: float64[n] or float64[n, cost_columns], what they cost; needed only where a column has a limit.
 
         Returns:
-            0 to n. With 0, push nothing until there is room: ``push([])`` trains of what waits.
+            0 to n. With 0, push no documents until there is room: ``push([])`` trains documents that wait.
 
         Raises:
             WlbError: wrong lengths or costs; or, under oversize="split", the first document has more pieces than a step
@@ -771,6 +836,13 @@ class Packer:
                 by step with ``starts``.
 
         O(n + pending); a sort, and log(n) placements where they do not all fit.
+
+        Examples:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost)
+            >>> packer.admits([80, 80, 80, 80])
+            2
         """
     def bounds(self) -> Bounds:
         """What waits at most, and for how long, as long as no push brings more than the packer :meth:`admits`.
@@ -778,48 +850,62 @@ class Packer:
         Returns:
             Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``;
             with "fifo" what the levels can hold and one such batch. docs/semantics.md has the proof.
+
+        Examples:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost).bounds()
+            Bounds(tokens=400, delay=16, drain=5)
         """
     @property
     def room(self) -> int:
-        """Tokens that the next push may bring so that :meth:`bounds` hold; with ``max_documents`` each document counts for
-        at least its share of a full micro-batch. :meth:`admits` says it for documents. O(pending).
+        """Tokens that the next push may bring so that :meth:`bounds` hold. :meth:`admits` answers for documents. With
+        ``max_documents`` a document counts for at least its share of a full micro-batch. O(pending).
         """
     def drain(self) -> Packing:
-        """One global batch of what waits, at the end of a stream: as much of it as fits, outliers too.
+        """Packs one step of waiting documents at the end of a stream: as many as fit, long ones too.
 
         Returns:
             Packing; empty if nothing waits. Its ``assignment`` is empty.
         """
     def flush(self) -> list[Packing]:
-        """Empties everything at the end of the stream, in as many global batches as it takes.
+        """Packs everything that waits at the end of a stream, in as many steps as it takes.
 
         Returns:
             list[Packing]; empty if nothing was pending.
+
+        Examples:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+            >>> _ = packer.push([60, 10, 10])
+            >>> [packing.tokens.tolist() for packing in packer.flush()]
+            [[60, 0]]
         """
     @property
     def pending(self) -> int:
-        """Documents (or pieces of split ones) that were pushed and not yet emitted."""
+        """Documents, or pieces of split ones, that wait."""
     @property
     def pending_tokens(self) -> int:
-        """Tokens that were pushed and not yet emitted; O(pending)."""
+        """Tokens that wait. O(pending)."""
     @property
     def carried_tokens(self) -> int:
-        """Tokens that did not fit and go first in the next iteration; O(carried)."""
+        """Tokens that found no room in the last step and come first in the next one. O(carried)."""
     @property
     def oldest_wait(self) -> int:
-        """Iterations that the oldest pending document has waited; 0 if none is pending. O(pending)."""
+        """Steps that the oldest waiting document has waited; 0 if none waits. O(pending)."""
     @property
     def queued(self) -> tuple[int, ...]:
-        """Documents that wait in each level; one level with "adaptive"."""
+        """Documents that wait in each level of the queue; the adaptive rule has one level."""
     @property
     def carried(self) -> int:
-        """Documents that did not fit and go first in the next iteration."""
+        """Documents that found no room in the last step and come first in the next one."""
     @property
     def iteration(self) -> int:
-        """Global batches packed so far."""
+        """Steps packed so far."""
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a global batch."""
+        """Micro-batches of a step."""
     @property
     def max_tokens(self) -> int:
         """Most tokens of a micro-batch, padding included."""
@@ -828,70 +914,77 @@ class Packer:
         """Longest document."""
     @property
     def outlier_thresholds(self) -> tuple[int, ...]:
-        """Where the levels of the queue begin: tokens, ascending."""
+        """Lengths at which the levels of the queue begin: tokens, ascending."""
     @property
     def release(self) -> Release:
-        """Which waiting documents join a batch: "fifo" or "adaptive"."""
+        """The rule that releases waiting documents: "fifo" (queues) or "adaptive"."""
     @property
     def delay_price(self) -> float | None:
-        """What waiting costs with "adaptive"; ``None`` with "fifo"."""
+        """Price of waiting of the adaptive rule; ``None`` with "fifo"."""
     @property
     def oversize(self) -> Oversize:
-        """What happens to a document over ``max_document_tokens``: "error", "split" or "truncate"."""
+        """Treatment of documents over ``max_document_tokens``: "error", "split" or "truncate"."""
     @property
     def on_backlog(self) -> OnBacklog:
-        """What a push does after which too much waits: "warn" or "error"."""
+        """Reaction to a push after which too much waits: "warn" or "error"."""
     @property
     def max_delay(self) -> int | None:
-        """Iterations after which a waiting document is released; ``None``: no limit."""
+        """Most steps that a document waits; ``None``: no limit."""
     @property
     def method(self) -> StreamMethod:
-        """How what leaves is placed: "var_length" or "refined"."""
+        """Packing method of a step: "var_length" or "refined"."""
     @property
     def dp_size(self) -> int | None:
-        """Data-parallel ranks that steps are planned for; ``None``: they may be dealt to any."""
+        """Data-parallel ranks that steps are planned for; ``None``: any number."""
     @property
     def sync(self) -> Sync | None:
-        """Where these wait for each other, "step" or "micro_batch"; ``None`` without ranks."""
+        """Where the ranks wait for each other, "step" or "micro_batch"; ``None`` without ranks."""
     @property
     def max_documents(self) -> int | None:
         """Most documents of a micro-batch; ``None``: any number."""
     @property
     def multiple_of_tokens(self) -> int:
-        """Micro-batches run padded up to a multiple of so many tokens."""
+        """Micro-batches are padded to a multiple of this number of tokens."""
     @property
     def token_buckets(self) -> tuple[int, ...]:
-        """The only sizes that they run with, ascending; empty: any multiple."""
+        """The only sizes of padded micro-batches, ascending; empty: any multiple."""
     @property
     def max_step_cost(self) -> float | None:
-        """Most work of a step, in mean global batches; ``None``: no bound."""
+        """Most work of a step, as a multiple of a mean global batch; ``None``: no bound."""
     @property
     def tokens_per_batch(self) -> int:
         """Tokens of a global batch."""
     @property
     def cost_model(self) -> CostModel | None:
-        """What documents cost; ``None`` where they bring their costs."""
+        """The cost model in use; ``None`` if documents bring their costs."""
     @property
     def cost_columns(self) -> int | None:
-        """Columns of costs that documents bring; ``None`` where a cost model prices them."""
+        """Cost columns that documents bring; ``None`` with a cost model."""
     @property
     def limits(self) -> tuple[float, ...] | None:
-        """The most that a micro-batch may have in each of these columns, infinite for none; ``None`` without columns."""
+        """Most that a micro-batch may have in each cost column, infinite for no limit; ``None`` without columns."""
     def set_cost_model(self, cost_model: CostModel) -> None:
-        """Packs by other costs from the next push on.
+        """Uses another cost model from the next push on.
 
-        Documents that wait are priced anew then: what is kept of them is their lengths. ``outlier_thresholds`` are
-        lengths and ``delay_price`` is a share of a step, so both still mean what they meant; but what was tuned to a
-        mean delay was tuned under the costs before.
+        Waiting documents are priced anew from their lengths. ``outlier_thresholds`` are lengths and ``delay_price`` is
+        relative, so both keep their meaning; but if they were tuned for a mean wait, they were tuned under the old costs.
 
         A state holds both cost models. A packer that loads it is made with the *first* one, as in the run that saved
         it, and goes on with the present one. Equal costs are no change.
 
         Args:
-            cost_model: what documents cost from now on. The same on every rank, at the same iteration.
+            cost_model: the new cost model, the same on every rank at the same step.
 
         Raises:
             WlbError: sums of such costs could overflow, or documents bring their costs. The packer is unchanged.
+
+        Examples:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost)
+            >>> packer.set_cost_model(wlb.CostModel(attention=2.0, linear=1.0))
+            >>> packer.cost_model.terms
+            {'pairs': 2.0, 'tokens': 1.0}
         """
     @property
     def fingerprint(self) -> str:
@@ -899,15 +992,24 @@ class Packer:
         ``tokens_per_batch``: packers of equal fingerprints in which the same documents wait give the same plans.
         """
     def metrics(self) -> PackerMetrics:
-        """Balance, delay and memory since the stream began."""
+        """Balance, waits and memory since the stream began."""
     def state_dict(self) -> dict[str, Any]:
-        """The packer as plain JSON values: a dict of str, int, float, list, None.
+        """The packer as plain JSON values, for a checkpoint.
 
         Holds documents, not shards: ``num_micro_batches`` and every parallel size may change on resume. Save it with
         the position of the data set that was *consumed*, not prefetched.
+
+        Examples:
+            >>> import json, wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+            >>> _ = packer.push([60, 10, 10])
+            >>> again = wlb.Packer.from_state_dict(json.loads(json.dumps(packer.state_dict())))
+            >>> again.pending_tokens
+            60
         """
     def load_state_dict(self, state: dict[str, Any], *, allow_config_change: bool = False) -> None:
-        """Goes on where the saved packer stopped, under this packer's configuration.
+        """Resumes from a saved packer, under this packer's configuration.
 
         Args:
             state: what :meth:`state_dict` returned, also after a round trip through JSON.
@@ -920,6 +1022,16 @@ class Packer:
             StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration
                 differs (says in which fields); or a waiting document is longer than this packer allows. The packer is
                 unchanged.
+
+        Examples:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> small = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+            >>> _ = small.push([60, 10, 10])
+            >>> large = wlb.Packer(num_micro_batches=4, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+            >>> large.load_state_dict(small.state_dict())
+            >>> large.pending_tokens, large.iteration
+            (60, 1)
         """
     def __copy__(self) -> Packer: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
@@ -971,7 +1083,7 @@ def tune_outlier_thresholds(
     One run of the packer for each of about 110 choices (two queues) or 380 (three). Releases the GIL. WLB-LLM,
     section 4.3.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import wlb
         >>> lengths = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(int).clip(1, 8192)
@@ -1034,7 +1146,7 @@ def tune_delay_price(
     One run of the packer for each of about 32 prices, another for those within the limit, and three for each that
     is judged: nine, or more. Releases the GIL.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import wlb
         >>> lengths = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(int).clip(1, 8192)
@@ -1059,7 +1171,7 @@ def batch_offsets(lengths: ArrayLike, *, tokens_per_batch: int) -> NDArray[np.in
     Raises:
         WlbError: a length or ``tokens_per_batch`` out of range.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> wlb.batch_offsets([5, 9, 2, 4], tokens_per_batch=8)
         array([0, 1, 2, 4])
@@ -1081,7 +1193,7 @@ def split_documents(
     Raises:
         WlbError: a length or ``max_document_tokens`` out of range, or one so low that it takes more than 2^23 cuts.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> wlb.split_documents([5, 2], max_document_tokens=4)
         (array([0, 0, 1]), array([0, 4, 0], dtype=int32), array([4, 1, 2]))
@@ -1096,7 +1208,7 @@ class RankShard:
     ``packed[k_starts[i] : k_starts[i] + cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its
     document up to the segment's end, so that a kernel's bottom-right causal alignment is right.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> r = wlb.shard([8, 4], cp_size=2, strategy="per_document").rank(0)
         >>> r.position_ids
@@ -1157,7 +1269,7 @@ class Shard:
 
     Every array is a fresh copy that the caller may keep or change.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> s = wlb.shard([8, 4], cp_size=2, strategy="per_document")
         >>> s
@@ -1222,6 +1334,20 @@ class Shard:
 
         Raises:
             WlbError: no such rank; or its segments' keys are more than int32 ``cu_seqlens_k`` can count.
+
+        Examples:
+            >>> import wlb
+            >>> r = wlb.shard([8, 4], cp_size=2, strategy="per_document").rank(0)
+            >>> r.token_indices
+            array([ 0,  1,  6,  7,  8, 11], dtype=int32)
+            >>> r.position_ids
+            array([0, 1, 6, 7, 0, 3], dtype=int32)
+            >>> r.cu_seqlens_q
+            array([0, 2, 4, 5, 6], dtype=int32)
+            >>> r.cu_seqlens_k
+            array([ 0,  2, 10, 11, 15], dtype=int32)
+            >>> r.k_starts
+            array([0, 0, 8, 8], dtype=int32)
         """
     def digest(self) -> str:
         """Hex hash of which token lies where: equal on two ranks iff their shards are equal."""
@@ -1280,7 +1406,7 @@ def shard(
 
     O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> s = wlb.shard([8, 4], cp_size=2, strategy="per_document")
         >>> s.pairs_per_rank
@@ -1297,7 +1423,7 @@ class KernelModel:
     from a table that was measured (:meth:`from_profile`) or is assumed (:meth:`analytic`); docs/semantics.md
     has the formulas. Immutable; picklable; equal models compare equal. WLB-LLM, section 5.2.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> kernel = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
         >>> kernel.source
@@ -1337,6 +1463,11 @@ class KernelModel:
 
         Raises:
             WlbError: an unknown generation, or a size out of range.
+
+        Examples:
+            >>> import wlb
+            >>> wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128).source
+            'analytic: h100'
         """
     def segment_seconds(
         self, query_lengths: ArrayLike, key_lengths: ArrayLike, *, passes: Passes = "forward_backward"
@@ -1353,6 +1484,13 @@ class KernelModel:
 
         Raises:
             WlbError: a length out of range, or more queries than keys.
+
+        Examples:
+            >>> import wlb
+            >>> kernel = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
+            >>> one, both = kernel.segment_seconds([1024, 2048], [1024, 2048])
+            >>> bool(2 * one < both)
+            True
         """
     def rank_seconds(self, shard: Shard, *, passes: Passes = "forward_backward") -> NDArray[np.float64]:
         """Latency of each rank's attention call: the sum of its segments, and a constant for the launch.
@@ -1366,6 +1504,12 @@ class KernelModel:
 
         Raises:
             WlbError: a shard of another mask.
+
+        Examples:
+            >>> import wlb
+            >>> kernel = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
+            >>> kernel.rank_seconds(wlb.shard([4096], cp_size=2, strategy="per_document")).shape
+            (2,)
         """
     @property
     def source(self) -> str:
@@ -1404,7 +1548,7 @@ def pairs(lengths: int, *, causal: bool = True) -> int:
     Raises:
         WlbError: a length below 1 or above 2**31 - 1.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> wlb.pairs([3, 1, 2])
         array([6, 1, 3])
@@ -1424,7 +1568,7 @@ def pairs(lengths: ArrayLike, *, causal: bool = True) -> NDArray[np.int64]:
     Raises:
         WlbError: a length below 1 or above 2**31 - 1.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> wlb.pairs([3, 1, 2])
         array([6, 1, 3])
@@ -1470,7 +1614,7 @@ def simulate_pipeline(
 
     O(ops), that is O(m p v).
 
-    Example:
+    Examples:
         >>> import wlb
         >>> timeline = wlb.simulate_pipeline([3.0, 3.0], num_stages=2)
         >>> timeline.seconds, timeline.bubble_ratio
@@ -1509,7 +1653,7 @@ def simulate_steps(
 
     O(ops), that is O(steps dp m p v).
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import wlb
         >>> costs = np.ones((1, 2, 4))  # one step, two replicas, four micro-batches
@@ -1552,7 +1696,7 @@ def order_micro_batches(
     Simulates about a million ops (milliseconds), or four orders of each rank if those are more: at most 2^24 ops
     and one order. Ranks beyond that keep the order of :meth:`Packing.deal`.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> wlb.order_micro_batches([4.0, 1.0, 2.0, 3.0], dp_size=2, num_stages=2)
         array([[1, 0],
@@ -1670,7 +1814,7 @@ def plan_dynamic_cp(
     is no power of two, up to O(n * micro-batches * log world_size) for each number, and O(n * micro-batches *
     world_size) where memory binds. Releases the GIL from 1,024 documents on.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> cost = wlb.CostModel(attention=0.0, linear=1.0)
         >>> plan = wlb.plan_dynamic_cp([2000, 1000, 1000], world_size=4, num_stages=1, max_tokens_per_rank=1000,

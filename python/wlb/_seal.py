@@ -77,7 +77,7 @@ def _by_hash(record: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What a state of someone else's may hold besides JSON values: arrays, tensors and bytes, of generators say."""
+    """A foreign state as plain values: JSON, arrays, tensors and bytes (random generators have these)."""
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":

@@ -46,7 +46,7 @@ class Source(Protocol):
         ...
 
     def advance(self, pieces: int) -> None:
-        """So many of the first pieces of the last offer have entered."""
+        """Marks the first `pieces` of the last offer as entered into the packer."""
         ...
 
 
@@ -87,7 +87,7 @@ def next_packing(packer: Packer, source: Source, *, min_step_tokens: int) -> tup
 
 
 def _entering(packer: Packer, offer: Offer, min_step_tokens: int) -> int:
-    """How many of the first pieces enter."""
+    """Number of the offer's first pieces that enter the packer."""
     admitted = packer.admits(offer.lengths, costs=offer.costs)
     if offer.rest_waits and admitted < offer.lengths.size:
         after = offer.lengths[::-1].cumsum()[::-1]  # tokens of each and all that follow
@@ -98,7 +98,7 @@ def _entering(packer: Packer, offer: Offer, min_step_tokens: int) -> int:
 
 
 def _refused(offer: Offer, cause: WlbError) -> WlbError:
-    """The same said of the document: nobody else knows what stands where in an offer."""
+    """Turns a packer's error about an offer into an error about the document, which alone the caller knows."""
     row, column = cause.index if isinstance(cause.index, tuple) else (cause.index, None)
     if row is None or cause.argument not in ("lengths", "costs"):
         return cause
@@ -126,7 +126,7 @@ def _push(packer: Packer, offer: Offer, pieces: int, min_step_tokens: int) -> Pa
 
 @dataclass(frozen=True)
 class Turns:
-    """Which of the pieces that come next, in order, are offered.
+    """Selects which of the upcoming pieces, in order, are offered to the packer.
 
     Attributes:
         end: So many have their turn now, those included that have entered before it.
@@ -155,7 +155,7 @@ def next_turns(
     max_early: int,
     to_the_end: bool,
 ) -> Turns:
-    """What a reader that knows what comes offers for a step, and what of later steps with it (`Packer.leads`).
+    """Chooses the pieces that a reader offers for a step, and pieces of later steps that come early (`Packer.leads`).
 
     The last of all offers leaves no rest of less than a step.
 

@@ -56,7 +56,7 @@ class Pieces:
         return int(self.lengths.sum())
 
     def encode(self) -> str:
-        """As text, a few bytes a piece; sorted by document and start. O(pieces log pieces)."""
+        """Writes the pieces as text, a few bytes each, sorted by document and start. O(pieces log pieces)."""
         order = np.lexsort((self.starts, self.ids))
         columns = [np.diff(self.ids[order], prepend=0), self.starts[order], self.lengths[order]]
         small = [column.astype(_smallest(column)) for column in columns]
@@ -67,7 +67,7 @@ class Pieces:
 
     @classmethod
     def decode(cls, text: str) -> Pieces:
-        """What `encode` gave.
+        """Reads the text that `encode` wrote.
 
         Raises:
             ValueError: It is something else.
@@ -101,7 +101,7 @@ def _smallest(values: NDArray[np.int64]) -> str:
 
 
 def ledger_file(folder: Path, dp_rank: int) -> Path:
-    """Where a rank writes."""
+    """Path of a rank's ledger file."""
     return folder / f"ledger-{dp_rank:05d}.jsonl"
 
 

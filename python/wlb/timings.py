@@ -31,7 +31,7 @@ from wlb._core import MAX_TOKENS, MAX_WORLD_SIZE, WlbError
 
 @dataclass(frozen=True, eq=False)
 class Timings:
-    """What a log holds, micro-batch after micro-batch."""
+    """Timings of micro-batches, read from a log."""
 
     micro_batches: list[NDArray[np.int64]]  # tokens of the documents of each
     seconds: NDArray[np.float64]  # that it took

@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class EpochAudit:
-    """What was trained of one epoch.
+    """The trained part of one epoch.
 
     Attributes:
         epoch: Its number; 0 for a stream.
@@ -96,7 +96,7 @@ class Audit:
         return not self.findings
 
     def sentences(self) -> list[str]:
-        """What was found, in words: each finding with its documents, then how much of the run holds."""
+        """The audit in sentences: each finding with its documents, then how much of the run holds."""
         found = []
         for finding in self.findings:
             found.append(f"✗ {finding}")
@@ -343,7 +343,7 @@ def _waiting_in(state: Mapping[str, Any]) -> Pieces | None:
 
 @dataclass(frozen=True)
 class _Coverage:
-    """Which documents were trained.
+    """Coverage of documents by trained pieces.
 
     Attributes:
         findings: What does not hold.
@@ -363,7 +363,7 @@ class _Coverage:
         waiting: Pieces | None,
         lengths: NDArray[Any] | None,
     ) -> _Coverage:
-        """Which documents these steps trained; all ranks agree on the steps."""
+        """Coverage of documents by these steps, on which all ranks agree."""
         if not steps:
             return cls([], (), "no step was recorded by all ranks")
         if any(part is None for line in steps for part in line["parts"]):
@@ -474,7 +474,7 @@ def _twice(trained: Pieces, step_of: NDArray[Any], rank_of: NDArray[Any], per_ep
 
 
 class _CompleteDocuments:
-    """Which documents are complete: their pieces, none of which overlap, reach from the first token to the last."""
+    """Checks that documents are complete: pieces do not overlap and reach from the first token to the last."""
 
     def __init__(self, trained: Pieces, per_epoch: int, longest: int | None, lengths: NDArray[Any] | None) -> None:
         self.trained, self.per_epoch, self.longest, self.lengths = trained, per_epoch, longest, lengths

@@ -96,9 +96,10 @@ def text(head: Row, rows: list[Row]) -> str:
     study = head["study"]
     seeds = len(results.seeds(REFERENCE))
     lines = [
+        "Written by `make loss-curves`, or from its record by `python -m studies.loss_curves --summarize RECORD`.",
+        "",
         "# Does packing change what is learnt?",
         "",
-        "Made by `make loss-curves`; `python -m studies.loss_curves --summarize RECORD` prints it from a record.",
         f"{seeds} seeds, global batches of {study['micro_batches']} contexts, {study['batches']} of them a run. Model: "
         f"hidden {study['hidden']}, {study['layers']} layers.",
         f"Documents: {head['documents']:,} Python functions as {study['vocab_size']:,} byte pairs, mean "

@@ -234,7 +234,7 @@ def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:
     while done < settings.steps:
         for step in loader:
             arrived = time.perf_counter()
-            check_agreement(step.plan, step=step.number, device=device)
+            check_agreement(step.plan, step=step.number)
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = schedule(done)
             learnt = train_step(settings, step, stages, optimizers, group_of, mesh, device)
@@ -276,7 +276,7 @@ def train_step(
     if isinstance(step, DynamicCpStep):
         valid = step.num_valid_tokens
     else:
-        valid = count_valid_tokens(step, group=data_and_context(mesh).get_group(), device=device)
+        valid = count_valid_tokens(step, group=data_and_context(mesh).get_group())
     if valid == 0:  # on all ranks, so that none of them waits for another
         return None
     losses = pipeline_step(
@@ -603,7 +603,7 @@ def build_tracker(
     if not isinstance(loader, StepLoader):
         raise SystemExit("--learn-costs goes with --method wlb and --plan static: elsewhere no packer plans by costs")
     costs, every = loader.packer.cost_model, settings.learn_costs
-    tracker = CostTracker(costs, every=every, mesh=mesh, device=device, timer=StepTimer(device))
+    tracker = CostTracker(costs, every=every, mesh=mesh, timer=StepTimer(device))
     tracker.timer.attach_stages(stages)
     return tracker
 

@@ -212,7 +212,7 @@ def test_figure_6_has_every_window_and_the_losses_of_the_record(made: dict[str, 
     assert all(
         row.low is not None and row.high is not None and row.low < row.ours < row.high for row in losses.values()
     )
-    # docs/loss_curves.md, of the same record, over order of arrival: 5.042 for 8 batches and 5.017 for one.
+    # docs/results/loss_curves.md, of the same record, over order of arrival: 5.042 for 8 batches and 5.017 for one.
     assert losses["8 batches"].ours == pytest.approx(5.042 / 5.017, abs=3e-4)
 
 

@@ -249,7 +249,7 @@ def test_even_steps_are_predicted_as_the_simulation_does() -> None:
 
 def test_the_page_is_that_of_the_record(tmp_path: Path) -> None:
     record = json.loads((RECORDS / "proof.json").read_text())
-    assert page.text(record, picture="proof.png") == (DOCS / "proof.md").read_text()
+    assert page.text(record, picture="proof.png") == (DOCS / "results" / "proof.md").read_text()
     assert json.loads(json.dumps(rounded({"found": page.found(record["layouts"])})))["found"] == record["found"]
     page.draw(record, tmp_path / "proof.png")
     assert (tmp_path / "proof.png").stat().st_size > 0

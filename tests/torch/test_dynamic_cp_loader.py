@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -375,7 +374,6 @@ def groups_made_before(rank: int) -> list[list[int]]:
         [[Documents(DATA)[number] for number in range(both.get_local_rank(), 20, 3)]],
         plan=functools.partial(PLAN, world_size=3, max_tokens_per_rank=150),
         group=both.get_group(),
-        timeout=timedelta(seconds=60),
     )
     seen = [np.concatenate([g.document_ids for m in step.plan.micro_batches for g in m.groups]) for step in loader]
     loader.close()

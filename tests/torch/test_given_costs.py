@@ -177,7 +177,8 @@ def test_ranks_of_a_stream_know_the_costs_of_all(oversize: Any) -> None:
         assert of_rank == alone
     # Resumed in its middle, on other ranks: the same plans and states. Best where documents wait outside the packer.
     waits = [number for number, (*_, state) in enumerate(alone) if state["outside"]["ids"]]
-    at = waits[0] if waits else 4
+    waits += [number for number, (*_, state) in enumerate(alone) if state["waiting"]]
+    at = waits[0]
     assert any("costs" in document for document in alone[at][2]["waiting"])
     for of_rank in processes.run(2, read, alone[at][2], oversize):
         assert of_rank == alone[at + 1 :]

@@ -133,7 +133,8 @@ def test_a_stream_keeps_its_word(rule: str, kind: str) -> None:
     config = packer(rule)
     bounds, least = config.bounds(), MICRO_BATCHES * CONTEXT // 10
     shards = [lengths[at::3] for at in range(3)]
-    stream = BalancedStream([functools.partial(documents, shard)() for shard in shards], packer=config, collate_fn=list)
+    of = [documents(shard) for shard in shards]
+    stream = BalancedStream(of, weights=[1, 1, 1], packer=config, collate_fn=list)
     trained, read, most = Trained(), 0, 0
     for step in stream:
         trained.add(step.packing)

@@ -1,12 +1,15 @@
-"""The process groups that the other tests here stand on."""
+"""The process groups that the other tests here stand on, and what is asked of a group."""
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.torch import processes
+from wlb.torch.collectives import device_of, timeout_of
+from wlb.torch.data.peers import Peers
 
 
 def add_up(rank: int) -> float:
@@ -39,3 +42,25 @@ def test_a_failure_ends_all_and_tells_why() -> None:
 def test_a_death_ends_all() -> None:
     with pytest.raises(processes.RankFailed):
         processes.run(2, die)
+
+
+def _waits(rank: int) -> list[timedelta]:
+    patient = dist.new_group(timeout=timedelta(hours=2))
+    hasty = dist.new_group(timeout=timedelta(seconds=30))
+    peers = [Peers(group, description="test") for group in (patient, hasty)]
+    found = [timeout_of(each._group, "cpu") for each in peers]
+    for each in peers:
+        each.close()
+    return [timeout for timeout in found if timeout is not None]
+
+
+def test_ranks_that_read_together_wait_as_long_as_their_group_and_at_least_as_gloo() -> None:
+    assert processes.run(2, _waits) == [[timedelta(hours=2), timedelta(minutes=30)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda"), ("xpu:xccl", "xpu")]
+)
+def test_collectives_run_where_their_backend_can(monkeypatch: pytest.MonkeyPatch, backend: str, device: str) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
+    assert device_of() == torch.device(device)

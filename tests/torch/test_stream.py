@@ -32,6 +32,9 @@ class Text:
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
 
+    def __len__(self) -> int:
+        return self.count
+
     def __iter__(self) -> Iterator[Any]:
         rng = np.random.default_rng(self.number)
         for number in range(self.count):
@@ -473,8 +476,8 @@ def disagree(rank: int) -> str:
 def test_ranks_with_other_settings_are_named() -> None:
     answers = processes.run(4, disagree)
     assert set(answers) == {
-        "group has ranks [2, 3] with another packer, tokens_per_batch, min_step_tokens, max_early, number of streams "
-        "or step than rank 0"
+        "group has ranks [2, 3] with another packer, tokens_per_batch, min_step_tokens, max_early, number, sizes or "
+        "weights of streams or step than rank 0"
     }
 
 

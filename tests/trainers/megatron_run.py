@@ -37,10 +37,11 @@ with warnings.catch_warnings():
     from megatron.core.datasets import data_schedule
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 import wlb.torch as wt
@@ -50,6 +51,9 @@ from wlb.integrations import megatron
 NAMES = inspect.signature(parallel_state.initialize_model_parallel).parameters
 DYNAMIC = next(name for name in ("hybrid_context_parallel", "dynamic_context_parallel") if name in NAMES)
 VOCABULARY, CONTEXT = 64, 64
+
+if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine its routers ask for it all the same
+    moe_utils.te_general_gemm = None
 
 
 def documents() -> list[Any]:
@@ -210,7 +214,7 @@ def configuration(run: Run, **others: Any) -> TransformerConfig:
 
 def build(run: Run, config: TransformerConfig, *, packed: bool = True) -> list[GPTModel]:
     """The chunks of this rank, of the same weights on every layout."""
-    spec: Any = get_gpt_layer_local_spec()
+    spec: Any = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     if run.sequence_parallel:
         norms = dataclasses.replace(spec.submodules, input_layernorm=_Norm, pre_mlp_layernorm=_Norm)
         layer = dataclasses.replace(spec, submodules=norms)
@@ -227,11 +231,19 @@ def build(run: Run, config: TransformerConfig, *, packed: bool = True) -> list[G
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             position_embedding_type="rope",
             vp_stage=stage,
+            mtp_block_spec=further(config, megatron.packed_layers(spec) if packed else spec),
         )
         for name, parameter in model.named_parameters():
             _fill(model, name, parameter)
         chunks.append(model)
     return chunks
+
+
+def further(config: TransformerConfig, spec: Any) -> Any:
+    """Layers of multi-token prediction, where the configuration has some and this is the last stage."""
+    if not config.mtp_num_layers:
+        return None
+    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
 
 
 def _fill(model: GPTModel, name: str, parameter: Tensor) -> None:

@@ -230,14 +230,18 @@ def test_steps_are_as_many_as_asked_for(tmp_path: Path) -> None:
     assert part.args.max_steps == -(-whole.args.max_steps // 2)
 
 
-def test_steps_without_labels_end_no_later_than_the_last_epoch(tmp_path: Path) -> None:
-    """`max_steps` counts them, and the Trainer passes over them."""
+def test_steps_without_labels_count_in_no_schedule(tmp_path: Path) -> None:
+    """The Trainer passes over them, so that `max_steps` and the learning rate are those of the steps that it takes."""
     masked = [{**row, "labels": [-100] * len(row["labels"])} for row in documents()[:60]] + documents()[60:]
     trainer = balanced(tmp_path, data=masked, train_sampling_strategy="sequential", num_train_epochs=1)
+    steps = trainer.args.max_steps
+    assert steps < trainer._wlb_plan.sampler().total_steps()
     with pytest.warns(UserWarning, match="has no label"):
         trainer.train()
-    assert trainer.state.global_step < trainer.args.max_steps
+    assert trainer.state.global_step == trainer.args.max_steps == steps
     assert trainer.state.epoch == 1.0
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert rates[-1] == pytest.approx(1e-2 / (steps - 2)), "one step before 0, after a warm-up of 2"
 
 
 def test_pieces_may_be_left_out(tmp_path: Path) -> None:
@@ -338,13 +342,13 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "auto_find_batch_size": ({"auto_find_batch_size": True}, "auto_find_batch_size", "max_tokens"),
     "dispatch_batches": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches", "leave it out"),
     "text": ({"data": [{"text": "abc"}]}, "train_dataset", "'input_ids', but 'text'"),
-    "no tokens": ({"data": [{"input_ids": [], "labels": []}]}, "train_dataset", "has no tokens"),
+    "no tokens": ({"data": [{"input_ids": [], "labels": []}]}, "data_collator", "has no tokens"),
     "no data": ({"data": []}, "train_dataset", "is empty"),
     "no input_ids": ({"collator": no_input_ids}, "data_collator", "no 'input_ids'"),
     "pictures": ({"collator": pictures}, "data_collator", "'pixel_values'"),
     "labels": ({"collator": fewer_labels}, "data_collator", "1 labels for"),
-    "mask of documents": ({"collator": masked_by_document}, "attention_mask", "one document in a row"),
-    "several documents": ({"collator": positions_anew}, "train_dataset", "position_ids that begin anew"),
+    "mask of documents": ({"collator": masked_by_document}, "data_collator", "one document in a row"),
+    "several documents": ({"collator": positions_anew}, "data_collator", "position_ids that begin anew"),
     "mlm": ({"collator": MASKED}, "data_collator", "mlm=True"),
     "own loader": ({"cls": OwnLoader}, "trainer", "OwnLoader with a get_train_dataloader"),
     "weights": ({"cls": Weighted}, "trainer", "a WeightedRandomSampler.*leave its _get_train_sampler out"),

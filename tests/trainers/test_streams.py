@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,128 @@ def test_every_document_once_and_on_from_the_data_sets_state(ranks: int) -> None
         assert rest == found[3:]
         everything += [token for step in found for batch in step for token in batch]
     np.testing.assert_array_equal(np.bincount(everything), LENGTHS)
+
+
+# --- shards, and states, of what others have made of a data set ------------------------------------------------------
+
+
+def rows(first: int = 0, count: int = 40) -> Any:
+    data = datasets.Dataset.from_dict({"input_ids": [[number] * 3 for number in range(first, first + count)]})
+    return data.to_iterable_dataset(num_shards=4)
+
+
+def generated() -> Any:
+    def make(shards: list[int]) -> Iterator[dict[str, list[int]]]:
+        for shard in shards:
+            yield from ({"input_ids": [shard * 10 + number] * 3} for number in range(10))
+
+    return datasets.IterableDataset.from_generator(make, gen_kwargs={"shards": [0, 1, 2, 3]})
+
+
+def even(row: Any) -> bool:
+    return bool(row["input_ids"][0] % 2 == 0)
+
+
+def even_ones(batch: Any) -> list[bool]:
+    return [tokens[0] % 2 == 0 for tokens in batch["input_ids"]]
+
+
+MADE: dict[str, tuple[Callable[[], Any], int]] = {
+    "tables": (rows, 4),
+    "generated": (generated, 4),
+    "map": (lambda: rows().map(lambda row: row), 4),
+    "map of batches": (lambda: rows().map(lambda batch: batch, batched=True, batch_size=3), 4),
+    "generated, map of batches": (lambda: generated().map(lambda batch: batch, batched=True, batch_size=3), 4),
+    "filter": (lambda: rows().filter(even), 4),
+    "generated, filter": (lambda: generated().filter(even), 4),
+    "filter of batches": (lambda: rows().filter(even_ones, batched=True, batch_size=4), 4),
+    "shuffle": (lambda: rows().shuffle(seed=1, buffer_size=5), 4),
+    "repeat": (lambda: rows().repeat(2), 4),
+    "torch": (lambda: rows().with_format("torch"), 4),
+    "columns": (lambda: rows().select_columns(["input_ids"]), 4),
+    "skip": (lambda: rows().skip(5), 1),
+    "take": (lambda: rows().take(9), 1),
+    "shuffle and skip": (lambda: rows().shuffle(seed=1, buffer_size=5).skip(5), 1),
+    "filter by place": (lambda: rows().filter(lambda row, place: place >= 5, with_indices=True), 1),
+    "map by place": (lambda: rows().map(lambda row, place: {"input_ids": [place]}, with_indices=True), 1),
+    "whole batches": (lambda: rows().map(lambda batch: batch, batched=True, batch_size=5, drop_last_batch=True), 1),
+    "interleave": (lambda: datasets.interleave_datasets([rows(), rows(100, 8)]), 1),
+    "interleave by chance": (
+        lambda: datasets.interleave_datasets([rows(), rows(100, 8)], probabilities=[0.7, 0.3], seed=1),
+        1,
+    ),
+    "interleave all": (
+        lambda: datasets.interleave_datasets([rows(), rows(100, 8)], stopping_strategy="all_exhausted"),
+        1,
+    ),
+    "concatenate": (lambda: datasets.concatenate_datasets([rows(), rows(100, 8)]), 1),
+    "concatenate and shuffle": (
+        lambda: datasets.concatenate_datasets([rows(), rows(100, 8)]).shuffle(seed=1, buffer_size=5),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_streams_have_the_rows_of_the_data_set_and_go_on_where_they_stood(name: str) -> None:
+    """In its order, where that matters; and by a state of its own only where that loses no row and repeats none."""
+    make, shards = MADE[name]
+
+    def first_tokens(stream: Any) -> list[int]:
+        return [int(row["input_ids"][0]) for row in stream]
+
+    streams, whole = streams_of(make()), first_tokens(make())
+    assert len(streams) == shards
+    found = [first_tokens(stream) for stream in streams]
+    if shards == 1:
+        assert found == [whole]
+    assert Counter(token for part in found for token in part) == Counter(whole)
+    if not hasattr(streams[0], "state_dict"):
+        return  # what was read is read again
+    for given in range(1, len(found[0])):
+        stream, again = streams_of(make())[0], streams_of(make())[0]
+        iterator = iter(stream)
+        for _ in range(given):
+            next(iterator)
+        again.load_state_dict(stream.state_dict())
+        assert first_tokens(again) == found[0][given:]
+
+
+def test_long_documents_come_once_however_often_a_run_is_resumed() -> None:
+    """A data set that was opened and not read says that it stands at its beginning."""
+    lengths = [300 if number % 5 == 0 and number < 20 else 6 for number in range(200)]  # in the first of two shards
+    data = datasets.Dataset.from_dict({"input_ids": [[number] * size for number, size in enumerate(lengths)]})
+    packer = wlb.Packer(
+        num_micro_batches=2,
+        max_tokens=96,
+        max_document_tokens=64,
+        oversize="split",
+        cost_model=wlb.CostModel(attention=1.0, linear=50.0),
+        release="adaptive",
+        max_delay=2,
+    )
+    found: list[int] = []
+    state: Any = None
+    step: Any = True
+    while step is not None:
+        streams = streams_of(data.to_iterable_dataset(num_shards=2))
+        of = wt.BalancedStream(streams, packer=packer, collate_fn=wt.collate, tokens_per_batch=60)
+        if state is not None:
+            of.load_state_dict(state)
+        step = next(of, None)
+        of.close()
+        if step is not None:
+            state = step.state
+            found += [token for batch in tokens(step) for token in batch]
+    np.testing.assert_array_equal(np.bincount(found), lengths)
+
+
+def test_streams_of_two_data_sets_need_weights() -> None:
+    packer = wlb.Packer(num_micro_batches=2, max_tokens=96, cost_model=wlb.CostModel(attention=1.0, linear=50.0))
+    both = streams_of(rows()) + streams_of(rows(100, 8))
+    with pytest.raises(wlb.WlbError, match=r"weights is missing: streams\[0\] \(a ResumableRowStream\)"):
+        wt.BalancedStream(both, packer=packer, collate_fn=wt.collate)
+    wt.BalancedStream(both, packer=packer, collate_fn=wt.collate, weights=[3] * 4 + [1] * 4).close()
 
 
 def test_the_page_says_what_runs() -> None:

@@ -131,7 +131,7 @@ class DynamicMicroBatch:
 
     @property
     def _range(self) -> range:
-        """Where in the plan's groups its own are."""
+        """Indices of this micro-batch's groups among the plan's groups."""
         first, end = self._plan._group_offsets[self._index : self._index + 2].tolist()
         return range(first, end)
 
@@ -154,7 +154,7 @@ class DynamicMicroBatch:
 @result
 @dataclass(frozen=True, eq=False, repr=False)
 class DynamicCpPlan(Copied):
-    """Which documents of a step run when, on which ranks of a stage: plain data.
+    """The plan of one step: which documents run when, and on which ranks of a pipeline stage. Plain data.
 
     It can be printed, compared, pickled and sent. Every array is a fresh copy that the caller may keep
     or change.
@@ -241,7 +241,7 @@ class DynamicCpPlan(Copied):
         return self._of_ranks(self._group_seconds)
 
     def step_seconds(self, group_seconds: ArrayLike) -> float:
-        """What `seconds` would be if the groups took other times, in any unit.
+        """The step's time if its groups took `group_seconds` instead of the predicted times, in any unit.
 
         Args:
             group_seconds: Float [groups], through the whole model, forward and backward: micro-batch by micro-batch, in

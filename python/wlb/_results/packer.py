@@ -18,7 +18,7 @@ _LONGEST_HISTOGRAM = 1_000_000
 @result
 @dataclass(frozen=True)
 class Bounds:
-    """What a packer promises as long as no push brings more than it admits.
+    """The limits that a packer keeps as long as no push brings more documents than it admits.
 
     Attributes:
         tokens: Most tokens that ever wait after a push.

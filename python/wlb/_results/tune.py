@@ -52,7 +52,7 @@ class TunedPoint:
 @result
 @dataclass(frozen=True, repr=False)
 class TuneResult:
-    """What waits, chosen on a sample, and what else could be had.
+    """Thresholds or a delay price chosen on a sample, and the alternatives.
 
     Attributes:
         best: The best choice, and what it gives on the whole sample.

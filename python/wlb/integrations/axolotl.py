@@ -25,7 +25,7 @@ from wlb.torch.training import takes_keywords
 
 
 class Options(BaseModel):
-    """What the plugin adds to axolotl's configuration.
+    """The options that the plugin adds to axolotl's configuration.
 
     Attributes:
         wlb: arguments of `balance`.
@@ -38,7 +38,7 @@ class BalancePlugin(BasePlugin):
     """Balances the trainer that axolotl has made."""
 
     def get_input_args(self) -> str:
-        """Where axolotl finds what may stand in its configuration.
+        """Import path of the class that describes the plugin's options.
 
         Raises:
             wlb.WlbError: axolotl would not call the plugin once it has made its trainer, and train without a plan.

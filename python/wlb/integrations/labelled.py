@@ -6,9 +6,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from wlb._errors import error
 from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.loss import count_valid_tokens
@@ -50,10 +47,7 @@ def _labels(step: Step[Any]) -> int | None:
         return 0
     if not all(map(_has_labels, step.micro_batches)):  # another collator, on all ranks: known to it alone
         return None
-    device = "cpu"
-    if dist.is_initialized() and "cpu" not in dist.get_backend_config():
-        device = str(torch.accelerator.current_accelerator())
-    labels = count_valid_tokens(step, device=device)
+    labels = count_valid_tokens(step)
     if not labels:
         warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=4)
     return labels

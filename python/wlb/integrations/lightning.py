@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
@@ -27,12 +26,12 @@ from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.lightning_proof import prove
 from wlb.integrations.versions import check_version
-from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader, collate
-from wlb.torch.data.documents import measured
+from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader
 from wlb.torch.data.loading import Loading, micro_batches
 from wlb.torch.data.state import field
 from wlb.torch.loss import count_valid_tokens
 from wlb.torch.metrics import StepMetrics
+from wlb.torch.routers import has_router_loss
 
 __all__ = ["BalancedDataModule"]
 
@@ -52,8 +51,9 @@ class BalancedDataModule(LightningDataModule):
     fetched since; on another number of ranks it goes on with the next one.
 
     Args:
-        dataset: `dataset[i]` gives document `i`: a mapping with `input_ids` and maybe `labels` (-100 where nothing is
-            learnt), or its tokens.
+        dataset: `dataset[i]` gives row `i`: its tokens, or a mapping with `input_ids` and maybe `labels` (-100 where
+            nothing is learnt), `attention_mask`, `position_ids` and others (:class:`wlb.torch.RowReader`). Weights are
+            refused by the default `row`: losses of Hugging Face's models take none.
         max_tokens: most tokens of a micro-batch: what the memory of a rank holds.
         tokens_per_batch: tokens of a step on all ranks.
         config: that of a Hugging Face model, for what documents cost; or give `cost_model`.
@@ -90,7 +90,7 @@ class BalancedDataModule(LightningDataModule):
         check_integer("tokens_per_batch", tokens_per_batch, minimum=1)
         self._loading, _ = Loading.of(loading)
         self._limits = {"max_tokens": max_tokens, "cost_model": self._loading.costs(config)}
-        self._documents, self._lengths = measured(dataset, self._loading.lengths, "dataset")
+        self._documents, self._lengths = self._loading.measured(dataset)
         self._validation = validation
         self._max_tokens, self._tokens_per_batch = max_tokens, tokens_per_batch
         self._row = row
@@ -126,7 +126,9 @@ class BalancedDataModule(LightningDataModule):
         trainer: Any = self.trainer
         sampler = self._sampler(trainer.global_rank, trainer.world_size)
         workers = self._loading.num_workers
-        loader = DataLoader(self._documents, batch_sampler=sampler, collate_fn=collate, num_workers=workers)
+        loader = DataLoader(
+            self._documents, batch_sampler=sampler, collate_fn=self._loading.collate, num_workers=workers
+        )
         divided = trainer.world_size
         if trainer.lightning_module.automatic_optimization:
             divided *= trainer.accumulate_grad_batches
@@ -138,7 +140,9 @@ class BalancedDataModule(LightningDataModule):
             return []
         trainer: Any = self.trainer
         packer = replace(self._loading, max_delay=0).packer(4 * trainer.world_size, **self._limits)
-        return _Validation(Documents(self._validation), packer, trainer, self._row)
+        columns, ahead = self._loading.columns, self._loading.labels_ahead
+        documents = Documents(self._validation, columns=columns, labels_ahead=ahead, argument="validation")
+        return _Validation(documents, self._loading.collate, packer, trainer, self._row)
 
     def _micro_batches(self, ranks: int) -> int:
         return ranks * micro_batches(self._tokens_per_batch, ranks=ranks, max_tokens=self._max_tokens)
@@ -150,7 +154,7 @@ class BalancedDataModule(LightningDataModule):
 
 
 class _MicroBatches:
-    """What Lightning iterates over, an epoch at a time, and whose state it saves."""
+    """The iterable that Lightning reads, one epoch at a time; Lightning saves its state."""
 
     def __init__(self, steps: StepLoader[PackedBatch], trainer: Any, divided: int, row: Row, *, verify: bool) -> None:
         self._steps, self._trainer, self._divided, self._row = steps, trainer, divided, row
@@ -173,10 +177,11 @@ class _MicroBatches:
                 prove(self._trainer, step, self._divided, self._row)
             self._given.append(replace(step, micro_batches=[]))
             for batch in step.micro_batches:
-                yield self._row(batch, (labels or 1) / self._divided)
+                row = self._row(batch, (labels or 1) / self._divided)
+                yield _without_routers(row, batch, self._trainer.lightning_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last step stands that the optimizer took, however many were fetched since."""
+        """State after the last step that the optimizer took, whatever was fetched since."""
         self.note_trained()
         return {"steps": self._steps.state_dict() if self._state is None else self._state}
 
@@ -210,28 +215,36 @@ class _Figures(Callback):
 class _Validation:
     """Every document once; the plain mean over all batches of all ranks is that over labels."""
 
-    def __init__(self, documents: Documents, packer: wlb.Packer, trainer: Any, row: Row) -> None:
+    def __init__(
+        self, documents: Documents, work: Callable[..., PackedBatch], packer: wlb.Packer, trainer: Any, row: Row
+    ) -> None:
         ranks = trainer.world_size
         sampler = BalancedBatchSampler(
             documents.lengths(), packer=packer, dp_rank=trainer.global_rank, dp_size=ranks, shuffle=False
         )
-        loader = DataLoader(documents, batch_sampler=sampler, collate_fn=collate)
+        loader = DataLoader(documents, batch_sampler=sampler, collate_fn=work)
         steps: StepLoader[PackedBatch] = StepLoader(loader)
         self._batches: list[PackedBatch] = []
         labels = 0
-        device = trainer.strategy.root_device if dist.is_initialized() else "cpu"
         for step in steps:
             self._batches += step.micro_batches
-            labels += count_valid_tokens(step, device=device)
+            labels += count_valid_tokens(step)
         self._num_items = max(labels, 1) / (len(self._batches) * ranks)
-        self._row = row
+        self._row, self._trainer = row, trainer
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
-            yield self._row(batch, self._num_items)
+            yield _without_routers(self._row(batch, self._num_items), batch, self._trainer.lightning_module)
+
+
+def _without_routers(row: Any, batch: PackedBatch, module: Any) -> Any:
+    """A row without documents teaches routers nothing: its one token is none."""
+    if batch.tokens.numel() or not isinstance(row, dict) or "input_ids" not in row or not has_router_loss(module):
+        return row
+    return row | {"output_router_logits": False}
 
 
 def _check_lightning() -> None:

@@ -47,7 +47,7 @@ def prove(trainer: Any, step: Step[PackedBatch], divided: int, row: Callable[[Pa
     numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
     def train(of: Step[PackedBatch]) -> float:
-        labels = count_valid_tokens(of, group=group, device=where)
+        labels = count_valid_tokens(of, group=group)
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(of.micro_batches):
             given = strategy.batch_to_device(row(batch, (labels or 1) / divided))

@@ -13,7 +13,7 @@ from wlb.integrations.versions import check_version
 
 
 def balanced(run_exp: Callable[..., None], **options: Any) -> Callable[..., None]:
-    """The same function, of which the trainers are balanced as they begin to train.
+    """Wraps LLaMA-Factory's `run_exp` so that the trainers which it makes are balanced when they begin to train.
 
     For what trains by transformers' `Trainer` on tokens: the stages `pt` and `sft`, `full`, `freeze` or `lora`.
 

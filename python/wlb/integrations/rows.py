@@ -12,34 +12,41 @@ from torch.utils.data import Dataset
 
 from wlb._errors import error
 from wlb.torch.data.arrow import arrow_lengths
+from wlb.torch.data.rows import KNOWN, RowIndex, RowReader, split_row
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
-# What collators also give, and is made anew for packed rows.
-_REMADE = {"attention_mask", "position_ids", "shift_labels", "seq_idx", "seq_lengths", "length", "use_cache"}
-_WANTED = "wants one document in a row; switch packing off"
-_REMADE |= {"num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-
 
 class Rows(Dataset[dict[str, NDArray[Any]]]):
-    """Document `i` of a data set, collated alone: its `input_ids`, and `labels` where the collator gives them."""
+    """Document `i` of a data set, collated alone: its `input_ids`, and the other columns that mean something.
 
-    def __init__(self, dataset: Any, collator: Collator) -> None:
+    Rows with `seq_lengths` hold several documents, each of which has a number of its own here.
+
+    Args:
+        dataset: The trainer's.
+        collator: The trainer's: it gets one document at a time.
+        reader: Says which columns are carried.
+    """
+
+    def __init__(self, dataset: Any, collator: Collator, reader: RowReader | None = None) -> None:
         self.dataset = dataset
         self._collator = collator
+        self._reader = RowReader() if reader is None else reader
+        self._index = RowIndex.of_rows(dataset, "train_dataset")
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.dataset) if self._index is None else self._index.rows.size
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
         """Raises `wlb.WlbError` as :func:`row`."""
-        return row(self.dataset[index], index, self._collator)
+        return self._made(self.dataset[self._row_of(index)], index)
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, NDArray[Any]]]:
         """Several at once: data sets of Hugging Face read them in one query."""
         together = getattr(self.dataset, "__getitems__", None)
-        features = [self.dataset[index] for index in indices] if together is None else together(indices)
-        return [row(feature, index, self._collator) for feature, index in zip(features, indices, strict=True)]
+        rows = [self._row_of(index) for index in indices]
+        features = [self.dataset[number] for number in rows] if together is None else together(rows)
+        return [self._made(feature, index) for feature, index in zip(features, indices, strict=True)]
 
     def lengths(self) -> NDArray[np.int64]:
         """int64 [documents], tokens of each.
@@ -47,7 +54,7 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
         Complexity:
             Of a data set in Arrow tables O(documents); of any other every document is made once.
         """
-        found = arrow_lengths(self.dataset)
+        found = arrow_lengths(self.dataset) if self._index is None else self._index.lengths
         if found is None or not len(found) or found[0] != self[0]["input_ids"].size:
             found = np.array([self[index]["input_ids"].size for index in range(len(self))], np.int64)
         if (empty := np.flatnonzero(found == 0)).size:
@@ -55,13 +62,23 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
             raise error("train_dataset", "has no tokens: filter such documents out", index=index, value=0)
         return found
 
+    def _row_of(self, index: int) -> int:
+        return index if self._index is None else int(self._index.rows[index])
 
-def tokens_and_labels(features: list[Any]) -> Mapping[str, Any]:
-    """Of one document, what a packed row keeps; its other columns are left."""
-    return {name: features[0][name] for name in ("input_ids", "labels", "attention_mask") if name in features[0]}
+    def _made(self, feature: Any, index: int) -> dict[str, NDArray[Any]]:
+        if self._index is not None:
+            row = int(self._index.rows[index])
+            feature = split_row(feature, "train_dataset", row)[int(self._index.parts[index])]
+        return row_of(feature, index, self._collator, self._reader)
 
 
-def row(feature: Any, index: int, collator: Collator) -> dict[str, NDArray[Any]]:
+def as_it_is(features: list[Any]) -> Mapping[str, Any]:
+    """Of one row, all its columns: the collator where there is none."""
+    found: Mapping[str, Any] = features[0] if isinstance(features[0], Mapping) else {"input_ids": features[0]}
+    return found
+
+
+def row_of(feature: Any, index: int, collator: Collator, reader: RowReader) -> dict[str, NDArray[Any]]:
     """One document: what the collator makes of it alone, without its padding.
 
     Raises:
@@ -72,46 +89,36 @@ def row(feature: Any, index: int, collator: Collator) -> dict[str, NDArray[Any]]
         message = f"has no 'input_ids', but {columns}: tokenise it, or give it to a trainer that does"
         raise error("train_dataset", message, index=index, value=list(feature))
     batch = collator([dict(feature) if isinstance(feature, Mapping) else feature])
-    found = {name: _flat(value) for name, value in batch.items()}
-    if "input_ids" not in found:
+    if "input_ids" not in batch:
         given = ", ".join(map(repr, batch)) or "nothing"
         raise error("data_collator", f"gives no 'input_ids', but {given}", index=index, value=list(batch))
-    tokens = found.pop("input_ids")
-    real = _real(found, tokens.size, index)
-    result = {"input_ids": tokens[real]}
-    if "labels" in found:
-        labels = found.pop("labels")
-        if labels.size != tokens.size:
-            message = f"gives {labels.size} labels for {tokens.size} tokens: only next tokens can be learnt"
-            raise error("data_collator", message, index=index, value=int(labels.size))
-        result["labels"] = labels[real]
-    for name, value in found.items():
-        if name not in _REMADE and not (name == "token_type_ids" and not value.any()):
-            message = f"gives {name!r}, which rows of packed documents cannot keep: drop it from the data set"
-            raise error("data_collator", message, index=index, value=name)
-    return result
+    found = {name: _alone(name, value) for name, value in batch.items()}
+    parts = reader.parts(found, index, "data_collator")
+    if len(parts) != 1:
+        message = f"gives {len(parts)} documents for one row: give rows their seq_lengths in the data set"
+        raise error("data_collator", message, index=index, value=len(parts))
+    return parts[0]
 
 
-def _real(found: dict[str, NDArray[Any]], size: int, index: int) -> Any:
-    """Which tokens are no padding: all, where no mask says so.
-
-    Raises:
-        wlb.WlbError: The row holds several documents, which would be taken for one.
-    """
-    mask, positions = found.get("attention_mask"), found.get("position_ids")
-    if mask is not None and mask.dtype != object and (mask.size != size or mask.max(initial=0) > 1):
-        message = (
-            f"has a mask of {mask.size} values up to {mask.max(initial=0)} for {size} tokens: wlb packs, and {_WANTED}"
-        )
-        raise error("attention_mask", message, index=index, value=int(mask.size))
-    real: Any = slice(None) if mask is None or mask.dtype == object else mask.astype(bool)
-    if positions is not None and positions.size == size and (np.diff(positions[real]) < 0).any():
-        message = f"has position_ids that begin anew in it: wlb packs, and {_WANTED}"
-        raise error("train_dataset", message, index=index)
-    return real
-
-
-def _flat(value: Any) -> NDArray[Any]:
+def _alone(name: str, value: Any) -> Any:
+    """What a batch of one row has of that row."""
     if isinstance(value, Tensor):
-        value = value.detach().cpu().numpy()
-    return np.asarray(value).reshape(-1)
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy()
+    if not isinstance(value, np.ndarray | list | tuple):
+        return value
+    array = value if isinstance(value, np.ndarray) else _array(value)
+    if array is not None and array.shape == (1,) and name not in KNOWN:
+        return array[0]  # a number for each row
+    if array is None or array.ndim < 2:
+        return value
+    if name == "position_ids" and array.ndim == 3 and array.shape[1] == 1:  # of mRoPE, [3, rows, tokens]
+        return array[:, 0]
+    return array[0] if array.shape[0] == 1 else array
+
+
+def _array(value: Any) -> NDArray[Any] | None:
+    try:
+        return np.asarray(value)
+    except ValueError:  # ragged
+        return None

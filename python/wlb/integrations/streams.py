@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from numpy.typing import NDArray
 
 from wlb._errors import error
-from wlb.integrations.rows import Collator, row, tokens_and_labels
+from wlb.integrations.rows import Collator, as_it_is, row_of
 from wlb.torch.data.one_stream import restores_itself
+from wlb.torch.data.rows import RowReader, joined_row, split_row
 
 
-def streams_of(dataset: Any, collator: Collator = tokens_and_labels) -> list[Any]:
-    """What `wlb.torch.BalancedStream` reads of a tokenised data set without a length.
+def streams_of(dataset: Any, collator: Collator = as_it_is, *, columns: Sequence[str] = ()) -> list[Any]:
+    """Makes streams for `wlb.torch.BalancedStream` from a tokenised data set without a length.
 
         data = load_dataset(..., streaming=True).map(tokenise)
         stream = BalancedStream(streams_of(data), packer=packer, collate_fn=collate, group=group)
 
     Args:
         dataset: Hugging Face's `IterableDataset`, the whole of it on every rank; or any iterable of rows with
-            `input_ids` and maybe `labels`, of which the tokens that an `attention_mask` hides are padding.
+            `input_ids` and maybe `labels`, `attention_mask` and other columns (:class:`wlb.torch.RowReader`).
         collator: Makes what is learnt of a list of one row, as a trainer's.
+        columns: Names of further columns that are carried. Give them to the `BalancedStream` too.
 
     Returns:
-        One for each shard of the data set, or the data set itself: read by several ranks, or by one. They go on from
-        the data set's own state where that is exact; from others (shuffle buffers) what was read is read again.
+        One stream for each shard of the data set, each read by one of the ranks, all with equal shares of a step. One
+        stream, the data set itself, where what it gives depends on the order of its rows: `skip`, `take`,
+        `interleave_datasets`, `concatenate_datasets`, functions `with_indices`, `drop_last_batch`, and layers that this
+        version does not know. A batched `map` is cut: of rows that are batched otherwise it has to make the same ones.
+        Streams go on from the data set's own state where that is exact; of others (shuffle buffers, `filter` over Arrow
+        tables) what was read is read again.
 
     Raises:
         wlb.WlbError: It gives every rank its own part already.
@@ -35,29 +41,37 @@ def streams_of(dataset: Any, collator: Collator = tokens_and_labels) -> list[Any
     if getattr(dataset, "_distributed", None) is not None:
         message = "is split by node already: give the whole of it, the same on every rank"
         raise error("train_dataset", message)
-    shards = getattr(dataset, "num_shards", 1) if hasattr(dataset, "shard") else 1
+    shards = getattr(dataset, "num_shards", 1) if hasattr(dataset, "shard") and _is_unordered(dataset) else 1
     parts = [dataset.shard(num_shards=shards, index=index) for index in range(shards)] if shards > 1 else [dataset]
     kind = ResumableRowStream if _resumes_exactly(dataset) else RowStream
-    return [kind(part, collator) for part in parts]
+    return [kind(part, collator, dataset, RowReader(columns)) for part in parts]
 
 
 class RowStream:
-    """The documents of a stream, as `Rows`. A stream without a state of its own: what was read is read again."""
+    """The documents of a stream, as `Rows`. A stream without a state of its own: what was read is read again.
 
-    def __init__(self, dataset: Any, collator: Collator) -> None:
+    Attributes:
+        whole: The data set that this is a shard of.
+    """
+
+    def __init__(self, dataset: Any, collator: Collator, whole: Any, reader: RowReader) -> None:
         self._dataset = dataset
         self._collator = collator
+        self._reader = reader
+        self.whole = whole
 
     def __iter__(self) -> Iterator[dict[str, NDArray[Any]]]:
         for index, feature in enumerate(self._dataset):
-            yield row(feature, index, self._collator)
+            documents = split_row(feature, "train_dataset", index) if isinstance(feature, Mapping) else [feature]
+            of_each = [row_of(document, index, self._collator, self._reader) for document in documents]
+            yield of_each[0] if len(of_each) == 1 else joined_row(of_each)  # whole: a stream goes on with a row
 
 
 class ResumableRowStream(RowStream):
     """The documents of a stream that goes on from its own state."""
 
     def state_dict(self) -> Any:
-        """Where the stream stands."""
+        """Position of the stream."""
         return self._dataset.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -65,13 +79,55 @@ class ResumableRowStream(RowStream):
         self._dataset.load_state_dict(state)
 
 
+# Layers of Hugging Face's streams of which a row does not depend on those before it: shards have the rows of the whole.
+_UNORDERED: Final = {
+    "ArrowExamplesIterable",
+    "BufferShuffledExamplesIterable",
+    "ExamplesIterable",
+    "FilteredExamplesIterable",
+    "FormattedExamplesIterable",
+    "MappedExamplesIterable",
+    "RebatchedArrowExamplesIterable",
+    "RepeatExamplesIterable",
+    "SelectColumnsIterable",
+}
+
+# Layers whose state says exactly which row is next; those of `map` and `filter` if it does below them.
+_EXACT: Final = {
+    "ArrowExamplesIterable",
+    "CyclingMultiSourcesExamplesIterable",
+    "ExamplesIterable",
+    "FilteredExamplesIterable",
+    "FormattedExamplesIterable",
+    "HorizontallyConcatenatedMultiSourcesExamplesIterable",
+    "MappedExamplesIterable",
+    "RandomlyCyclingMultiSourcesExamplesIterable",
+    "RebatchedArrowExamplesIterable",
+    "RepeatExamplesIterable",
+    "SelectColumnsIterable",
+    "SkipExamplesIterable",
+    "TakeExamplesIterable",
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
+}
+
+
+def _is_unordered(dataset: Any) -> bool:
+    """Whether the shards of a stream have together the rows of the whole, however they are read."""
+    return all(
+        type(layer).__name__ in _UNORDERED
+        and not getattr(layer, "with_indices", False)
+        and not getattr(layer, "drop_last_batch", False)
+        for layer in _layers(getattr(dataset, "_ex_iterable", None))
+    )
+
+
 def _resumes_exactly(dataset: Any) -> bool:
     """Whether the state of a stream says exactly where it stands: that of a shuffle buffer loses what is in it."""
-    return restores_itself(dataset) and not any(map(_is_ahead, _layers(getattr(dataset, "_ex_iterable", None))))
+    return restores_itself(dataset) and all(map(_is_exact, _layers(getattr(dataset, "_ex_iterable", None))))
 
 
 def _layers(layer: Any) -> Iterator[Any]:
-    """Of a stream of Hugging Face's: what it reads from, and what that reads from."""
+    """Walks from a Hugging Face stream to the streams that it reads from."""
     if layer is None:
         return
     yield layer
@@ -79,23 +135,30 @@ def _layers(layer: Any) -> Iterator[Any]:
         yield from _layers(inner)
 
 
-def _is_ahead(layer: Any) -> bool:
-    """Whether the state of a layer says that more was read than was given."""
+def _is_exact(layer: Any) -> bool:
     name, inner = type(layer).__name__, type(getattr(layer, "ex_iterable", None)).__name__
-    if name == "MappedExamplesIterable" and inner == "FormattedExamplesIterable":
-        return not layer.batched and not _maps_of_tables_resume()
-    return "BufferShuffled" in name
+    if name in ("MappedExamplesIterable", "FilteredExamplesIterable") and inner == "FormattedExamplesIterable":
+        return _resumes_in_tables(name == "FilteredExamplesIterable", bool(layer.batched))
+    return name in _EXACT
 
 
 @cache
-def _maps_of_tables_resume() -> bool:
-    """Whether datasets resumes a `map` over Arrow tables after the row that was given: 4.7 goes on a table later."""
+def _resumes_in_tables(is_filter: bool, batched: bool) -> bool:
+    """Whether datasets resumes a `map` or `filter` over Arrow tables after the row given: 4.7 goes on a table later."""
 
     def stream() -> Any:
-        rows = import_module("datasets").Dataset.from_dict({"number": [0, 1, 2]})
-        return rows.to_iterable_dataset().map(lambda row: row)
+        rows = import_module("datasets").Dataset.from_dict({"number": list(range(6))}).to_iterable_dataset(num_shards=2)
+        options: dict[str, Any] = {"batched": True, "batch_size": 2} if batched else {}
+        if is_filter:
+            return rows.filter(lambda row: [True] * len(row["number"]) if batched else True, **options)
+        return rows.map(lambda row: row, **options)
 
-    given, resumed = stream(), stream()
-    next(iter(given))
-    resumed.load_state_dict(given.state_dict())
-    return [row["number"] for row in resumed] == [1, 2]
+    def rest(given: int) -> list[int]:
+        first, resumed = stream(), stream()
+        rows = iter(first)
+        for _ in range(given):
+            next(rows)
+        resumed.load_state_dict(first.state_dict())
+        return [row["number"] for row in resumed]
+
+    return all(rest(given) == list(range(given, 6)) for given in range(1, 6))

@@ -21,7 +21,7 @@ from wlb._errors import check_bool, check_integer
 
 @dataclass(frozen=True, order=True)
 class Mask:
-    """Which keys of its own document a query meets, itself included.
+    """The keys of its own document that a query sees, itself included.
 
     ``full``: all up to itself; ``window``: the last `size` up to itself; ``chunk``: those up to itself in its chunk of
     `size` tokens; ``bidirectional``: the whole document, or image; ``bidirectional_window``: all of its square of at
@@ -96,7 +96,7 @@ class Block(ABC):
 
     @abstractmethod
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
-        """What the block keeps for the backward; keys that tensor parallelism copies count as often."""
+        """Bytes that the block keeps for the backward pass; copies of keys by tensor parallelism count."""
 
     @property
     def exchanged(self) -> int:
@@ -105,7 +105,7 @@ class Block(ABC):
 
     @property
     def divisors(self) -> dict[str, int]:
-        """What tensor parallelism must divide."""
+        """Sizes that the tensor-parallel degree must divide, by name."""
         return {name: getattr(self, name) for name in self._divided}
 
     def parameters(self, hidden: int, *, active: bool = False) -> int:

@@ -295,7 +295,7 @@ class ModelConfig:
         recompute: bool = False,
         causal: bool = True,
     ) -> CostModel:
-        """What documents cost, by FLOPs: a term for all pairs, for those of each window and chunk, and for tokens.
+        """Cost of documents from FLOPs, with a term for all pairs, for pairs of each window and chunk, and for tokens.
 
         For equal layers the same as :meth:`wlb.CostModel.from_flops`. Routers, convolutions and states are counted,
         norms and biases are not. An encoder of images is not counted: its images are not documents.

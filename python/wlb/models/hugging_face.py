@@ -17,7 +17,7 @@ from wlb.models.text_families import DEFAULTS, FAMILIES
 
 @runtime_checkable
 class PretrainedConfig(Protocol):
-    """What transformers' configs have."""
+    """The part of a transformers configuration that is used here."""
 
     def to_dict(self) -> dict[str, Any]:
         """All keys."""

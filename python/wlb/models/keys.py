@@ -69,7 +69,7 @@ _TYPES: dict[type, str] = {int: "an integer", bool: "true or false", str: "text"
 
 
 class Refused(Exception):
-    """What is wrong with a config, and the value that is."""
+    """An error in a configuration: the key, the value and the reason."""
 
     def __init__(self, message: str, value: object) -> None:
         super().__init__(message)
@@ -98,7 +98,7 @@ class Keys:
     @overload
     def read(self, kind: type[T], *names: str, default: T) -> T: ...
     def read(self, kind: type[T], *names: str, default: Any = ...) -> T:
-        """What the first of these keys that is set says, of that type and no other.
+        """Value of the first of these keys that is set; it must have the given type.
 
         Raises:
             Refused: no key is set and there is no default; or another type.

@@ -57,7 +57,7 @@ class GatedDeltaNet(Block):
         )
 
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
-        """What the convolution is given and gives, gate, output, and that normalised and gated; decay and strength."""
+        """Keeps input and output of the convolution, gate, output, normalised gated output, decay and strength."""
         return Kept(
             2 * self.conv_channels + 2 * self.value_width,
             recomputed=self.value_width,
@@ -120,7 +120,7 @@ class KimiDeltaAttention(_SquareStates):
         return (Matrix(hidden, 3 * width), *gate, *gate, Matrix(hidden, self.num_heads), Matrix(width, hidden))
 
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
-        """What the convolution is given and gives, both gates, the output, and that normalised and gated; strength."""
+        """Keeps input and output of the convolution, both gates, output, normalised gated output and strength."""
         width = self.value_width
         values = 2 * self.conv_channels + 3 * width
         return Kept(values, recomputed=width, statistics=self.num_heads, rows=2 * self.head_dim)
@@ -207,7 +207,7 @@ class Mamba1(Block):
         )
 
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
-        """What the convolution is given and gives, the gate, step sizes, the output, and that gated; narrow rows."""
+        """Keeps input and output of the convolution, gate, step sizes, output, gated output and narrow rows."""
         return Kept(5 * self.inner, recomputed=self.inner, rows=self.step_rank + 2 * self.state_size)
 
     def vectors(self, hidden: int) -> int:
@@ -270,7 +270,7 @@ class Mamba2(Block):
         return (Matrix(hidden, width, self.bias), Matrix(self.inner, hidden, self.bias))
 
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
-        """What the convolution is given and gives, the gate, the output, and that gated and normalised; step sizes."""
+        """Keeps input and output of the convolution, gate, output, gated normalised output and step sizes."""
         values = 2 * self.conv_channels + 2 * self.inner
         return Kept(values, recomputed=self.inner, statistics=self.num_heads)
 

@@ -9,7 +9,7 @@ from wlb.models.blocks import Block, Kept, Matrix
 
 @dataclass(frozen=True, kw_only=True)
 class HyperConnection(Block):
-    """What the next block reads is mixed from several residual streams, and its output is added to each (Qwen4-Exp).
+    """Several residual streams: the next block reads a mixture of them, and its output is added to each (Qwen4-Exp).
 
     Args:
         streams: residual streams, each of the width of a row.

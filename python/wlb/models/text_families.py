@@ -41,7 +41,7 @@ class Heads:
     floors: bool = False  # heads that do not divide the width have the floor
 
     def block(self, keys: Keys, kind: str) -> Attention:
-        """Of one layer."""
+        """Attention block of one layer."""
         hidden, heads = keys.integer("hidden_size"), keys.positive("num_attention_heads")
         head_dim = keys.integer("head_dim", "attention_head_dim", default=0)
         if not head_dim:
@@ -397,7 +397,7 @@ def _glm4_moe(keys: Keys) -> Text:
 
 
 def _mamba2_block(keys: Keys, *, bias: bool = False, norm: bool = True, inner: int = 0) -> Mamba2:
-    """Of Bamba, Granite and Falcon, which use the same keys."""
+    """Mamba-2 block of Bamba, Granite and Falcon models, which use the same keys."""
     heads = keys.positive("mamba_n_heads")
     inner = inner or keys.integer("mamba_expand", default=2) * keys.integer("hidden_size")
     return Mamba2(

@@ -12,6 +12,7 @@ else receives plans and runs them on torch.distributed.
 | device mesh, context- and expert-parallel groups | :mod:`wlb.torch.groups` |
 | a global batch under any wrapper | :mod:`wlb.torch.training` |
 | weights that stages of a pipeline share | :mod:`wlb.torch.tied` |
+| routers of experts, and padding | :mod:`wlb.torch.routers` |
 | a loss per token, its gradients under any wrapper | :mod:`wlb.torch.loss`, `.gradients` |
 | what micro-batches take, costs learnt from it | :mod:`wlb.torch.timing`, `.tracker` |
 | figures for loggers | :mod:`wlb.torch.metrics` |
@@ -34,6 +35,7 @@ from wlb.torch.data import (
     Loading,
     PackedBatch,
     Piece,
+    RowReader,
     Step,
     StepLoader,
     balanced_loader,
@@ -51,6 +53,7 @@ from wlb.torch.pipeline import (
     stages_of_rank,
 )
 from wlb.torch.proof import Proof, verify
+from wlb.torch.routers import real_tokens
 from wlb.torch.tied import TiedWeights
 from wlb.torch.timing import StepTimer, TimedStep
 from wlb.torch.timings import LevelReport
@@ -75,6 +78,7 @@ __all__ = [
     "Piece",
     "PipelineMicroBatch",
     "Proof",
+    "RowReader",
     "Step",
     "StepLoader",
     "StepMetrics",
@@ -97,6 +101,7 @@ __all__ = [
     "peak_flops",
     "pipeline_step",
     "prepare_attention",
+    "real_tokens",
     "recut",
     "stages_of_rank",
     "sum_gradients",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from wlb._errors import error
+from wlb.torch.collectives import device_of
 
 
 class HasDigest(Protocol):
@@ -26,7 +27,6 @@ def check_agreement(
     *,
     step: int = 0,
     group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
 ) -> None:
     """Raises on every rank of `group` if not all have the same plan of the same step.
 
@@ -34,7 +34,6 @@ def check_agreement(
         plan: or its digest.
         step: the step that it is the plan of.
         group: the ranks that must agree; None for all.
-        device: where the collective runs ("cuda" for NCCL).
 
     Raises:
         WlbError: that names the ranks of each plan; the same text on every rank.
@@ -45,6 +44,7 @@ def check_agreement(
     digest = plan if isinstance(plan, str) else plan.digest()
     number = operator.index(step).to_bytes(8, "little", signed=True)
     fingerprint = hashlib.blake2b(digest.encode(), digest_size=32).digest() + number
+    device = device_of(group)
     mine = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(device)
     ranks_in_group = dist.get_world_size(group)
     everyone = torch.empty(ranks_in_group * mine.numel(), dtype=torch.uint8, device=device)

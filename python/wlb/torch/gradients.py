@@ -239,7 +239,7 @@ def exchanges_gradients(model: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """What is inside of `torch.compile` and data-parallel wrappers: the model as it was written."""
+    """The model inside `torch.compile` and data-parallel wrappers."""
     return _unwrapped(model)[-1]
 
 
@@ -269,7 +269,7 @@ def _multiply(parameters: Iterable[Tensor], factor: int) -> None:
 
 
 def _change(module: nn.Module) -> Callable[[], None] | None:
-    """What makes this one module add up; None if it is no wrapper.
+    """The change that makes one wrapper add up gradients; None if the module is no wrapper.
 
     Raises:
         WlbError: It is a wrapper of which that is not known.
@@ -350,7 +350,7 @@ def _ddp(module: DistributedDataParallel) -> Callable[[], None]:
 
 
 def _wrapped_by_lightning(model: nn.Module) -> nn.Module:
-    """What Lightning's strategy runs in the place of a LightningModule that is being trained; otherwise itself.
+    """The module that Lightning's strategy runs for a LightningModule in training; otherwise the module itself.
 
     Raises:
         WlbError: It has not been wrapped yet, or the strategy is not known, or the Trainer divides the loss.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from wlb._errors import check_integer, error
+from wlb.torch.collectives import timeout_of
 from wlb.torch.data.batch import PackedBatch
 
 MESH_DIMS = ("pp", "dp", "cp", "tp")
@@ -120,17 +120,16 @@ class ContextParallelGroups:
 
     Args:
         mesh: from :func:`build_mesh`.
-        timeout: of their collectives; default that of the world, or of the backend where it does not tell (MPI).
 
     Complexity:
         Collective: every rank calls it once, at the same point. At most 2 * world size groups, and at most half the
         square of the dp x cp ranks as plans ask for them; NCCL connects one at its first use.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, timeout: timedelta | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         if mesh.mesh_dim_names != MESH_DIMS:
             raise error("mesh", f"has dimensions {mesh.mesh_dim_names}: must have {MESH_DIMS}", value=mesh)
-        self._timeout = timeout = timeout or _timeout_of_world(mesh.device_type)
+        self._timeout = timeout = timeout_of(None, mesh.device_type)
         pp, dp, cp, tp = mesh.mesh.shape
         # [pp, tp, dp * cp]: the order in which every rank creates every group.
         positions = mesh.mesh.permute(0, 3, 1, 2).reshape(pp * tp, dp * cp).tolist()
@@ -209,12 +208,3 @@ class ContextParallelGroups:
             assert isinstance(made, dist.ProcessGroup)  # this rank is in it
             self._others[ranks] = made
         return self._others[ranks]
-
-
-def _timeout_of_world(device_type: str) -> timedelta | None:
-    """What a new group would not inherit; None where the backend has no options."""
-    world = dist.distributed_c10d._get_default_group()
-    try:
-        return world._get_backend(torch.device(device_type)).options._timeout
-    except (RuntimeError, AttributeError):
-        return None

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wlb._errors import check_integer, error
+from wlb.torch.collectives import device_of
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
@@ -18,7 +19,12 @@ from wlb.torch.groups import ranks_of_step
 
 
 def token_normalized_loss(
-    logits: Tensor, labels: Tensor, *, num_valid_tokens: int | Tensor, ignore_index: int = IGNORE
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    num_valid_tokens: int | Tensor,
+    ignore_index: int = IGNORE,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """This rank's part of the mean cross-entropy over the whole global batch.
 
@@ -33,6 +39,8 @@ def token_normalized_loss(
             then the loss and its gradients are 0, so that a rank may run such a batch with the others, and the
             optimizer is not to step. A tensor is not looked at, for that would wait for the device.
         ignore_index: as in :func:`torch.nn.functional.cross_entropy`.
+        weights: float[tokens], by which the loss of each label is multiplied: `batch.columns.get("loss_weights")`. The
+            sum is divided by the number of labels all the same.
 
     Returns:
         A scalar, float32.
@@ -52,7 +60,14 @@ def token_normalized_loss(
         if num_valid_tokens == 0 and bool((labels != ignore_index).any()):
             message = f"= 0, but labels other than ignore_index = {ignore_index} are here: count them over all ranks"
             raise error("num_valid_tokens", message, value=num_valid_tokens)
-    total = F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="sum")
+    if weights is None:
+        total = F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="sum")
+    else:
+        if weights.shape != labels.shape:
+            shape = tuple(weights.shape)
+            raise error("weights", f"has shape {shape}: must be [{labels.shape[0]}], as labels", value=shape)
+        losses = F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="none")
+        total = (losses * weights.float()).sum()
     # Without labels the sum is 0, whatever it is divided by, but 0 / 0 is not.
     at_least_1 = num_valid_tokens.clamp(min=1) if isinstance(num_valid_tokens, Tensor) else max(num_valid_tokens, 1)
     return total / at_least_1
@@ -62,7 +77,6 @@ def count_valid_tokens(
     step: Step[Any] | DynamicCpStep[Any],
     *,
     group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
 ) -> int:
     """Labels that count in a global batch, each once, on all ranks that share it.
 
@@ -78,7 +92,6 @@ def count_valid_tokens(
         step: what a loader gave. Its micro-batches are `PackedBatch`, of which the first context-parallel rank counts
             the labels; or mappings with `labels`, of one context-parallel rank.
         group: the ranks that share the step, data- and context-parallel; None for all.
-        device: where the collective runs ("cuda" for NCCL).
 
     Returns:
         Their number, 0 included.
@@ -97,7 +110,7 @@ def count_valid_tokens(
     mine = torch.zeros(1 + step.num_ranks * len(step.parts), dtype=torch.int64)
     mine[0] = total
     mine[1 + torch.from_numpy(step.parts)] = 1
-    everyone = mine.to(device)
+    everyone = mine.to(device_of(group))
     dist.all_reduce(everyone, group=group)
     total, holders = int(everyone[0]), everyone[1:].cpu()
     if (holders != 1).any():

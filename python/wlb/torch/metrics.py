@@ -40,7 +40,6 @@ class StepMetrics:
             of Lightning's loggers, an `Accelerator`, or a function of a dictionary and the number of the step. On other
             ranks give none.
         every: Steps between two lines.
-        prefix: Before every name.
 
     Raises:
         WlbError: A sink is none of those; `every` is below 1.
@@ -51,12 +50,11 @@ class StepMetrics:
         loader: Any = None,
         *sinks: Any,
         every: int = 1,
-        prefix: str = "wlb/",
     ) -> None:
         check_integer("every", every, minimum=1)
         self._loader = loader
         self._writes = [writes_to(sink, index) for index, sink in enumerate(sinks)]
-        self._every, self._prefix = every, prefix
+        self._every = every
         self._heaviest = self._mean = self._work = 0.0
         self._steps = 0
 
@@ -67,7 +65,7 @@ class StepMetrics:
             step: a `Step` or a `DynamicCpStep`.
 
         Returns:
-            The line, by names with their prefix; empty where none is due.
+            The line, by names that begin with "wlb/"; empty where none is due.
 
         Raises:
             WlbError: it has no plan.
@@ -87,7 +85,7 @@ class StepMetrics:
         if self._mean:
             line |= {"lost_time": self._heaviest / self._mean, "step_work": work * self._steps / self._work}
         line |= self._waiting(step) | {"planning_ms": 1e3 * step.planning_seconds}
-        line = {self._prefix + name: value for name, value in line.items()}
+        line = {f"wlb/{name}": value for name, value in line.items()}
         for write in self._writes:
             write(line, number)
         return line
@@ -123,7 +121,7 @@ def _of_plan(plan: wlb.Packing | wlb.DynamicCpPlan) -> tuple[float, float, float
 
 
 def writes_to(sink: Any, index: int = 0) -> Write:
-    """How a logger takes a line.
+    """The function that writes a line to a logger.
 
     Raises:
         WlbError: it is none of those that `StepMetrics` knows.

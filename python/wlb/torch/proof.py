@@ -62,7 +62,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Proof:
-    """What :func:`verify` compared; printed it is a table."""
+    """Result of :func:`verify`; printing it shows a table."""
 
     checks: tuple[Check, ...]
 
@@ -209,7 +209,7 @@ _ARGUMENTS = {"documents": "step", "evaluation": "evaluate", "resume": "loader"}
 
 
 class _Together:
-    """What ranks tell each other."""
+    """Exchange of values between the ranks of a check."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -278,7 +278,7 @@ def _learns(labels: Tensor) -> bool:
 
 
 def _start(labels: Tensor, length: int) -> int:
-    """Where to cut so many tokens out of a document: at 0, or so that its first label is in the middle of them."""
+    """Start of a cut of `length` tokens: 0, or such that the document's first label is in its middle."""
     learnt = (labels != IGNORE).nonzero()[:1].flatten().tolist()
     first = learnt[0] if learnt else 0
     return 0 if first < length - 1 else min(first - (length - 1) // 2, labels.numel() - length)
@@ -512,7 +512,7 @@ class _Prover:
         return [*checks, Check("gradient", moved, f"{length:.6g}", apart, self.allowed, f"has another gradient {fix}")]
 
     def _moved(self, these: list[Tensor | None], others: list[Tensor | None]) -> tuple[float, float]:
-        """How far gradients are from these, relative to their length, over what all ranks have of them; the length."""
+        """Distance of two gradients over all ranks, relative to their length, and that length."""
         moved = length = 0.0
         for one, other in zip(these, others, strict=True):
             if one is None and other is None:
@@ -526,7 +526,7 @@ class _Prover:
         return math.sqrt(moved / length) if length else math.sqrt(moved), math.sqrt(length)
 
     def _suspects(self) -> str:
-        """What may mix documents in this model."""
+        """Names of modules that may mix documents."""
         found = sorted(
             {
                 type(module).__name__
@@ -578,7 +578,7 @@ class _Prover:
         return None if loss is None else float(loss), gradients
 
     def _sums_alone(self, step: Step[PackedBatch]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each document logits, labels and the sum of its losses; as many on all ranks, for their wrappers meet."""
+        """Logits, labels and summed loss of each document alone; equally many on all ranks, because wrappers meet."""
         documents = [part for batch in step.micro_batches for part in _parts(batch)]
         (most,) = self.together.largest(len(documents))
         filler = torch.zeros(1, dtype=torch.int64)
@@ -692,7 +692,7 @@ class _Prover:
         )
 
     def _slope(self, step: Step[PackedBatch], found: list[Tensor | None]) -> Check:
-        """Of sharded parameters: how the loss grows along the gradient, against the gradient's own length."""
+        """Compares the loss's growth along the gradient with the gradient's length, for sharded parameters."""
         parameters = list(self.model.parameters())
         squares = _squares(self.model, found)
         kept = [parameter.detach().clone() for parameter in parameters]

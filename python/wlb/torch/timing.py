@@ -39,7 +39,7 @@ def untimed() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class TimedStep:
-    """What the micro-batches of one step took on this rank.
+    """Seconds of one step's micro-batches on this rank.
 
     Attributes:
         number: The step, as it was named, or counted from 0.
@@ -89,7 +89,7 @@ class StepTimer:
         self._optimizers: list[_Hooks] = []  # that end steps by themselves
 
     def micro_batch(self, index: int) -> AbstractContextManager[None]:
-        """What runs inside belongs to micro-batch `index` of this step; more than once, and inside each other not.
+        """Times its body as part of micro-batch `index` of this step. It may be entered several times, not nested.
 
         A part that raises is not counted.
 

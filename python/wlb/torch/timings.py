@@ -39,7 +39,7 @@ class Part:
     other: float = 0.0
 
     def seconds(self, cost_model: wlb.CostModel) -> float:
-        """What each of its ranks takes, in the unit of the costs."""
+        """Seconds of each of the part's ranks, in the unit of the costs."""
         try:
             terms = cost_model.terms
         except wlb.WlbError:  # measured tables have none
@@ -63,7 +63,7 @@ class PlannedWork:
 
     @classmethod
     def of(cls, plan: Plan, planned_by: wlb.CostModel) -> PlannedWork:
-        """Of a plan and the costs that made it, which tell a dynamic plan's work from what its ranks exchange."""
+        """Work of a plan's parts; `planned_by` separates a dynamic plan's work from its exchange."""
         if isinstance(plan, wlb.Packing):
             return cls(plan, tuple(Part(micro_batch.lengths) for micro_batch in plan))
         parts = []
@@ -79,7 +79,7 @@ class PlannedWork:
         return np.array([at for at, part in enumerate(self.parts) if 0 <= rank - (part.first_rank or 0) < part.ranks])
 
     def imbalance(self, cost_model: wlb.CostModel) -> float:
-        """How much longer the step takes than all work spread evenly; NaN without any.
+        """How many times as long the step takes as all work spread evenly; NaN without work.
 
         Of a packing, the heaviest micro-batch over the mean; of one for ranks, the time of the slowest rank, or of the
         slowest in every round, over that of the mean rank; their pipeline is left out. Of a dynamic plan the pipeline,
@@ -113,7 +113,7 @@ def median_error(cost_model: wlb.CostModel, rows: Iterable[tuple[Part, float]]) 
 
 @dataclass(frozen=True)
 class LevelReport:
-    """How much slower one replica, stage or rank is than the others: a cost model, which knows documents, cannot say.
+    """How much slower one replica, stage or rank is than the others; no cost model of documents can explain it.
 
     Attributes:
         residual: How much longer the slowest took than the mean of its level, over the window: 0.03 is 3 %. Of dp: time
@@ -172,7 +172,7 @@ class TimedPlan:
     ranks: tuple[RankPlace, ...]
 
     def measured(self) -> Iterator[Measured]:
-        """Those parts that every rank of theirs has told of."""
+        """Parts for which all of their ranks have reported times."""
         stages, width = (1 + max(getattr(rank, name) for rank in self.ranks) for name in ("pp", "cp"))
         found: dict[int, tuple[int, Floats]] = {}
         for rank, rows in zip(self.ranks, self.times, strict=True):
@@ -196,7 +196,7 @@ class TimedPlan:
 
 
 def level_reports(plans: list[TimedPlan], ranks: list[RankPlace], cost_model: wlb.CostModel) -> dict[str, LevelReport]:
-    """What each level's ranks take beside each other, of levels that have several."""
+    """Compares the ranks of each level that has several."""
     dynamic = any(isinstance(plan.work.plan, wlb.DynamicCpPlan) for plan in plans)
     sizes = {name: 1 + max(getattr(rank, name) for rank in ranks) for name in LEVELS}
     if dynamic:
@@ -225,7 +225,7 @@ def level_reports(plans: list[TimedPlan], ranks: list[RankPlace], cost_model: wl
 
 
 def _slowest(times: list[list[float]]) -> tuple[int, float]:
-    """Which of some ranks is slowest, and by how much it is above their mean."""
+    """Index of the slowest rank, and how far it is above the mean."""
     typical = np.array([np.median(rank) if rank else np.nan for rank in times])
     if np.isnan(typical).any():
         return 0, math.nan

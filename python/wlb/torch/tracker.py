@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import wlb
 from wlb._errors import check_integer, error
 from wlb.torch.agreement import check_agreement
+from wlb.torch.collectives import device_of
 from wlb.torch.groups import ranks_of_step
 from wlb.torch.timing import StepTimer, TimedStep
 from wlb.torch.timings import LEVELS, LevelReport, PlannedWork, RankPlace, TimedPlan, level_reports, median_error
@@ -28,7 +29,7 @@ MOST_SHARE_ERROR = 0.1
 
 @dataclass(frozen=True)
 class CostUpdate:
-    """What one look at the timings said; the same on every rank.
+    """Result of one look at the timings, the same on every rank.
 
     Attributes:
         step: Steps that were trained.
@@ -85,7 +86,8 @@ class CostTracker:
                 packer.set_cost_model(update.cost_model)
                 tracker.cost_model = update.cost_model
 
-    After every `every` steps the ranks gather what their micro-batches took and fit the same costs (`CostModel.fit`).
+    After every `every` steps the ranks gather what their micro-batches took. All fit the same costs (`CostModel.fit`)
+    to the last four such gatherings.
     `CostUpdate.cost_model` is None for a fit that explains the times no better than the costs in use, or whose shares
     have a standard error of more than a tenth of all time. The tracker changes no plan: the caller decides. A loader
     plans ahead of training. It changes its costs where it begins anew: make one whose packer has the new costs, and
@@ -96,14 +98,10 @@ class CostTracker:
     was told that ranks exchange is taken off the times first.
 
     Args:
-        cost_model: The costs that plans are made by now: `packer.cost_model`.
+        cost_model: The costs that plans are made by now: `packer.cost_model`. The sizes of sliding windows and of
+            chunks that it has are those that are fitted.
         every: Steps between two looks.
-        window: Steps that a fit is made from, the latest; by default four times `every`.
-        windows: Of the model's attention layers, as in `CostModel.fit`.
-        chunks: As in `CostModel.fit`.
-        mesh: From `build_mesh`, where ranks have other roles than data parallelism. Its ranks call `step` together.
-        group: Without a mesh, the ranks that share a step, data- and context-parallel; None: all, or one process.
-        device: Where collectives run ("cuda" for NCCL); by default that of the mesh.
+        mesh: From `build_mesh`, where ranks have other roles than data parallelism. All ranks call `step` together.
         timer: Of this rank, if one is in use already.
 
     Attributes:
@@ -120,32 +118,24 @@ class CostTracker:
         cost_model: wlb.CostModel,
         *,
         every: int = 50,
-        window: int | None = None,
-        windows: Sequence[int] = (),
-        chunks: Sequence[int] = (),
         mesh: DeviceMesh | None = None,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | str | None = None,
         timer: StepTimer | None = None,
     ) -> None:
         check_integer("every", every, minimum=1)
-        if window is not None:
-            check_integer("window", window, minimum=every)
         if not isinstance(cost_model, wlb.CostModel):
             message = f"is a {type(cost_model).__name__}: give the CostModel that plans are made by"
             raise error("cost_model", message, value=type(cost_model).__name__)
         self.cost_model = cost_model
         self._every = every
-        self._terms: dict[str, Any] = {"windows": tuple(windows), "chunks": tuple(chunks)}
-        self._mesh, self._group = mesh, group
-        self._device = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
+        self._windows, self._chunks = _local_attention(cost_model, "window"), _local_attention(cost_model, "chunk")
+        self._mesh = mesh
         self.timer = timer or StepTimer()
         self.updates: deque[CostUpdate] = deque(maxlen=100)
         self._plans: dict[int, PlannedWork] = {}  # of steps whose timings were not gathered
         self._mine: dict[int, NDArray[np.int64]] = {}  # which parts of these are this rank's
         self._data = 0  # this rank's place in dynamic plans
         self._timed: dict[int, TimedStep] = {}
-        self._gathered: deque[TimedPlan] = deque(maxlen=window or 4 * every)
+        self._gathered: deque[TimedPlan] = deque(maxlen=4 * every)
         self._steps = 0
 
     def step(self, step: Any) -> CostUpdate | None:
@@ -159,14 +149,15 @@ class CostTracker:
             What the timings said, in a step that looked at them.
 
         Raises:
-            WlbError: The step's plan is none of wlb's; other ranks than `group` share the step; or ranks differ, which
-                are named: in the number of the step, the settings, the costs in use or those that were fitted.
+            WlbError: The step's plan is none of wlb's; without a mesh, other ranks than all share the step; or ranks
+                differ, which are named: in the number of the step, the settings, the costs in use or those that were
+                fitted.
         """
         plan = getattr(step, "packing", None) or getattr(step, "plan", None)
         if not isinstance(plan, wlb.Packing | wlb.DynamicCpPlan):
             raise error("step", f"is a {type(step).__name__} without a Packing: its costs are not the packer's")
         if self._mesh is None and hasattr(step, "num_ranks"):
-            ranks_of_step(step, self._group)
+            ranks_of_step(step)
         number = int(step.number)
         self.timer.end_step(step)
         self._plans[number] = work = PlannedWork.of(plan, self.cost_model)
@@ -190,7 +181,9 @@ class CostTracker:
         seconds = [seconds for _, seconds in rows]
         now = self.cost_model
         try:
-            fit = wlb.CostModel.fit(lengths, seconds, ranks=shared, causal=now.causal, **self._terms)
+            fit = wlb.CostModel.fit(
+                lengths, seconds, ranks=shared, windows=self._windows, chunks=self._chunks, causal=now.causal
+            )
         except wlb.WlbError as cause:
             fit, update = None, CostUpdate(self._steps, problem=str(cause))
         if fit is not None:
@@ -200,7 +193,7 @@ class CostTracker:
         if dist.is_initialized():
             content = repr((now, fit and fit.cost_model))
             digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-            check_agreement(digest, step=self._steps, group=self._group, device=self._device)
+            check_agreement(digest, step=self._steps)
         return update
 
     def _judged(self, fit: wlb.CostFit, plans: list[PlannedWork], ranks: list[RankPlace]) -> CostUpdate:
@@ -217,8 +210,8 @@ class CostTracker:
         role = [0, 0, 0, 0] if self._mesh is None else [self._mesh[name].get_local_rank() for name in (*LEVELS, "tp")]
         alone = not dist.is_initialized()
         if self._mesh is None and not alone:
-            role[0] = dist.get_rank(self._group)
-        settings = hashlib.blake2b(repr((self._every, self._terms)).encode(), digest_size=6)
+            role[0] = dist.get_rank()
+        settings = hashlib.blake2b(repr((self._every, self._windows, self._chunks)).encode(), digest_size=6)
         known = int.from_bytes(settings.digest(), "little")
         head = [self._steps, len(numbers), per_rank, known, *role, self._data]
         heads = self._all_gather(torch.tensor(head, dtype=torch.int64))
@@ -233,7 +226,7 @@ class CostTracker:
                 values, counts = np.unique(found, return_counts=True)
                 common = values[counts.argmax()]
                 others = np.flatnonzero(found != common).tolist()
-                message = f"differs between ranks: ranks {[self._global(rank) for rank in others]} have other {what}"
+                message = f"differs between ranks: ranks {others} have other {what}"
                 raise error("step", message, value=self._steps)
         times = np.full((len(numbers), per_rank, 2), np.nan)
         for at, number in enumerate(numbers):
@@ -250,13 +243,23 @@ class CostTracker:
     def _all_gather(self, mine: torch.Tensor) -> NDArray[Any]:
         if not dist.is_initialized():
             return mine.numpy()[None]
-        size = dist.get_world_size(self._group)
-        everyone = torch.empty(size * mine.numel(), dtype=mine.dtype, device=self._device)
-        dist.all_gather_into_tensor(everyone, mine.to(self._device), group=self._group)
+        size, device = dist.get_world_size(), device_of()
+        everyone = torch.empty(size * mine.numel(), dtype=mine.dtype, device=device)
+        dist.all_gather_into_tensor(everyone, mine.to(device))
         return everyone.cpu().numpy().reshape(size, mine.numel())
 
-    def _global(self, rank: int) -> int:
-        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+
+def _local_attention(cost_model: wlb.CostModel, kind: str) -> tuple[int, ...]:
+    """Sizes of the sliding windows ("window") or chunks ("chunk") that a model's layers have, as its costs tell.
+
+    Measured tables tell none: their rates of attention hold for all layers together.
+    """
+    try:
+        names = cost_model.terms
+    except wlb.WlbError:
+        return ()
+    found = (re.fullmatch(rf"{kind}_pairs\[(\d+)\]", name) for name in names)
+    return tuple(int(size[1]) for size in found if size is not None)
 
 
 def _problem(fit: wlb.CostFit, error_in_use: float) -> str:

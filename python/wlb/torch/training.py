@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wlb._errors import error
-from wlb.torch.data.batch import IGNORE, PackedBatch
+from wlb.torch.data.batch import AHEAD, IGNORE, WEIGHTS, PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
 from wlb.torch.gradients import all_reduce_gradients, exchanges_gradients, sum_gradients, unchanged, unwrapped
 from wlb.torch.groups import ranks_of_step
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
+from wlb.torch.routers import real_tokens
 
 LossOf = Callable[[nn.Module, PackedBatch, int], Tensor]
 
@@ -58,8 +60,10 @@ def train_step(
     Args:
         model: the outermost wrapper. One whose `forward` takes `input_ids`, as Hugging Face's do, is called with
             `batch.as_hf()` without labels and gives `.logits` (float[1, tokens, vocabulary]); where it also gives
-            `aux_loss`, that is added with `config.router_aux_loss_coef`, weighted by labels. Any other is called with
-            the batch and gives logits, float[tokens, vocabulary].
+            `aux_loss`, that is added with `config.router_aux_loss_coef`, weighted by labels; padding does not count in
+            it (:func:`real_tokens`). Any other is called with the batch and gives logits, float[tokens, vocabulary];
+            `batch.real` says which tokens are no padding. Where documents bring weights, losses are multiplied by
+            them.
         step: what a loader gave; as many micro-batches on every rank. Moved to the model's device.
         group: the ranks that share the step, data- and context-parallel; None for all.
         accelerator: accelerate's, if `model` is from its `prepare`: its `backward` scales for mixed precision.
@@ -83,7 +87,7 @@ def train_step(
     _prepare(model, group, several)
     device = next(model.parameters()).device
     where = meeting_place(group, device)
-    valid = count_valid_tokens(step, group=group, device=where)
+    valid = count_valid_tokens(step, group=group)
     total = torch.zeros((), device=device)
     if valid == 0:
         warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=2)
@@ -111,7 +115,7 @@ def train_step(
 
 @contextmanager
 def untrained(model: nn.Module) -> Iterator[None]:
-    """What :func:`train_step` changes of a model and its wrappers meanwhile is taken back, except gradients."""
+    """Undoes the changes that :func:`train_step` makes to a model and its wrappers, except gradients."""
     known = [models for models in (_summing, _bare) if model in models]
     try:
         with unchanged(model):
@@ -123,7 +127,7 @@ def untrained(model: nn.Module) -> Iterator[None]:
 
 
 def logits_of(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
-    """What a model gives for the tokens of a micro-batch: float[tokens, vocabulary], and its auxiliary loss if any.
+    """Logits of a micro-batch, float[tokens, vocabulary], and the auxiliary loss if the model has one.
 
     Raises:
         WlbError: It gives something else.
@@ -132,8 +136,10 @@ def logits_of(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor | No
         output = model(batch)
         found, auxiliary = output, None
     else:
-        row = batch.as_hf(plain=not takes_keywords(model))
-        output = model(**{name: value for name, value in row.items() if name not in ("labels", "shift_labels")})
+        row = without_weights(batch).as_hf(plain=not takes_keywords(model))
+        given = {name: value for name, value in row.items() if name not in ("labels", "shift_labels", AHEAD)}
+        with real_tokens(model, batch):
+            output = model(**given)
         found, auxiliary = hf_logits(output), getattr(output, "aux_loss", None)
         if isinstance(found, Tensor) and found.ndim == 3:
             found = found[0, : batch.tokens.numel()]  # an empty micro-batch was one token
@@ -142,6 +148,13 @@ def logits_of(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor | No
         message = f"gives {what} for {batch.tokens.numel()} tokens, not logits: give train_step a `loss`"
         raise error("model", message, value=what)
     return found, auxiliary
+
+
+def without_weights(batch: PackedBatch) -> PackedBatch:
+    """For a model that is asked for its logits alone: the loss is made of them here."""
+    if WEIGHTS not in batch.columns:
+        return batch
+    return replace(batch, columns={name: values for name, values in batch.columns.items() if name != WEIGHTS})
 
 
 def hf_logits(output: Any) -> Any:
@@ -164,7 +177,8 @@ def takes_keywords(model: nn.Module) -> bool:
 
 def _loss(model: nn.Module, batch: PackedBatch, num_valid_tokens: int) -> Tensor:
     logits, auxiliary = logits_of(model, batch)
-    result = token_normalized_loss(logits, batch.labels, num_valid_tokens=num_valid_tokens)
+    weights = batch.columns.get(WEIGHTS)
+    result = token_normalized_loss(logits, batch.labels, num_valid_tokens=num_valid_tokens, weights=weights)
     if auxiliary is not None:
         coefficient = getattr(unwrapped(model).config, "router_aux_loss_coef", 0.0)
         result = result + coefficient * auxiliary * (_labels(batch) / num_valid_tokens)
@@ -193,7 +207,7 @@ def _hold_back(model: nn.Module, stack: ExitStack) -> None:
 
 
 def meeting_place(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Where numbers that ranks exchange must lie: NCCL knows no CPU."""
+    """Device for numbers that ranks exchange: NCCL needs its own device."""
     if group is None or "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     return device

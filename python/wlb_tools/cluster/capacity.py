@@ -125,7 +125,7 @@ def lacking_bytes(
 def _most_tokens(
     memory: Callable[[int], RankMemory], hardware: Hardware, tokens: int
 ) -> tuple[int, NDArray[np.float64]]:
-    """What fits, below 0 where not even the parameters do; and float64[pp], the bytes that so many tokens need."""
+    """Most tokens that fit, below 0 if not even the parameters fit, and float64[pp], the bytes of so many tokens."""
     one = memory(1)
     room = hardware.memory_bytes - memory(0).total
     return int(np.floor((room / (one.activations + one.workspace + one.logits)).min())), memory(tokens).total
@@ -188,7 +188,7 @@ def _least_changes(
     more_gpus: bool,
     fits: Callable[[ParallelLayout], bool],
 ) -> list[Change]:
-    """As few settings as possible, on as few GPUs as possible, and of each setting the smallest change that fits."""
+    """Smallest changes that make a layout fit: few settings, few GPUs, small steps."""
     savings = [*_SAVINGS, *(["ep"] if any(num_experts(model)) else [])]
     settings = [*savings, *_AXES] if more_gpus else savings
     for count in range(1, len(settings) + 1):
@@ -206,7 +206,7 @@ def _least_changes(
 
 
 def num_experts(model: ModelConfig) -> list[int]:
-    """Of each kind of layer with routed experts."""
+    """Number of experts of each kind of layer with routed experts."""
     blocks = (block for layer in model.kinds for block in layer.of_kind(FeedForward))
     return [block.num_experts for block in blocks if block.num_experts > 1]
 

@@ -113,7 +113,7 @@ def micro_batch_seconds(
 
 
 def exposed(communication: Floats, computing: Floats, *, overlap: float) -> Floats:
-    """What is left of communication when computation hides a share of it, and no more than there is computation.
+    """Communication that remains when computation hides a share of it, and no more than there is computation.
 
     The two gradients of a backward count together: few schedules take them apart, and what one of them sends may travel
     beside the other.
@@ -138,7 +138,7 @@ def exposed(communication: Floats, computing: Floats, *, overlap: float) -> Floa
 
 
 def check_sync(sync: Sync | None, layout: ParallelLayout) -> Sync:
-    """Where ranks meet; by default in every micro-batch with ZeRO-3, else once a step.
+    """Where ranks meet: as given, or by default in every micro-batch with ZeRO-3 and else once a step.
 
     Raises:
         WlbError: once a step with ZeRO-3.

@@ -117,7 +117,7 @@ class Hardware:
         return self.peak_flops * self.gemm_efficiency
 
     def cost_model(self, model: ModelConfig) -> CostModel:
-        """What documents cost on one of these GPUs, in seconds: the model's FLOPs at the rates that are assumed here.
+        """Cost of documents on one of these GPUs, in seconds: the model's FLOPs at the assumed rates.
 
         A start for a packer, for which only the ratio of attention to the rest counts. Measured costs are better:
         :meth:`wlb.CostModel.from_profile`.

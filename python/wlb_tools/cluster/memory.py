@@ -123,7 +123,7 @@ def kv_width(attention: Attention, layout: ParallelLayout) -> int:
 
 
 def _kv_copies(block: Block, layout: ParallelLayout) -> float:
-    """How often tensor-parallel ranks have each key head."""
+    """Number of tensor-parallel ranks that hold a copy of each key head."""
     return kv_width(block, layout) * layout.tp / block.kv_width if isinstance(block, Attention) else 1.0
 
 
@@ -155,7 +155,7 @@ def ranks_of_stages(layout: ParallelLayout, *, schedule: Schedule | None = None)
 def in_flight(
     layout: ParallelLayout, *, schedule: Schedule | None = None, num_micro_batches: int | None = None
 ) -> NDArray[np.float64]:
-    """How many micro-batches' activations each pipeline rank holds at its peak, in units of all its stages.
+    """Micro-batches whose activations a pipeline rank holds at its peak, in units of all its stages.
 
     ``PipelineTimeline.peak_activation`` of :func:`wlb.simulate_pipeline`, which holds a micro-batch from its forward to
     its weight gradient.
@@ -276,7 +276,7 @@ def experts_per_rank(
 def units_of_stages(
     model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
 ) -> list[list[tuple[int, float, float]]]:
-    """What ZeRO-3 gathers at a time on every stage: layers of each kind, the embedding, the output projection.
+    """Units that ZeRO-3 gathers on every stage: layers of each kind, the embedding, the output projection.
 
     Returns:
         of each stage, in the order of the model: how many such units there are, and of one its parameters on a GPU

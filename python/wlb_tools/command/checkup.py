@@ -80,7 +80,7 @@ class Attention:
 
 
 def digest_of_plans() -> str:
-    """Of plans of every kind for documents that are always the same: equal on all machines of a run, or they disagree.
+    """Digest of plans of every kind for fixed documents. Machines of one run must have the same digest.
 
     Complexity:
         Some milliseconds.
@@ -103,7 +103,7 @@ def digest_of_plans() -> str:
 
 
 def packages() -> Iterator[Package]:
-    """Those of wlb's extras, then the trainers."""
+    """Packages of wlb's extras, then the trainers."""
     for text in requires("wlb") or ():
         needed = Requirement(text)
         extras = [extra for extra in _EXTRAS if needed.marker is None or needed.marker.evaluate({"extra": extra})]

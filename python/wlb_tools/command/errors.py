@@ -23,7 +23,7 @@ _OPTIONS = {
 
 
 class CliError(Exception):
-    """What the user has to change, in one line."""
+    """An error that the user can mend, in one line."""
 
 
 def option(argument: str) -> str:

@@ -28,7 +28,7 @@ def thresholds(of_queues: Iterable[int]) -> str:
 
 
 def waits(point: wlb.TunedPoint) -> str:
-    """What tuning chose, in a cell or a label: a price, or thresholds."""
+    """Text for the chosen setting: a price, or thresholds."""
     price = point.delay_price
     if price is None:
         return thresholds(point.thresholds)

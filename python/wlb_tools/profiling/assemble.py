@@ -93,18 +93,18 @@ def assemble(
 
 @dataclass(frozen=True)
 class HeldOutErrors:
-    """How far a model is from segments that it was not made of: relative errors of forward plus backward."""
+    """Errors of a model on segments that it was not made from: relative, forward plus backward."""
 
     relative: NDArray[np.float64]  # [held-out segments], signed: above 0 where the model predicts too much
 
     @property
     def median(self) -> float:
-        """Of the errors without their sign."""
+        """Median of the absolute errors."""
         return float(np.median(np.abs(self.relative)))
 
     @property
     def p95(self) -> float:
-        """Of the errors without their sign."""
+        """95th percentile of the absolute errors."""
         return float(np.percentile(np.abs(self.relative), 95))
 
 

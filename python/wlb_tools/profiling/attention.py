@@ -48,7 +48,7 @@ class AttentionBench:
         return cls(device, chosen, heads, kv_width(model.attention, layout) // d, d)
 
     def identity(self) -> dict[str, Any]:
-        """What is measured."""
+        """Settings that identify the measurement."""
         return {
             "kernel": type(self.kernel).__name__,
             "causal": True,
@@ -69,7 +69,7 @@ class AttentionBench:
         return pass_weights("forward_backward")[0] * 4 * self.heads * self.head_dim * pairs
 
     def segments(self, shape: Shape) -> int:
-        """How many a call has: enough to be timed and to fill the GPU, as far as memory goes."""
+        """Segments in one call: enough to be timed and to fill the GPU, as far as memory allows."""
         if shape == LAUNCH:
             return 1
         long_enough = math.ceil(_CALL_SECONDS * self.device.assumed_flops / self._segment_flops(shape))

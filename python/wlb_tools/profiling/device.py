@@ -69,7 +69,7 @@ class Device:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is measured: bfloat16 on a GPU; float32 on the CPU, which often has no bfloat16 arithmetic."""
+        """Type that is measured: bfloat16 on a GPU; float32 on the CPU, which often has no bfloat16 arithmetic."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     @property
@@ -85,7 +85,7 @@ class Device:
         return 2e14 if self.device.type == "cuda" else 1e10
 
     def identity(self) -> dict[str, Any]:
-        """What it is and what it runs; records of another are of no use here."""
+        """Device, driver and versions; records of another device are refused."""
         versions: dict[str, Any] = {"wlb": wlb.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
         for package in ("flash_attn", "flash_attn_3"):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -96,7 +96,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """As its driver gives it."""
+        """Name of the device, from its driver."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
     def clock_mhz(self) -> int | None:
@@ -165,7 +165,7 @@ def _cpu_seconds(call: Callable[[], object]) -> float:
 
 
 def repetitions(seconds: float, *, round_seconds: float) -> int:
-    """How many rounds of calls to time, so that with the warm-up they take about `seconds`."""
+    """Rounds of calls that take about `seconds` together with their warm-up."""
     return min(max(int(seconds / max(round_seconds, 1e-9)) - _WARM_UPS, REPEATS[0]), REPEATS[1])
 
 

@@ -15,7 +15,7 @@ Kind = Literal["launch", "attention", "held_out", "layer"]
 
 @dataclass(frozen=True)
 class Shape:
-    """What one measurement is of.
+    """Sizes of one measurement.
 
     "attention": segments of so many queries (`tokens`) and keys; "held_out": the same, for testing a model; "launch":
     the smallest call that there is; "layer": a layer's linear part over so many tokens.

@@ -81,7 +81,7 @@ class LayerBench:
 
     @classmethod
     def of(cls, model: ModelConfig, *, tp: int, device: Device) -> LayerBench:
-        """Of a dense model, or of the feed-forward rows that a token meets in one with experts.
+        """Bench for a layer of a model; with experts, for the feed-forward rows that a token visits.
 
         Raises:
             WlbError: layers differ; widths do not divide by `tp`; or heads of odd width cannot be rotated.
@@ -103,7 +103,7 @@ class LayerBench:
         )
 
     def identity(self) -> dict[str, Any]:
-        """What is measured; widths are those of one rank."""
+        """Settings that identify the measurement; widths are those of one rank."""
         names = ("hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "head_dim", "gated_ffn", "tp")
         return {name: getattr(self, name) for name in names} | {"implementation": "torch, not compiled"}
 

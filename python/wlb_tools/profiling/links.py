@@ -24,7 +24,7 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """What an all-gather among all ranks of a group took, by the bytes that each of them ends up with.
+    """Seconds of an all-gather among all ranks of a group, by the bytes that each rank ends up with.
 
     Attributes:
         size: Ranks.

@@ -67,7 +67,7 @@ class Lines:
 
 
 class Records:
-    """What was measured, by shape and round; the first line says on what."""
+    """Measurements by shape and round; the first line of the file identifies the device."""
 
     def __init__(self, lines: Lines, found: dict[Shape, list[dict[str, Any]]]) -> None:
         self._lines, self._found = lines, found
@@ -95,7 +95,7 @@ class Records:
         return cls(lines, found)
 
     def rounds(self, shape: Shape) -> int:
-        """How often it was measured."""
+        """Number of measured rounds of a shape."""
         return len(self._found.get(shape, ()))
 
     def __getitem__(self, shape: Shape) -> dict[str, Any]:

@@ -23,7 +23,7 @@ twice as slow, are both common. Where 0.85 is assumed, these reach from 0.3 to 2
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly a stream was trained: of each step the heaviest micro-batch, and the mean one.
+    """Balance of a stream: the heaviest and the mean micro-batch of each step.
 
     Args:
         heaviest: float64[steps] work of the heaviest micro-batch, or its seconds.
@@ -66,7 +66,7 @@ class Balance:
         return float(self.work.max() / self.work.mean())
 
     def summary(self) -> dict[str, Any]:
-        """What the mean of ratios does not say, as plain JSON values."""
+        """Figures that the mean imbalance does not show, as plain JSON values."""
         return {
             "lost_time": self.lost_time,
             "step_work_cv": self.step_cv,
@@ -76,7 +76,7 @@ class Balance:
 
 @dataclass(frozen=True)
 class Swept:
-    """What a plan takes at one rate of attention."""
+    """A plan's step times at one rate of attention."""
 
     attention_rate: float
     total_seconds: float
@@ -103,7 +103,7 @@ def percentile(values: NDArray[np.float64], fraction: float) -> float:
 
 
 def imbalance_percentile(imbalance: NDArray[np.float64], fraction: float) -> float:
-    """As ``PackerMetrics.imbalance_p95``: rounded up to 0.001, and no more than the worst.
+    """Percentile of an imbalance, as ``PackerMetrics.imbalance_p95``: rounded up to 0.001, at most the worst.
 
     A packer counts in bins of that width, because it keeps no list of its steps.
 

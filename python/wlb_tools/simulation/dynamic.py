@@ -63,7 +63,7 @@ class DynamicCpRun(Trained):
     world_size: int  # ranks of a pipeline stage
 
     def group_pieces(self) -> Iterator[slice]:
-        """Which pieces every group has; none where a group is empty."""
+        """Range of pieces of every group; empty for an empty group."""
         ends = np.bincount(self.group, minlength=self.cp_size.size).cumsum().tolist()
         return (slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True))
 
@@ -78,7 +78,7 @@ class DynamicCpRun(Trained):
         return slots, np.concatenate([[0], np.cumsum(self.micro_batches * self.world_size)])
 
     def together(self, layout: ParallelLayout, *, sync: Sync = "step") -> Groups:
-        """Which groups meet because their ranks divide experts among them, or all that a micro-batch has."""
+        """Groups that meet because their ranks divide experts, or all groups of a micro-batch."""
         return Groups(self.cp_size, ep=self.world_size if sync == "micro_batch" else layout.ep)
 
     def groups(self, steps: Integers) -> Integers:
@@ -166,7 +166,7 @@ def collect_dynamic(name: str, steps: Iterable[DynamicStep], stream: GlobalBatch
 
 @dataclass(frozen=True)
 class Attention:
-    """What attention takes in a layer, on every rank of every group of a run."""
+    """Seconds of attention in a layer, on every rank of every group of a run."""
 
     seconds: Floats  # [2, ranks of all groups, kinds] forward and backward
     copied: Integers  # [ranks of all groups, 2] see wlb_tools.cluster.overhead.copied
@@ -198,7 +198,7 @@ def of_slowest_and_mean(seconds: Floats, sizes: Integers) -> tuple[Floats, Float
 
 @dataclass(frozen=True)
 class Priced:
-    """What every group of a run takes on its ranks, on every stage of the pipeline."""
+    """Seconds of every group of a run on its ranks, on every pipeline stage."""
 
     seconds: Floats  # [groups, stages, 3]
     parts: dict[str, Floats]  # [groups, stages, 3] of it: what waits or communicates
@@ -317,11 +317,6 @@ class DynamicOutcome(Outcome):
         """See :meth:`Outcome.at_attention_rate`."""
         return score_dynamic(self.title, self.run, self.scenario, self.priced.attention.at_rate(rate))
 
-    def at_overhead(self, overhead: Overhead) -> DynamicOutcome:
-        """See :meth:`Outcome.at_overhead`."""
-        scenario = dataclasses.replace(self.scenario, overhead=overhead)
-        return score_dynamic(self.title, self.run, scenario, self.priced.attention)
-
     def parts(self) -> Iterator[RankPart]:
         """See :meth:`Outcome.parts`."""
         run = self.run
@@ -369,7 +364,7 @@ def score_dynamic(
 
 
 def score_priced(title: str, run: DynamicCpRun, scenario: Scenario, priced: Priced) -> DynamicOutcome:
-    """What a run takes, where the seconds of every group are known."""
+    """Scores a run whose group seconds are known."""
     layout = scenario.layout
     steps = run.micro_batches.size
     seconds, bubble, dp_wait, busy = np.zeros((4, steps))
@@ -486,7 +481,7 @@ def group_waits(
     num_stages: int,
     num_virtual_stages: int,
 ) -> Floats:
-    """How long ops wait for the other ranks of their group, beyond what their own rank and input make them wait.
+    """Seconds that ops wait for other ranks of their group, beyond the wait for their own rank and input.
 
     Every rank of a stage runs the same order of ops. A forward or backward begins when all ranks of its group are
     free and have their input, which comes from the same rank of another stage. A weight gradient by itself waits for

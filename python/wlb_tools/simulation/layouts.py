@@ -61,7 +61,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class LayoutSearch:
-    """What was found; times are those of a long stream, as in :class:`Choice`."""
+    """Result of a search over layouts; times are those of a long stream, as in :class:`Choice`."""
 
     by: Objective
     ranked: tuple[Choice, ...]  # the fastest layouts, each with its best plan; `outcome.scenario` has the layout
@@ -79,7 +79,7 @@ class LayoutSearch:
         return self.ranked[0]
 
     def gain(self, over: Choice) -> float:
-        """How many times as fast the best is, by the objective."""
+        """Speed of the best layout over another, by the objective."""
         return self.best.speedup(over.outcome, self.by)
 
     def gain_band(self, over: Choice) -> tuple[float, float]:
@@ -256,7 +256,7 @@ class _Search:
         )
 
     def _layouts(self, gpus: int, template: ParallelLayout) -> Iterator[ParallelLayout]:
-        """Those that are possible; the others are counted."""
+        """Layouts that are possible; the impossible ones are counted."""
         experts = math.gcd(*num_experts(self._model)) or 1
         for tp in _divisors(gpus):
             for cp in _divisors(gpus // tp):
@@ -379,7 +379,7 @@ class _Search:
 
 
 class Bounds:
-    """What a plan takes at least: the mean work of its documents, evenly over ranks and micro-batches, in the pipeline.
+    """Least time of a plan: the mean work of its documents, spread evenly over ranks and micro-batches.
 
     Args:
         whole: int64[n] tokens of the documents.

@@ -57,7 +57,7 @@ class Replicas:
         return self._spread(self._met(values).max(axis=2), values)
 
     def mean(self, values: Floats) -> Floats:
-        """The same of the mean."""
+        """Mean over the replicas of a lockstep group."""
         return self._spread(self._met(values).mean(axis=2), values)
 
     def _met(self, values: Floats) -> Floats:

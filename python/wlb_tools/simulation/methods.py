@@ -26,13 +26,13 @@ from wlb_tools.simulation.stream import GlobalBatches, Reading
 
 
 def meeting_ranks(sync: Sync, dp_size: int) -> dict[str, Any]:
-    """What a packer is told of data-parallel ranks that wait for each other in every micro-batch; else nothing."""
+    """Arguments of a packer for data-parallel ranks that meet in every micro-batch; empty if they do not."""
     return {"dp_size": dp_size, "sync": sync} if sync == "micro_batch" and dp_size > 1 else {}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the methods have in common."""
+    """Settings that the methods share."""
 
     num_micro_batches: int  # of one global batch
     context: int  # tokens: the longest document, and a micro-batch of the fixed-length methods

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from wlb._core import Shard
 from wlb._results import PipelineTimeline
 from wlb_tools.cluster.memory import RankMemory
-from wlb_tools.cluster.overhead import Overhead
 from wlb_tools.cluster.step_time import StageSeconds
 from wlb_tools.simulation.balance import ATTENTION_RATES, Balance, Floats, Swept, band, imbalance_percentile, percentile
 from wlb_tools.simulation.scenario import Scenario
@@ -52,7 +51,7 @@ def exposed_parts(made: StageSeconds) -> dict[str, Floats]:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank of a pipeline stage computes of a micro-batch."""
+    """The part of a micro-batch that one rank of a pipeline stage computes."""
 
     step: int
     pieces: slice  # of the run's rows: the documents of the micro-batch, or of the group of ranks
@@ -64,7 +63,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class Outcome(ABC):
-    """What training a stream takes under one method, step by step."""
+    """Times of training a stream under one method, step by step."""
 
     title: str
     run: Trained
@@ -98,24 +97,16 @@ class Outcome(ABC):
 
     @property
     def pipelines(self) -> str:
-        """What each of :meth:`timelines` is of."""
+        """Unit of :meth:`timelines`: one pipeline per data-parallel rank, or one per rank."""
         return "DP"
 
     @abstractmethod
     def at_attention_rate(self, rate: float) -> Outcome:
-        """The same plan and shards, were attention `rate` times as fast as the kernel model says."""
-
-    @abstractmethod
-    def at_overhead(self, overhead: Overhead) -> Outcome:
-        """The same plan and shards, were this what the trainer takes beside layers and links.
-
-        Raises:
-            WlbError: it is of another number of stages.
-        """
+        """The same plan and shards with attention `rate` times as fast as the kernel model predicts."""
 
     @abstractmethod
     def parts(self) -> Iterator[RankPart]:
-        """What is computed, rank by rank of every group: micro-batch after micro-batch as the run lists them.
+        """Parts that are computed, rank by rank of every group, micro-batch after micro-batch.
 
         The order of ranks is that of :meth:`at_measured`.
         """
@@ -126,7 +117,7 @@ class Outcome(ABC):
 
     @abstractmethod
     def at_measured(self, seconds: Floats) -> Outcome:
-        """The same plan and shards with measured seconds of what ranks compute; communication stays as predicted.
+        """The same plan and shards with measured seconds of computation; communication stays as predicted.
 
         Args:
             seconds: float64[parts, stages, 3] of every part of :meth:`parts` by itself: forward, inputs' and weights'
@@ -184,7 +175,7 @@ class Outcome(ABC):
 
     @property
     def balance(self) -> Balance:
-        """How even steps are, without those that empty the queues at the stream's end."""
+        """Balance of the steps, without those that empty the queues at the end of the stream."""
         return self.all_balance.first(self.run.streamed)
 
     @property

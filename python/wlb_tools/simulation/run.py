@@ -29,7 +29,7 @@ TUNED_SHARE = 4
 
 @dataclass(frozen=True)
 class Simulation:
-    """What one stream takes under several methods."""
+    """One stream under several methods."""
 
     scenario: Scenario
     thresholds: tuple[int, ...]  # of the outlier queues; with fitted costs they are that run's own

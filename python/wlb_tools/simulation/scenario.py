@@ -207,7 +207,7 @@ class Scenario:
 
     @property
     def meeting_ranks(self) -> dict[str, Any]:
-        """What a packer is told of ranks that wait for each other in every micro-batch; nothing where they do not."""
+        """Arguments of a packer for ranks that meet in every micro-batch; empty if they do not."""
         return meeting_ranks(self.waiting, self.layout.dp)
 
     @cached_property
@@ -285,7 +285,7 @@ class Scenario:
 
     @cached_property
     def packer_cost(self) -> CostModel:
-        """What the packer believes documents cost."""
+        """The cost model of the packer."""
         if self.cost_model is not None:
             return self.cost_model
         return self.flops(attention_efficiency=self.hardware.attention_efficiency)
@@ -424,7 +424,7 @@ class Scenario:
         return ratio * rest / attention
 
     def setup(self, *, fitted_to: ArrayLike | None = None, split: int = 1) -> Setup:
-        """What the packing methods have in common; with costs fitted to documents, see :meth:`fitted_efficiency`.
+        """Settings that the packing methods share; with costs fitted to documents, see :meth:`fitted_efficiency`.
 
         Raises:
             WlbError: the schedule cannot have `split` times the micro-batches, or one context of each does not fit.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from wlb._core import Shard, shard, simulate_pipeline, simulate_steps
 from wlb._results import PipelineTimeline
-from wlb_tools.cluster.overhead import Overhead, copied
+from wlb_tools.cluster.overhead import copied
 from wlb_tools.cluster.step_time import StageSeconds
 from wlb_tools.simulation.balance import Balance, Floats
 from wlb_tools.simulation.lockstep import Replicas, in_lockstep
@@ -36,7 +36,7 @@ class Sharded:
     choice: tuple[Strategy, ...]  # among which
 
     def at_attention_rate(self, rate: float) -> Sharded:
-        """The same shards, were attention `rate` times as fast."""
+        """The same shards with attention `rate` times as fast."""
         return dataclasses.replace(self, forward=self.forward / rate, backward=self.backward / rate)
 
     @property
@@ -98,7 +98,7 @@ class StaticOutcome(Outcome):
 
     @property
     def cp_imbalance(self) -> float:
-        """As :attr:`Sharded.imbalance`."""
+        """Attention of the slowest context-parallel rank over the mean rank, see :attr:`Sharded.imbalance`."""
         return self.sharded.imbalance
 
     @property
@@ -119,10 +119,6 @@ class StaticOutcome(Outcome):
     def at_attention_rate(self, rate: float) -> StaticOutcome:
         """See :meth:`Outcome.at_attention_rate`."""
         return score(self.title, self.run, self.sharded.at_attention_rate(rate), self.scenario)
-
-    def at_overhead(self, overhead: Overhead) -> StaticOutcome:
-        """See :meth:`Outcome.at_overhead`."""
-        return score(self.title, self.run, self.sharded, dataclasses.replace(self.scenario, overhead=overhead))
 
     def parts(self) -> Iterator[RankPart]:
         """See :meth:`Outcome.parts`."""

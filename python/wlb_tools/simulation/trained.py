@@ -92,12 +92,12 @@ class PackedRun(Trained):
 
     @property
     def balance(self) -> Balance:
-        """How even steps are by the packer's own costs, without those that empty the queues at the stream's end."""
+        """Balance of the steps by the packer's own costs, without those that empty the queues at the end."""
         return self.all_balance.first(self.streamed)
 
     @property
     def all_balance(self) -> Balance:
-        """How even all steps are; with several columns that take time, a step has the heaviest micro-batch of each."""
+        """Balance of all steps; with several cost columns, a step has the heaviest micro-batch of each."""
         return Balance.of(self.costs if self.column_costs is None else self.column_costs[..., self.timed])
 
     @property
@@ -132,7 +132,7 @@ class PackedRun(Trained):
         }
 
     def columns(self) -> list[dict[str, Any]]:
-        """What each column of the documents' costs takes, as plain JSON values.
+        """Sums and limits of each cost column, as plain JSON values.
 
         Of a column that takes time, `share` is its part of the steps' time, and `lost_time` as :class:`Balance` has it;
         `heaviest` is the most that a micro-batch has of it, in all steps.
@@ -156,7 +156,7 @@ class PackedRun(Trained):
         return found
 
     def micro_batch_pieces(self) -> Iterator[slice]:
-        """Which pieces every micro-batch has, step by step; none where a micro-batch is empty."""
+        """Range of pieces of every micro-batch, step by step; empty for an empty micro-batch."""
         width = self.tokens.shape[1]
         ends = np.bincount(self.step * width + self.micro_batch, minlength=self.tokens.size).cumsum().tolist()
         return (slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True))

@@ -86,7 +86,7 @@ class Settings:
 
     @property
     def variant(self) -> Variant:
-        """What is simulated; `S_max` and thresholds are the scenario's."""
+        """The variant to simulate; `S_max` and thresholds are the scenario's."""
         if self.cuts:
             return VARIANTS[self.kind]
         return Variant(
@@ -148,7 +148,7 @@ class Choice(Settings):
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was tried, one setting at a time, and what was chosen."""
+    """All settings that were tried, one at a time, and the choice."""
 
     scenario: Scenario  # with the fitted costs
     by: Objective  # what the best trains most of in a second
@@ -406,7 +406,7 @@ class _Search:
 
 
 def _need(choice: Choice) -> tuple[Any, ...]:
-    """What decides between choices that are as fast: less to build and run, then less delay, then time."""
+    """Sort key between equally fast choices: less machinery, then less delay, then less time."""
     return (choice.machinery, choice.delay, choice.outcome.steady_seconds)
 
 

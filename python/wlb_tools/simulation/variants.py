@@ -183,7 +183,7 @@ def defaults(scenario: Scenario) -> tuple[str, ...]:
 
 
 def obstacles(scenario: Scenario) -> dict[str, WlbError]:
-    """Which of :data:`DEFAULT` the cluster cannot have, and why."""
+    """Methods of :data:`DEFAULT` that the cluster cannot run, with the reason."""
     found = {name: VARIANTS[name].obstacle(scenario) for name in DEFAULT}
     return {name: reason for name, reason in found.items() if reason is not None}
 

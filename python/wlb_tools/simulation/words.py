@@ -17,19 +17,19 @@ _PAPER_ORDER = ("per_document", "adaptive_cp", "packing", "wlb")
 
 
 def premises(simulation: Simulation) -> list[str]:
-    """What was simulated, and what it rests on."""
+    """Sentences about what was simulated and what the prediction rests on."""
     scenario = simulation.scenario
     thresholds = " and ".join(f"{threshold:,}" for threshold in simulation.thresholds)
     return [
         kernel_sentence(scenario),
-        f"With micro-batches of equal time this pipeline ({scenario.pipeline_schedule}, {scenario.micro_batches}"
-        f" micro-batches a step) would still idle {scenario.equal_bubble:.1%} of its time.",
+        f"This pipeline ({scenario.pipeline_schedule}, {scenario.micro_batches} micro-batches a step) is idle"
+        f" {scenario.equal_bubble:.1%} of its time even if all micro-batches take equally long.",
         f"Assumed: computation hides {scenario.cp_overlap:.0%} of CP, {scenario.tp_overlap:.0%} of TP and"
-        f" {scenario.dp_overlap:.0%} of DP communication{_experts(scenario)}. Gains rest on this and on the number of"
-        " micro-batches, those of Dynamic-CP most: try other values of cp_overlap, tp_overlap, num_micro_batches and"
-        " other layouts.",
-        f"Micro-batches of variable length have at most {scenario.limit:,} tokens; "
-        + (f"in queues wait documents from {thresholds} tokens on." if thresholds else "no document waits in a queue."),
+        f" {scenario.dp_overlap:.0%} of DP communication{_experts(scenario)}. The gains depend on this and on the"
+        " number of micro-batches, those of Dynamic-CP most: try other values of cp_overlap, tp_overlap,"
+        " num_micro_batches, and other layouts.",
+        f"A micro-batch has at most {scenario.limit:,} tokens; "
+        + (f"queues hold documents from {thresholds} tokens on." if thresholds else "no queue holds documents."),
     ]
 
 
@@ -68,10 +68,10 @@ def _room(simulation: Simulation, outcome: Outcome) -> str:
     floor = simulation.scenario.equal_bubble
     stays = min(idle, (1 - idle - share["dp_communication"]) * floor / (1 - floor))
     return (
-        f"Of {outcome.title}'s time {communication:.1%} is communication that nothing hides, and {idle:.1%} idle, of"
-        f" which {stays:.1%} would stay with as many micro-batches of equal time. Evening out micro-batches can win the"
-        f" other {idle - stays:.1%}; sharding the {share['cp_wait']:.1%} in which GPUs wait for the slowest"
-        " context-parallel rank, and what the pipeline idles because of them."
+        f"{outcome.title} spends {communication:.1%} of its time on communication that nothing hides and is idle for"
+        f" {idle:.1%}. Equal micro-batches can win back {idle - stays:.1%} of the time; the other {stays:.1%} is the"
+        f" pipeline's bubble. Sharding can win back the {share['cp_wait']:.1%} in which GPUs wait for the slowest"
+        " context-parallel rank."
     )
 
 
@@ -80,13 +80,13 @@ def _whole_documents(before: Outcome, after: Outcome, speedup: float) -> str:
     cut = [outcome.summary()["documents_cut"] for outcome in (before, after)]
     mfu = after.model_flops_utilization / before.model_flops_utilization
     return (
-        f"{before.title} cuts {cut[0]:,} documents, {after.title} {cut[1]:,}: that is {more:+.1%} FLOPs for the same"
-        f" tokens. By FLOPs (MFU) {after.title} is {mfu:.3f} times as fast, by tokens {speedup:.3f}."
+        f"{before.title} cuts {cut[0]:,} documents, {after.title} cuts {cut[1]:,}, which takes {more:+.1%} FLOPs for"
+        f" the same tokens. {after.title} is {speedup:.3f} times as fast by tokens and {mfu:.3f} times by FLOPs (MFU)."
     )
 
 
 def _more_micro_batches(before: Outcome, after: Outcome) -> list[str]:
-    """What else than balance makes a method fast: a shorter bubble, and less communication between fewer ranks."""
+    """Reasons for speed other than balance: a shorter bubble, and less communication between fewer ranks."""
     if after.micro_batches == before.micro_batches and after.cp_sizes == before.cp_sizes:
         return []
     idle, communication = (
@@ -97,15 +97,15 @@ def _more_micro_batches(before: Outcome, after: Outcome) -> list[str]:
         for parts in (IDLE, ("cp_communication",))
     )
     sentence = (
-        f"{after.title} makes {after.micro_batches:.3g} micro-batches of a step where {before.title} has"
-        f" {before.micro_batches:.3g}: {idle[1]:.1%} of its time is idle, not {idle[0]:.1%}."
+        f"{after.title} has {after.micro_batches:.3g} micro-batches a step, {before.title} has"
+        f" {before.micro_batches:.3g}. It is idle for {idle[1]:.1%} of its time instead of {idle[0]:.1%}."
     )
     if after.cp_sizes == before.cp_sizes:
         return [sentence]
     sizes = ", ".join(f"{share:.1%} on {size}" for size, share in after.cp_sizes.items())
     return [
-        f"{sentence} Tokens by the ranks that share their documents: {sizes}; {communication[1]:.1%} of its time is"
-        f" communication between them, not {communication[0]:.1%}."
+        f"{sentence} Share of tokens by ranks in a context-parallel group: {sizes}. Their communication takes"
+        f" {communication[1]:.1%} of the time instead of {communication[0]:.1%}."
     ]
 
 
@@ -115,22 +115,19 @@ def _order(simulation: Simulation) -> str:
     found = ", ".join(
         f"{simulation.outcomes[name].title} {speed:.3f}" for name, speed in zip(_PAPER_ORDER, speeds, strict=True)
     )
-    return f"The paper's order of gains, {found}, {'holds' if holds else 'does not hold'} here."
+    return f"The order of gains in the WLB-LLM paper {'holds' if holds else 'does not hold'} here: {found}."
 
 
 def _stream_end(simulation: Simulation) -> list[str]:
     shares = {outcome.title: outcome.flush_share for outcome in simulation.outcomes.values()}
     title, most = max(shares.items(), key=lambda item: item[1])
-    sentences = [
-        f"Steps at the end of the stream, small and uneven, take from {min(shares.values()):.1%} to {most:.1%}"
-        f" of the time ({title})."
-    ]
     if most > FLUSH_WARNING:
-        sentences.append(
-            f"Warning: above {FLUSH_WARNING:.0%} the comparison says more about the length of this stream than about"
-            " the methods; give it more documents."
-        )
-    return sentences
+        return [
+            f"Warning: the stream is short. Its last steps, which empty the queues, take {most:.1%} of the time"
+            f" ({title}), so the comparison says more about the length of the stream than about the methods. Give it"
+            " more documents."
+        ]
+    return [f"The last steps of the stream, which empty the queues, take at most {most:.1%} of the time ({title})."]
 
 
 def describe(scenario: Scenario) -> str:
@@ -142,11 +139,11 @@ def describe(scenario: Scenario) -> str:
 
 
 def kernel_sentence(scenario: Scenario) -> str:
-    """What attention's times rest on, with a warning where that is another GPU."""
+    """Sentence about the source of attention times, with a warning if it is another GPU."""
     source = scenario.attention.source
     label = "measured on a GPU" if source.startswith("measured") else "an assumption, measured nowhere"
     warning = f" Warning: that is another GPU than {scenario.hardware.name}." if scenario.measured_elsewhere else ""
-    return f"Every time is predicted. Attention: {source} ({label}).{warning}"
+    return f"Every time is predicted. Attention times come from {source} ({label}).{warning}"
 
 
 def _packer_costs(scenario: Scenario) -> str:
@@ -157,7 +154,7 @@ def _packer_costs(scenario: Scenario) -> str:
 
 
 def assumptions(scenario: Scenario) -> dict[str, str]:
-    """What the predictions rest on, in words; the first says whether attention was measured."""
+    """Assumptions of the predictions in words; the first says whether attention was measured."""
     hardware, layout = scenario.hardware, scenario.layout
     layers = layout.layers_of_stages(scenario.model).tolist()
     memory = hardware.memory_bytes / GIB
@@ -185,7 +182,7 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
 
 
 def _experts(scenario: Scenario) -> str:
-    """What is assumed of expert parallelism, where there is some."""
+    """Assumptions about expert parallelism, if there is some."""
     if scenario.layout.ep == 1:
         return ""
     busiest = f"{scenario.expert_imbalance:g} times the visits of the mean EP rank"

@@ -31,7 +31,7 @@ impl Digest {
         self.waiting.clear();
     }
 
-    /// Of what can be written as JSON, without the whole text.
+    /// Digest of a value as JSON, without building the whole text.
     pub(crate) fn of_json(value: &impl Serialize) -> String {
         let mut digest = Self::new();
         // Writing cannot fail, and what is hashed here can be written.

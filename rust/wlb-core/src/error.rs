@@ -185,7 +185,7 @@ impl Error {
         }
     }
 
-    /// Where in the argument, if it is a sequence.
+    /// Index in the argument, if it is a sequence.
     pub fn index(&self) -> Option<usize> {
         match self {
             Self::Length { index, .. }
@@ -202,7 +202,7 @@ impl Error {
     }
 }
 
-/// What would hold all documents, as a part of the sentence.
+/// Part of an error's sentence: a limit that would hold all documents.
 fn remedy(enough: Option<i64>, whole: Option<&str>) -> String {
     match (enough, whole) {
         (Some(enough), Some(_)) => format!("max_tokens={enough} or num_micro_batches=None holds them all; "),

@@ -19,9 +19,9 @@ pub(crate) struct Ladder {
     /// One rung a micro-batch, and one more, above all (infinite, of the highest index), that closes the list to a
     /// ring.
     rungs: Vec<Rung>,
-    /// Where the last search ended.
+    /// End of the last search.
     finger: u32,
-    /// Where the last searches ended for those that came back, of either kind.
+    /// Ends of the last searches for indices that came back, by kind.
     back: [u32; 2],
 }
 
@@ -40,7 +40,7 @@ impl Ladder {
         Self::sorted(order)
     }
 
-    /// The same, of weights and their indices, which mostly stand in order.
+    /// A ladder of weights with their indices, which are mostly in order already.
     pub(crate) fn of_mostly_sorted(mut order: Vec<(f64, u32)>) -> Self {
         order.sort_by(by_weight); // one pass, where they do
         Self::sorted(order)
@@ -253,7 +253,7 @@ mod tests {
         }
     }
 
-    /// Those that have a weight, from the lightest to the heaviest.
+    /// Indices that have a weight, from the lightest to the heaviest.
     fn ascending(weights: &[Option<f64>]) -> Vec<usize> {
         let mut ascending: Vec<usize> = (0..weights.len()).filter(|&index| weights[index].is_some()).collect();
         ascending.sort_by(|&a, &b| weights[a].partial_cmp(&weights[b]).unwrap_or(Ordering::Equal));

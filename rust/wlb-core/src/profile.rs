@@ -47,7 +47,7 @@ struct AttentionPass {
     tile: i64,
     #[serde(default)]
     launch_seconds: f64,
-    /// Of one segment: a row per query length, a column per key length, null where a segment cannot be.
+    /// Seconds of one segment: a row per query length, a column per key length, null where there is no such segment.
     median_seconds: Vec<Vec<Option<f64>>>,
     #[serde(default, rename = "p10_seconds")]
     _p10: IgnoredAny,

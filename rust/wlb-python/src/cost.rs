@@ -79,7 +79,7 @@ pub(crate) fn mask(causal: bool) -> Mask {
 ///     WlbError: a rate is negative or not finite, or no document costs anything; a window or chunk below 1, or without
 ///         a causal mask.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
 ///     >>> cost.cost([10, 20])
@@ -138,6 +138,11 @@ impl CostModel {
 
     /// The model as a JSON text, for a file: :meth:`from_json` reads it, and so does ``--cost-model`` of the ``wlb``
     /// command.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> wlb.CostModel(attention=1.0, linear=2.0).to_json()
+    ///     '{"attention":{"rate":1.0},"linear":{"rate":2.0},"mask":"causal"}'
     fn to_json(&self) -> String {
         self.0.to_json()
     }
@@ -199,6 +204,13 @@ impl CostModel {
     ///
     /// Raises:
     ///     WlbError: a size below 1, a rate that is not positive, a hidden size that the heads do not divide.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel.from_flops(hidden_size=4096, ffn_hidden_size=11008, num_layers=32, num_heads=32,
+    ///     ...                                 vocab_size=32000, attention_efficiency=0.55)
+    ///     >>> cost.cost([131072]) / cost.cost([1024]) > 128 * 6
+    ///     array([ True])
     #[staticmethod]
     #[pyo3(signature = (
     *, hidden_size, ffn_hidden_size, num_layers, num_heads, num_kv_heads = None, vocab_size, head_dim = None,
@@ -264,6 +276,13 @@ impl CostModel {
     ///
     /// Raises:
     ///     WlbError: naming the entry that does not fit.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> attention, linear = [1e-3, 15e-3], [2e-3, 8e-3]
+    ///     >>> cost = wlb.CostModel.from_tables([1024, 4096], attention_seconds=attention, linear_seconds=linear)
+    ///     >>> cost.cost([1024, 4096])
+    ///     array([0.003, 0.023])
     #[staticmethod]
     #[pyo3(signature = (lengths, *, attention_seconds, linear_seconds, causal = true))]
     fn from_tables(
@@ -283,6 +302,12 @@ impl CostModel {
     ///
     /// Raises:
     ///     WlbError: no such profile, or a malformed one; says where in the file.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> name = "nvidia-h200-varlenkernel-torch-2-11-0-h32-kv8-d128"
+    ///     >>> wlb.CostModel.from_profile(name).unit
+    ///     'seconds'
     #[staticmethod]
     #[pyo3(signature = (path_or_name, *, passes = "forward_backward"))]
     fn from_profile(path_or_name: &Bound<'_, PyAny>, passes: &str) -> PyResult<Self> {
@@ -297,6 +322,11 @@ impl CostModel {
     ///
     /// Returns:
     ///     float64[n].
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> wlb.CostModel(attention=1.0, linear=1000.0).cost([10, 20])
+    ///     array([10055., 20210.])
     #[pyo3(signature = (lengths))]
     fn cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
@@ -347,6 +377,14 @@ impl CostModel {
     ///
     /// O(n k^2) for n micro-batches and k terms, some hundred times. Lawson and Hanson, Solving Least Squares Problems
     /// (1974); Holland and Welsch, Robust regression using iteratively reweighted least-squares (1977).
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> true = wlb.CostModel(attention=1e-9, linear=1e-6)
+    ///     >>> micro_batches = [[100 * i, 50 * i * i] for i in range(1, 13)]
+    ///     >>> fit = wlb.CostModel.fit(micro_batches, [true.cost(lengths).sum() for lengths in micro_batches])
+    ///     >>> round(fit.rates["pairs"] * 1e9, 3), round(fit.rates["tokens"] * 1e6, 3)
+    ///     (1.0, 1.0)
     #[staticmethod]
     #[pyo3(text_signature = "(micro_batches, seconds, *, windows=(), chunks=(), terms=None, causal=True, ranks=None)")]
     #[pyo3(signature = (
@@ -429,7 +467,7 @@ pub(crate) fn pass_weights(passes: &str, recompute: bool) -> PyResult<(f64, f64)
 /// Raises:
 ///     WlbError: a length below 1 or above 2**31 - 1.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> wlb.pairs([3, 1, 2])
 ///     array([6, 1, 3])

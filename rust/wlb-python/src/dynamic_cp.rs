@@ -83,7 +83,7 @@ use crate::results::answer;
 /// is no power of two, up to O(n * micro-batches * log world_size) for each number, and O(n * micro-batches *
 /// world_size) where memory binds. Releases the GIL from 1,024 documents on.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> cost = wlb.CostModel(attention=0.0, linear=1.0)
 ///     >>> plan = wlb.plan_dynamic_cp([2000, 1000, 1000], world_size=4, num_stages=1, max_tokens_per_rank=1000,

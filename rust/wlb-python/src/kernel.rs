@@ -17,7 +17,7 @@ use crate::plain::{Array, hashed_by, pickled_as_json};
 /// from a table that was measured (:meth:`from_profile`) or is assumed (:meth:`analytic`); docs/semantics.md
 /// has the formulas. Immutable; picklable; equal models compare equal. WLB-LLM, section 5.2.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> kernel = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
 ///     >>> kernel.source
@@ -115,6 +115,11 @@ impl KernelModel {
     ///
     /// Raises:
     ///     WlbError: an unknown generation, or a size out of range.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128).source
+    ///     'analytic: h100'
     #[staticmethod]
     #[pyo3(signature = (generation, *, num_heads, num_kv_heads = None, head_dim, causal = true))]
     fn analytic(
@@ -140,6 +145,13 @@ impl KernelModel {
     ///
     /// Raises:
     ///     WlbError: a length out of range, or more queries than keys.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> kernel = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
+    ///     >>> one, both = kernel.segment_seconds([1024, 2048], [1024, 2048])
+    ///     >>> bool(2 * one < both)
+    ///     True
     #[pyo3(signature = (query_lengths, key_lengths, *, passes = "forward_backward"))]
     fn segment_seconds(
         &self,

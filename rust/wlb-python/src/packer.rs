@@ -23,75 +23,72 @@ use crate::packing::{Packing, ranks};
 use crate::plain::{Pickle, Tuple};
 use crate::results::answer;
 
-/// Packs a stream of global batches, and holds long documents back until they can be balanced.
+/// Packs one training step after the other, and lets documents wait until they can be balanced.
 ///
-/// Without ``outlier_thresholds`` the adaptive rule decides in every step how many of the longest documents wait. With
-/// them documents wait in queues, as in the paper: documents of ``outlier_thresholds[i]`` tokens or more, and fewer
-/// than the next threshold, wait in level ``i``; while a level holds ``num_micro_batches`` documents, that many leave
-/// it and join the batch being packed, one for each micro-batch. All other documents are emitted in the iteration they
-/// arrive in, if they fit; documents that do not fit go first in the next. The same pushes give the same plans on every
-/// rank, and after every resume. Safe to share between threads; picklable.
+/// A document that costs more than a fair share of a step makes its micro-batch heavy. The packer holds such
+/// documents back for a few steps, until a step has enough work to go with them. Everything else is trained in the
+/// step in which it is pushed, if it fits; what does not fit comes first in the next step.
+///
+/// Two rules choose what waits. The adaptive rule (the default) holds documents as long as the step becomes more
+/// even by more than their waiting costs. With ``outlier_thresholds`` documents wait in queues by length, as in
+/// WLB-LLM, until there is one for every micro-batch.
+///
+/// The same pushes give the same plans on every rank, and after every resume. A packer may be shared between
+/// threads, and pickled.
 ///
 /// Args:
-///     num_micro_batches: micro-batches of a global batch, ``N`` (``pp_size * dp_size`` in the paper).
-///     max_tokens: most tokens of a micro-batch (``S_max``): a memory bound, and usually above the context window.
-///     cost_model: what documents cost, by their lengths. Or ``cost_columns``.
-///     cost_columns: documents bring their costs, in so many columns (``push(costs=)``, always). A step takes the sum
-///         over columns of the heaviest micro-batch in that column. Said here, and not by the first push, because it
-///         belongs to what ranks compare before they begin. Queues go by length all the same; "adaptive" takes one
-///         column.
-///     limits: float64[cost_columns], the most that a micro-batch may have in each column, infinite for none. What has
-///         a limit is memory, and takes no time.
-///     outlier_thresholds: tokens, ascending, where the levels of the queue begin. :func:`tune_outlier_thresholds`
-///         finds good ones. ``None``, the default, takes the adaptive rule; ``()`` is a queue without levels, which
+///     num_micro_batches: micro-batches of a step, ``N``: the sum over all data-parallel ranks.
+///     max_tokens: most tokens of a micro-batch: what memory holds. Room above the context window makes
+///         micro-batches more even.
+///     cost_model: cost of a document, from its length. Give it, or ``cost_columns``.
+///     cost_columns: number of cost columns that every ``push(costs=)`` brings, in the place of ``cost_model``.
+///         A step takes the sum over columns of the heaviest micro-batch in each column. The adaptive rule
+///         takes one column.
+///     limits: float64[cost_columns], most that a micro-batch may have in each column, infinite for no limit. A
+///         column with a limit is memory and takes no time.
+///     outlier_thresholds: int[q], tokens, ascending: lengths at which the levels of the queue begin.
+///         :func:`tune_outlier_thresholds` finds them. ``None``, the default, is the adaptive rule; ``()``
 ///         holds nothing back.
-///     release: which waiting documents join a batch. It follows from ``outlier_thresholds`` and need not be said. With
-///         thresholds it is "fifo", the paper's queues. Without them it is "adaptive": the longest documents, new or
-///         waiting, are held as long as the step becomes so much more even that ``delay_price`` is paid, and short ones
-///         while there is no room for them. "adaptive" balances better than queues at less delay. "fifo" without
-///         thresholds holds nothing back; "adaptive" with thresholds is refused.
-///     delay_price: with "adaptive": how much shorter a step must become, relative to an even one, to be worth that a
-///         context for each micro-batch waits one iteration (0.03, the default: 3 %); to wait a second iteration costs
-///         twice as much. At a higher price less waits. Give :func:`tune_delay_price` a mean delay, and it finds the
-///         price.
-///     max_delay: iterations after which a waiting document leaves whatever else waits. ``None``: 16 with "adaptive";
-///         with "fifo" no limit (the paper's rule), so that an outlier may wait for others of its length for ever. What
-///         keeps it: :meth:`bounds`.
-///     max_document_tokens: longest document, at most ``max_tokens`` (the default): the context window.
-///     oversize: what happens to a longer one: "error", "split" into documents of their own, or "truncate".
-///     method: how what leaves is placed: "var_length", longest first where the cost is least; or "refined", from there
-///         on as ``pack(method="refined")``: the same documents, never a heavier heaviest micro-batch, mostly in twice
-///         the time. Where ``max_tokens`` binds it also finds room for documents that were carried over.
-///     dp_size: data-parallel ranks that every step is planned for, as :func:`pack` does it with what leaves: documents
-///         are exchanged between ranks, and ``packing.deal(dp_size)`` gives every rank's micro-batches. It divides
-///         ``num_micro_batches``, and like these may be another on resume. Queues let ``dp_size`` documents of a kind
-///         go together, not ``num_micro_batches``. Documents priced by a cost model, or in one column without a limit.
-///     sync: where these ranks wait for each other, "step" (the default) or "micro_batch". With "step" the "adaptive"
-///         rule weighs the sums of ranks, so that a document waits only if it would make its rank the longest.
-///     max_documents: most documents of a micro-batch. Waiting documents then count for at least ``max_tokens /
-///         max_documents`` tokens in :attr:`room` and :meth:`bounds`.
-///     multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens, and ``max_tokens`` counts the
-///         padding: :attr:`max_tokens` is the largest multiple within it. ``packing.padded_tokens`` has the sizes;
-///         ``wlb.torch.collate(multiple_of_tokens=)`` pads.
-///     token_buckets: int[b], ascending: the only sizes that micro-batches run with; padded up to the next.
-///     max_step_cost: with "adaptive": most work of a step, in global batches of the documents that came lately (the
-///         last 128 to 256 such batches). What makes micro-batches even, long documents that leave together, makes
-///         steps uneven; with 1.5 no step has more than 1.5 times the mean work, but for documents that are due by
-///         ``max_delay`` (``metrics().steps_over_max_cost`` counts such steps), ``min_step_tokens`` and flushes. Long
-///         documents are then spread over steps, and micro-batches are less even. Below the mean less would leave than
-///         comes: all then leaves when it is due, whatever it costs. ``None``: no bound.
-///     tokens_per_batch: tokens of a global batch, at most ``num_micro_batches * max_tokens``; default
-///         ``num_micro_batches * max_document_tokens``. Give it where steps train another number, so that
-///         ``max_step_cost`` is told in *their* work; samplers and streams take it from here. May be another on resume.
-///     on_backlog: what a push does after which more waits than :meth:`bounds` allows, because it brought more than the
-///         packer :meth:`admits`: "warn" once with a :class:`BacklogWarning`, or "error" and change nothing.
+///     release: "adaptive" or "fifo". It follows from ``outlier_thresholds``, so it is needed only for "fifo"
+///         without thresholds, which holds nothing back.
+///     delay_price: price of waiting, for the adaptive rule: how much shorter a step must become, relative to
+///         an even step, to be worth one step of waiting for one context per micro-batch. The default is 0.03
+///         (3 %). A second step of waiting costs twice as much. A higher price means shorter waits.
+///         :func:`tune_delay_price` finds the price for a mean wait that you accept.
+///     max_delay: most steps that a document waits. ``None`` is 16 with the adaptive rule, and no limit with
+///         queues. :meth:`bounds` says what keeps it.
+///     max_document_tokens: longest document: the context window. At most ``max_tokens``, which is the default.
+///     oversize: what happens to longer documents: "error", "split" into several documents, or "truncate".
+///     method: "var_length", or "refined": the same documents with further exchanges, never a heavier
+///         micro-batch, mostly in twice the time. It helps where ``max_tokens`` leaves little room.
+///     dp_size: data-parallel ranks to plan every step for, as :func:`pack` does. It divides
+///         ``num_micro_batches``; ``packing.deal(dp_size)`` gives each rank its micro-batches.
+///     sync: where these ranks wait for each other: "step" (default; once a step, as DDP does) or "micro_batch"
+///         (in every micro-batch, as FSDP does). With "step" fewer documents wait, because the other
+///         micro-batches of a rank make up for a heavy one.
+///     max_documents: most documents of a micro-batch. In :attr:`room` and :meth:`bounds` each document then
+///         counts for at least ``max_tokens / max_documents`` tokens.
+///     multiple_of_tokens: micro-batches are padded to a multiple of this number, and ``max_tokens`` counts the
+///         padding. ``packing.padded_tokens`` has the sizes; ``wlb.torch.collate(multiple_of_tokens=)`` adds
+///         the padding.
+///     token_buckets: int[b], ascending: the only sizes of padded micro-batches.
+///     max_step_cost: for the adaptive rule: most work of a step, as a multiple of the work of a mean global
+///         batch. Documents that wait together are trained together, so without a bound the largest step can
+///         have several times the mean work. Documents beyond the bound wait, so micro-batches are less even.
+///         Documents that reached ``max_delay`` always leave; ``metrics().steps_over_max_cost`` counts the
+///         steps that exceed the bound for them. ``None``: no bound.
+///     tokens_per_batch: tokens of a mean global batch, the unit of ``max_step_cost``; default
+///         ``num_micro_batches * max_document_tokens``. Samplers and streams read so many tokens for a step.
+///     on_backlog: what happens when a push brings more than the packer :meth:`admits` and more waits than
+///         :meth:`bounds` allows: "warn" once with a :class:`BacklogWarning`, or "error", which changes
+///         nothing.
 ///
 /// Raises:
 ///     WlbError: naming the argument that makes no sense.
 ///
-/// WLB-LLM, section 4 and Algorithm 1.
+/// Source: WLB-LLM, section 4 and Algorithm 1; the adaptive rule is ours (docs/semantics.md).
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
 ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=1500, cost_model=cost)
@@ -209,56 +206,56 @@ impl Packer {
 
 #[pymethods]
 impl Packer {
-    /// Tokens that the next push may bring so that :meth:`bounds` hold; with ``max_documents`` each document counts for
-    /// at least its share of a full micro-batch. :meth:`admits` says it for documents. O(pending).
+    /// Tokens that the next push may bring so that :meth:`bounds` hold. :meth:`admits` answers for documents. With
+    /// ``max_documents`` a document counts for at least its share of a full micro-batch. O(pending).
     #[getter]
     fn room(&self) -> i64 {
         self.lock().room()
     }
 
-    /// Documents (or pieces of split ones) that were pushed and not yet emitted.
+    /// Documents, or pieces of split ones, that wait.
     #[getter]
     fn pending(&self) -> usize {
         self.lock().pending()
     }
 
-    /// Tokens that were pushed and not yet emitted; O(pending).
+    /// Tokens that wait. O(pending).
     #[getter]
     fn pending_tokens(&self) -> i64 {
         self.lock().pending_tokens()
     }
 
-    /// Tokens that did not fit and go first in the next iteration; O(carried).
+    /// Tokens that found no room in the last step and come first in the next one. O(carried).
     #[getter]
     fn carried_tokens(&self) -> i64 {
         self.lock().carried_tokens()
     }
 
-    /// Iterations that the oldest pending document has waited; 0 if none is pending. O(pending).
+    /// Steps that the oldest waiting document has waited; 0 if none waits. O(pending).
     #[getter]
     fn oldest_wait(&self) -> u64 {
         self.lock().oldest_wait()
     }
 
-    /// Documents that wait in each level; one level with "adaptive".
+    /// Documents that wait in each level of the queue; the adaptive rule has one level.
     #[getter]
     fn queued(&self) -> Tuple<usize> {
         Tuple(self.lock().queue().levels().iter().map(|level| level.len()).collect())
     }
 
-    /// Documents that did not fit and go first in the next iteration.
+    /// Documents that found no room in the last step and come first in the next one.
     #[getter]
     fn carried(&self) -> usize {
         self.lock().carried().len()
     }
 
-    /// Global batches packed so far.
+    /// Steps packed so far.
     #[getter]
     fn iteration(&self) -> u64 {
         self.lock().iteration()
     }
 
-    /// Micro-batches of a global batch.
+    /// Micro-batches of a step.
     #[getter]
     fn num_micro_batches(&self) -> usize {
         self.lock().config().num_micro_batches
@@ -276,55 +273,55 @@ impl Packer {
         self.lock().config().max_document_tokens
     }
 
-    /// Where the levels of the queue begin: tokens, ascending.
+    /// Lengths at which the levels of the queue begin: tokens, ascending.
     #[getter]
     fn outlier_thresholds(&self) -> Tuple<i32> {
         Tuple(self.lock().config().outlier_thresholds.clone())
     }
 
-    /// Which waiting documents join a batch: "fifo" or "adaptive".
+    /// The rule that releases waiting documents: "fifo" (queues) or "adaptive".
     #[getter]
     fn release(&self) -> &'static str {
         self.lock().config().release.as_str()
     }
 
-    /// What waiting costs with "adaptive"; ``None`` with "fifo".
+    /// Price of waiting of the adaptive rule; ``None`` with "fifo".
     #[getter]
     fn delay_price(&self) -> Option<f64> {
         self.lock().config().delay_price
     }
 
-    /// What happens to a document over ``max_document_tokens``: "error", "split" or "truncate".
+    /// Treatment of documents over ``max_document_tokens``: "error", "split" or "truncate".
     #[getter]
     fn oversize(&self) -> &'static str {
         self.lock().config().oversize.as_str()
     }
 
-    /// What a push does after which too much waits: "warn" or "error".
+    /// Reaction to a push after which too much waits: "warn" or "error".
     #[getter]
     fn on_backlog(&self) -> &'static str {
         self.on_backlog.as_str()
     }
 
-    /// Iterations after which a waiting document is released; ``None``: no limit.
+    /// Most steps that a document waits; ``None``: no limit.
     #[getter]
     fn max_delay(&self) -> Option<u64> {
         self.lock().config().max_delay
     }
 
-    /// How what leaves is placed: "var_length" or "refined".
+    /// Packing method of a step: "var_length" or "refined".
     #[getter]
     fn method(&self) -> &'static str {
         self.lock().config().method.as_str()
     }
 
-    /// Data-parallel ranks that steps are planned for; ``None``: they may be dealt to any.
+    /// Data-parallel ranks that steps are planned for; ``None``: any number.
     #[getter]
     fn dp_size(&self) -> Option<usize> {
         self.lock().config().shape.ranks.map(|ranks| ranks.dp_size)
     }
 
-    /// Where these wait for each other, "step" or "micro_batch"; ``None`` without ranks.
+    /// Where the ranks wait for each other, "step" or "micro_batch"; ``None`` without ranks.
     #[getter]
     fn sync(&self) -> Option<&'static str> {
         self.lock().config().shape.ranks.map(|ranks| ranks.sync.as_str())
@@ -336,20 +333,20 @@ impl Packer {
         self.lock().config().shape.max_documents
     }
 
-    /// Micro-batches run padded up to a multiple of so many tokens.
+    /// Micro-batches are padded to a multiple of this number of tokens.
     #[getter]
     fn multiple_of_tokens(&self) -> i32 {
         self.lock().config().shape.padding.as_ref().map_or(1, Padding::multiple_of)
     }
 
-    /// The only sizes that they run with, ascending; empty: any multiple.
+    /// The only sizes of padded micro-batches, ascending; empty: any multiple.
     #[getter]
     fn token_buckets(&self) -> Tuple<i32> {
         let packer = self.lock();
         Tuple(packer.config().shape.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec()))
     }
 
-    /// Most work of a step, in mean global batches; ``None``: no bound.
+    /// Most work of a step, as a multiple of a mean global batch; ``None``: no bound.
     #[getter]
     fn max_step_cost(&self) -> Option<f64> {
         self.lock().config().shape.max_cost
@@ -361,19 +358,19 @@ impl Packer {
         self.lock().config().tokens_per_batch()
     }
 
-    /// What documents cost; ``None`` where they bring their costs.
+    /// The cost model in use; ``None`` if documents bring their costs.
     #[getter]
     fn cost_model(&self) -> Option<CostModel> {
         self.lock().config().cost_model.clone().map(CostModel)
     }
 
-    /// Columns of costs that documents bring; ``None`` where a cost model prices them.
+    /// Cost columns that documents bring; ``None`` with a cost model.
     #[getter]
     fn cost_columns(&self) -> Option<usize> {
         self.lock().config().limits.as_ref().map(Vec::len)
     }
 
-    /// The most that a micro-batch may have in each of these columns, infinite for none; ``None`` without columns.
+    /// Most that a micro-batch may have in each cost column, infinite for no limit; ``None`` without columns.
     #[getter]
     fn limits(&self) -> Option<Tuple<f64>> {
         let infinite = |limit: &Option<f64>| limit.unwrap_or(f64::INFINITY);
@@ -390,7 +387,7 @@ impl Packer {
 
 #[pymethods]
 impl Packer {
-    /// The packer that :meth:`state_dict` saved, configuration included.
+    /// Makes the packer that :meth:`state_dict` saved, with its configuration.
     ///
     /// Args:
     ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
@@ -406,13 +403,13 @@ impl Packer {
         Ok(Self::new_from(core, choice(on_backlog)?))
     }
 
-    /// A packer that goes on from here by itself, with the same configuration; O(pending), and much cheaper than a
-    /// state.
+    /// An independent copy with the same configuration and the same waiting documents. O(pending), much cheaper than
+    /// a state.
     fn copy(&self) -> Self {
         Self::new_from(Core::clone(&self.lock()), self.on_backlog)
     }
 
-    /// A packer with this one's configuration in which nothing waits yet.
+    /// A packer with the same configuration in which nothing waits.
     fn empty_copy(&self) -> PyResult<Self> {
         let core = Core::new(self.lock().config().clone()).map_err(raise)?;
         Ok(Self::new_from(core, self.on_backlog))
@@ -423,12 +420,18 @@ impl Packer {
     /// Returns:
     ///     Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``;
     ///     with "fifo" what the levels can hold and one such batch. docs/semantics.md has the proof.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost).bounds()
+    ///     Bounds(tokens=400, delay=16, drain=5)
     fn bounds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let bounds = self.lock().bounds();
         answer!(py, "Bounds", bounds { tokens, delay, drain })
     }
 
-    /// One global batch of what waits, at the end of a stream: as much of it as fits, outliers too.
+    /// Packs one step of waiting documents at the end of a stream: as many as fit, long ones too.
     ///
     /// Returns:
     ///     Packing; empty if nothing waits. Its ``assignment`` is empty.
@@ -436,15 +439,23 @@ impl Packer {
         self.change(py, 0, Core::drain).into()
     }
 
-    /// Empties everything at the end of the stream, in as many global batches as it takes.
+    /// Packs everything that waits at the end of a stream, in as many steps as it takes.
     ///
     /// Returns:
     ///     list[Packing]; empty if nothing was pending.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+    ///     >>> _ = packer.push([60, 10, 10])
+    ///     >>> [packing.tokens.tolist() for packing in packer.flush()]
+    ///     [[60, 0]]
     fn flush(&self, py: Python<'_>) -> Vec<Packing> {
         self.change(py, 0, Core::flush).into_iter().map(Packing::from).collect()
     }
 
-    /// Balance, delay and memory since the stream began.
+    /// Balance, waits and memory since the stream began.
     fn metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let metrics = self.lock().metrics().clone();
         answer!(py, "PackerMetrics", metrics {
@@ -459,10 +470,19 @@ impl Packer {
         })
     }
 
-    /// The packer as plain JSON values: a dict of str, int, float, list, None.
+    /// The packer as plain JSON values, for a checkpoint.
     ///
     /// Holds documents, not shards: ``num_micro_batches`` and every parallel size may change on resume. Save it with
     /// the position of the data set that was *consumed*, not prefetched.
+    ///
+    /// Examples:
+    ///     >>> import json, wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+    ///     >>> _ = packer.push([60, 10, 10])
+    ///     >>> again = wlb.Packer.from_state_dict(json.loads(json.dumps(packer.state_dict())))
+    ///     >>> again.pending_tokens
+    ///     60
     fn state_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let core = Arc::clone(&self.lock());
         let text = run(py, core.pending(), || core.save());
@@ -565,26 +585,25 @@ impl Packer {
         Ok(Self::new_from(packer.map_err(raise)?, choice(on_backlog)?))
     }
 
-    /// Packs one global batch: these documents, what was carried over, and the outliers whose time has come.
+    /// Packs one step from new documents, documents that were carried over, and waiting documents that are released.
     ///
     /// Args:
     ///     lengths: int[n], tokens of the new documents; may be empty.
-    ///     ids: int64[n], their names, unique among these and the pending documents; default a running number.
-    ///     starts: int[n], where each begins inside the document that ``ids`` names, for a reader that cuts documents
-    ///         itself and lets their pieces enter over several iterations; default: all are whole documents.
-    ///     costs: float64[n] or float64[n, cost_columns], what each document costs, where the packer was made with
-    ///         ``cost_columns``, and only there; what it costs that is cut is shared among its pieces by their tokens.
-    ///         What waits keeps its costs.
-    ///     min_step_tokens: more leaves than the release rule lets go, if that is fewer tokens than these and more is
-    ///         there. Such a step is less balanced. It holds so many tokens at least, or all that is there, or
-    ///         ``num_micro_batches // 2 * max_tokens`` (without ``limits``, which may leave less room).
-    ///     early: int[n], from 0 to 1024, by how many iterations each comes before its turn in the order of the stream
-    ///         (see :meth:`leads`), only with release="adaptive". Until its turn a document is not late: it may be
-    ///         trained, and waiting costs nothing. Delays count from the turn on.
+    ///     ids: int64[n], names of the documents, unique among new and waiting ones; default a running number.
+    ///     starts: int[n], first token of each piece inside the document that ``ids`` names, for a reader that cuts
+    ///         documents itself. Default: 0, whole documents.
+    ///     costs: float64[n] or float64[n, cost_columns], cost of each document, exactly if the packer was made with
+    ///         ``cost_columns``. Pieces of a split document share its cost by their tokens.
+    ///     min_step_tokens: least tokens of the step. More documents are released to reach it, so the step is less even.
+    ///         It is reached unless fewer tokens are there, or they are more than ``num_micro_batches // 2 *
+    ///         max_tokens`` (``limits`` may leave less room).
+    ///     early: int[n], from 0 to 1024: steps by which each document is pushed before its turn in the order of the
+    ///         stream (:meth:`leads`), for the adaptive rule. Until its turn a document may be trained, and its waiting
+    ///         costs nothing. Delays count from the turn on.
     ///
     /// Returns:
-    ///     Packing of ``num_micro_batches`` micro-batches. ``assignment`` follows ``lengths`` (-1: waits, or was
-    ///     split); ``leftover`` is what is carried over to the next iteration.
+    ///     Packing of ``num_micro_batches`` micro-batches. ``assignment`` follows ``lengths`` (-1: the document waits,
+    ///     or was split); ``leftover`` has the documents that are carried over to the next step.
     ///
     /// Raises:
     ///     WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under
@@ -594,8 +613,17 @@ impl Packer {
     /// Warns:
     ///     BacklogWarning: more waits afterwards than :meth:`bounds` allows; once.
     ///
-    /// Cost as for :func:`pack`, for the documents new, carried over and released. Releases the GIL from 1,024 pieces
-    /// on, those that wait included.
+    /// Takes as long as :func:`pack` does for the new, carried and released documents. Releases the GIL from 1,024
+    /// pieces on, waiting ones included.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+    ///     >>> packer.push([60, 10, 10]).tokens  # the document of 60 tokens waits for a second one of its kind
+    ///     array([10, 10])
+    ///     >>> packer.push([60, 10, 10]).tokens
+    ///     array([70, 70])
     #[pyo3(signature = (lengths, ids = None, *, starts = None, costs = None, min_step_tokens = 0, early = None))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn push(
@@ -621,16 +649,15 @@ impl Packer {
         packing.map(Packing::from)
     }
 
-    /// By how many iterations each of the documents that come next should come before its turn, for :meth:`push`.
+    /// Number of steps by which each upcoming document should be pushed before its turn (``push(early=)``).
     ///
-    /// A document that costs as much as ``c`` mean micro-batches is level only in a step of ``c`` times the work, which
-    /// has to be gathered: it waits. Where it comes ``2 * (c - 1)`` iterations before its turn, it is trained about
-    /// then.
+    /// A document that costs as much as ``c`` mean micro-batches needs a step with ``c`` times the work, for which it
+    /// waits. Pushed ``2 * (c - 1)`` steps before its turn, it is trained at about its turn.
     ///
     /// Args:
     ///     lengths: int[n], tokens of the documents that come next, in order: as many global batches as are known.
     ///     tokens_per_batch: tokens of a global batch.
-    ///     most: iterations, at most 1024.
+    ///     most: most steps before the turn, at most 1024.
     ///
     /// Returns:
     ///     int64[n], from 0 to ``most``.
@@ -639,6 +666,13 @@ impl Packer {
     ///     WlbError: wrong lengths or numbers; the packer was made with ``cost_columns``.
     ///
     /// O(n).
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> packer = wlb.Packer(num_micro_batches=4, max_tokens=200, cost_model=cost)
+    ///     >>> packer.leads([200, 10, 10, 10, 10, 20, 30], tokens_per_batch=290, most=8)
+    ///     array([5, 0, 0, 0, 0, 0, 0])
     #[pyo3(signature = (lengths, *, tokens_per_batch, most))]
     fn leads<'py>(
         &self,
@@ -652,18 +686,18 @@ impl Packer {
         Ok(PyArray1::from_vec(py, leads.map_err(raise)?))
     }
 
-    /// How many of the first of these documents the next push may bring, so that the packer keeps its :meth:`bounds`.
+    /// Number of these documents, from the first on, that the next push may bring so that :meth:`bounds` hold.
     ///
-    /// Their tokens are at most its :attr:`room`, and their costs in a column with a limit at most what a step may have
-    /// of it less what is carried over. With "adaptive" they also fit into the micro-batches of one step by themselves,
-    /// longest first where the tokens are fewest. Where nothing waits, at least one.
+    /// Their tokens are at most :attr:`room`. Their costs in a column with a limit are at most the limit of a step less
+    /// what is carried over. With the adaptive rule they also fit into the micro-batches of one step by themselves,
+    /// longest first where the tokens are fewest. If nothing waits, the answer is at least 1.
     ///
     /// Args:
     ///     lengths: int[n], tokens of the documents that come next.
     ///     costs: float64[n] or float64[n, cost_columns], what they cost; needed only where a column has a limit.
     ///
     /// Returns:
-    ///     0 to n. With 0, push nothing until there is room: ``push([])`` trains of what waits.
+    ///     0 to n. With 0, push no documents until there is room: ``push([])`` trains documents that wait.
     ///
     /// Raises:
     ///     WlbError: wrong lengths or costs; or, under oversize="split", the first document has more pieces than a step
@@ -671,6 +705,13 @@ impl Packer {
     ///         by step with ``starts``.
     ///
     /// O(n + pending); a sort, and log(n) placements where they do not all fit.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost)
+    ///     >>> packer.admits([80, 80, 80, 80])
+    ///     2
     #[pyo3(signature = (lengths, *, costs = None))]
     fn admits(
         &self,
@@ -681,7 +722,7 @@ impl Packer {
         admitted.map_err(raise)
     }
 
-    /// Goes on where the saved packer stopped, under this packer's configuration.
+    /// Resumes from a saved packer, under this packer's configuration.
     ///
     /// Args:
     ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
@@ -694,6 +735,16 @@ impl Packer {
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration
     ///         differs (says in which fields); or a waiting document is longer than this packer allows. The packer is
     ///         unchanged.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> small = wlb.Packer(num_micro_batches=2, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+    ///     >>> _ = small.push([60, 10, 10])
+    ///     >>> large = wlb.Packer(num_micro_batches=4, max_tokens=100, outlier_thresholds=[50], cost_model=cost)
+    ///     >>> large.load_state_dict(small.state_dict())
+    ///     >>> large.pending_tokens, large.iteration
+    ///     (60, 1)
     #[pyo3(signature = (state, *, allow_config_change = false))]
     fn load_state_dict(
         &self,
@@ -706,20 +757,27 @@ impl Packer {
         loaded.map_err(raise)
     }
 
-    /// Packs by other costs from the next push on.
+    /// Uses another cost model from the next push on.
     ///
-    /// Documents that wait are priced anew then: what is kept of them is their lengths. ``outlier_thresholds`` are
-    /// lengths and ``delay_price`` is a share of a step, so both still mean what they meant; but what was tuned to a
-    /// mean delay was tuned under the costs before.
+    /// Waiting documents are priced anew from their lengths. ``outlier_thresholds`` are lengths and ``delay_price`` is
+    /// relative, so both keep their meaning; but if they were tuned for a mean wait, they were tuned under the old costs.
     ///
     /// A state holds both cost models. A packer that loads it is made with the *first* one, as in the run that saved
     /// it, and goes on with the present one. Equal costs are no change.
     ///
     /// Args:
-    ///     cost_model: what documents cost from now on. The same on every rank, at the same iteration.
+    ///     cost_model: the new cost model, the same on every rank at the same step.
     ///
     /// Raises:
     ///     WlbError: sums of such costs could overflow, or documents bring their costs. The packer is unchanged.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost)
+    ///     >>> packer.set_cost_model(wlb.CostModel(attention=2.0, linear=1.0))
+    ///     >>> packer.cost_model.terms
+    ///     {'pairs': 2.0, 'tokens': 1.0}
     #[pyo3(signature = (cost_model))]
     fn set_cost_model(&self, py: Python<'_>, #[pyo3(from_py_with = read_costs)] cost_model: Model) -> PyResult<()> {
         self.change(py, 0, |core| core.set_cost_model(cost_model.clone())).map_err(raise)

@@ -78,7 +78,7 @@ use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pick
 /// "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need
 /// do. WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
 ///     >>> plan = wlb.pack([900, 100, 500, 400, 100], num_micro_batches=2, max_tokens=1500, cost_model=cost)
@@ -374,6 +374,14 @@ impl Packing {
     ///
     /// Raises:
     ///     WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=0.0)
+    ///     >>> p = wlb.Packing.from_assignment([4, 2, 2], [0, 1, 1], num_micro_batches=2, max_tokens=8,
+    ///     ...                                 cost_model=cost)
+    ///     >>> p.costs, p.imbalance
+    ///     (array([10.,  6.]), 1.25)
     #[staticmethod]
     #[pyo3(signature = (
     lengths, assignment, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None
@@ -407,6 +415,14 @@ impl Packing {
     /// Raises:
     ///     WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was
     ///         made for.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=0.0, linear=1.0)
+    ///     >>> p = wlb.pack([8, 6, 3, 1], num_micro_batches=4, max_tokens=8, cost_model=cost)
+    ///     >>> p.deal(2)
+    ///     array([[3, 0],
+    ///            [2, 1]])
     #[pyo3(signature = (dp_size))]
     fn deal<'py>(
         &self,
@@ -528,7 +544,7 @@ impl MicroBatch {
 /// Raises:
 ///     WlbError: a length or ``tokens_per_batch`` out of range.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> wlb.batch_offsets([5, 9, 2, 4], tokens_per_batch=8)
 ///     array([0, 1, 2, 4])
@@ -600,7 +616,7 @@ pub(crate) fn most_tokens(
 /// Raises:
 ///     WlbError: a length or ``max_document_tokens`` out of range, or one so low that it takes more than 2^23 cuts.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> wlb.split_documents([5, 2], max_document_tokens=4)
 ///     (array([0, 0, 1]), array([0, 4, 0], dtype=int32), array([4, 1, 2]))

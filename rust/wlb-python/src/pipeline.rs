@@ -170,7 +170,7 @@ impl Question {
 ///
 /// O(ops), that is O(m p v).
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> timeline = wlb.simulate_pipeline([3.0, 3.0], num_stages=2)
 ///     >>> timeline.seconds, timeline.bubble_ratio
@@ -242,7 +242,7 @@ pub(crate) fn simulate_pipeline<'py>(
 ///
 /// O(ops), that is O(steps dp m p v).
 ///
-/// Example:
+/// Examples:
 ///     >>> import numpy as np
 ///     >>> import wlb
 ///     >>> costs = np.ones((1, 2, 4))  # one step, two replicas, four micro-batches
@@ -323,7 +323,7 @@ pub(crate) fn simulate_steps<'py>(
 /// Simulates about a million ops (milliseconds), or four orders of each rank if those are more: at most 2^24 ops
 /// and one order. Ranks beyond that keep the order of :meth:`Packing.deal`.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> wlb.order_micro_batches([4.0, 1.0, 2.0, 3.0], dp_size=2, num_stages=2)
 ///     array([[1, 0],

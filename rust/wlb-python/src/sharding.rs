@@ -59,7 +59,7 @@ use crate::plain::{Array, Pickle, hashed_by, pickled_as_part};
 ///
 /// O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> s = wlb.shard([8, 4], cp_size=2, strategy="per_document")
 ///     >>> s.pairs_per_rank
@@ -97,7 +97,7 @@ pub(crate) fn shard(
 ///
 /// Every array is a fresh copy that the caller may keep or change.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> s = wlb.shard([8, 4], cp_size=2, strategy="per_document")
 ///     >>> s
@@ -237,6 +237,20 @@ impl Shard {
     ///
     /// Raises:
     ///     WlbError: no such rank; or its segments' keys are more than int32 ``cu_seqlens_k`` can count.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> r = wlb.shard([8, 4], cp_size=2, strategy="per_document").rank(0)
+    ///     >>> r.token_indices
+    ///     array([ 0,  1,  6,  7,  8, 11], dtype=int32)
+    ///     >>> r.position_ids
+    ///     array([0, 1, 6, 7, 0, 3], dtype=int32)
+    ///     >>> r.cu_seqlens_q
+    ///     array([0, 2, 4, 5, 6], dtype=int32)
+    ///     >>> r.cu_seqlens_k
+    ///     array([ 0,  2, 10, 11, 15], dtype=int32)
+    ///     >>> r.k_starts
+    ///     array([0, 0, 8, 8], dtype=int32)
     fn rank(&self, rank: &Bound<'_, PyAny>) -> PyResult<RankShard> {
         let rank = size("rank", rank, 0, self.plan.cp_size() as i64 - 1)?;
         let held = self.plan.rank(rank).map_err(raise)?;
@@ -299,7 +313,7 @@ impl Shard {
 /// ``packed[k_starts[i] : k_starts[i] + cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its
 /// document up to the segment's end, so that a kernel's bottom-right causal alignment is right.
 ///
-/// Example:
+/// Examples:
 ///     >>> import wlb
 ///     >>> r = wlb.shard([8, 4], cp_size=2, strategy="per_document").rank(0)
 ///     >>> r.position_ids
@@ -433,6 +447,12 @@ impl KernelModel {
     ///
     /// Raises:
     ///     WlbError: a shard of another mask.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> kernel = wlb.KernelModel.analytic("h100", num_heads=32, head_dim=128)
+    ///     >>> kernel.rank_seconds(wlb.shard([4096], cp_size=2, strategy="per_document")).shape
+    ///     (2,)
     #[pyo3(signature = (shard, *, passes = "forward_backward"))]
     fn rank_seconds(&self, shard: &Shard, passes: &str) -> PyResult<Array<Vec<f64>>> {
         self.0.rank_seconds(&shard.plan, choice(passes)?).map(Array).map_err(raise)

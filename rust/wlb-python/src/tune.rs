@@ -44,7 +44,7 @@ use crate::results::answer;
 /// One run of the packer for each of about 110 choices (two queues) or 380 (three). Releases the GIL. WLB-LLM,
 /// section 4.3.
 ///
-/// Example:
+/// Examples:
 ///     >>> import numpy as np
 ///     >>> import wlb
 ///     >>> lengths = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(int).clip(1, 8192)
@@ -121,7 +121,7 @@ pub(crate) fn tune_outlier_thresholds<'py>(
 /// One run of the packer for each of about 32 prices, another for those within the limit, and three for each that
 /// is judged: nine, or more. Releases the GIL.
 ///
-/// Example:
+/// Examples:
 ///     >>> import numpy as np
 ///     >>> import wlb
 ///     >>> lengths = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(int).clip(1, 8192)

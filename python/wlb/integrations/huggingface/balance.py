@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
@@ -19,13 +17,14 @@ import wlb
 from wlb._choices import Oversize
 from wlb._core import MAX_DELAY
 from wlb._errors import check_integer, check_options, error
-from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader
-from wlb.integrations.huggingface.plans import Evaluation, KnownLengths, Limits, Streamed
+from wlb.integrations.huggingface.loader import REAL, MicroBatchCallback, MicroBatchLoader
+from wlb.integrations.huggingface.planning import Options, Planned, Planner, Resumed, documents_of, limits_of
+from wlb.integrations.huggingface.plans import Evaluation, KnownLengths, Streamed
 from wlb.integrations.huggingface.proof import prove
-from wlb.integrations.huggingface.refusals import check_trainer, shuffles
+from wlb.integrations.huggingface.refusals import check_repeated, check_trainer
 from wlb.integrations.rows import Rows
 from wlb.torch.data import IGNORE, BalancedStream
-from wlb.torch.data.loading import Loading, step_tokens
+from wlb.torch.routers import routed
 from wlb.torch.training import meeting_place, takes_keywords
 
 _SET_HERE = ("trainer", "packer", "num_micro_batches")  # not given by a user
@@ -51,6 +50,7 @@ def balance(
     tokens_per_batch: int | None = None,
     lengths: ArrayLike | None = None,
     cost_model: wlb.CostModel | None = None,
+    columns: Sequence[str] = (),
     verify: bool = True,
     **packer: Any,
 ) -> AnyTrainer:
@@ -62,14 +62,19 @@ def balance(
     - A step trains as many tokens as the trainer's own batch sizes would on average, so that its learning rate stays
       right; `gradient_accumulation_steps` becomes the fewest micro-batches of `max_tokens` that hold them with a
       quarter to spare. Work is balanced by the FLOPs of `model.config`.
-    - `max_steps` becomes the steps of `num_train_epochs`, unless it was given. Epochs are counted by documents:
-      `eval_strategy="epoch"` and `save_strategy="epoch"` come where an epoch ends.
+    - `max_steps` becomes the steps of `num_train_epochs` that have a label, unless it was given. Epochs are counted by
+      documents: `eval_strategy="epoch"` and `save_strategy="epoch"` come where an epoch ends.
     - Checkpoints hold what waits (`trainer_state.json`), and `train(resume_from_checkpoint=...)` goes on with the next
-      document, pieces of long ones included, on another number of ranks or workers too.
+      document, pieces of long ones included, on another number of ranks or workers and with other batch sizes too:
+      all epochs are trained to their end. Where that changes the number of steps, a warning says so: a learning-rate
+      schedule counts steps.
     - What the trainer logs of a step has its figures: `wlb/imbalance`, `wlb/lost_time`, `wlb/delay_max` and others
       (:class:`wlb.torch.StepMetrics`), wherever it reports to.
     - Evaluation is a mean over tokens, on packed rows. With `compute_metrics`, or on data without a length, the
       trainer's own batches are kept; their losses are weighted by labels.
+
+    `train` plans anew from what the trainer has then: data set, collator, arguments and model may be set after this,
+    and a second `train` is a second stage. What cannot be balanced any more is refused there, by name.
 
     A data set without a length is read as streams: one for each of its shards, each by one rank, and documents move to
     where they are trained. Set `max_steps` as always; training ends earlier if the data does. It resumes from the data
@@ -86,9 +91,12 @@ def balance(
         tokens_per_batch: tokens of a step on all ranks, instead of those above.
         lengths: int[documents] tokens after tokenisation, if they are known: by default read from the data set.
         cost_model: what documents cost, instead of `wlb.ModelConfig.from_hugging_face(model.config)`.
+        columns: names of further columns of documents that the model is given, numbers for each token
+            (:class:`wlb.torch.RowReader` says which are carried anyway).
         verify: prove on the first step, before the optimizer takes it, that the trainer's loss, gradients and
             evaluation are those of documents alone (:func:`wlb.torch.verify`); seconds.
-        **packer: further arguments of `wlb.Packer`: `method`, `release`, `delay_price`.
+        **packer: further arguments of `wlb.Packer`: `method`, `release`, `delay_price`; `multiple_of_tokens` and
+            `token_buckets`, which fill rows up: what fills them is learnt by nothing, and counted by nothing.
 
     Returns:
         The same trainer.
@@ -96,106 +104,64 @@ def balance(
     Raises:
         wlb.WlbError: an argument makes no sense; the trainer has its own packing on, groups by length, draws documents
             by a sampler of its own, drops what is left, dispatches batches, or shards sequences; data without
-            `input_ids`; a model of which the costs are not known. Nothing has changed then. In `train`: what
-            :func:`wlb.torch.verify` finds.
+            `input_ids`, or with a column that has no known meaning; a model of which the costs are not known, or whose
+            routers would learn from padding. Nothing has changed then. In `train`: the same of what was changed since;
+            a checkpoint is of other data; what :func:`wlb.torch.verify` finds.
+
+    Complexity:
+        O(documents), where lengths are not read from documents. Without `max_steps` all steps of the run are planned,
+        some milliseconds each, here and once more when training begins, and one document of each is read.
     """
     check_named(packer)
     check_trainer(trainer)
+    if isinstance(trainer, _Balanced):
+        raise error("trainer", "is balanced already")
     check_integer("max_tokens", max_tokens, minimum=1)
-    model: Any = trainer.model
-    if max_document_tokens is None:
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_tokens
-        max_document_tokens = min(max_tokens, context)
-    if cost_model is None:
-        cost_model = wlb.ModelConfig.from_hugging_face(model.config.to_dict()).cost_model()
-    loading = Loading(
-        max_document_tokens=max_document_tokens, oversize=oversize, max_delay=max_delay, cost_model=cost_model
+    options = Options(
+        max_tokens=max_tokens,
+        max_document_tokens=max_document_tokens,
+        oversize=oversize,
+        max_delay=max_delay,
+        tokens_per_batch=tokens_per_batch,
+        lengths=lengths,
+        cost_model=cost_model,
+        columns=columns,
+        verify=verify,
+        packer=packer,
+        dataset=trainer.train_dataset,
     )
-    limits = Limits(max_tokens, loading, packer)
-    plain = not takes_keywords(model)
-    plan: KnownLengths | Streamed
-    if has_length(trainer.train_dataset) and not isinstance(trainer.train_dataset, IterableDataset):
-        plan = _known(trainer, limits, tokens_per_batch, lengths)
-        split = oversize == "split" and int(plan.lengths.max()) > max_document_tokens
-    else:
-        plan = _streamed(trainer, limits, tokens_per_batch)
-        split = oversize == "split"
-    if plain and split:
-        name = type(model).__name__
-        message = f'= "split": {name} takes no shift_labels, so what follows a piece could not be learnt; "truncate"'
-        raise error("oversize", message, value=oversize)
-    args = trainer.args
-    max_steps = args.max_steps
-    if isinstance(plan, KnownLengths) and max_steps <= 0:
-        max_steps = max(1, math.ceil(plan.sampler().total_steps() * args.num_train_epochs / plan.num_epochs))
-    args.max_steps = max_steps
-    args.gradient_accumulation_steps = plan.packer.num_micro_batches // args.world_size
-    args.ignore_data_skip = True
+    planner = Planner(options)
+    planned = planner.plan(trainer)
     own = type(trainer)
     trainer.__class__ = type(own.__name__, (_Balanced, own), {"__doc__": own.__doc__, "__module__": own.__module__})
     balanced: Any = trainer
-    balanced._wlb_plan, balanced._wlb_limits, balanced._wlb_plain, balanced._wlb_verify = plan, limits, plain, verify
-    balanced._wlb_callback = MicroBatchCallback()
+    balanced._wlb_planner, balanced._wlb_callback = planner, MicroBatchCallback()
+    balanced._wlb_take(planned)
     trainer.add_callback(balanced._wlb_callback)
     return trainer
-
-
-def _known(trainer: Trainer, limits: Limits, tokens_per_batch: int | None, lengths: ArrayLike | None) -> KnownLengths:
-    args = trainer.args
-    rows = Rows(*_documents(trainer, trainer.train_dataset, "training"))
-    if not len(rows):
-        raise error("train_dataset", "is empty")
-    shuffle = shuffles(trainer)
-    measured = rows.lengths() if lengths is None else np.asarray(lengths)
-    if measured.shape != (len(rows),):
-        message = f"has shape {measured.shape}, but there are {len(rows)} documents"
-        raise error("lengths", message, value=measured.shape)
-    context = limits.loading.max_document_tokens or limits.max_tokens
-    trained = measured.clip(max=context) if limits.loading.oversize == "truncate" else measured
-    if tokens_per_batch is None:
-        documents = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        tokens_per_batch = max(1, round(float(trained.mean()) * documents))
-    packer = limits.packer(limits.micro_batches(tokens_per_batch, args.world_size), tokens_per_batch)
-    num_epochs = max(1, math.ceil(args.num_train_epochs))
-    if args.max_steps > 0:  # as many as that takes: what waits is drained after the last one
-        num_epochs = 2 + math.ceil(args.max_steps * tokens_per_batch / int(trained.sum()))
-    return KnownLengths(rows, measured, packer, num_epochs, shuffle, args)
-
-
-def _streamed(trainer: Trainer, limits: Limits, tokens_per_batch: int | None) -> Streamed:
-    args = trainer.args
-    if args.max_steps <= 0:
-        message = "is not given, and a data set that is read as a stream does not say how many steps it has: give it"
-        raise error("max_steps", message, value=args.max_steps)
-    dataset, collator = _documents(trainer, trainer.train_dataset, "training")
-    if tokens_per_batch is None:
-        num_micro_batches = args.world_size * args.gradient_accumulation_steps
-        tokens_per_batch = step_tokens(num_micro_batches * limits.max_tokens)
-    else:
-        num_micro_batches = limits.micro_batches(tokens_per_batch, args.world_size)
-    return Streamed(dataset, collator, limits.packer(num_micro_batches, tokens_per_batch))
-
-
-def _documents(trainer: Any, dataset: Any, description: str) -> tuple[Any, Any]:
-    """A data set and its collator, without the columns that the model does not take: as the trainer reads them."""
-    if hasattr(dataset, "remove_columns") and hasattr(dataset, "select_columns") and has_length(dataset):
-        return trainer._remove_unused_columns(dataset, description=description), trainer.data_collator
-    return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
 
 
 class _Balanced(Trainer):
     """Goes in front of a trainer's own class."""
 
+    _wlb_planner: Planner
     _wlb_plan: KnownLengths | Streamed
-    _wlb_limits: Limits
     _wlb_plain: bool
-    _wlb_verify: bool
     _wlb_callback: MicroBatchCallback
+    _wlb_resumed: Resumed | None = None  # while it trains
     _wlb_losses: list[tuple[float, int]] | None = None  # of the evaluation that runs: sum, and number of labels
 
+    def _wlb_take(self, planned: Planned) -> None:
+        self._wlb_planner.set_arguments(self, planned.arguments)
+        self._wlb_plan, self._wlb_plain = planned.plan, planned.plain
+
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Also closes what reads streams."""
-        result = super()._inner_training_loop(*args, **kwargs)
+        """Knows the checkpoint from which it goes on; also closes what reads streams."""
+        self._wlb_resumed = Resumed.of(kwargs.get("resume_from_checkpoint"), MicroBatchCallback.__name__)
+        try:
+            result = super()._inner_training_loop(*args, **kwargs)
+        finally:
+            self._wlb_resumed = None
         loader: Any = self.callback_handler.train_dataloader
         if isinstance(loader.steps, BalancedStream):
             loader.steps.close()
@@ -208,19 +174,37 @@ class _Balanced(Trainer):
         super().log(logs, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        """The micro-batches of the plan."""
-        check = (lambda step: prove(self, step, plain=self._wlb_plain)) if self._wlb_verify else None
+        """The micro-batches of a plan that is made now: of the data, collator, model and arguments that it has.
+
+        Raises:
+            wlb.WlbError: one of them cannot be balanced, or the callback that keeps the states was taken away.
+        """
+        if self._wlb_callback not in self.callback_handler.callbacks:
+            message = "has no MicroBatchCallback any more, without which no checkpoint says where the data stand: "
+            raise error("trainer", message + "leave it in")
+        self._wlb_take(self._wlb_planner.plan(self, self._wlb_resumed))
+        verify = self._wlb_planner.options.verify
+        check = (lambda step: prove(self, step, plain=self._wlb_plain)) if verify else None
         return MicroBatchLoader(self._wlb_plan.steps(), plain=self._wlb_plain, before_first=check)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Packed rows, if that does no harm."""
+        """Packed rows, if that does no harm.
+
+        Raises:
+            wlb.WlbError: accelerate would repeat rows on some ranks, and it cannot be told which.
+        """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]  # type: ignore[index]
-        if self.compute_metrics is not None or dataset is None or not has_length(dataset):
+        sized = has_length(dataset) and not isinstance(dataset, IterableDataset)
+        if self.compute_metrics is not None or dataset is None or not sized:
+            if not has_length(dataset) and dataset is not None:
+                check_repeated(self)
             return super().get_eval_dataloader(eval_dataset)
-        rows = Rows(*_documents(self, dataset, "evaluation"))
-        return Evaluation(rows, self._wlb_limits, self.args, plain=self._wlb_plain)
+        model: Any = self.model
+        limits, plain = limits_of(self, self._wlb_planner.options), not takes_keywords(model)
+        rows = Rows(*documents_of(self, dataset, "evaluation"), limits.reader)
+        return Evaluation(rows, limits, self.args, plain=plain)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """The loss becomes the mean over labels: that of batches, as the Trainer has it, weighs them all the same."""
@@ -238,8 +222,30 @@ class _Balanced(Trainer):
             output.metrics[name] = (total[0] / total[1]).item()
         return output
 
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Padding is told to routers, and not counted; a row without documents teaches nothing at all."""
+        total = inputs["input_ids"].numel()
+        real = inputs.pop(REAL, None) if isinstance(inputs, dict) else None
+        with routed(model, real if real else None):
+            result = super().compute_loss(model, inputs, *args, **kwargs)
+        if hasattr(self, "_total_train_tokens") and model.training:  # TRL's, of all ranks
+            filler = torch.tensor(0 if real is None else total - real, device=self.args.device)
+            self._total_train_tokens -= int(self.accelerator.gather(filler).sum())
+        if real == 0:
+            result = (result[0] * 0.0, *result[1:]) if isinstance(result, tuple) else result * 0.0
+        return result
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Counts the tokens of documents, where the Trainer is to leave padding out."""
+        if self.args.include_num_input_tokens_seen != "non_padding":
+            super()._track_num_input_tokens(inputs)
+            return
+        real = torch.tensor(inputs.get(REAL, inputs["input_ids"].numel()), device=self.args.device)
+        self.state.num_input_tokens_seen += int(self.accelerator.gather(real).sum())
+
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keeps the loss of a batch with the number of its labels."""
+        """Keeps the loss of a batch with the number of its labels, without rows that accelerate has repeated."""
+        inputs = self._wlb_once(inputs)
         shifted = inputs.get("shift_labels")
         if shifted is None and inputs.get("labels") is not None:
             shifted = inputs["labels"][..., 1:]
@@ -248,6 +254,28 @@ class _Balanced(Trainer):
             count = int((shifted != IGNORE).sum())
             self._wlb_losses.append((loss.item() * count if count else 0.0, count))
         return loss, logits, labels
+
+    def _wlb_once(self, inputs: Any) -> Any:
+        """The batch, in which rows that fill up the last one, and were evaluated before, have no labels.
+
+        accelerate gives all ranks as many rows, and so repeats the first ones; it knows how many rows of the last
+        batches of all ranks are new, in the order of the ranks.
+        """
+        state = self.accelerator.gradient_state
+        labels = inputs.get("labels")
+        last = self._wlb_losses is not None and state.in_dataloader and state.end_of_dataloader
+        if not last or state.remainder <= 0 or labels is None:
+            return inputs
+        new = state.remainder - self.args.process_index * labels.shape[0]
+        if new >= labels.shape[0]:
+            return inputs
+        repeated = torch.arange(labels.shape[0], device=labels.device) >= new
+        masked = {
+            name: inputs[name].masked_fill(repeated.reshape(-1, *[1] * (inputs[name].ndim - 1)), IGNORE)
+            for name in ("labels", "shift_labels")
+            if inputs.get(name) is not None
+        }
+        return {**inputs, **masked}
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """None in an evaluation: then losses are means over the labels of a batch of this rank alone."""

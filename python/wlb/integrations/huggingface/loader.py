@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -15,6 +15,16 @@ from wlb.integrations.labelled import labelled_steps
 from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.data.state import Snapshot, field
 from wlb.torch.metrics import StepMetrics
+
+REAL: Final = "wlb_real_tokens"
+"""In a row with padding: how many of its tokens are those of documents. They come first."""
+
+
+def row_of(batch: PackedBatch, *, plain: bool) -> dict[str, Any]:
+    """A micro-batch as a Hugging Face model takes it; one with padding says how many tokens are none."""
+    row = batch.as_hf(plain=plain)
+    real = batch.tokens.numel() - batch.num_padding
+    return row if real == row["input_ids"].numel() else row | {REAL: real}
 
 
 class MicroBatchLoader:
@@ -58,7 +68,7 @@ class MicroBatchLoader:
             if self.untrained is not None and step.snapshot is not None:
                 self.untrained.append((replace(step, micro_batches=[]), self._epochs_after(step)))
             for batch in step.micro_batches:
-                yield batch.as_hf(plain=self._plain) if isinstance(batch, PackedBatch) else batch
+                yield row_of(batch, plain=self._plain) if isinstance(batch, PackedBatch) else batch
 
     def _epochs_after(self, step: Step[Any]) -> float | None:
         """Passes over the documents that are read after a step; None of a stream, which has none."""
@@ -83,6 +93,7 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         self._metrics = StepMetrics()
         self._untrained: deque[tuple[Step[Any], float | None]] = deque()
         self._trained: Snapshot | None = None  # after the last step since training began
+        self._steps_done = 0  # optimizer steps, as the Trainer counts them
         self._began: dict[str, Any] | None = None  # where it did
         self._steps: StepLoader[Any] | BalancedStream[Any] | None = None
 
@@ -111,6 +122,7 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
             saved = field(callbacks, type(self).__name__, dict)
             loader.steps.load_state_dict(field(saved, "steps", dict))
         self._untrained, self._trained, self._began = deque(), None, loader.steps.state_dict()
+        self._steps_done = state.global_step
         loader.untrained = self._untrained
         self._steps = loader.steps
         self._metrics = StepMetrics(loader.steps)
@@ -121,18 +133,19 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         """The optimizer has taken a step: that of the oldest batch that was handed out and not yet trained."""
         step, epochs = self._untrained.popleft()
         self._trained, self.line = step.snapshot, self._metrics.end_step(step)
+        self._steps_done = state.global_step
         if epochs is not None:
             state.epoch = epochs  # the Trainer takes all its steps for one epoch
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
-        """Training ends with the last epoch, though `max_steps` also counts the steps without a label."""
+        """Training ends with the last epoch, though `max_steps` was given and says more."""
         if isinstance(self._steps, StepLoader) and self._steps.ended:
             control.should_training_stop = True
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes into `trainer_state.json`: plain JSON values, the same on every rank.
+        """The state that the Trainer writes into `trainer_state.json`: plain JSON values, the same on every rank.
 
         Read by one rank alone, without communication.
         """
         steps = self._began if self._trained is None else self._trained.state
-        return {"args": {}, "attributes": {}, "steps": steps}
+        return {"args": {}, "attributes": {}, "trained": self._steps_done, "steps": steps}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -14,21 +15,38 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 import wlb
+from wlb.integrations.huggingface.loader import row_of
 from wlb.integrations.rows import Collator, Rows
 from wlb.integrations.streams import streams_of
-from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, PackedBatch, StepLoader, collate
-from wlb.torch.data.loading import Loading, micro_batches
+from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, PackedBatch, StepLoader
+from wlb.torch.data.loading import SHAPE, Loading, micro_batches
+from wlb.torch.data.rows import RowReader
 
 EVALUATED_TOGETHER: Final = 4  # micro-batches of a rank in a step of an evaluation: enough to fill them
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What of a packer does not depend on how many micro-batches there are."""
+    """Settings of a packer that do not depend on the number of micro-batches."""
 
     max_tokens: int
     loading: Loading
     others: dict[str, Any]
+
+    @property
+    def reader(self) -> RowReader:
+        """Which columns of documents are carried."""
+        return RowReader(self.loading.columns)
+
+    @property
+    def collate(self) -> Callable[[list[Any]], PackedBatch]:
+        """Makes micro-batches of the sizes that the packer plans."""
+        return partial(self.loading.collate, **{name: self.others[name] for name in SHAPE if name in self.others})
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest document that is trained uncut."""
+        return self.loading.max_document_tokens or self.max_tokens
 
     def packer(self, num_micro_batches: int, tokens_per_batch: int | None = None) -> wlb.Packer:
         """One for steps of so many micro-batches, for which so many tokens are read."""
@@ -52,6 +70,7 @@ class KnownLengths:
         num_epochs: Of the run.
         shuffle: Whether every epoch has an order of its own.
         args: The trainer's.
+        limits: Of the packer.
     """
 
     rows: Rows
@@ -60,6 +79,7 @@ class KnownLengths:
     num_epochs: int
     shuffle: bool
     args: TrainingArguments
+    limits: Limits
 
     def sampler(self) -> BalancedBatchSampler:
         """This rank's, at the beginning."""
@@ -80,9 +100,9 @@ class KnownLengths:
         workers = args.dataloader_num_workers
         return StepLoader(
             DataLoader(
-                Documents(self.rows),
+                Documents(self.rows, columns=self.limits.loading.columns),
                 batch_sampler=self.sampler(),
-                collate_fn=collate,
+                collate_fn=self.limits.collate,
                 num_workers=workers,
                 prefetch_factor=args.dataloader_prefetch_factor if workers else None,
                 pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
@@ -98,18 +118,21 @@ class Streamed:
         dataset: Iterable, the same on every rank.
         collator: For one document of it.
         packer: For their steps.
+        limits: Of the packer.
     """
 
     dataset: Any
     collator: Collator
     packer: wlb.Packer
+    limits: Limits
 
     def steps(self) -> BalancedStream[PackedBatch]:
         """A stream that stands at the beginning. A collective of all ranks; to be closed."""
         return BalancedStream(
-            streams_of(self.dataset, self.collator),
+            streams_of(self.dataset, self.collator, columns=self.limits.loading.columns),
             packer=self.packer,
-            collate_fn=collate,
+            collate_fn=self.limits.collate,
+            columns=self.limits.loading.columns,
             group=dist.group.WORLD if dist.is_initialized() else None,
         )
 
@@ -126,7 +149,7 @@ class Evaluation:
         self._plain = plain
         limits = replace(limits, loading=replace(limits.loading, max_delay=0), others={})
         packer = limits.packer(args.world_size * EVALUATED_TOGETHER)
-        self._plan = KnownLengths(rows, rows.lengths(), packer, 1, False, args)
+        self._plan = KnownLengths(rows, rows.lengths(), packer, 1, False, args, limits)
 
     def __len__(self) -> int:
         return self._plan.sampler().total_steps() * EVALUATED_TOGETHER
@@ -134,4 +157,4 @@ class Evaluation:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for step in self._plan.steps():
             for batch in step.micro_batches:
-                yield batch.as_hf(plain=self._plain)
+                yield row_of(batch, plain=self._plain)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerControl, TrainerState
 
-from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader
+from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader, row_of
 from wlb.integrations.huggingface.plans import KnownLengths
 from wlb.torch.data import IGNORE, PackedBatch, Step, StepLoader
 from wlb.torch.proof import verify
@@ -43,7 +43,7 @@ def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
     accelerator, model, device = trainer.accelerator, trainer.model_wrapped, trainer.args.device
 
     def train(of: Step[PackedBatch]) -> float:
-        rows = [batch.as_hf(plain=plain) for batch in of.micro_batches]
+        rows = [row_of(batch, plain=plain) for batch in of.micro_batches]
         items = trainer._get_num_items_in_batch(rows, device)
         if not float(items):
             return 0.0  # as a step without labels is passed over
@@ -58,11 +58,11 @@ def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
         return mean_over_ranks(total)
 
     def evaluate(of: Step[PackedBatch]) -> float:
-        rows = [batch.as_hf(plain=plain) for batch in of.micro_batches]
+        rows = [row_of(batch, plain=plain) for batch in of.micro_batches]
         return float(trainer.evaluation_loop(rows, "Proof", prediction_loss_only=True).metrics["eval_loss"])
 
     def mean_over_ranks(loss: torch.Tensor) -> float:
-        """As the trainer logs it."""
+        """The mean of a loss over all ranks, as the trainer logs it."""
         if not dist.is_initialized():
             return float(loss)
         mean = loss.to(meeting_place(dist.group.WORLD, device))
@@ -106,7 +106,7 @@ class _Steps:
                 yield self._loader.untrained[-1][0]
 
     def state_after_the_first(self) -> Any:
-        """What a checkpoint holds once the optimizer has taken it."""
+        """The state that a checkpoint holds after the optimizer's first step."""
         self._callback.on_step_end(self._trainer.args, TrainerState(), TrainerControl())
         return self._callback.state()["steps"]
 

@@ -34,8 +34,6 @@ def check_trainer(trainer: Any) -> None:
         raise error("trainer", message, value=transformers.__version__)
     if not isinstance(trainer, Trainer):
         raise error("trainer", f"is a {type(trainer).__name__}, not a transformers.Trainer", value=trainer)
-    if hasattr(trainer, "_wlb_plan"):
-        raise error("trainer", "is balanced already")
     missing = [name for name in _NEEDED if not hasattr(trainer, name)]
     if missing:
         message = (
@@ -45,6 +43,7 @@ def check_trainer(trainer: Any) -> None:
     if trainer.train_dataset is None:
         raise error("train_dataset", "is None: there is nothing to train")
     _check_class(trainer)
+    _check_model(trainer)
     _check_arguments(trainer.args)
     _check_parallelism(trainer)
     if getattr(trainer.data_collator, "mlm", False):
@@ -78,11 +77,38 @@ def shuffles(trainer: Any) -> bool:
     raise error("trainer", message, value=name)
 
 
+def check_repeated(trainer: Any) -> None:
+    """Refuses an evaluation on several ranks in which nobody knows which rows fill up the last batch.
+
+    Raises:
+        wlb.WlbError: each rank would read its own part of a stream.
+    """
+    if trainer.args.world_size > 1 and trainer.args.accelerator_config.dispatch_batches is False:
+        message = (
+            "= False in accelerator_config: without a length of eval_dataset, rows that are repeated to fill up the "
+            "last batch cannot be told from others; leave it out, or give the data set a length"
+        )
+        raise error("dispatch_batches", message, value=False)
+
+
 def _check_class(trainer: Trainer) -> None:
-    own = next(cls for cls in type(trainer).__mro__ if "get_train_dataloader" in vars(cls))
+    classes = [cls for cls in type(trainer).__mro__ if not cls.__module__.startswith("wlb.")]
+    own = next(cls for cls in classes if "get_train_dataloader" in vars(cls))
     if own is not Trainer:
         message = f"is a {own.__name__} with a get_train_dataloader of its own, which would not be asked: leave it out"
         raise error("trainer", message, value=own.__name__)
+
+
+def _check_model(trainer: Any) -> None:
+    """Refuses a model that was set in the place of another: the Trainer would train the one that it has wrapped."""
+    unwrapped = (trainer.accelerator.unwrap_model(model) for model in (trainer.model, trainer.model_wrapped))
+    named, trained = (getattr(model, "_orig_mod", model) for model in unwrapped)  # of a compiled one
+    if named is not trained:
+        message = (
+            f"is a {type(named).__name__} that was set after the trainer was made: it would train model_wrapped, the "
+            "one that it has; set trainer.model_wrapped to it too, or make the trainer with it"
+        )
+        raise error("model", message, value=type(named).__name__)
 
 
 def _check_arguments(args: Any) -> None:

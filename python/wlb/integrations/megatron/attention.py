@@ -29,11 +29,13 @@ class ShardedSeqParams(PackedSeqParams):  # type: ignore[misc]
         shard: Where its tokens lie.
         ranks: The ranks that hold it; None: this one alone.
         position: The group whose sizes rotary embeddings go by, `ranks` or one of a single rank; None: the model's own.
+        padded: Whether some of this rank's tokens are padding.
     """
 
     shard: wlb.Shard | None = None
     ranks: dist.ProcessGroup | None = None
     position: dist.ProcessGroup | None = None
+    padded: bool = False
 
 
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
@@ -49,7 +51,7 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
         self.pg_collection = copy.copy(whole)  # of this layer alone
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
-        """As `SelfAttention`."""
+        """Attention of a packed row; arguments and result as in Megatron-Core's `SelfAttention`."""
         position = getattr(packed_seq_params, "position", None)
         if position is None:
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
@@ -140,7 +142,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         return output.flatten(1).unsqueeze(1) if query.dim() == 4 else output
 
     def _row(self, params: PackedSeqParams) -> tuple[wlb.Shard, dist.ProcessGroup | None]:
-        """How a row lies on which ranks; of Megatron-Core's own rows read from the device once, for all layers."""
+        """Shard and process group of a row. For Megatron-Core's own rows it reads the device once for all layers."""
         if isinstance(params, ShardedSeqParams) and params.shard is not None:
             return params.shard, params.ranks
         known: tuple[wlb.Shard, dist.ProcessGroup | None] | None = getattr(params, "_wlb_row", None)

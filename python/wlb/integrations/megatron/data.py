@@ -19,7 +19,7 @@ from wlb.integrations.megatron.documents import PaddedDocuments, source
 from wlb.integrations.megatron.groups import NOT_HERE
 from wlb.integrations.megatron.iterator import DataIterator, Header
 from wlb.integrations.megatron.multiples import required_multiple, row_multiple
-from wlb.integrations.megatron.refusals import check_config, check_layers, check_version
+from wlb.integrations.megatron.refusals import check_config, check_experts, check_layers, check_version, told
 from wlb.integrations.megatron.rows import Ranks
 from wlb.integrations.megatron.sharing import Sharing
 from wlb.torch.data import DynamicCpLoader, PackedBatch, StepLoader, collate
@@ -55,15 +55,17 @@ def data_iterator(
 
         def forward_step(data_iterator, model):
             batch = get_batch(data_iterator)
-            output = model(batch.tokens, batch.position_ids, None, labels=batch.labels,
-                           packed_seq_params=batch.packed_seq_params)
+            output = model(batch.tokens, batch.position_ids, None, labels=batch.labels, loss_mask=batch.loss_mask,
+                           packed_seq_params=batch.packed_seq_params, padding_mask=batch.padding_mask)
             return output, functools.partial(loss_func, batch.loss_mask)
 
     **Padding.** Documents are padded to multiples of `2 * context_parallel_size`, as Megatron-Core cuts them (with
     `dynamic_cp` by the largest group, which `max_cp_size` limits), and are not on one rank; rows to multiples of what
     :func:`row_multiple` says: the tensor-parallel size for sequence parallelism, 16 or 32 for FP8, MXFP8 and FP4. The
-    plan counts it. A row without documents holds padding of that size. `MegatronStep.padding_tokens` counts all of it;
-    nothing of it is learnt.
+    plan counts it. A row without documents holds padding of that size. `MegatronStep.padding_tokens` counts all of it.
+    Nothing of it is learnt: `loss_mask` tells it to losses, those of multi-token prediction too, and `padding_mask` to
+    routers of experts. A model that needs one of them and is not given it is stopped at its first forward pass; a
+    configuration of experts that cannot be told is refused (capacities, sinkhorn, ...).
 
     Args:
         dataset: `.bin` and `.idx` files: an `IndexedDataset`, :class:`IndexedDocuments`, or what they are called
@@ -119,7 +121,18 @@ def data_iterator(
     everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
     ranks, cp_size = _ranks(config, everyone, dynamic_cp=dynamic_cp, planning=planning)
     multiple = required_multiple(cp_size=cp_size)
+    if loading.columns:
+        message = f"= {list(loading.columns)}: Megatron-Core's batches have no place for further columns; leave it out"
+        raise error("columns", message, value=loading.columns)
+    if loading.labels_ahead > 1:
+        message = (
+            f"= {loading.labels_ahead}: Megatron-Core's multi-token prediction looks ahead by itself; leave it out"
+        )
+        raise error("labels_ahead", message, value=loading.labels_ahead)
     of_rows = row_multiple(config, cp_size=cp_size, multiple_of_tokens=multiple_of_tokens)
+    rows_are_padded = multiple > 1 or of_rows > 1
+    if rows_are_padded:
+        check_experts(config)
     if max_tokens_per_rank % of_rows:
         less = max_tokens_per_rank // of_rows * of_rows or of_rows
         message = f"= {max_tokens_per_rank}: rows are padded to multiples of {of_rows}, and would be longer; make it "
@@ -153,7 +166,8 @@ def data_iterator(
     if sharing.reads:
         documents, known = source(dataset, loading.lengths)
         if multiple > 1:
-            documents = padded = PaddedDocuments(documents, known, multiple=multiple, token=pad_token)
+            marked = bool(getattr(config, "num_moe_experts", None))
+            documents = padded = PaddedDocuments(documents, known, multiple=multiple, token=pad_token, marked=marked)
             known = padded.lengths
         sampler = loading.sampler(known, packer, rank=readers.rank(), ranks=readers.size())
         rank = parallel_state.get_context_parallel_rank()
@@ -176,12 +190,14 @@ def data_iterator(
         config=config,
         sharing=sharing,
         ranks=ranks,
-        peers=None if dynamic_cp else Peers(everyone, timeout=None, description="megatron"),
+        peers=None if dynamic_cp else Peers(everyone, description="megatron"),
         steps=steps,
         dynamic=dynamic,
         documents=padded,
         row_multiple=of_rows,
         pad_token=pad_token,
+        padded=rows_are_padded,
+        hooks=told(chunks, config),
     )
 
 

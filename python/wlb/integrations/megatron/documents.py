@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -11,9 +12,9 @@ from torch.utils.data import Dataset
 
 from wlb._errors import error
 from wlb.integrations.megatron.multiples import padded_lengths
-from wlb.torch.data.arrow import arrow_lengths
 from wlb.torch.data.batch import IGNORE
-from wlb.torch.data.documents import Document, Documents, Piece, cut
+from wlb.torch.data.dataset import Documents
+from wlb.torch.data.documents import Document, Piece, cut, filled_up
 
 
 class IndexedDocuments(Dataset[Document]):
@@ -79,6 +80,10 @@ class IndexedDocuments(Dataset[Document]):
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
+PADDING: Final = "padding"
+"""A column of padded documents."""
+
+
 class PaddedDocuments(Dataset[Document]):
     """Documents of which every length is a multiple: what follows a document's own tokens is never learnt.
 
@@ -89,13 +94,14 @@ class PaddedDocuments(Dataset[Document]):
         lengths: int [documents], tokens of each.
         multiple: of which all lengths shall be.
         token: what the padding consists of.
+        marked: whether documents bring a column :data:`PADDING` that is 1 where they are padded.
 
     Attributes:
         lengths: int64 [documents], with padding.
     """
 
-    def __init__(self, documents: Any, lengths: ArrayLike, *, multiple: int, token: int) -> None:
-        self._documents, self._real, self._token = documents, np.asarray(lengths), token
+    def __init__(self, documents: Any, lengths: ArrayLike, *, multiple: int, token: int, marked: bool = False) -> None:
+        self._documents, self._real, self._token, self._marked = documents, np.asarray(lengths), token, marked
         self.lengths = padded_lengths(self._real, pad_multiple=multiple)
 
     def __len__(self) -> int:
@@ -107,7 +113,7 @@ class PaddedDocuments(Dataset[Document]):
         return self._padded(self._documents[self._own(piece)], piece)
 
     def __getitems__(self, indices: list[int | Piece]) -> list[Document]:
-        """Those of a micro-batch, read at once where the documents can."""
+        """Reads the documents of a micro-batch at once, if the data set can."""
         together = getattr(self._documents, "__getitems__", None)
         if together is None:
             return [self[index] for index in indices]
@@ -124,7 +130,7 @@ class PaddedDocuments(Dataset[Document]):
         return index if isinstance(index, Piece) else Piece(index, 0, int(self.lengths[index]))
 
     def _own(self, piece: Piece) -> int | Piece:
-        """What of a padded piece the document has."""
+        """The part of a padded piece that the document itself has; the rest is padding."""
         size = int(self._real[piece.document])
         length = min(piece.length, size - piece.start)
         return piece.document if length == size else Piece(piece.document, piece.start, length)
@@ -135,13 +141,20 @@ class PaddedDocuments(Dataset[Document]):
         if own != wanted:  # padding would hide it
             message = f"has {start + own} tokens, but lengths says {start + wanted}"
             raise error("dataset", message, index=number, value=start + own)
+        columns = {name: _filled(name, values, length) for name, values in document.columns.items()}
+        if self._marked:
+            columns[PADDING] = (np.arange(length) >= own).astype(np.int64)
         if own == length:
-            return document
+            return replace(document, columns=columns)
         tokens = np.asarray(document.tokens)
         labels = tokens if document.labels is None else np.asarray(document.labels)
         padded = [np.full(length, fill, np.int64) for fill in (self._token, IGNORE)]
         padded[0][:own], padded[1][:own] = tokens, labels
-        return Document(padded[0], document.id, document.start, document.next_token, padded[1])
+        return Document(padded[0], document.id, document.start, document.next_token, padded[1], columns)
+
+
+def _filled(name: str, values: Any, length: int) -> NDArray[Any]:
+    return filled_up(name, np.asarray(values), length - values.shape[-1])
 
 
 def source(dataset: Any, lengths: ArrayLike | None) -> tuple[Any, NDArray[Any]]:
@@ -164,10 +177,9 @@ def source(dataset: Any, lengths: ArrayLike | None) -> tuple[Any, NDArray[Any]]:
             raise error("lengths", "are in the .idx file: leave them out")
         return dataset, dataset.lengths
     documents = dataset if isinstance(dataset, Documents) else Documents(dataset)
+    documents.check()
     if lengths is None:
-        lengths = arrow_lengths(documents.dataset)
-    if lengths is None:
-        lengths = np.array([len(documents[index].tokens) for index in range(len(documents))], np.int64)
+        lengths = documents.lengths()
     known = np.asarray(lengths)
     if known.shape != (len(documents),):
         message = f"have shape {known.shape}, but there are {len(documents)} documents"

@@ -44,7 +44,7 @@ def planned(lengths: Any, **options: Any) -> list[list[Group]]:
 
 
 def filled(groups: list[Group], *, world_size: int, max_cp_size: int) -> list[Group] | None:
-    """The same samples on groups that leave no rank idle; None if that takes larger groups than there may be."""
+    """Spreads the same samples over groups so that no rank is idle; None if that needs groups above `max_cp_size`."""
     groups, left = list(groups), world_size - sum(size for size, _ in groups)
     while left:
         groups.sort(key=lambda group: group[0], reverse=True)

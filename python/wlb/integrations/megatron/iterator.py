@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunDataIterator
+from numpy.typing import NDArray
+from torch.utils.hooks import RemovableHandle
 
 import wlb
 from wlb._core import padded_tokens
 from wlb._errors import error
-from wlb.integrations.megatron.documents import PaddedDocuments
+from wlb.integrations.megatron.documents import PADDING, PaddedDocuments
 from wlb.integrations.megatron.refusals import check_interleaved
-from wlb.integrations.megatron.rows import Batch, Ranks, Row, batch_of
+from wlb.integrations.megatron.rows import Batch, Ranks, Row, batch_of, padding_of
 from wlb.integrations.megatron.sharing import Sharing
 from wlb.torch.data import DynamicCpLoader, DynamicCpStep, PackedBatch, Step, StepLoader
+from wlb.torch.data.batch import WEIGHTS
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.metrics import StepMetrics, writes_to
 
@@ -27,7 +31,7 @@ AnyStep = Step[PackedBatch] | DynamicCpStep[PackedBatch]
 
 @dataclass(frozen=True, eq=False)
 class MegatronStep:
-    """What a rank does between two updates of the optimizer.
+    """One step of a rank: everything between two updates of the optimizer.
 
     Attributes:
         number: Steps before this one, since the run began.
@@ -66,7 +70,7 @@ class MegatronStep:
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """What to save once this step is trained: :meth:`DataIterator.load_state_dict` goes on after it.
+        """State to save after this step is trained; :meth:`DataIterator.load_state_dict` resumes after it.
 
         The same on all ranks that read (the first tensor-parallel one of the first stage, so rank 0 of the world),
         None on the others. Plain JSON values. Another number of data-parallel ranks may load it, and other stages; not
@@ -77,7 +81,7 @@ class MegatronStep:
 
 @dataclass(frozen=True)
 class Header:
-    """What all ranks of the same documents have to know of a step.
+    """The facts of a step that all ranks with the same documents need.
 
     Attributes:
         failure: What went wrong while it was read; None: nothing.
@@ -86,6 +90,7 @@ class Header:
         epoch: Of it.
         rows: Its micro-batches.
         figures: Of its plan.
+        weighted: Whether its labels have weights.
     """
 
     failure: str | None = None
@@ -94,6 +99,7 @@ class Header:
     epoch: int = 0
     rows: tuple[Row, ...] = ()
     figures: dict[str, float] = field(default_factory=dict)
+    weighted: bool = False
 
 
 class DataIterator:
@@ -115,10 +121,14 @@ class DataIterator:
         documents: PaddedDocuments | None,
         row_multiple: int,
         pad_token: int,
+        padded: bool,
+        hooks: Sequence[RemovableHandle] = (),
     ) -> None:
+        self._hooks = hooks
         self._config, self._sharing, self._ranks, self._peers = config, sharing, ranks, peers
         self._steps, self._dynamic, self._documents = steps, dynamic, documents
         self._row_multiple, self._pad_token = row_multiple, pad_token
+        self._padded = padded
         self._iterator: Iterator[AnyStep] | None = None
         self._metrics = StepMetrics(steps if dynamic is None else dynamic)
 
@@ -171,7 +181,7 @@ class DataIterator:
         return self._reading().metrics()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Where the last step stands that was given; None on ranks that do not read."""
+        """State after the last step that was given; None on ranks that do not read."""
         if self._steps is None:
             return None
         return self._steps.state_dict() if self._dynamic is None else self._dynamic.state_dict()
@@ -192,6 +202,8 @@ class DataIterator:
     def close(self) -> None:
         """Ends what reads ahead; before the process groups are destroyed. The state stays."""
         self._iterator = None
+        for hook in self._hooks:
+            hook.remove()
         for opened in (self._dynamic, self._peers):
             if opened is not None:
                 opened.close()
@@ -241,12 +253,20 @@ class DataIterator:
     def _header(self, step: AnyStep) -> Header:
         rows = []
         for batch in step.micro_batches:
+            batch.check_columns((WEIGHTS, PADDING), "Megatron-Core's batches have no place for")
             size = _own(batch)
             filler = padded_tokens(max(size, 1), multiple_of_tokens=self._row_multiple) - size
             lengths = tuple(batch.shard.lengths[: batch.document_ids.numel()].tolist())
-            rows.append(Row(lengths, batch.shard.cp_size, batch.cp_rank, filler))
-        figures = self._metrics.end_step(step)
-        return Header(number=step.number, epoch=step.epoch, rows=tuple(rows), figures=figures)
+            padded = batch.columns[PADDING][:size].numpy() if PADDING in batch.columns else np.zeros(0)
+            bits = np.packbits(padded.astype(bool)).tobytes() if padded.any() else b""
+            rows.append(Row(lengths, batch.shard.cp_size, batch.cp_rank, filler, bits))
+        return Header(
+            number=step.number,
+            epoch=step.epoch,
+            rows=tuple(rows),
+            figures=self._metrics.end_step(step),
+            weighted=any(WEIGHTS in batch.columns for batch in step.micro_batches),
+        )
 
     def _given(self, header: Header, step: AnyStep | None) -> MegatronStep:
         """The step on this rank; the rest of its tokens come with it."""
@@ -265,9 +285,21 @@ class DataIterator:
             [None] * len(sizes) if values is None else torch.split(values, sizes)
             for values in self._sharing.values(mine, sum(sizes))
         ]
+        weights: Any = [None] * len(sizes)
+        if header.weighted:
+            given = None
+            if step is not None:
+                ones = [torch.ones(_own(batch)) for batch in step.micro_batches]
+                found = [
+                    batch.columns.get(WEIGHTS, one)[: one.numel()]
+                    for batch, one in zip(step.micro_batches, ones, strict=True)
+                ]
+                given = torch.cat(found).float().to(device)
+            sent = self._sharing.weights(given, sum(sizes))
+            weights = weights if sent is None else torch.split(sent, sizes)
         batches = [
-            batch_of(row, self._ranks, tokens, labels, pad=self._pad_token, device=device)
-            for row, tokens, labels in zip(header.rows, *columns, strict=True)
+            batch_of(row, self._ranks, *values, self._hidden(row, size), pad=self._pad_token, device=device)
+            for row, size, *values in zip(header.rows, sizes, *columns, weights, strict=True)
         ]
         return MegatronStep(
             number=header.number,
@@ -278,6 +310,19 @@ class DataIterator:
             figures=header.figures,
             source=step,
         )
+
+    def _hidden(self, row: Row, num_tokens: int) -> NDArray[np.bool_] | None:
+        """Which tokens the routers of this stage must not learn from, bool; None: all are real, or there are none."""
+        if not getattr(self._config, "num_moe_experts", None):
+            return None
+        mask = padding_of(row, num_tokens)
+        if mask is None and self._padded:
+            # Over several ranks Megatron-Core weighs a router's loss otherwise where a row has a mask: all have one.
+            mask = np.zeros(num_tokens + row.filler, bool)
+        if mask is None or self._sharing.first or not self._config.sequence_parallel:
+            return mask  # which the first stage's model splits among tensor-parallel ranks by itself
+        tp = self._sharing.tp
+        return np.split(mask, tp.size())[tp.rank()]
 
     def _padding(self, header: Header, step: AnyStep | None) -> int:
         if step is None or not self._sharing.leads:

@@ -13,7 +13,7 @@ from wlb._errors import check_integer, error
 
 
 def required_multiple(*, cp_size: int, tp_size: int = 1) -> int:
-    """What every document's tokens must be a multiple of.
+    """Tokens of every document must be a multiple of this number.
 
     Args:
         cp_size: context-parallel ranks.
@@ -26,7 +26,7 @@ def required_multiple(*, cp_size: int, tp_size: int = 1) -> int:
 
 
 def row_multiple(config: Any, *, cp_size: int, multiple_of_tokens: int = 1) -> int:
-    """What the tokens of a rank's row, all its documents together, must be a multiple of.
+    """Tokens of a rank's row, with all its documents, must be a multiple of this number.
 
     Twice for context parallelism, whose ranks hold two chunks of every document; the tensor-parallel ranks where they
     share tokens (sequence parallelism); and what the kernels of FP8 (16), MXFP8 (32) and FP4 demand, as Megatron-Core
@@ -45,7 +45,7 @@ def row_multiple(config: Any, *, cp_size: int, multiple_of_tokens: int = 1) -> i
 
 
 def quantized_multiple(config: Any) -> int:
-    """What the matrix products of a model in FP8 or FP4 want a rank's tokens to be a multiple of; else 1."""
+    """Multiple of tokens that matrix products in FP8 or FP4 need; 1 for other models."""
     quantized = getattr(config, "fp8", None) or getattr(config, "fp4", None)
     return get_align_size_for_quantization(config) if quantized else 1
 

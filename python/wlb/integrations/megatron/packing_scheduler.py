@@ -60,7 +60,7 @@ def install_schedulers(*, cost_model: wlb.CostModel | None = None, **options: An
 
 
 class _Planned:
-    """What goes in front of a scheduler of theirs, and knows the model."""
+    """Base of classes that run before Megatron-Core's own schedulers and know the model."""
 
     _cost: wlb.CostModel | None
     _options: dict[str, Any]
@@ -70,7 +70,7 @@ class _Planned:
     microbatch_group_size_per_vp_stage: int | None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """As theirs; says what samples cost the model, over which stages, and what rows are padded to.
+        """Plans the samples as Megatron-Core's scheduler does, with wlb's costs, stages and padding of rows.
 
         Raises:
             wlb.WlbError: The kernels of the model do not take such rows.
@@ -91,7 +91,7 @@ class _Packing(_Planned):
     max_seqlen_per_dp_cp_rank: int
 
     def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
-        """Of every micro-batch and every data x context rank the numbers of its samples.
+        """Sample numbers by micro-batch and by data x context rank.
 
         Args:
             sample_id_seqlens: number and tokens of every sample of the step, the same on all ranks.
@@ -129,7 +129,7 @@ class _Dynamic(_Planned):
     total_hdp_gpus: int
 
     def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
-        """Of every micro-batch and every data x context rank the numbers of its samples; its group's have the same.
+        """Sample numbers by micro-batch and by data x context rank; ranks of one group have the same samples.
 
         Args:
             sample_id_seqlens: number and tokens of every sample of the step, the same on all ranks.

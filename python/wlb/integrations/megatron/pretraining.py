@@ -20,7 +20,7 @@ from wlb.torch.data.loading import FOREVER, step_tokens
 def pretraining(
     dataset: Any, *, max_tokens_per_rank: int, num_epochs: int = FOREVER, validation: bool = False, **options: Any
 ) -> MicroBatches:
-    """What a provider of data sets gives `megatron.training.pretrain` for training, or for validation.
+    """The value that a data provider returns to Megatron-LM's `pretrain`, for training or for validation.
 
     With `--dataloader-type external --micro-batch-size 1 --calculate-per-token-loss`::
 
@@ -118,7 +118,7 @@ class MicroBatches:
         return self._left.popleft()
 
     def save_state(self) -> dict[str, Any] | None:
-        """What Megatron's checkpoints hold: where the step stands that was given last.
+        """State after the last step that was given, for Megatron's checkpoints.
 
         Raises:
             wlb.WlbError: a part of a step was given.

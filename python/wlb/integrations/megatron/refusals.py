@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import warnings
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import unwrap_model
 from packaging.version import Version
+from torch.utils.hooks import RemovableHandle
 
 from wlb._errors import error
-from wlb.integrations.megatron.attention import PackedSelfAttention
+from wlb.integrations.megatron.attention import PackedSelfAttention, ShardedSeqParams
 from wlb.integrations.megatron.multiples import quantized_multiple
 from wlb.integrations.versions import OLDEST
 
@@ -86,8 +93,94 @@ def check_config(config: Any, *, dynamic_cp: bool) -> None:
             raise error(name, f"= {value}: Megatron-Core does not run it over a micro-batch's own ranks", value=value)
 
 
+def routers_learn(config: Any) -> bool:
+    """Whether routers of experts learn from how tokens are spread: by a loss, or by counting them."""
+    if not getattr(config, "num_moe_experts", None):
+        return False
+    kinds, found = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    coefficients = found if isinstance(found, list) else [found]
+    balanced = kinds not in ("none", ["none"]) and any(coefficients)
+    return bool(balanced or config.moe_z_loss_coeff or config.moe_router_enable_expert_bias)
+
+
+def check_experts(config: Any) -> None:
+    """Refuses experts that padding would take room from, or that would learn from it and cannot be told.
+
+    Raises:
+        wlb.WlbError: Naming the first such field of the configuration.
+    """
+    if not getattr(config, "num_moe_experts", None):
+        return
+    refused = {}
+    if config.moe_expert_capacity_factor is not None:
+        refused["moe_expert_capacity_factor"] = "padding would take room of the experts from real tokens"
+    kinds = config.moe_router_load_balancing_type
+    if "sinkhorn" in (kinds if isinstance(kinds, list) else [kinds]):
+        refused["moe_router_load_balancing_type"] = "real tokens would be routed by what padding takes"
+    if config.moe_router_enable_expert_bias and not _bias_leaves_out_padding():
+        refused["moe_router_enable_expert_bias"] = (
+            "this version of Megatron-Core cannot leave padding out of its counts"
+        )
+    if getattr(config, "mtp_num_layers", None) and routers_learn(config):
+        refused["mtp_num_layers"] = (
+            "layers of multi-token prediction are not told which tokens are padding, from which their routers would "
+            "learn; make moe_aux_loss_coeff and moe_z_loss_coeff 0"
+        )
+    for name, why in refused.items():
+        value = getattr(config, name)
+        message = f"= {value!r}: rows are padded (context or sequence parallelism, FP8, multiple_of_tokens), and {why}"
+        raise error(name, message, value=value)
+
+
+def _bias_leaves_out_padding() -> bool:
+    """Whether the counts behind the biases of experts are those of real tokens: 0.16 fails where there is padding."""
+    counting = SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.zeros(2))
+    count = inspect.unwrap(TopKRouter._apply_expert_bias)
+    try:
+        with torch.enable_grad():
+            count(counting, torch.ones(3, 2, dtype=torch.bool), torch.tensor([False, False, True]))
+    except RuntimeError:
+        return False
+    return bool((counting.local_tokens_per_expert == 2).all())
+
+
+def told(chunks: Sequence[Any], config: Any) -> list[RemovableHandle]:
+    """Stops a model at its first forward pass of our rows if it is not told what is padding, and has to be.
+
+    Args:
+        chunks: of the model on this rank; empty where only its configuration is known.
+        config: of it.
+
+    Returns:
+        What to remove in the end.
+    """
+    predicts, learns = bool(getattr(config, "mtp_num_layers", None)), routers_learn(config)
+    if not predicts and not learns:
+        return []
+
+    def check(model: Any, args: Any, kwargs: Any) -> None:
+        given = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
+        row = given.get("packed_seq_params")
+        if not isinstance(row, ShardedSeqParams):
+            return
+        if predicts and given.get("labels") is not None and given.get("loss_mask") is None:
+            message = (
+                "is not given to the model, which would learn further tokens at every position, also where there is no "
+                "label: model(..., loss_mask=batch.loss_mask)"
+            )
+            raise error("loss_mask", message)
+        if learns and row.padded and given.get("padding_mask") is None:
+            message = (
+                "is not given to the model, whose routers would learn from padding: "
+                "model(..., padding_mask=batch.padding_mask)"
+            )
+            raise error("padding_mask", message)
+
+    return [unwrap_model(chunk).register_forward_pre_hook(check, with_kwargs=True) for chunk in chunks]
+
+
 def alignment_of(config: Any) -> int:
-    """What Megatron-Core's own sequence packing pads a rank's rows to a multiple of.
+    """The multiple to which Megatron-Core's own sequence packing pads a rank's rows.
 
     Raises:
         wlb.WlbError: the kernels of FP8 or FP4 do not take such rows.

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from numpy.typing import NDArray
 from torch import Tensor
 
 import wlb
@@ -19,16 +20,20 @@ from wlb.torch.data.batch import IGNORE
 
 
 class Batch(NamedTuple):
-    """What a forward step needs, in the order in which Megatron-LM's own `get_batch` gives it.
+    """The input of a forward step, in the order of Megatron-LM's `get_batch`.
 
     Attributes:
         tokens: int64 [1, tokens of this rank]; None but on the first stage.
         labels: int64 [1, tokens of this rank]: the token that follows each in its document, 0 where none is learnt;
             None but on the last stage.
-        loss_mask: float32 [1, tokens of this rank]: 1 where there is a label; None but on the last stage.
+        loss_mask: float32 [1, tokens of this rank]: 1 where there is a label, or its weight, and 0 elsewhere; None but
+            on the last stage.
         attention_mask: None: documents are told by `packed_seq_params`.
         position_ids: int64 [1, tokens of this rank], in its document.
         packed_seq_params: Documents, and the ranks that hold them.
+        padding_mask: bool [1, tokens of this rank]: True where a token is padding, which routers of experts must not
+            learn from, on every stage; under sequence parallelism beyond the first stage of this tensor-parallel rank's
+            tokens. None for a model without experts, and where no row but one without documents can have padding.
     """
 
     tokens: Tensor | None
@@ -37,23 +42,26 @@ class Batch(NamedTuple):
     attention_mask: None
     position_ids: Tensor
     packed_seq_params: ShardedSeqParams
+    padding_mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """How a micro-batch lies on its ranks: what all stages have to know of it, and nothing else.
+    """How a micro-batch lies on its ranks: the facts that every pipeline stage needs.
 
     Attributes:
         lengths: Tokens of its documents.
         cp_size: Ranks that hold it.
         cp_rank: This one among them.
         filler: Tokens of padding at the end of this rank's row, a document of its own.
+        padded: Which of the rank's other tokens are padding, in bits; empty: none.
     """
 
     lengths: tuple[int, ...]
     cp_size: int
     cp_rank: int
     filler: int
+    padded: bytes = b""
 
     @cached_property
     def shard(self) -> wlb.Shard:
@@ -64,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which ranks hold a row of so many ranks.
+    """The ranks that hold a row, for each number of ranks.
 
     Attributes:
         group: Of a row's number of ranks, this one's group; None for 1.
@@ -99,7 +107,30 @@ class Ranks:
         return params, positions[None]
 
 
-def batch_of(row: Row, ranks: Ranks, tokens: Tensor | None, labels: Tensor | None, *, pad: int, device: Any) -> Batch:
+def padding_of(row: Row, num_tokens: int) -> NDArray[np.bool_] | None:
+    """Which tokens of this rank's row are padding, bool [tokens with filler]; None: none.
+
+    Args:
+        row: how it lies.
+        num_tokens: of this rank, without filler.
+    """
+    bits = np.frombuffer(row.padded, np.uint8)
+    own = np.unpackbits(bits, count=num_tokens).astype(bool) if bits.size else np.zeros(num_tokens, bool)
+    mask = np.append(own, np.ones(row.filler, bool))
+    return mask if mask.any() else None
+
+
+def batch_of(
+    row: Row,
+    ranks: Ranks,
+    tokens: Tensor | None,
+    labels: Tensor | None,
+    weights: Tensor | None,
+    padding: NDArray[np.bool_] | None,
+    *,
+    pad: int,
+    device: Any,
+) -> Batch:
     """The row on this rank's device, with its filler.
 
     Args:
@@ -107,6 +138,8 @@ def batch_of(row: Row, ranks: Ranks, tokens: Tensor | None, labels: Tensor | Non
         ranks: who holds it.
         tokens: int64 [tokens of this rank], without filler; None where no part of the model takes them.
         labels: int64 [tokens of this rank], IGNORE where nothing is learnt; None likewise.
+        weights: float32 [tokens of this rank], of labels; None: 1.
+        padding: bool, which tokens are padding, filler included, as the stage's routers see them; None: none.
         pad: what the filler consists of.
         device: of the model.
     """
@@ -118,7 +151,11 @@ def batch_of(row: Row, ranks: Ranks, tokens: Tensor | None, labels: Tensor | Non
         labels = torch.cat([labels, labels.new_full((row.filler,), IGNORE)])[None]
         learnt = labels != IGNORE
         mask, labels = learnt.float(), labels.where(learnt, 0)
-    return Batch(tokens, labels, mask, None, positions, params)
+        if weights is not None:
+            mask = mask * torch.cat([weights, weights.new_zeros(row.filler)])
+    hidden = None if padding is None else torch.from_numpy(padding).to(device)[None]
+    params.padded = hidden is not None
+    return Batch(tokens, labels, mask, None, positions, params, hidden)
 
 
 def get_batch(data_iterator: Iterator[Batch]) -> Batch:
@@ -142,7 +179,7 @@ def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[s
     """
     mask = loss_mask.reshape(-1).float()
     total = (output.reshape(-1).float() * mask).sum()
-    count = mask.sum()
+    count = (mask != 0).sum().float()  # weights change losses, not their number
     return total, count.int(), {"lm loss": torch.stack([total.detach(), count])}
 
 

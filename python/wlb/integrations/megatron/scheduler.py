@@ -57,7 +57,7 @@ class DynamicCpScheduler:
         self._options.setdefault("max_cp_size", largest_group(self.total_hdp_gpus))
 
     def get_total_workload(self, seq_length: int, cp_size: int | None = None, config: Any = None) -> float:
-        """What a sample costs each of `cp_size` ranks, by default of as many as it needs."""
+        """Work of a sample on each of `cp_size` ranks; by default on as many as it needs."""
         cost = self._cost_of(config)
         return float(cost.cost([seq_length])[0]) / (cp_size or self.gpus_needed(seq_length))
 
@@ -69,7 +69,7 @@ class DynamicCpScheduler:
     def get_groups_and_subsamples(
         self, sample_id_seqlens: Sequence[tuple[int, int]], config: Any = None
     ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
-        """Which rank trains which samples between which barriers.
+        """Assigns samples to ranks, group by group; groups end in a barrier.
 
         Args:
             sample_id_seqlens: number and tokens of every sample of the step.

@@ -55,7 +55,7 @@ class Sharing(Generic[T]):
         return bool(self.pp.rank() == self.pp.size() - 1)
 
     def header(self, mine: T | None) -> T:
-        """What the reading rank gives, on all."""
+        """Sends the reading rank's value to all ranks."""
         if self.each and mine is not None:
             return mine
         box: list[Any] = [mine]
@@ -78,6 +78,17 @@ class Sharing(Generic[T]):
             self._sent(tokens, size, to_first=True, to_last=self.predicts),
             self._sent(labels, size, to_first=False, to_last=True),
         )
+
+    def weights(self, mine: Tensor | None, size: int) -> Tensor | None:
+        """Weights of labels on the last stage, float32 [size]; None elsewhere.
+
+        Args:
+            mine: on the reading rank, on `device`.
+            size: known to all.
+        """
+        bits = None if mine is None else mine.double().view(torch.int64)
+        found = self._sent(bits, size, to_first=False, to_last=True)
+        return None if found is None else found.view(torch.float64).float()
 
     def _sent(self, values: Tensor | None, size: int, *, to_first: bool, to_last: bool) -> Tensor | None:
         if self.each:

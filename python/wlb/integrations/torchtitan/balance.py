@@ -15,7 +15,7 @@ from wlb.integrations.torchtitan.trainer import BalancedTrainer
 
 
 def balance(config: Any, *, max_tokens: int, **options: Any) -> Any:
-    """The same training on micro-batches of equal work.
+    """Makes a torchtitan configuration train on micro-batches of equal work.
 
     A step trains as many tokens as before, `training.global_batch_size * training.seq_len`, so that the learning rate
     stays right; how many micro-batches these are follows from `max_tokens`, and gradient accumulation from that.
@@ -67,7 +67,7 @@ def _balanced(owner: Any) -> Any:
 
     @dataclass(kw_only=True, slots=True)
     class Config(owner.Config):  # type: ignore[misc]
-        """As that of the class, for one that takes plans."""
+        """Configuration of a pipeline schedule that takes plans."""
 
     names = {"Config": Config, "__doc__": owner.__doc__, "__module__": owner.__module__}
     return type(owner.__name__, (BalancedTrainer, owner), names)

@@ -75,7 +75,7 @@ class DocumentAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """How far back it sees."""
+        """Configuration: how many tokens before itself a query sees."""
 
         window: int | None = None
         """A token sees tokens less than this many positions away. None: all before it."""

@@ -12,7 +12,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from wlb._errors import error
 from wlb.integrations.streams import streams_of
 from wlb.torch.data import Documents
-from wlb.torch.data.documents import measured
+from wlb.torch.data.dataset import measured
 
 
 def known(config: Any, tokenizer: Any) -> tuple[Documents, Any] | None:

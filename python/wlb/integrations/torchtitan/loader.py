@@ -21,13 +21,12 @@ from wlb._errors import check_integer, error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.torchtitan.documents import known, streams
 from wlb.torch.data import IGNORE, BalancedStream, PackedBatch, Step, StepLoader, collate
-from wlb.torch.data.loading import FOREVER, Loading, step_tokens
+from wlb.torch.data.loading import FOREVER, SHAPE, Loading, step_tokens
 from wlb.torch.data.state import field as field_of
 from wlb.torch.metrics import StepMetrics
 
 _STATE: Final = "wlb"  # one text, whatever it holds: checkpoints ask for the keys before they load
 _FILLER: Final = 128  # filler is cut into documents of one block of an attention kernel: it costs next to nothing
-_SHAPE: Final = ("multiple_of_tokens", "token_buckets", "max_documents")  # as a packer and `collate` have them
 _PARTS: Final = {"documents", "streams", "lengths", "cost_model", "group"}  # objects, which no command line has
 
 
@@ -63,7 +62,7 @@ class WlbDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """What is packed, and how."""
+        """Configuration: the documents and how they are packed."""
 
         max_tokens: int
         """Most tokens of a micro-batch: what the memory of a rank holds."""
@@ -160,7 +159,7 @@ class WlbDataLoader(BaseDataLoader):
             check_integer(name, getattr(config, name), minimum=1)
         self.config = config
         self._filler = min(_FILLER, seq_len)
-        shape: dict[str, Any] = {name: getattr(config, name) for name in _SHAPE}
+        shape: dict[str, Any] = {name: getattr(config, name) for name in SHAPE}
         most = config.most_tokens()
         context = min(seq_len, most) if config.max_document_tokens is None else config.max_document_tokens
         if context > seq_len:
@@ -227,7 +226,7 @@ class WlbDataLoader(BaseDataLoader):
             ended = isinstance(self.steps, BalancedStream) or self.steps.ended
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last step stands that was given: the Trainer fetches nothing ahead. The same on every rank.
+        """State after the last step that was given, the same on every rank. The Trainer fetches nothing ahead.
 
         Raises:
             wlb.WlbError: A part of a step was given: the Trainer's steps have other numbers of micro-batches.
@@ -264,7 +263,12 @@ class WlbDataLoader(BaseDataLoader):
             self.steps.close()
 
     def row(self, batch: PackedBatch) -> tuple[dict[str, Any], Tensor]:
-        """One micro-batch as torchtitan takes it, filled up to a length that is allowed."""
+        """One micro-batch as torchtitan takes it, filled up to a length that is allowed.
+
+        Raises:
+            wlb.WlbError: Documents bring position ids or weights, for which torchtitan's batches have no place.
+        """
+        batch.check_columns((), "torchtitan's batches have no place for")
         tokens = batch.tokens.numel() - batch.num_padding
         multiple, buckets = self.config.multiple_of_tokens, self.config.token_buckets
         filler = padded_tokens(max(tokens, 1), multiple_of_tokens=multiple, token_buckets=buckets) - tokens

@@ -69,7 +69,7 @@ class PlannedSchedule:
         target_mbs: list[Tensor] | None,
         **options: Any,
     ) -> Any:
-        """As torch's, of micro-batches that torchtitan has split.
+        """Runs a pipeline step, as torch's schedules do, on micro-batches that torchtitan has split.
 
         Raises:
             wlb.WlbError: Another rank of the pipeline has micro-batches of other lengths.

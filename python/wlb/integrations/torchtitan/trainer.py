@@ -69,7 +69,7 @@ class BalancedTrainer(_Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Any], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """What one context-parallel rank computes of a row: masks of the whole of it, then the shard of :mod:`wlb`."""
+        """Input of one context-parallel rank: masks of the whole row, then the rank's shard."""
         if not self.parallel_dims.cp_enabled:
             return super().post_dataloading_process(input_dict, labels)
         mesh = self.parallel_dims.get_mesh("cp")
@@ -119,7 +119,7 @@ def _for_ranks(config: Any, ranks: Any) -> WlbDataLoader.Config:
 
 
 def _multiple(config: Any, ranks: Any) -> int:
-    """Of tokens of a row: all context-parallel ranks get as many, which their tensor-parallel ranks and loss divide."""
+    """Multiple of a row's tokens that context-parallel and tensor-parallel ranks and the loss can divide."""
     chunks = config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
     shares = token_shares(ranks, config.parallelism)
     block = 1

@@ -27,7 +27,7 @@ from wlb.torch.attention.segments import Call, Calls, Segments, ranges
 
 @dataclass(frozen=True)
 class GatherRoute:
-    """What one rank does in an all-gather of keys."""
+    """One rank's part in an all-gather of keys."""
 
     local: list[Call]  # over this rank's own keys
     remote: list[Call]  # over the gathered keys

@@ -122,7 +122,7 @@ def _shared(degree: int, heads: int, kv_heads: int) -> bool:
 
 
 def check_scores(q: Tensor, softmax_scale: float | None, window: int | None, alibi_slopes: Tensor | None) -> None:
-    """What happens to scores makes sense."""
+    """Checks scale, window and ALiBi slopes against the queries."""
     if softmax_scale is not None and not (isinstance(softmax_scale, (int, float)) and 0 < softmax_scale < math.inf):
         raise error("softmax_scale", f"= {softmax_scale!r}: a positive number, or None", value=softmax_scale)
     check_window(window)

@@ -24,7 +24,7 @@ from wlb.torch.attention.segments import Call, Calls, Segments, ranges
 
 @dataclass(frozen=True)
 class FetchRoute:
-    """What one rank does in an all-to-all of keys."""
+    """One rank's part in an all-to-all of keys."""
 
     local: list[Call]  # over this rank's own keys
     remote: list[Call]  # over the fetched keys

@@ -20,7 +20,7 @@ from wlb.torch.attention.segments import Segments, ranges
 
 @dataclass(frozen=True)
 class HeadsRoute:
-    """How `degree` ranks put their tokens together."""
+    """How `degree` ranks exchange heads so that each has all of their tokens."""
 
     counts: list[int]  # tokens of each rank of the block
     place: int  # of this rank in the block

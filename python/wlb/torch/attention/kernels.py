@@ -33,7 +33,7 @@ FLASH_ATTN_3 = "flash_attn_interface"
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What partial results and gradients are summed in."""
+    """Type in which partial results and gradients are summed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -162,7 +162,7 @@ def _window(call: Call) -> dict[str, int]:
 
 
 def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
-    """Where spans begin and the longest, of queries and keys: for FlashAttention-2, which is also what torch has.
+    """Offsets and longest span of queries and keys, as FlashAttention-2 and torch's varlen kernel take them.
 
     It takes no side of a window to reach farther than the longest span of keys. To the right one does where queries are
     more: the last key stands `queries - 1` after the first query. Keys would be lost, or seen (Dao-AILab/
@@ -272,13 +272,13 @@ class FlashAttention3(FlashTiles):
 
 @functools.cache
 def _flash_attn_2() -> Any:
-    """Its module, or None. The package `flash_attn` alone proves nothing: flash-attn 4 installs one without it."""
+    """The module of flash-attn 2, or None. Its package alone proves nothing: flash-attn 4 installs one without it."""
     return _installed(FLASH_ATTN_2)
 
 
 @functools.cache
 def _flash_attn_3() -> Any:
-    """Its module, or None."""
+    """The module of flash-attn 3, or None."""
     return _installed(FLASH_ATTN_3)
 
 

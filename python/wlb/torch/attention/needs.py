@@ -13,7 +13,7 @@ from wlb.torch.attention.segments import Ints, Places, Segments, Spans, meet
 
 @dataclass(frozen=True)
 class Needs:
-    """Which keys every rank's queries see, and which of these it holds; in tokens of the packed sequence."""
+    """Keys that every rank's queries see, and keys that it holds, in tokens of the packed sequence."""
 
     own: list[Places]  # of each rank: where its tokens lie in its tensors
     spans: list[Spans]  # of each rank
@@ -22,7 +22,7 @@ class Needs:
 
     @classmethod
     def of(cls, held: Sequence[Segments], documents: Segments, *, left: int, right: int) -> Needs:
-        """What ranks that hold `held` need of each other; a query sees `left` tokens before it and `right` after."""
+        """Keys that ranks with `held` need from each other; a query sees `left` tokens before and `right` after it."""
         own = [Places(documents.row[s.document] + s.start, s.row, s.length) for s in held]
         spans = [meet(s, documents, left, right) for s in held]
         here = [places.contain(s.k_row, s.k_length) for places, s in zip(own, spans, strict=True)]
@@ -30,7 +30,7 @@ class Needs:
         return cls(own, spans, here, remote)
 
     def local(self, rank: int) -> Spans:
-        """What a rank computes from its own keys."""
+        """Attention that a rank computes from its own keys."""
         return self.spans[rank][self.here[rank]]
 
     def keys(self, *ranks: int) -> tuple[Ints, Ints]:
@@ -51,7 +51,7 @@ def union(start: Ints, length: Ints) -> tuple[Ints, Ints]:
 
 
 def one_after_another(parts: Sequence[Places], *, first_rows: Ints) -> Places:
-    """Where tokens lie in a tensor that has the rows of these parts, those of part `i` from row `first_rows[i]` on."""
+    """Places of tokens in a tensor that has the rows of several parts; part `i` begins at row `first_rows[i]`."""
     token, length = (np.concatenate([getattr(part, name) for part in parts]) for name in ("token", "length"))
     counts = np.array([part.length.sum() for part in parts], np.int64)
     shift = np.repeat(first_rows - np.cumsum(counts) + counts, [part.token.size for part in parts])

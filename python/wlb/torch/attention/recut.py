@@ -25,7 +25,7 @@ from wlb.torch.attention.routes import KEPT, on_device
 
 @dataclass(frozen=True)
 class RecutRoute:
-    """What one rank sends and receives."""
+    """Rows that one rank sends and receives."""
 
     sent: Tensor  # int32: its rows before, by destination
     sent_rows: list[int]  # how many to each rank

@@ -21,7 +21,7 @@ from wlb.torch.attention.segments import UNLIMITED, Call, Calls, Segments, meet
 
 @dataclass(frozen=True)
 class RingRoute:
-    """What one position of the ring does: `steps[s]` are the calls over the keys of position `self - s`."""
+    """One rank's part in a ring: `steps[s]` are the kernel calls on keys of position `self - s`."""
 
     position: int
     steps: list[list[Call]]

@@ -26,7 +26,7 @@ _Route = TypeVar("_Route")
 
 @functools.lru_cache(maxsize=KEPT)
 def gather_route(shard: wlb.Shard, rank: int, *, window: int | None, biased: bool, device: torch.device) -> GatherRoute:
-    """What `rank` does when keys are gathered. `biased`: scores have a bias by position."""
+    """Plans one rank's part when keys are all-gathered. `biased`: scores have a bias by position."""
     left, right = _reach(shard, window)
     documents = Segments.of_documents(shard)
     route = GatherRoute.make(_held(shard), documents, rank, left=left, right=right, positions_matter=biased)
@@ -35,7 +35,7 @@ def gather_route(shard: wlb.Shard, rank: int, *, window: int | None, biased: boo
 
 @functools.lru_cache(maxsize=KEPT)
 def fetch_route(shard: wlb.Shard, rank: int, *, window: int | None, biased: bool, device: torch.device) -> FetchRoute:
-    """What `rank` does when every rank fetches the keys that it needs. `biased`: scores have a bias by position."""
+    """Plans one rank's part when ranks fetch the keys that they need. `biased`: scores have a bias by position."""
     left, right = _reach(shard, window)
     documents = Segments.of_documents(shard)
     plan = FetchRoute.make(_held(shard), documents, rank, left=left, right=right, positions_matter=biased)
@@ -46,7 +46,7 @@ def fetch_route(shard: wlb.Shard, rank: int, *, window: int | None, biased: bool
 def ring_route(
     shard: wlb.Shard, rank: int, *, degree: int, window: int | None, biased: bool, device: torch.device
 ) -> tuple[HeadsRoute | None, RingRoute]:
-    """What `rank` does in blocks of `degree` ranks that exchange heads, with a ring over the blocks."""
+    """Plans one rank's part in blocks of `degree` ranks that exchange heads, with a ring over the blocks."""
     left, right = _reach(shard, window)
     held = _held(shard)
     heads = None
@@ -92,6 +92,6 @@ def _held(shard: wlb.Shard) -> list[Segments]:
 
 
 def _reach(shard: wlb.Shard, window: int | None) -> tuple[int, int]:
-    """How many tokens before and after itself a token sees."""
+    """Number of tokens before and after itself that a token sees."""
     reach = UNLIMITED if window is None else min(window - 1, UNLIMITED)
     return reach, 0 if shard.causal else reach

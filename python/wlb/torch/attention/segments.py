@@ -39,7 +39,7 @@ class Segments:
 
     @classmethod
     def of_rank(cls, shard: wlb.Shard, rank: int) -> Segments:
-        """What a rank holds, in packed order."""
+        """Segments of one rank, in packed order."""
         held = shard.rank(rank)
         document, cu_seqlens = held.documents.astype(np.int64), held.cu_seqlens_q.astype(np.int64)
         row = cu_seqlens[:-1]
@@ -78,7 +78,7 @@ class Segments:
         return Segments(document[first], start[first], row, np.diff(np.append(row, self.num_tokens)))
 
     def closed_up(self) -> Segments:
-        """The same rows as if each document had no gaps: only the order of its tokens is kept."""
+        """The same rows with the gaps of each document closed, so that only the order of tokens is kept."""
         if not self.document.size:
             return self
         first = np.flatnonzero(np.diff(self.document, prepend=-1))
@@ -88,14 +88,14 @@ class Segments:
 
 @dataclass(frozen=True)
 class Places:
-    """Where tokens of the packed sequence lie in a tensor: runs, in packed order; first token, first row, tokens."""
+    """Places of tokens in a tensor, as runs in packed order: first token, first row, number of tokens."""
 
     token: Ints
     row: Ints
     length: Ints
 
     def contain(self, token: Ints, length: Ints) -> NDArray[np.bool_]:
-        """Which of these ranges of tokens lie in one run."""
+        """Whether each range of tokens lies in one run; bool[ranges]."""
         run = np.searchsorted(self.token, token, side="right") - 1
         return (run >= 0) & (token + length <= self.token[run] + self.length[run])
 
@@ -250,7 +250,7 @@ class Calls:
 
 
 def offsets(shard: wlb.Shard) -> Ints:
-    """Where each document begins in the packed sequence."""
+    """First token of each document in the packed sequence."""
     lengths = shard.lengths.astype(np.int64)
     return np.cumsum(lengths) - lengths
 

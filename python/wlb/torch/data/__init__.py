@@ -8,10 +8,12 @@ ranks or workers too; a `Ledger` keeps what was trained.
 
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.collate import collate
-from wlb.torch.data.documents import Document, Documents, Piece
+from wlb.torch.data.dataset import Documents
+from wlb.torch.data.documents import Document, Piece
 from wlb.torch.data.dynamic_cp import DynamicCpLoader, DynamicCpStep
 from wlb.torch.data.ledger import Ledger
 from wlb.torch.data.loading import Loading, balanced_loader
+from wlb.torch.data.rows import RowReader
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import Step, StepLoader
 from wlb.torch.data.stream import BalancedStream
@@ -28,6 +30,7 @@ __all__ = [
     "Loading",
     "PackedBatch",
     "Piece",
+    "RowReader",
     "Step",
     "StepLoader",
     "balanced_loader",

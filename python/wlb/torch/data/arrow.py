@@ -11,41 +11,76 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.torch.data.rows import KNOWN, WITHOUT_EFFECT, RowReader, sequence_lengths
+
 
 @dataclass(frozen=True)
 class ArrowRows:
-    """Reads documents of a data set as arrays.
+    """Reads rows of a data set as arrays.
 
     Attributes:
-        tables: The data set, with its columns of tokens and labels alone, giving tables.
+        tables: The data set, with the columns that are read alone, giving tables.
 
     Complexity:
-        One query, and a copy of the documents asked for.
+        One query, and a copy of the rows asked for.
     """
 
     tables: Any
 
     @classmethod
-    def of(cls, dataset: Any) -> ArrowRows | None:
-        """None of what is no such data set."""
-        if not _is_tables(dataset) or not all(_holds_integers(dataset, name) for name in _columns(dataset)):
+    def of(cls, dataset: Any, reader: RowReader, argument: str) -> ArrowRows | None:
+        """None of what is no such data set.
+
+        Raises:
+            wlb.WlbError: The data set has a column that `reader` refuses.
+        """
+        if not _is_tables(dataset):
             return None
-        return cls(dataset.select_columns(_columns(dataset)).with_format("arrow"))
+        shown = dataset.format["columns"]  # what `set_format(columns=...)` left
+        names = [name for name in dataset.column_names if name in shown]
+        names = [name for name in names if name in reader.columns or not _is_text(dataset, name)]
+        reader.check_names(names, argument)
+        taken = [name for name in names if name in reader.columns or name in KNOWN - WITHOUT_EFFECT]
+        if not all(_holds_integers(dataset, name) for name in taken if name in ("input_ids", "labels")):
+            return None
+        return cls(dataset.select_columns(taken).with_format("arrow"))
 
     def __call__(self, numbers: Sequence[int]) -> list[Mapping[str, Any]]:
-        """The `input_ids`, and `labels` if there are any, of these documents."""
+        """The columns of these rows."""
         table = self.tables[list(numbers)]
         columns = {name: _arrays(table[name]) for name in table.column_names}
         return [{name: arrays[at] for name, arrays in columns.items()} for at in range(len(numbers))]
 
+    def sequence_lengths(self) -> list[NDArray[np.int64]] | None:
+        """int64 [documents] of each row, the tokens of its documents; None where every row is a document.
+
+        Raises:
+            wlb.WlbError: Some row has none.
+        """
+        if "seq_lengths" not in self.tables.column_names:
+            return None
+        found: list[NDArray[np.int64]] = []
+        for table in self.tables.select_columns(["seq_lengths"]).with_format("arrow").iter(batch_size=10_000):
+            for lengths in _arrays(table["seq_lengths"]):
+                found.append(sequence_lengths(lengths, "dataset", len(found)))
+        return found
+
 
 def arrow_lengths(dataset: Any) -> NDArray[np.int64] | None:
-    """int64 [documents], tokens of each, without making documents; None of what is no such data set."""
+    """int64 [rows], tokens of each without padding, without making documents; None of what is no such data set.
+
+    Padding is where an `attention_mask` is 0: that column is read if there is one.
+    """
     if not _is_tables(dataset):
         return None
     compute = import_module("pyarrow.compute")  # comes with the data set
-    tables = dataset.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000)
-    lengths = [compute.list_value_length(table["input_ids"]).to_numpy() for table in tables]
+    masked = "attention_mask" in dataset.format["columns"] and _holds_integers(dataset, "attention_mask")
+    name = "attention_mask" if masked else "input_ids"
+    tables = dataset.select_columns([name]).with_format("arrow").iter(batch_size=10_000)
+    if masked:
+        lengths = [np.array([np.count_nonzero(mask) for mask in _arrays(table[name])], np.int64) for table in tables]
+    else:
+        lengths = [compute.list_value_length(table[name]).to_numpy() for table in tables]
     return np.concatenate(lengths).astype(np.int64) if lengths else np.empty(0, np.int64)
 
 
@@ -57,9 +92,19 @@ def _is_tables(dataset: Any) -> bool:
     return dataset.format["type"] != "custom" and "input_ids" in (dataset.column_names or ())
 
 
-def _columns(dataset: Any) -> list[str]:
-    shown = dataset.format["columns"]  # what `set_format(columns=...)` left
-    return [name for name in ("input_ids", "labels") if name in dataset.column_names and name in shown]
+def _is_text(dataset: Any, name: str) -> bool:
+    """Whether a column holds text, or nothing, also inside of lists and structures."""
+    kinds = import_module("pyarrow.types")
+
+    def text(kind: Any) -> bool:
+        if kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind):
+            return text(kind.value_type)
+        if kinds.is_struct(kind):
+            return all(text(kind.field(at).type) for at in range(kind.num_fields))
+        of_text = (kinds.is_string, kinds.is_large_string, kinds.is_binary, kinds.is_large_binary, kinds.is_null)
+        return any(is_kind(kind) for is_kind in of_text)
+
+    return text(dataset.features.arrow_schema.field(name).type)
 
 
 def _holds_integers(dataset: Any, name: str) -> bool:
@@ -74,9 +119,17 @@ def _arrays(column: Any) -> list[Any]:
     arrays: list[Any] = []
     # Scattered documents are a chunk each, which takes longer to look at than to copy.
     for chunk in [column.combine_chunks()] if column.num_chunks > 1 and not column.null_count else column.chunks:
-        if chunk.null_count or chunk.values.null_count:
+        if chunk.null_count or not _are_numbers(chunk) or chunk.values.null_count:
             arrays += chunk.to_pylist()
             continue
         values, ends = chunk.values.to_numpy(zero_copy_only=True), chunk.offsets.to_numpy().tolist()
         arrays += [values[start:end] for start, end in itertools.pairwise(ends)]
     return arrays
+
+
+def _are_numbers(chunk: Any) -> bool:
+    """Lists of integers or floats, which lie in memory as arrays do."""
+    kinds = import_module("pyarrow.types")
+    if not kinds.is_list(chunk.type) and not kinds.is_large_list(chunk.type):
+        return False
+    return bool(kinds.is_integer(chunk.type.value_type) or kinds.is_floating(chunk.type.value_type))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +17,12 @@ from wlb._errors import error
 IGNORE: Final = -100
 """The label of a token that predicts nothing; what `torch.nn.functional.cross_entropy` ignores by default."""
 
+WEIGHTS: Final = "loss_weights"
+"""The column of weights of losses, float [tokens]."""
+
+AHEAD: Final = "labels_ahead"
+"""The column of labels two and more ahead, int64 [k - 1, tokens]."""
+
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
@@ -25,7 +31,9 @@ class PackedBatch:
     Attributes:
         tokens: int64 [tokens_of_this_rank].
         labels: int64 [tokens_of_this_rank]: the token that follows in the document, IGNORE at its end.
-        position_ids: int64 [tokens_of_this_rank], from 0 in every document, and in every piece of a cut one.
+        position_ids: int64 [tokens_of_this_rank], from 0 in every document, and in every piece of a cut one. Where a
+            document brings its own (`own_positions`), those: int64 [..., tokens_of_this_rank], such as [3, tokens] of
+            mRoPE.
         cu_seqlens: int32 [documents + 1], of the whole packed sequence, on all ranks; padding is a document. With
             `max_documents` it has that and 2 entries, whatever the documents: the last ones repeat the end.
         max_seqlen: The longest document, in tokens, padding included; 0 without documents.
@@ -35,6 +43,11 @@ class PackedBatch:
         num_valid_tokens: Labels that are not IGNORE, on all context-parallel ranks together.
         cp_first_rank: First rank of its context-parallel group among the data x context ranks, where the plan chose a
             group for this micro-batch (`ContextParallelGroups.of` finds it); None: the group is that of the mesh.
+        columns: Further values of each token by name, [..., tokens_of_this_rank]. "loss_weights", float
+            [tokens_of_this_rank]: by what the loss of each label is multiplied. "labels_ahead", int64
+            [k - 1, tokens_of_this_rank]: row j has the label j + 2 ahead in the document, IGNORE behind its end. And
+            the columns that the loader was asked to carry. Padding has weight 0, no labels, and 0 in other columns.
+        own_positions: Whether documents brought `position_ids` of their own.
     """
 
     tokens: Tensor
@@ -47,6 +60,8 @@ class PackedBatch:
     document_ids: Tensor
     num_valid_tokens: int
     cp_first_rank: int | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    own_positions: bool = False
 
     @classmethod
     def of(
@@ -61,20 +76,31 @@ class PackedBatch:
         cp_first_rank: int | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens_size: int | None = None,
+        columns: Mapping[str, Tensor] | None = None,
+        own_positions: bool = False,
     ) -> PackedBatch:
         """One of what this rank holds; all that follows from `shard` is made here.
+
+        Position ids of the documents' own may be among `columns`, or `position_ids` with `own_positions`.
 
         A document of the shard beyond `document_ids` is padding: its positions begin anew as often as those of the
         longest document do, so that they stay in any context.
         """
         device = tokens.device
-        if position_ids is None:
+        columns = dict(columns or {})
+        if "position_ids" in columns:
+            position_ids, own_positions = columns.pop("position_ids"), True
+        padded = shard.lengths.size > len(document_ids)
+        if position_ids is None or (own_positions and padded):
             mine = shard.rank(cp_rank)
             positions = mine.position_ids.astype(np.int64)
-            if shard.lengths.size > len(document_ids):
-                filler = mine.token_indices >= int(shard.lengths[:-1].sum())
-                positions[filler] %= int(shard.lengths[:-1].max(initial=1))
-            position_ids = torch.from_numpy(positions).to(device)
+            filler = mine.token_indices >= int(shard.lengths[: len(document_ids)].sum())
+            positions[filler] %= int(shard.lengths[: len(document_ids)].max(initial=1))
+            counted = torch.from_numpy(positions).to(device)
+            if position_ids is None:
+                position_ids = counted
+            else:
+                position_ids = position_ids.where(torch.from_numpy(~filler).to(device), counted)
         return cls(
             tokens=tokens,
             labels=labels,
@@ -86,6 +112,8 @@ class PackedBatch:
             document_ids=torch.tensor(document_ids, dtype=torch.int64, device=device),
             num_valid_tokens=num_valid_tokens,
             cp_first_rank=cp_first_rank,
+            columns=columns,
+            own_positions=own_positions,
         )
 
     @property
@@ -97,12 +125,45 @@ class PackedBatch:
         return int(self.shard.lengths[-1]) if self.shard.lengths.size > self.document_ids.numel() else 0
 
     @property
+    def real(self) -> Tensor:
+        """Which tokens of this rank are those of documents: bool [tokens_of_this_rank], False where padding is.
+
+        For what counts tokens: routers of mixtures of experts, and losses over positions. Many take the inverse as a
+        `padding_mask`.
+
+            >>> import wlb.torch as wt
+            >>> wt.collate([[5, 6, 7]], multiple_of_tokens=4).real.tolist()
+            [True, True, True, False]
+        """
+        if not self.num_padding:
+            return torch.ones(self.tokens.numel(), dtype=torch.bool, device=self.tokens.device)
+        end = int(self.shard.lengths[:-1].sum())
+        indices = self.shard.rank(self.cp_rank).token_indices
+        return torch.from_numpy(indices < end).to(self.tokens.device)
+
+    def check_columns(self, taken: Collection[str], taker: str) -> None:
+        """Refuses what documents bring and `taker` has no place for: it would be dropped without a word.
+
+        Args:
+            taken: What it takes, of "position_ids" and the names of `columns`.
+            taker: What it is called in the error.
+
+        Raises:
+            wlb.WlbError: Naming the column.
+        """
+        brought = [*self.columns, *(["position_ids"] if self.own_positions else [])]
+        for name in brought:
+            if name not in taken:
+                message = f"bring {name!r}, which {taker}: remove this column from the data set"
+                raise error("documents", message, value=name)
+
+    @property
     def cp_size(self) -> int:
         """Ranks of its context-parallel group."""
         return self.shard.cp_size
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedBatch:
-        """The same with its tensors on `device`; `non_blocking` overlaps the copy if they are pinned."""
+        """A copy with its tensors on `device`. `non_blocking` overlaps the copy if they are in pinned memory."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def as_hf(self, *, plain: bool = False) -> dict[str, Any]:
@@ -120,14 +181,22 @@ class PackedBatch:
             `input_ids`, `position_ids` (from 0 in every document), `labels`: int64 [1, tokens]; `use_cache` False, or
             attention would see other documents. Unless `plain` also `shift_labels`, int64 [1, tokens], and what flash
             attention wants: `cu_seq_lens_q`, `cu_seq_lens_k`, int32 [documents + 1]; `max_length_q`, `max_length_k`.
+            Documents' own position ids of several rows come as int64 [1 + rows, 1, tokens]: before them a row that
+            counts from 0 in every document, in which models with mRoPE find the documents. Further columns are
+            [1, ..., tokens].
 
         Raises:
-            wlb.WlbError: It is a part of a micro-batch, that of one context-parallel rank.
+            wlb.WlbError: It is a part of a micro-batch, that of one context-parallel rank. Documents bring weights,
+                which these models' losses do not take; or position ids of one row in which the borders of documents
+                cannot be found.
         """
         if self.cp_size > 1:
             message = f"is rank {self.cp_rank}'s part of {self.cp_size}: these models take whole documents, cp_size=1"
             raise error("batch", message, value=self.cp_size)
-        tokens, shifted, positions, cu_seqlens = self.tokens, self.labels, self.position_ids, self.cu_seqlens
+        taken = ("position_ids", *(name for name in self.columns if name != WEIGHTS))
+        self.check_columns(taken, "the losses of Hugging Face's models do not take")
+        tokens, shifted, cu_seqlens = self.tokens, self.labels, self.cu_seqlens
+        positions = self._hf_positions()
         if not tokens.numel():
             tokens = positions = tokens.new_zeros(1)
             shifted = tokens.new_full((1,), IGNORE)
@@ -135,25 +204,60 @@ class PackedBatch:
             cu_seqlens[0] = 0
         labels = shifted.roll(1)
         labels[cu_seqlens[cu_seqlens < tokens.numel()].long()] = IGNORE
-        rows = {"input_ids": tokens, "position_ids": positions, "labels": labels}
+        rows = {"input_ids": tokens, "labels": labels}
         if not plain:
             rows["shift_labels"] = shifted
-        result: dict[str, Any] = {name: row.unsqueeze(0) for name, row in rows.items()} | {"use_cache": False}
+        if self.tokens.numel():
+            rows |= self.columns
+        result: dict[str, Any] = {name: row.unsqueeze(0) for name, row in rows.items()}
+        result |= {"position_ids": positions.unsqueeze(-2), "use_cache": False}
         if not plain:
             longest = max(self.max_seqlen, 1)
             result |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
             result |= {"max_length_q": longest, "max_length_k": longest}
         return result
 
+    def _hf_positions(self) -> Tensor:
+        """Position ids in which these models find the documents: [tokens], or [1 + rows, tokens]."""
+        if not self.own_positions:
+            return self.position_ids
+        if self.position_ids.ndim > 2:
+            shape = tuple(self.position_ids.shape)
+            raise error("documents", f"bring position_ids of shape {shape}: must be [tokens] or [rows, tokens]")
+        if self.position_ids.ndim == 2:
+            counted = torch.from_numpy(self.shard.rank(0).position_ids.astype(np.int64)).to(self.tokens.device)
+            return torch.cat([counted[None], self.position_ids])
+        end = int(self.shard.lengths[: self.document_ids.numel()].sum())  # beyond it is padding
+        begins = torch.zeros_like(self.position_ids, dtype=torch.bool)
+        begins[self.cu_seqlens[:-1][self.cu_seqlens[:-1] < begins.numel()].long()] = True
+        if not bool(((self.position_ids.diff() != 1) == begins[1:])[:end].all()):
+            message = (
+                "bring position_ids that jump inside of a document, or go on from the document before it: Hugging "
+                "Face's models find documents where positions do not go up by 1; leave position_ids out"
+            )
+            raise error("documents", message, value="position_ids")
+        return self.position_ids
+
     def pin_memory(self) -> PackedBatch:
-        """The same in page-locked memory; `DataLoader(pin_memory=True)` calls it."""
+        """A copy in page-locked memory; `DataLoader(pin_memory=True)` calls it."""
         return self._map(Tensor.pin_memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A worker hands over every tensor through a socket, half a millisecond each: one is enough.
-        rows = torch.stack([self.tokens, self.labels, self.position_ids])
+        single = not self.own_positions
+        rows = torch.stack([self.tokens, self.labels, *([self.position_ids] if single else [])])
+        more = dict(self.columns) | ({} if single else {"position_ids": self.position_ids})
         ids, valid = self.document_ids.tolist(), self.num_valid_tokens
-        return _from_rows, (rows, ids, self.shard, self.cp_rank, valid, self.cp_first_rank, self.cu_seqlens.numel())
+        return _from_rows, (
+            rows,
+            ids,
+            self.shard,
+            self.cp_rank,
+            valid,
+            self.cp_first_rank,
+            self.cu_seqlens.numel(),
+            more,
+        )
 
     def _map(self, work: Callable[[Tensor], Tensor]) -> PackedBatch:
         return replace(
@@ -163,6 +267,7 @@ class PackedBatch:
             position_ids=work(self.position_ids),
             cu_seqlens=work(self.cu_seqlens),
             document_ids=work(self.document_ids),
+            columns={name: work(values) for name, values in self.columns.items()},
         )
 
 
@@ -174,8 +279,9 @@ def _from_rows(
     num_valid_tokens: int,
     cp_first_rank: int | None,
     cu_seqlens_size: int,
+    columns: dict[str, Tensor],
 ) -> PackedBatch:
-    tokens, labels, position_ids = rows
+    tokens, labels, *positions = rows
     return PackedBatch.of(
         tokens,
         labels,
@@ -184,8 +290,9 @@ def _from_rows(
         cp_rank=cp_rank,
         num_valid_tokens=num_valid_tokens,
         cp_first_rank=cp_first_rank,
-        position_ids=position_ids,
+        position_ids=positions[0] if positions else None,
         cu_seqlens_size=cu_seqlens_size,
+        columns=columns,
     )
 
 

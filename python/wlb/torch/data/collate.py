@@ -13,7 +13,17 @@ import wlb
 from wlb._core import padded_tokens
 from wlb._errors import check_integer, error
 from wlb.torch.data.batch import IGNORE, PackedBatch
-from wlb.torch.data.documents import Document, as_arrays, integers
+from wlb.torch.data.documents import (
+    Document,
+    Layout,
+    as_arrays,
+    common_layout,
+    filled_up,
+    integers,
+    laid_out,
+    layout_of,
+)
+from wlb.torch.data.rows import RowReader
 
 
 def collate(
@@ -27,6 +37,8 @@ def collate(
     multiple_of_tokens: int = 1,
     token_buckets: Sequence[int] = (),
     max_documents: int | None = None,
+    columns: Sequence[str] = (),
+    labels_ahead: int = 1,
     **sharding: Any,
 ) -> PackedBatch:
     """Packs documents one after the other and keeps what this context-parallel rank computes.
@@ -40,17 +52,23 @@ def collate(
 
     Args:
         documents: Each a `Document`; or bare token ids: array, tensor, bytes or sequence of integers, [n], n >= 1; or a
-            mapping with `"input_ids"` and maybe `"labels"`. None at all is legal: the batch is empty.
+            mapping with `"input_ids"`, and maybe `"labels"` and other columns (:class:`wlb.torch.RowReader` says what
+            they mean). None at all is legal: the batch is empty.
         cp_rank: This rank in the context-parallel group.
         cp_size: Ranks of that group.
         strategy: As in `wlb.shard`.
         causal: As in `wlb.shard`. Labels are those of next-token prediction either way.
-        document_ids: int64 [documents], instead of those that the documents bring; bare tokens bring their index here.
+        document_ids: int64 [documents], instead of those that the documents bring; rows bring their index here.
         multiple_of_tokens: Filled up to a multiple of so many tokens, on all context-parallel ranks together; as the
             packer has it, which counts the padding. The padding is a document of its own with token 0, positions that
             begin anew and no labels.
         token_buckets: Filled up to the first of these sizes, ascending; as the packer has them.
         max_documents: `cu_seqlens` has this and 2 entries (the padding's too), as a captured step wants it.
+        columns: Names of further columns of rows that are carried, as `PackedBatch.columns`. Give them here too where
+            the documents were read with them, so that a batch without documents has them: of 0 tokens.
+        labels_ahead: How many tokens ahead every token predicts, for multi-token prediction. Above 1 the batch has
+            `columns["labels_ahead"]`, int64 [labels_ahead - 1, tokens]: in row j the label j + 2 ahead in the document,
+            on whatever rank that token lies. A roll of each rank's labels is wrong wherever documents or ranks meet.
         **sharding: Further arguments of `wlb.shard`: `max_imbalance`, `kernel_model` and `cp_seconds_per_key` for
             "adaptive", ...
 
@@ -63,7 +81,11 @@ def collate(
     Complexity:
         O(tokens), a few copies of the tokens.
     """
-    named = [as_arrays(document, number, "documents") for number, document in enumerate(documents)]
+    reader = RowReader(columns, labels_ahead)
+    named: list[Document] = []
+    for number, document in enumerate(documents):
+        found = reader.documents(document, number, "documents", first_id=len(named))
+        named += [as_arrays(part, "documents", number) for part in found]
     if document_ids is None:
         ids = integers([document.id for document in named], "documents", "id")
     else:
@@ -87,12 +109,16 @@ def collate(
         raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)
 
     tokens, labels = packed(named)
+    layout = common_layout([layout_of(document) for document in named], "documents")
+    further = joined(named, layout) if named else reader.nothing()
     if padding:
         tokens, labels = np.pad(tokens, (0, padding)), np.pad(labels, (0, padding), constant_values=IGNORE)
+        further = {name: filled_up(name, values, padding) for name, values in further.items()}
     num_valid_tokens = int(np.count_nonzero(labels != IGNORE))
     if cp_size > 1:  # one rank alone holds the packed sequence as it is
         indices = shard.rank(cp_rank).token_indices
         tokens, labels = tokens[indices], labels[indices]
+        further = {name: values[..., indices] for name, values in further.items()}
     return PackedBatch.of(
         torch.from_numpy(tokens),
         torch.from_numpy(labels),
@@ -101,7 +127,16 @@ def collate(
         cp_rank=cp_rank,
         num_valid_tokens=num_valid_tokens,
         cu_seqlens_size=None if max_documents is None else max_documents + 2,
+        columns={name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in further.items()},
     )
+
+
+def joined(documents: Sequence[Document], layout: Layout) -> dict[str, NDArray[Any]]:
+    """The columns of documents of arrays one after the other, [..., tokens] each; none where a layout has none."""
+    if not layout or not documents:
+        return {}
+    of_each = [laid_out(document, layout) for document in documents]
+    return {name: np.concatenate([columns[name] for columns in of_each], axis=-1) for name, *_ in layout}
 
 
 def packed(documents: Sequence[Document]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

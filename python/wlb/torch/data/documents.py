@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 import wlb
 from wlb._errors import error
-from wlb.torch.data.arrow import ArrowRows, arrow_lengths
-from wlb.torch.data.batch import IGNORE
+from wlb.torch.data.batch import AHEAD, IGNORE, WEIGHTS
 
 
 class Piece(NamedTuple):
@@ -42,6 +42,9 @@ class Document:
             tokens are learnt.
         labels: int[n], not shifted, as Hugging Face has them: what is to be predicted in each token's place, IGNORE
             where nothing is: in a prompt, say. None: all tokens are.
+        columns: Further values of each token by name, numbers [..., n]: "position_ids", "loss_weights" (float, shifted:
+            by what the loss of each token's prediction is multiplied), "labels_ahead" (see `collate`), and the columns
+            that a loader was asked to carry.
     """
 
     tokens: Any
@@ -49,89 +52,7 @@ class Document:
     start: int = 0
     next_token: int | None = None
     labels: Any = None
-
-
-class Documents(Dataset[Document]):
-    """A map-style data set of token sequences that understands what `BalancedBatchSampler` yields.
-
-    Args:
-        dataset: `dataset[i]` gives document `i`: a one-dimensional array, tensor or sequence of token ids; or a mapping
-            with these as `"input_ids"` and maybe `"labels"` (see `Document`), such as a row of Hugging Face's datasets.
-            Those are read from their Arrow tables as arrays, whatever format they are set to, unless a function of
-            your own (`set_transform`) makes the rows.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self._rows = ArrowRows.of(dataset)
-
-    def lengths(self) -> NDArray[np.int64]:
-        """int64 [documents], tokens of each. Those in Arrow tables are not read for it, others once."""
-        found = arrow_lengths(self.dataset)
-        if found is not None:
-            return found
-        return np.array([len(self[index].tokens) for index in range(len(self))], np.int64)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int | Piece) -> Document:
-        """The document, or the piece of it.
-
-        Raises:
-            wlb.WlbError: The document ends before the piece does: its length in the plan is not the data set's. Or it
-                has not as many labels as tokens, or is a mapping without `"input_ids"`.
-        """
-        number = index.document if isinstance(index, Piece) else index
-        row = self.dataset[number] if self._rows is None else self._rows([number])[0]
-        return self._made(row, index)
-
-    def __getitems__(self, indices: list[int | Piece]) -> list[Document]:
-        """Those of a micro-batch, read at once where the data set can: a `DataLoader` asks so."""
-        together = self._rows or getattr(self.dataset, "__getitems__", None)
-        if together is None:
-            return [self[index] for index in indices]
-        numbers = [index.document if isinstance(index, Piece) else index for index in indices]
-        rows = together(numbers) if numbers else []
-        return [self._made(row, index) for row, index in zip(rows, indices, strict=True)]
-
-    def _made(self, row: Any, index: int | Piece) -> Document:
-        if not isinstance(index, Piece):
-            return as_document(row, index, "dataset")
-        number, start, length = index
-        document = as_document(row, number, "dataset")
-        found = len(document.tokens)
-        if found < start + length:
-            message = f"has {found} tokens, but the plan wants those from {start} to {start + length}"
-            raise error("dataset", message, index=number, value=found)
-        if document.labels is not None and len(document.labels) != found:
-            raise _not_as_many(len(document.labels), found, "dataset", number)
-        return cut(document, start, length)
-
-
-def measured(dataset: Any, lengths: ArrayLike | None, argument: str) -> tuple[Documents, ArrayLike]:
-    """Documents to plan for, and their lengths: as given, or read.
-
-    Args:
-        dataset: As `Documents` takes it.
-        lengths: int [documents], or None.
-        argument: What a user calls `dataset`.
-
-    Raises:
-        wlb.WlbError: The data set has no length, as streams have none, or is empty; there are not as many lengths.
-    """
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        kind = type(dataset).__name__
-        message = f"is a {kind} without a length: give it as streams, which BalancedStream takes"
-        raise error(argument, message, value=kind)
-    if not len(dataset):
-        raise error(argument, "is empty", value=0)
-    documents = Documents(dataset)
-    found = documents.lengths() if lengths is None else lengths
-    if np.shape(found) != (len(dataset),):
-        message = f"have shape {np.shape(found)}, but there are {len(dataset)} documents"
-        raise error("lengths", message, value=np.shape(found))
-    return documents, found
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 def cut(document: Document, start: int, length: int) -> Document:
@@ -143,7 +64,8 @@ def cut(document: Document, start: int, length: int) -> Document:
         labels = labels[start:end]
         if next_token == IGNORE:
             next_token = None
-    return Document(document.tokens[start:end], document.id, document.start + start, next_token, labels)
+    columns = {name: values[..., start:end] for name, values in document.columns.items()}
+    return Document(document.tokens[start:end], document.id, document.start + start, next_token, labels, columns)
 
 
 def num_labels(document: Document) -> int:
@@ -159,7 +81,7 @@ def token_array(tokens: Any, argument: str, index: int) -> NDArray[Any]:
         wlb.WlbError: `tokens` is something else, or empty, or has a token beyond int64.
     """
     if isinstance(tokens, Tensor):
-        tokens = tokens.detach().cpu().numpy()
+        tokens = _on_host(tokens)
     elif isinstance(tokens, (bytes, bytearray, memoryview)):
         tokens = np.frombuffer(tokens, np.uint8)
     try:
@@ -183,16 +105,50 @@ def label_array(labels: Any, num_tokens: int, argument: str, index: int) -> NDAr
     Raises:
         wlb.WlbError: They are no integers, not as many as tokens, or negative without being IGNORE.
     """
+    flat = isinstance(labels, list | tuple) or getattr(labels, "ndim", 0) == 1
+    if flat and len(labels) != num_tokens:
+        raise not_as_many(len(labels), num_tokens, argument, index)
     array = token_array(labels, f"{argument}.labels", index)
-    if array.size != num_tokens:
-        raise _not_as_many(array.size, num_tokens, argument, index)
+    if array.size != num_tokens:  # of bytes
+        raise not_as_many(array.size, num_tokens, argument, index)
     if (bad := array[(array < 0) & (array != IGNORE)]).size:
         message = f"has label {bad[0]}: must be a token, or {IGNORE} where there is nothing to predict"
         raise error(argument, message, index=index, value=int(bad[0]))
     return array
 
 
-def _not_as_many(labels: int, tokens: int, argument: str, index: int) -> wlb.WlbError:
+def column_array(values: Any, num_tokens: int, argument: str, name: str, index: int) -> NDArray[Any]:
+    """The values of a column, int64 or float [..., tokens]; a single number holds for every token.
+
+    Raises:
+        wlb.WlbError: They are no numbers, or not as many as tokens.
+    """
+    if isinstance(values, Tensor):
+        values = _on_host(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as cause:
+        raise error(argument, f"has {name} that are no array: {cause}", index=index, value=name) from None
+    if array.dtype.kind not in "biuf":
+        raise error(argument, f"has {name} of {array.dtype}, not numbers", index=index, value=name)
+    if array.ndim == 0:
+        array = np.full(num_tokens, array)
+    if array.shape[-1] != num_tokens:
+        message = f"has {name} of shape {array.shape} for {num_tokens} tokens: must be [..., {num_tokens}]"
+        raise error(argument, message, index=index, value=array.shape)
+    if array.dtype.kind == "f":
+        return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
+    return array.astype(np.int64, copy=False)
+
+
+def _on_host(values: Tensor) -> NDArray[Any]:
+    values = values.detach().cpu()
+    array: NDArray[Any] = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    return array
+
+
+def not_as_many(labels: int, tokens: int, argument: str, index: int) -> wlb.WlbError:
+    """The error for a document whose labels are not as many as its tokens."""
     return error(argument, f"has {labels} labels for {tokens} tokens", index=index, value=labels)
 
 
@@ -212,7 +168,7 @@ def integer(value: Any, argument: str, name: str, index: int) -> int:
 
 
 def integers(values: Sequence[Any], argument: str, name: str) -> NDArray[np.int64]:
-    """Of each document the `integer`: int64 [documents]; one that is none raises."""
+    """Reads the integer `name` of each document: int64[documents]. Raises if one is no integer."""
     try:
         numbers = np.fromiter(map(operator.index, values), np.int64, len(values))
     except (TypeError, OverflowError):
@@ -222,30 +178,102 @@ def integers(values: Sequence[Any], argument: str, name: str) -> NDArray[np.int6
     return numbers
 
 
-def as_document(document: Document | Any, number: int, argument: str) -> Document:
-    """`document` itself; bare tokens, or a mapping with labels, under the name `number`.
+def as_arrays(document: Document, argument: str, index: int) -> Document:
+    """A document with its tokens and labels as arrays; see `as_document`.
 
     Raises:
-        wlb.WlbError: It is a mapping without `"input_ids"`.
+        wlb.WlbError: As `token_array`, `label_array` and `column_array`.
     """
-    if isinstance(document, Document):
-        return document
-    if not isinstance(document, Mapping):
-        return Document(document, number)
-    if "input_ids" not in document:
-        message = f"has no 'input_ids', but {', '.join(map(repr, document)) or 'nothing'}"
-        raise error(argument, message, index=number, value=list(document))
-    return Document(document["input_ids"], number, labels=document.get("labels"))
-
-
-def as_arrays(document: Document | Any, number: int, argument: str) -> Document:
-    """What `as_document` gives, its tokens and labels as arrays.
-
-    Raises:
-        wlb.WlbError: As `as_document`, `token_array` and `label_array`.
-    """
-    named = as_document(document, number, argument)
-    tokens, labels = token_array(named.tokens, argument, number), named.labels
+    tokens, labels = token_array(document.tokens, argument, index), document.labels
     if labels is not None:
-        labels = label_array(labels, tokens.size, argument, number)
-    return Document(tokens, named.id, named.start, named.next_token, labels)
+        labels = label_array(labels, tokens.size, argument, index)
+    columns = {
+        name: column_array(values, tokens.size, argument, name, index) for name, values in document.columns.items()
+    }
+    return Document(tokens, document.id, document.start, document.next_token, labels, columns)
+
+
+# --- columns of several documents -------------------------------------------------------------------------------------
+
+Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""Of each column its name, its type ("i8", "f4" or "f8"), and its shape without the tokens; by name."""
+
+
+def layout_of(document: Document) -> Layout:
+    """The columns of a document of arrays."""
+    columns = sorted(document.columns.items())
+    return tuple((name, values.dtype.str[1:], values.shape[:-1]) for name, values in columns)
+
+
+def common_layout(layouts: Sequence[Layout], argument: str) -> Layout:
+    """The columns of all documents of a micro-batch or step.
+
+    Raises:
+        wlb.WlbError: Documents have another shape of a column; or one has no column that others have and that no rule
+            makes up for: positions count from 0, weights are 1.
+    """
+    found: dict[str, tuple[str, str, tuple[int, ...]]] = {}
+    for index, layout in enumerate(layouts):
+        for column in layout:
+            name, dtype, shape = column
+            _, known_dtype, known = found.setdefault(name, column)
+            if known != shape:
+                message = f"has {name} of shape {[*shape, 'tokens']}, and documents before it of {[*known, 'tokens']}"
+                raise error(argument, message, index=index, value=shape)
+            found[name] = (name, max(dtype, known_dtype, key=_WIDER.index), shape)
+    for index, layout in enumerate(layouts):
+        missing = found.keys() - {name for name, *_ in layout} - {"position_ids", WEIGHTS}
+        if missing:
+            name = min(missing)
+            raise error(argument, f"has no {name!r}, which other documents have", index=index, value=name)
+    return tuple(found[name] for name in sorted(found))
+
+
+def laid_out(document: Document, layout: Layout) -> dict[str, NDArray[Any]]:
+    """The columns of a document of arrays as all documents beside it have them, [..., tokens] each."""
+    size = document.tokens.size
+    found = {}
+    for name, dtype, shape in layout:
+        values = document.columns.get(name)
+        if values is None:
+            values = np.ones(size) if name == WEIGHTS else np.arange(size)
+        found[name] = np.broadcast_to(values, (*shape, size)).astype(dtype)
+    return found
+
+
+def of_padding(name: str) -> int:
+    """What a column has where tokens are padding: no labels, and 0 otherwise."""
+    return IGNORE if name == AHEAD else 0
+
+
+def filled_up(name: str, values: NDArray[Any], padding: int) -> NDArray[Any]:
+    """A column with `padding` further tokens."""
+    widths = [(0, 0)] * (values.ndim - 1) + [(0, padding)]
+    return np.pad(values, widths, constant_values=of_padding(name))
+
+
+def num_rows(layout: Layout) -> int:
+    """Numbers that the columns have for a token."""
+    return sum(math.prod(shape) for *_, shape in layout)
+
+
+def as_bits(columns: Mapping[str, NDArray[Any]]) -> list[NDArray[np.int64]]:
+    """Columns as they travel between ranks: int64 [rows, tokens] each, floats bit by bit."""
+    found = []
+    for values in columns.values():
+        rows = values.reshape(-1, values.shape[-1])
+        found.append(rows.astype(np.float64).view(np.int64) if rows.dtype.kind == "f" else rows.astype(np.int64))
+    return found
+
+
+def of_bits(rows: NDArray[np.int64], layout: Layout) -> dict[str, NDArray[Any]]:
+    """Columns of what arrived, int64 [rows, tokens] of all of them."""
+    found, at = {}, 0
+    for name, dtype, shape in layout:
+        part = np.ascontiguousarray(rows[at : (at := at + math.prod(shape))])
+        values = part.view(np.float64) if dtype[0] == "f" else part
+        found[name] = values.astype(dtype).reshape(*shape, rows.shape[-1])
+    return found
+
+
+_WIDER = ("i8", "f4", "f8")

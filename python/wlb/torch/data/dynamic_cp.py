@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -19,10 +18,21 @@ from wlb._errors import error
 from wlb._seal import Hashed, check_seal
 from wlb.ledger import Pieces
 from wlb.torch.data.batch import IGNORE, PackedBatch
-from wlb.torch.data.collate import packed
-from wlb.torch.data.documents import Document, num_labels
+from wlb.torch.data.collate import joined, packed
+from wlb.torch.data.documents import (
+    Document,
+    Layout,
+    as_bits,
+    common_layout,
+    layout_of,
+    num_labels,
+    num_rows,
+    of_bits,
+    of_padding,
+)
 from wlb.torch.data.dynamic_documents import Costs, Table, checked, costs_by, costs_of
 from wlb.torch.data.peers import Peers, failure_text
+from wlb.torch.data.rows import RowReader
 from wlb.torch.data.state import Link, Progress, Snapshot, field, same
 from wlb.torch.data.step import Step, moved, written
 from wlb.torch.data.thread import Position, PreparedStep, StepIterator, StepsAhead
@@ -37,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class DynamicCpStep(Generic[T]):
-    """What one of the data x context ranks does in one global step.
+    """One step of one data x context rank.
 
     Attributes:
         number: Global steps before this one, since the run began.
@@ -70,7 +80,7 @@ class DynamicCpStep(Generic[T]):
 
     @property
     def parts(self) -> NDArray[np.int64]:
-        """Which part of the step this rank trains: as :attr:`Step.parts`, one for each data x context rank."""
+        """Index of the part of the step that this rank trains; see :attr:`Step.parts`."""
         return np.array([self.rank])
 
     @property
@@ -85,14 +95,14 @@ class DynamicCpStep(Generic[T]):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What to save once this step is trained: its loader, given this state, goes on after this step.
+        """State to save after this step is trained; a loader that loads it resumes after this step.
 
         Whatever was read since. As `Step.state`; the same on every rank if that of `batches` is.
         """
         return written(self.snapshot)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> DynamicCpStep[T]:
-        """The same with its micro-batches on `device`: how accelerate and Lightning move what a loader gives."""
+        """A copy with its micro-batches on `device`; accelerate and Lightning move loader output this way."""
         return replace(self, micro_batches=[moved(batch, device, non_blocking) for batch in self.micro_batches])
 
 
@@ -149,7 +159,8 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         group: The data x context ranks: `data_and_context(mesh).get_group()`. None: one process.
         prepare: Gets every micro-batch in the thread, and gives what the step will hold: to call `prepare_attention`,
             or `PackedBatch.pin_memory`. The CUDA device is the one in use when the loader was made, if CUDA was.
-        timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
+        columns: Names of further columns of rows that are carried (:class:`wlb.torch.RowReader` says which are anyway).
+        labels_ahead: How many tokens ahead every token predicts (`collate`).
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
@@ -167,10 +178,12 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         attention_costs: Costs | ArrayLike | None = None,
         group: dist.ProcessGroup | None = None,
         prepare: Callable[[PackedBatch], T] | None = None,
-        timeout: timedelta | None = None,
+        columns: Sequence[str] = (),
+        labels_ahead: int = 1,
     ) -> None:
         check_source(batches)
-        self._peers = Peers(group, timeout=timeout, description="dynamic_cp")
+        self._row_reader = RowReader(columns, labels_ahead)
+        self._peers = Peers(group, description="dynamic_cp")
         self._batches: Any = batches
         self._plan = plan
         self._costs: dict[str, Costs] = {}
@@ -205,14 +218,14 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         return replace(step, stall_seconds=time.perf_counter() - started)
 
     def metrics(self) -> wlb.PackerMetrics:
-        """Where `batches` is a `StepLoader`: delay of documents in its packer's queues, up to the last step given."""
+        """Delays of documents in the packer of `batches`, if that is a `StepLoader`, up to the last step given."""
         metrics = self._steps.position.metrics
         if metrics is None:
             raise error("batches", "has no metrics", value=self._batches)
         return metrics
 
     def describe(self) -> dict[str, Any]:
-        """What a ledger has to know of the documents. Plain JSON values."""
+        """Description of the documents for a ledger: plain JSON values."""
         if hasattr(self._batches, "describe"):
             about: dict[str, Any] = self._batches.describe()
             return about
@@ -241,7 +254,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         self._steps.position = self._latest = self._position()
 
     def _reader(self) -> dict[str, int]:
-        """Whose count of items a state holds: of no other rank, for that reads other documents."""
+        """The rank whose item count a state holds; another rank reads other documents."""
         return {} if self._stateful else {"rank": self._peers.rank, "num_ranks": self._peers.size}
 
     # In the thread.
@@ -261,14 +274,14 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
 
     def _make(self) -> PreparedStep[DynamicCpStep[T], Position]:
         while True:
-            documents, table = self._gather()
+            documents, table, layout = self._gather()
             if len(table.lengths):
                 break
             if table.ended:
                 self._iterator, self._read, self._ended, self._item = None, 0, False, None
                 return self._peers.finished(self._end, step=self._number)
         plan, seconds = self._planned(table)
-        batches = self._exchange(plan, table, documents)
+        batches = self._exchange(plan, table, documents, layout)
 
         def finish() -> PreparedStep[DynamicCpStep[T], Position]:
             micro_batches: list[Any] = [self._prepare(batch) for batch in batches] if self._prepare else batches
@@ -323,18 +336,20 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         if self._item is not None:
             names = self._item.pieces.ids.tolist()
             batch = [document for documents in self._item.micro_batches for document in documents]
-        documents = [checked(document, index) for index, document in enumerate(batch)]
+        documents = [document for index, row in enumerate(batch) for document in checked(row, index, self._row_reader)]
         return documents, names or [-1] * len(documents)
 
-    def _gather(self) -> tuple[list[Document], Table]:
-        """This rank's documents, and what is known of all ranks'."""
+    def _gather(self) -> tuple[list[Document], Table, Layout]:
+        """This rank's documents, what is known of all ranks', and the columns of all."""
         documents: list[Document] = []
         names: list[int] = []
         costs: dict[str, NDArray[np.float64]] = {}
+        layout: Layout = ()
         failure: BaseException | None = None
         try:
             documents, names = self._read_share()
             costs = {name: costs_of(documents, name, of) for name, of in self._costs.items()}
+            layout = common_layout([layout_of(document) for document in documents], "batches")
         except BaseException as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
         # All fit in int64: `checked` looked.
@@ -345,13 +360,16 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
             "agreement": (self._number, list(self._costs)),
             "rows": rows.reshape(-1, 5),
             "costs": costs,
+            "layout": layout if documents else None,
             "ended": self._ended,
         }
         parts = self._peers.gather(part)
         self._peers.agree(parts, failure, step=self._number, argument="batches", what="step or kind of costs")
         costs = {name: np.concatenate([part["costs"][name] for part in parts]) for name in self._costs}
         everyone = [part["rows"] for part in parts]
-        return documents, Table.of(everyone, costs, ended=all(part["ended"] for part in parts))
+        # The same question on every rank, so that all fail or none.
+        layout = common_layout([part["layout"] for part in parts if part["layout"] is not None], "batches")
+        return documents, Table.of(everyone, costs, ended=all(part["ended"] for part in parts)), layout
 
     def _planned(self, table: Table) -> tuple[wlb.DynamicCpPlan, float]:
         """The plan, once all ranks have it."""
@@ -377,12 +395,15 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         assert plan is not None
         return plan, seconds
 
-    def _exchange(self, plan: wlb.DynamicCpPlan, table: Table, documents: list[Document]) -> list[PackedBatch]:
+    def _exchange(
+        self, plan: wlb.DynamicCpPlan, table: Table, documents: list[Document], layout: Layout
+    ) -> list[PackedBatch]:
         """This rank's part of all micro-batches, fetched from where documents were read."""
         me, size = self._peers.rank, self._peers.size
-        outgoing: list[list[NDArray[np.int64]]] = [[] for _ in range(size)]  # [tokens, 2] each, by destination
+        outgoing: list[list[NDArray[np.int64]]] = [[] for _ in range(size)]  # [tokens, columns], by destination
         incoming: list[list[int]] = [[] for _ in range(size)]  # sizes, by source
         expected = []
+        width = 2 + num_rows(layout)  # numbers of a token: itself, its label, its columns
         for micro_batch in plan.micro_batches:
             for group in micro_batch.groups:
                 rows = group.document_ids
@@ -396,27 +417,30 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
                 shard = wlb.shard(lengths, cp_size=group.cp_size, strategy="per_document")
                 if me in read_by:
                     mine = [documents[at] for at in table.positions[rows[read_by == me]]]
-                    tokens_and_labels = np.stack(packed(mine), axis=1)
+                    of_tokens = np.concatenate([np.stack(packed(mine)), *as_bits(joined(mine, layout))]).T
                     here = source == me
                     place = np.cumsum(here) - 1  # of a token among those read here
                     for cp_rank, destination in enumerate(group.ranks):
                         held = shard.rank(cp_rank).token_indices
-                        outgoing[destination].append(tokens_and_labels[place[held[here[held]]]].ravel())
+                        outgoing[destination].append(of_tokens[place[held[here[held]]]].ravel())
                 if me in group.ranks:
                     source = source[shard.rank(me - group.first_rank).token_indices]
                     for rank in np.unique(read_by).tolist():
-                        incoming[rank].append(2 * int((source == rank).sum()))
+                        incoming[rank].append(width * int((source == rank).sum()))
                     expected.append((group, shard, source))
         arrived = self._peers.all_to_all(outgoing, incoming)
-        self.tokens_moved += sum(sum(sizes) // 2 for rank, sizes in enumerate(incoming) if rank != me)
+        self.tokens_moved += sum(sum(sizes) // width for rank, sizes in enumerate(incoming) if rank != me)
         batches = []
         for group, shard, source in expected:
             rows = group.document_ids
-            values = np.empty((2, source.size), np.int64)
-            values[:, source == _NOBODY] = [[0], [IGNORE]]
+            values = np.empty((width, source.size), np.int64)
+            values[:2, source == _NOBODY] = [[0], [IGNORE]]
             for rank in np.unique(table.ranks[rows]).tolist():
-                values[:, source == rank] = next(arrived[rank]).reshape(-1, 2).T
-            tokens, labels = torch.from_numpy(values)
+                values[:, source == rank] = next(arrived[rank]).reshape(-1, width).T
+            columns = of_bits(values[2:], layout)
+            for name, column in columns.items():
+                column[..., source == _NOBODY] = of_padding(name)
+            tokens, labels = torch.from_numpy(values[:2])
             batches.append(
                 PackedBatch.of(
                     tokens,
@@ -427,6 +451,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
                     num_valid_tokens=int(table.labels[rows].sum()),
                     cp_first_rank=group.first_rank,
                     cu_seqlens_size=None if plan.max_documents is None else plan.max_documents + 2,
+                    columns={name: torch.from_numpy(column) for name, column in columns.items()},
                 )
             )
         return batches

@@ -13,27 +13,28 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb._errors import error
 from wlb.torch.data.documents import Document, as_arrays, integer
+from wlb.torch.data.rows import RowReader
 
 Costs = Callable[[Document], Any]
 """Of a document as its rank reads it."""
 
 
-def checked(document: Document | Any, index: int) -> Document:
-    """A document with tokens and numbers that all later steps can take, for those no longer may fail on one rank.
+def checked(row: Document | Any, index: int, reader: RowReader) -> list[Document]:
+    """The documents of a row, with tokens and numbers that all later steps can take: those may not fail on one rank.
 
-    Bare tokens get the id -1.
+    Those of rows get the id -1.
 
     Raises:
         wlb.WlbError: It has no tokens, labels that do not fit, or a number that is none, below 0, or beyond int64.
     """
-    named = as_arrays(document, index, "batches")
-    numbers: dict[str, Any] = {"id": -1}
-    if isinstance(document, Document):
-        numbers = {"id": named.id, "start": named.start}
-        if named.next_token is not None:
-            numbers["next_token"] = named.next_token
-        numbers = {name: integer(value, "batches", name, index) for name, value in numbers.items()}
-    return replace(named, **numbers)
+    found = [as_arrays(document, "batches", index) for document in reader.documents(row, index, "batches")]
+    if not isinstance(row, Document):
+        return [replace(document, id=-1) for document in found]
+    [named] = found
+    numbers: dict[str, Any] = {"id": named.id, "start": named.start}
+    if named.next_token is not None:
+        numbers["next_token"] = named.next_token
+    return [replace(named, **{name: integer(value, "batches", name, index) for name, value in numbers.items()})]
 
 
 def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:

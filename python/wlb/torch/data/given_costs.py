@@ -63,7 +63,7 @@ class CorpusCosts:
     """
 
     def __init__(self, costs: ArrayLike | Callable[[int], Any], packer: wlb.Packer, lengths: NDArray[Any]) -> None:
-        """Of documents of these lengths; the packer says how many columns there are, and their limits.
+        """Costs of a corpus. The packer gives the number of columns and their limits.
 
         Raises:
             wlb.WlbError: The array has another shape, or a number that is negative, not finite or above its limit, or a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import partial
@@ -19,11 +19,12 @@ from wlb._core import MAX_DELAY
 from wlb._errors import check_bool, check_integer, check_options, error
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import collate
-from wlb.torch.data.documents import measured
+from wlb.torch.data.dataset import Documents, measured
+from wlb.torch.data.rows import RowReader
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import StepLoader
 
-_SHAPE: Final = ("multiple_of_tokens", "token_buckets", "max_documents")  # as a packer and `collate` have them
+SHAPE: Final = ("multiple_of_tokens", "token_buckets", "max_documents")  # as a packer and `collate` have them
 
 ROOM: Final = Fraction(5, 4)
 """What the micro-batches of a step may hold, over the tokens of the step: so any documents can be balanced."""
@@ -34,7 +35,7 @@ FOREVER: Final = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Loading:
-    """How documents become steps: arguments of `balanced_loader`, and of loaders inside of trainers.
+    """Arguments of `balanced_loader` and of loaders inside trainers: how documents become steps.
 
     Attributes:
         max_document_tokens: the context; by default what a micro-batch holds.
@@ -47,6 +48,8 @@ class Loading:
         shuffle: another order in every epoch.
         seed: of these orders.
         num_workers: processes that read.
+        columns: names of further columns of rows that are carried (:class:`wlb.torch.RowReader` says which are anyway).
+        labels_ahead: how many tokens ahead every token predicts (`collate`).
 
     Raises:
         wlb.WlbError: a number makes no sense.
@@ -61,11 +64,14 @@ class Loading:
     shuffle: bool = True
     seed: int = 0
     num_workers: int = 0
+    columns: Sequence[str] = ()
+    labels_ahead: int = 1
 
     def __post_init__(self) -> None:
         check_integer("max_delay", self.max_delay, minimum=0)
         check_integer("num_workers", self.num_workers, minimum=0)
         check_bool("shuffle", self.shuffle)
+        RowReader(self.columns, self.labels_ahead)  # or is refused
 
     @classmethod
     def of(
@@ -87,7 +93,7 @@ class Loading:
         return cls(**mine), {name: value for name, value in options.items() if name not in own}
 
     def costs(self, config: Any) -> wlb.CostModel:
-        """What documents cost, by a Hugging Face model's configuration (or the mapping that it is) if not given.
+        """The given cost model, or the one of a Hugging Face configuration or mapping.
 
         Raises:
             wlb.WlbError: both are given, or none.
@@ -113,8 +119,21 @@ class Loading:
             arguments["release"] = "fifo"  # no document waits
         return wlb.Packer(num_micro_batches=num_micro_batches, **arguments | others)
 
+    def measured(self, dataset: Any, argument: str = "dataset") -> tuple[Documents, ArrayLike]:
+        """The documents of a data set, and their lengths.
+
+        Raises:
+            wlb.WlbError: as :func:`wlb.torch.data.dataset.measured`.
+        """
+        return measured(dataset, self.lengths, argument, columns=self.columns, labels_ahead=self.labels_ahead)
+
+    @property
+    def collate(self) -> Callable[..., PackedBatch]:
+        """`collate`, for documents with these columns."""
+        return partial(collate, columns=self.columns, labels_ahead=self.labels_ahead)
+
     def sampler(self, lengths: ArrayLike, packer: wlb.Packer, *, rank: int, ranks: int) -> BalancedBatchSampler:
-        """That of one data-parallel rank."""
+        """The batch sampler of one data-parallel rank."""
         return BalancedBatchSampler(
             lengths,
             packer=packer,
@@ -147,22 +166,23 @@ def balanced_loader(
     given to `accelerator.prepare`: each rank reads its own part already.
 
     Args:
-        dataset: `dataset[i]` gives document `i`: a mapping with `input_ids` and maybe `labels` (-100 where nothing is
-            learnt), or its tokens.
+        dataset: `dataset[i]` gives row `i`: its tokens, or a mapping with `input_ids` and maybe `labels` (-100 where
+            nothing is learnt), `attention_mask`, `position_ids`, `completion_mask`, `loss_weights` and others
+            (:class:`wlb.torch.RowReader`).
         max_tokens: most tokens of a micro-batch: what the memory of a rank holds.
         tokens_per_batch: tokens of a step on all ranks.
         config: that of a Hugging Face model, for what documents cost; or give `cost_model`.
         group: data-parallel ranks; None for all there are, or a single process.
         **options: of :class:`wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `cost_model`,
-            `lengths`, `num_epochs`, `shuffle`, `seed`, `num_workers`; and of `wlb.Packer`: `method`, `release`,
-            `delay_price`, `max_step_cost`, ...
+            `lengths`, `num_epochs`, `shuffle`, `seed`, `num_workers`, `columns`, `labels_ahead`; and of `wlb.Packer`:
+            `method`, `release`, `delay_price`, `max_step_cost`, ...
 
     Returns:
         The steps of this rank.
 
     Raises:
-        wlb.WlbError: an argument makes no sense, or is unknown; a data set without a length; a model of which the costs
-            are not known.
+        wlb.WlbError: an argument makes no sense, or is unknown; a data set without a length, or with a column that has
+            no known meaning and is not in `columns`; a model of which the costs are not known.
 
     Complexity:
         O(documents), where lengths are not read from documents.
@@ -173,13 +193,13 @@ def balanced_loader(
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    documents, lengths = measured(dataset, loading.lengths, "dataset")
+    documents, lengths = loading.measured(dataset)
     count = ranks * micro_batches(tokens_per_batch, ranks=ranks, max_tokens=max_tokens)
     limits = {"max_tokens": max_tokens, "cost_model": loading.costs(config), "tokens_per_batch": tokens_per_batch}
     made = loading.packer(count, **limits, **packer)
     sampler = loading.sampler(lengths, made, rank=rank, ranks=ranks)
-    shape = {name: packer[name] for name in _SHAPE if name in packer}
-    work, workers = partial(collate, **shape), loading.num_workers
+    shape = {name: packer[name] for name in SHAPE if name in packer}
+    work, workers = partial(loading.collate, **shape), loading.num_workers
     return StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=work, num_workers=workers))
 
 

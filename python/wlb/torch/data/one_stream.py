@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import IterableDataset
 
 from wlb._errors import error
 from wlb.torch.data.documents import Document, as_arrays
 from wlb.torch.data.given_costs import cost_row
+from wlb.torch.data.rows import RowReader, num_documents
 from wlb.torch.data.state import field
 
 _END = object()
@@ -30,17 +32,24 @@ class ReadDocument:
 
 
 def costs_of(costs: Callable[[Any], Any], columns: int, document: Any, argument: str, index: int) -> Floats:
-    """What a function says that a document costs in each column."""
+    """Calls the cost function on a document and checks its answer: float64[columns]."""
     return cost_row(costs(document), columns, f"{argument}.costs", index)
 
 
 def restores_itself(stream: Any) -> bool:
-    """Whether a stream gives and takes a state of its own.
+    """Whether a stream gives and takes a state of its own that says where it stands.
+
+    torchdata's `StatefulDataLoader` over an iterable data set without a state does not: torchdata 0.11 counts what it
+    skips after a resume a second time, so that the next resume skips too much. What was read of it is read again.
 
     Raises:
         wlb.WlbError: it does, but asks for arguments that say what was trained, which nobody knows where it is read.
     """
     if not all(hasattr(stream, f"{verb}state_dict") for verb in ("", "load_")):
+        return False
+    dataset = getattr(stream, "dataset", None)
+    skips = isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict")
+    if skips and type(stream).__name__ == "StatefulDataLoader":
         return False
     try:
         inspect.signature(stream.state_dict).bind()
@@ -55,70 +64,122 @@ def restores_itself(stream: Any) -> bool:
     return True
 
 
+class _Noted(dict[str, Any]):
+    """A row that notes which of its columns are read."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        super().__init__({name: row[name] for name in row})
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dictionary."""
+        self.read.add(name)
+        return super().get(name, default)
+
+
 class OneStream:
     """One stream and how far it was read. Not opened before it is read."""
 
     def __init__(
-        self, documents: Iterable[Any], longest: int | None, costs: Callable[[Any, str, int], Floats] | None
+        self,
+        documents: Iterable[Any],
+        longest: int | None,
+        costs: Callable[[Any, str, int], Floats] | None,
+        reader: RowReader,
     ) -> None:
+        self._reader = reader
         self._documents: Any = documents
         self._costs = costs
         self._longest = longest  # what a document counts for at most; None: all that it has
         self._iterator: Iterator[Any] | None = None
         self._read = 0  # documents so far
+        self._tokens = 0  # of them, as far as they count
         self._credit = 0  # tokens that it may still give, below 0 if the last document was longer than its share
         self._saved: Any = None
         self.ended = False
 
     def read(self, tokens: int, number: int) -> list[ReadDocument]:
         """Documents until its share is used up; a long one is paid for in the steps after."""
-        if self.ended:
-            return []
+        self._credit += 0 if self.ended else tokens
+        if self.ended or self._credit <= 0:
+            return []  # not opened: a stream that was just opened does not yet know where it stands
         if self._iterator is None:
             self._iterator = self._open()
-        self._credit += tokens
         documents: list[ReadDocument] = []
         while self._credit > 0:
-            document = next(self._iterator, _END)
-            if document is _END:
+            row = next(self._iterator, _END)
+            if row is _END:
                 self.ended = True
                 break
-            if isinstance(document, Document):
-                raise error(f"streams[{number}]", "is a Document: give what it is made of", index=self._read)
-            read = as_arrays(document, self._read, f"streams[{number}]")
-            size = read.tokens.size
-            kept = size if self._longest is None else min(size, self._longest)
-            costs: tuple[float, ...] = ()
-            if self._costs is not None:
-                share = kept / size
-                costs = tuple((self._costs(document, f"streams[{number}]", self._read) * share).tolist())
-            documents.append(ReadDocument(self._kept(read), costs))
-            self._read += 1
-            self._credit -= kept
+            documents += self._documents_of(row, f"streams[{number}]")
+        # Here the stream has been asked for a row since it was opened: only then its state is where it stands.
         if restores_itself(self._documents):
             self._saved = copy.deepcopy(self._documents.state_dict())
         return documents
 
+    def _documents_of(self, row: Any, argument: str) -> list[ReadDocument]:
+        """The documents of the next row: all of them, for a stream goes on with a row."""
+        if isinstance(row, Document):
+            raise error(argument, "is a Document: give what it is made of", index=self._read)
+        given = _Noted(row) if self._costs is not None and isinstance(row, Mapping) else row
+        costs = None if self._costs is None else self._costs(given, argument, self._read)
+        used = given.read if isinstance(given, _Noted) else ()  # what costs were made of is understood
+        read = self._reader.documents(row, self._read, argument, used=used)
+        found = [as_arrays(each, argument, self._read) for each in read]
+        size = sum(document.tokens.size for document in found)
+        documents = []
+        for document in found:
+            length = document.tokens.size
+            kept = length if self._longest is None else min(length, self._longest)
+            of_document = () if costs is None else tuple((costs * (kept / size)).tolist())
+            documents.append(ReadDocument(self._kept(document), of_document))
+            self._read += 1
+            self._tokens += kept
+            self._credit -= kept
+        return documents
+
     def _kept(self, document: Document) -> Document:
-        """What of it can be trained, and the token behind: its last one predicts that."""
+        """The trainable part of a document, and the token after it, which the last token predicts."""
         if self._longest is None or document.tokens.size <= self._longest + 1:
             return document
         end = self._longest + 1
         labels = None if document.labels is None else document.labels[:end]
-        return replace(document, tokens=document.tokens[:end], labels=labels)
+        columns = {name: values[..., :end] for name, values in document.columns.items()}
+        return replace(document, tokens=document.tokens[:end], labels=labels, columns=columns)
+
+    def tokens_left(self, documents: int, mean: float) -> float:
+        """Tokens that are left of so many documents in all, by the mean of those read, or a given one before."""
+        left = max(documents - self._read, 1)
+        return left * (self._tokens / self._read if self._read else mean)
+
+    @property
+    def so_far(self) -> tuple[int, int]:
+        """Tokens and documents that were read."""
+        return self._tokens, self._read
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
-        return {"read": self._read, "credit": self._credit, "ended": self.ended, "own": self._saved}
+        """Position of the stream."""
+        return {
+            "read": self._read,
+            "tokens": self._tokens,
+            "credit": self._credit,
+            "ended": self.ended,
+            "own": self._saved,
+        }
 
     def stands(self, state: Mapping[str, Any]) -> None:
-        """Where it stands, as the rank says that reads it."""
-        self._read, self._credit = field(state, "read", int), field(state, "credit", int)
+        """Sets the position that the reading rank reports."""
+        self._read, self._tokens = field(state, "read", int), field(state, "tokens", int)
+        self._credit = field(state, "credit", int)
         self.ended, self._saved = field(state, "ended", bool), field(state, "own", object)
 
     def restored(self, state: Mapping[str, Any]) -> OneStream:
-        """The same stream where the state was saved."""
-        result = OneStream(self._documents, self._longest, self._costs)
+        """Opens the stream again at the saved position."""
+        result = OneStream(self._documents, self._longest, self._costs, self._reader)
         result.stands(state)
         return result
 
@@ -128,7 +189,10 @@ class OneStream:
         iterator: Iterator[Any] = iter(self._documents)
         if self._saved is not None:
             return iterator
-        for already in range(self._read):
-            if next(iterator, _END) is _END:
+        already = 0
+        while already < self._read:
+            row = next(iterator, _END)
+            if row is _END:
                 raise ValueError(f"ends after {already} documents, {self._read} were read before")
+            already += num_documents(row, already)
         return iterator

@@ -14,21 +14,25 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import error
+from wlb.torch.collectives import device_of, timeout_of
 
 T = TypeVar("T")
 
+GLOO_WAITS = timedelta(minutes=30)
+"""How long gloo waits if nobody says otherwise."""
+
 
 class Peers:
-    """Those of a process group; alone if there is none. All calls but `close` are collectives.
+    """The ranks that read documents together; a single rank without a group. All methods but `close` are collectives.
 
     They talk over a group of their own, for a thread must not come between collectives of training; and on the host,
     for no kernel is to wait for documents. Making one is a collective of the whole world.
 
-    Nobody waits for longer than the timeout.
+    Nobody waits for longer than collectives of the given group do, or gloo's 30 minutes if that is longer: a rank may
+    be behind the others while it saves a checkpoint.
 
     Args:
         group: Its ranks.
-        timeout: Of what they exchange, by default that of gloo.
         description: What the group of their own is for.
 
     Attributes:
@@ -37,10 +41,10 @@ class Peers:
         ranks: Them, by their numbers in the world.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, timeout: timedelta | None, description: str) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, description: str) -> None:
         self._group: dist.ProcessGroup | None = None
         if group is not None:
-            self._group = _on_host(group, timeout=timeout, description=description)
+            self._group = _on_host(group, description=description)
         self.rank = 0 if self._group is None else self._group.rank()
         self.size = 1 if self._group is None else self._group.size()
         self.ranks = [0] if self._group is None else dist.get_process_group_ranks(self._group)
@@ -102,7 +106,7 @@ class Peers:
             raise error("group", f"has ranks {others} with another {what} than rank {self.ranks[0]}", value=others)
 
     def finished(self, work: Callable[[], T], *, step: int) -> T:
-        """What `work` gives for a step, once it did on all ranks: one without the step would leave the rest in it.
+        """Runs `work` for a step and returns its result once all ranks succeeded, so that none goes on alone.
 
         Raises:
             wlb.WlbError: It failed on some; on every rank.
@@ -147,7 +151,7 @@ class Peers:
         return everyone.view(self.size, -1)
 
 
-def _on_host(group: dist.ProcessGroup, *, timeout: timedelta | None, description: str) -> dist.ProcessGroup:
+def _on_host(group: dist.ProcessGroup, *, description: str) -> dist.ProcessGroup:
     """A gloo group of the same ranks. A collective of the whole world: every rank calls it with its own group.
 
     All ranks make the groups of all: `use_local_synchronization` would spare that, but in some versions of torch a
@@ -156,9 +160,10 @@ def _on_host(group: dist.ProcessGroup, *, timeout: timedelta | None, description
     mine = tuple(dist.get_process_group_ranks(group))
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
+    longest = max(timeout_of(group, device_of(group)) or GLOO_WAITS, GLOO_WAITS)
     result = None
     for ranks in sorted(set(of_ranks)):
-        made = dist.new_group(list(ranks), backend="gloo", timeout=timeout, group_desc=description)
+        made = dist.new_group(list(ranks), backend="gloo", timeout=longest, group_desc=description)
         if ranks == mine:
             result = made
     assert isinstance(result, dist.ProcessGroup)

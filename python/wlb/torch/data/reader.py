@@ -25,7 +25,7 @@ VERSION: Final = 2
 
 @dataclass(frozen=True)
 class ReadingOrder:
-    """Which documents make a global batch, in which order: all that must not change in a run, but for the packer.
+    """Order in which documents become global batches: all settings that must not change in a run, except the packer.
 
     Attributes:
         corpus: The documents.
@@ -53,7 +53,7 @@ class ReadingOrder:
 
     @property
     def longest(self) -> int | None:
-        """What a document counts for at most, in tokens; None: all that it has."""
+        """Most tokens that a document counts for; None for all of its tokens."""
         return self.limit if self.oversize == "truncate" else None
 
     def documents(self, epoch: int, first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -315,7 +315,7 @@ class StepReader:
         self._taken = np.empty(0, np.int64)
 
     def describe(self) -> dict[str, Any]:
-        """What a ledger has to know of the documents. Plain JSON values."""
+        """Description of the documents for a ledger: plain JSON values."""
         order = self._order
         return {**self._lengths(), "longest": order.longest, "num_epochs": order.num_epochs}
 
@@ -360,7 +360,7 @@ class StepReader:
         return self._saved
 
     def _costs(self) -> dict[str, Any]:
-        """Which costs documents bring, if they do."""
+        """Description of the costs that documents bring, for the state."""
         costs = self._order.costs
         return {} if costs is None else {"costs": costs.fingerprint}
 

@@ -250,7 +250,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             raise _moved("loader")
 
     def describe(self) -> dict[str, Any]:
-        """What a ledger has to know of the documents. Plain JSON values."""
+        """Description of the documents for a ledger: plain JSON values."""
         return self._start.describe()
 
     def share(self, packing: wlb.Packing) -> NDArray[np.int64]:
@@ -279,7 +279,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
                 if done > skip:
                     last = done == self.num_micro_batches_per_rank
                     self._yielded = (after, 0) if last else (before, done)
-                    yield self._elements(packing[index], reader)
+                    yield self.elements(packing[index], reader)
                     if self._moves != moves:
                         raise _moved("sampler")
             before, skip = after, 0
@@ -287,7 +287,8 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         if not self._followed:
             self._start, self._skip = reader, 0
 
-    def _elements(self, micro_batch: wlb.MicroBatch, reader: StepReader) -> list[int | Piece]:
+    def elements(self, micro_batch: wlb.MicroBatch, reader: StepReader) -> list[int | Piece]:
+        """Indices of documents, or pieces of them, that make a micro-batch of a plan."""
         documents = reader.documents(micro_batch)
         whole = np.asarray(self._lengths[documents]) == micro_batch.lengths
         rows = zip(

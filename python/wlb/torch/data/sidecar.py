@@ -52,7 +52,7 @@ class Sidecar:
 
     @classmethod
     def of(cls, array: NDArray[Any], use: str = "") -> Sidecar | None:
-        """That of an array, or of a view of one, that `np.load(..., mmap_mode="r")` or `np.memmap(..., mode="r")` gave.
+        """Sidecar of the file behind an array that was memory-mapped by `np.load` or `np.memmap`; else None.
 
         None if it is in memory, is not contiguous, or may be written to: then memory need not be what the file is.
         """
@@ -67,7 +67,7 @@ class Sidecar:
         return cls(Path(mapped.filename), array, mapped.offset + inside, use)
 
     def facts(self, find: Callable[[], Facts]) -> Facts:
-        """What is kept, or else what `find` gives, plain JSON values, which is kept then.
+        """Facts of the sidecar; if there are none, those that `find` gives, which are then written.
 
         Of processes that ask at the same time on one machine, one finds and the others wait, unless nothing can be
         kept in that folder.
@@ -86,7 +86,7 @@ class Sidecar:
             return facts
 
     def _stamp(self) -> Facts | None:
-        """What changes with the file; None if it is gone."""
+        """Size, time and identity of the file, which change with it; None if it is gone."""
         try:
             found = self._mapped.stat()
         except OSError:

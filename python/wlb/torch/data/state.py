@@ -64,7 +64,7 @@ class Link:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Link:
-        """That of a saved state whose seal has been checked."""
+        """Link to a saved state whose seal has been checked."""
         previous = field(state, "previous", object)
         if previous is not None:
             previous = field(state, "previous", str)
@@ -79,12 +79,12 @@ class Link:
 
     @staticmethod
     def after(state: Mapping[str, Any]) -> Link:
-        """That of the state which the next step leaves, after the one that stands at `state`."""
+        """Link of the state after the next step."""
         return Link(previous=state["previous"] if state["moved"] else state["digest"])
 
     @staticmethod
     def moved(state: Mapping[str, Any]) -> Link:
-        """That of a state which follows from `state` without a step."""
+        """Link of a state that follows without a completed step."""
         head = Link.after(state).previous
         return Link(head, head)
 
@@ -95,7 +95,7 @@ def outside(ids: Iterable[int] = (), starts: Iterable[int] = (), lengths: Iterab
 
 
 def read_outside(state: Mapping[str, Any]) -> list[tuple[int, int, int]]:
-    """What `outside` gave: id, start and length of each piece.
+    """Reads `outside` of a state: id, start and length of each piece.
 
     Raises:
         wlb.WlbError: The state has something else.
@@ -127,7 +127,7 @@ def check_outside(rows: Iterable[tuple[int, int, int]], packer: wlb.Packer) -> N
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is after a step, on all ranks together.
+    """Progress of a run after a step, over all ranks.
 
     Attributes:
         documents: Those read of this epoch; of a stream all that were read. None: not known.
@@ -156,7 +156,7 @@ class Snapshot:
     """
 
     def __init__(self, state: Mapping[str, Any], progress: Progress, write: Callable[[], dict[str, Any]]) -> None:
-        """Of a sealed state, or what of it `write` completes."""
+        """A sealed state, or a state that `write` completes when it is read."""
         self.digest: str = state["digest"]
         self.previous: str | None = state["previous"]
         self.progress = progress
@@ -178,5 +178,5 @@ class Snapshot:
 
     @classmethod
     def of(cls, state: dict[str, Any], progress: Progress) -> Snapshot:
-        """Of a sealed state that others go on reading."""
+        """Snapshot of a sealed state that other code continues to read."""
         return cls(state, progress, lambda: copy.deepcopy(state))

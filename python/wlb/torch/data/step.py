@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Step(Generic[T]):
-    """What one data-parallel rank does in one global step.
+    """One step of one data-parallel rank.
 
     Attributes:
         number: Global steps before this one, since the run began.
@@ -50,7 +50,7 @@ class Step(Generic[T]):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What to save once this step is trained: its loader, given this state, goes on after this step.
+        """State to save after this step is trained; a loader that loads it resumes after this step.
 
         Whatever was fetched since. Plain JSON values, the same on every rank, read without communication. Written out
         when it is first asked for: O(documents that wait), and of a `BalancedStream` their tokens.
@@ -62,7 +62,7 @@ class Step(Generic[T]):
 
     @property
     def pieces(self) -> Pieces:
-        """What this rank trains of which documents, by the packer's own ids."""
+        """Pieces of documents that this rank trains, by the packer's ids."""
         mine = [self.packing[index] for index in self.indices.tolist()]
         return Pieces.of(
             [part.document_ids for part in mine], [part.starts for part in mine], [part.lengths for part in mine]
@@ -70,7 +70,7 @@ class Step(Generic[T]):
 
     @property
     def parts(self) -> NDArray[np.int64]:
-        """Which parts of the step this rank trains: a context-parallel rank's tokens of a micro-batch are one part.
+        """Indices of the step's parts that this rank trains. A part is a micro-batch on one context-parallel rank.
 
         Every part is on one rank of those that share the step, so the parts of all ranks are 0 to
         `num_ranks * len(parts) - 1`.
@@ -90,7 +90,7 @@ class Step(Generic[T]):
         return self.packing
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Step[T]:
-        """The same with its micro-batches on `device`: how accelerate and Lightning move what a loader gives."""
+        """A copy with its micro-batches on `device`; accelerate and Lightning move loader output this way."""
         return replace(self, micro_batches=[moved(batch, device, non_blocking) for batch in self.micro_batches])
 
 
@@ -106,7 +106,7 @@ def written(snapshot: Snapshot | None) -> dict[str, Any]:
 
 
 def moved(batch: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
-    """What can be moved of a micro-batch, on `device`; other things stay what they are."""
+    """A micro-batch with everything that can be moved on `device`; other values stay as they are."""
     if isinstance(batch, Mapping) and not hasattr(batch, "to"):
         return {name: moved(value, device, non_blocking) for name, value in batch.items()}
     return batch.to(device, non_blocking=non_blocking) if hasattr(batch, "to") else batch
@@ -160,7 +160,7 @@ class StepLoader(Generic[T]):
         most = self.packer.max_documents
 
         def next_step(reader: StepReader) -> tuple[Step[T], StepReader]:
-            """What follows `reader`, and where one stands after it. On an error nothing counts as consumed."""
+            """The step after `reader`, and the reader after it. On an error nothing counts as consumed."""
             micro_batches = list(itertools.islice(batches, self._sampler.num_micro_batches_per_rank))
             if not planned:
                 raise error(
@@ -197,12 +197,12 @@ class StepLoader(Generic[T]):
 
     @property
     def num_micro_batches_per_rank(self) -> int:
-        """Of every step."""
+        """Micro-batches of a rank in every step."""
         return self._sampler.num_micro_batches_per_rank
 
     @property
     def num_epochs(self) -> int:
-        """Of the run."""
+        """Epochs of the run."""
         return self._sampler.num_epochs
 
     @property
@@ -211,7 +211,7 @@ class StepLoader(Generic[T]):
         return self._sampler.epoch >= self._sampler.num_epochs
 
     def describe(self) -> dict[str, Any]:
-        """What a ledger has to know of the documents. Plain JSON values."""
+        """Description of the documents for a ledger: plain JSON values."""
         return self._sampler.describe()
 
     def metrics(self) -> wlb.PackerMetrics:
@@ -219,7 +219,7 @@ class StepLoader(Generic[T]):
         return self._sampler.reader.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader stands: after the last step that it *gave*. Plain JSON values.
+        """State after the last step that this loader *gave*: plain JSON values.
 
         A step too far wherever something fetches ahead of training: a loader that accelerate has prepared, Lightning's
         Trainer and a thread of one's own do; saved here, the step that they hold would never be trained. Save the
@@ -229,7 +229,7 @@ class StepLoader(Generic[T]):
         return self._sampler.reader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
-        """As `BalancedBatchSampler.load_state_dict`; the next iteration begins there.
+        """Resumes from a state, as `BalancedBatchSampler.load_state_dict` does; the next iteration begins there.
 
         Takes the `state` of a step, or what `state_dict` gave.
         """

@@ -6,7 +6,6 @@ import copy
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
@@ -26,17 +25,19 @@ from wlb.filling import (
     warn_of_long,
 )
 from wlb.ledger import waiting_pieces
-from wlb.torch.data.documents import Document
+from wlb.torch.data.documents import Document, layout_of
 from wlb.torch.data.given_costs import check_given
 from wlb.torch.data.one_stream import OneStream, ReadDocument, costs_of, restores_itself
 from wlb.torch.data.peers import Peers, failure_text
+from wlb.torch.data.rows import RowReader
+from wlb.torch.data.shares import Shares
 from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.torch.data.step import Step, check_batch
 from wlb.torch.data.thread import Position, PreparedStep, StepIterator, StepsAhead
 from wlb.torch.data.waiting import Early, Outside, ReadBatch, Waiting
 
 FORMAT: Final = "wlb.balanced_stream"
-VERSION: Final = 2
+VERSION: Final = 3
 
 T = TypeVar("T")
 
@@ -46,8 +47,8 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
 
     In every step each rank reads its streams, the lengths are gathered, every rank makes the same plan, and documents
     that another rank trains move there. Those that the packer holds back go to all ranks, once, and are there when they
-    are due: so each rank knows by itself all that a state holds. When a stream ends the others fill its share; after
-    the last, what waits is drained.
+    are due: so each rank knows by itself all that a state holds. Each stream gives its share of a step (`weights`).
+    When a stream ends the others fill its share; after the last, what waits is drained.
 
     What a step reads depends on the streams, not on the ranks: with the same streams, 2 ranks and 4 train the same
     micro-batches. For that take more streams than ranks (files, say).
@@ -68,6 +69,10 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         streams: Iterables of documents (as `collate` takes them, without `Document`), the same number of them in the
             same order on every rank. Rank r reads `streams[r::dp_size]` and does not touch the others. One with
             `state_dict` and `load_state_dict` restores itself; of others the documents already read are skipped.
+        weights: float [streams], the share of each stream in the tokens of a step, in any unit. By default shares
+            follow the sizes: the documents that are left (`len(stream)`) times the mean length of those read, so that
+            all streams end together; shards of one data set (`streams_of`) have equal shares. Streams of which the
+            sizes are not known need weights.
         packer: Gives the configuration; it stays as it is. `packer.num_micro_batches` is that of the whole step.
         collate_fn: Makes a micro-batch of its documents: `functools.partial(collate, ...)`. Their ids are running
             numbers in the order read.
@@ -87,7 +92,8 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             stream gives, `lambda row: [encoder(row["patches"]), language(len(row["input_ids"]))]` say, to a float or
             floats. Called once, in the thread of the rank that reads it; the others are told. A piece of a document has
             the share of its tokens. What waits keeps its costs, in states too.
-        timeout: Of what the threads exchange: longer than a rank may be behind the others. By default that of gloo.
+        columns: Names of further columns of rows that are carried (:class:`wlb.torch.RowReader` says which are anyway).
+        labels_ahead: How many tokens ahead every token predicts (`collate`).
 
     Attributes:
         tokens_moved: Tokens that came to this rank from others so far.
@@ -105,18 +111,21 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         *,
         packer: wlb.Packer,
         collate_fn: Callable[[list[Document]], T],
+        weights: Sequence[float] | None = None,
         group: dist.ProcessGroup | None = None,
         tokens_per_batch: int | None = None,
         min_step_tokens: int | None = None,
         max_early: int = 0,
         costs: Callable[[Any], Any] | None = None,
-        timeout: timedelta | None = None,
+        columns: Sequence[str] = (),
+        labels_ahead: int = 1,
     ) -> None:
+        reader = RowReader(columns, labels_ahead)
         check_given(costs, packer)
         check_max_early(max_early, packer)
         if costs is not None and not callable(costs):
             raise error("costs", 'is not a function of a document: lambda row: row["costs"], say', value=costs)
-        self._peers = Peers(group, timeout=timeout, description="balanced_stream")
+        self._peers = Peers(group, description="balanced_stream")
         self._rank, self._size = self._peers.rank, self._peers.size
         if packer.num_micro_batches % self._size:
             message = f"has {self._size} ranks, which do not divide {packer.num_micro_batches} micro-batches"
@@ -126,6 +135,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             raise error("streams", "is empty")
         for stream in streams:
             restores_itself(stream)  # or is refused
+        self._shares = Shares(streams, weights)
         if packer.pending:
             raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
         self._tokens_per_batch = batch_tokens(packer, tokens_per_batch)
@@ -136,7 +146,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         self._collate = collate_fn
         columns = packer.cost_columns or 0
         of_document = None if costs is None else partial(costs_of, costs, columns)
-        self._streams = [OneStream(stream, self._longest, of_document) for stream in streams]
+        self._streams = [OneStream(stream, self._longest, of_document, reader) for stream in streams]
         self._packer = packer.empty_copy()
         self._waiting: dict[int, Waiting] = {}
         self._stand = [stream.state_dict() for stream in self._streams]  # behind what has had its turn
@@ -165,11 +175,11 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
 
     @property
     def num_micro_batches_per_rank(self) -> int:
-        """Of every step."""
+        """Micro-batches of a rank in every step."""
         return self._config.num_micro_batches // self._size
 
     def describe(self) -> dict[str, Any]:
-        """What a ledger has to know of the documents: how many there are is not known. Plain JSON values."""
+        """Description of the documents for a ledger: plain JSON values. The number of documents is not known."""
         return {"documents": None, "tokens": None, "fingerprint": None, "longest": self._longest, "num_epochs": None}
 
     def metrics(self) -> wlb.PackerMetrics:
@@ -319,7 +329,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         return new
 
     def _early(self, due: list[int]) -> list[Early]:
-        """What could enter before its turn, beside documents of these lengths: as early as the packer says.
+        """Documents that may enter before their turn, beside the `due` ones, as early as the packer says.
 
         Not so much that less than a step is left behind the last of all streams.
         """
@@ -349,7 +359,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         return [Early(id, *each) for id, each in enumerate(comes, self._next_id)]
 
     def _take(self, early: list[Early]) -> None:
-        """These have entered before their turn."""
+        """Marks documents that entered before their turn."""
         for each in early:
             length = each.document.left
             self._waiting[each.id] = replace(each.document, entered=length, rest=0)
@@ -361,17 +371,16 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
 
         All ranks know its lengths, and where all streams stand behind it.
         """
-        live = sum(not stream.ended for stream in self._streams)
-        if not live:
+        if all(stream.ended for stream in self._streams):
             return None
-        share = max(1, self._tokens_per_batch // live)
+        shares = self._shares.tokens(self._streams, self._tokens_per_batch)
         first = [stream.state_dict()["read"] for stream in self._streams]
         read: dict[int, list[ReadDocument]] = {}
         states: dict[int, dict[str, Any]] = {}
         failure: BaseException | None = None
         try:
             for number, stream in self._own_streams():
-                read[number] = stream.read(share, number)
+                read[number] = stream.read(shares[number], number)
             states = {number: stream.state_dict() for number, stream in self._own_streams()}
         except BaseException as cause:  # whatever it is, the other ranks wait for an answer
             failure = cause
@@ -385,26 +394,36 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
                     self._min_step_tokens,
                     self._max_early,
                     len(self._streams),
+                    self._shares.weights,
+                    self._shares.sizes,
                     self._number,
                 ),
                 "documents": {
-                    number: [(each.document.tokens.size, each.document.labels is not None, each.costs) for each in all]
+                    number: [
+                        (
+                            each.document.tokens.size,
+                            each.document.labels is not None,
+                            each.costs,
+                            layout_of(each.document),
+                        )
+                        for each in all
+                    ]
                     for number, all in read.items()
                 },
                 "streams": states,
             }
         )
-        what = "packer, tokens_per_batch, min_step_tokens, max_early, number of streams or step"
+        what = "packer, tokens_per_batch, min_step_tokens, max_early, number, sizes or weights of streams or step"
         self._peers.agree(parts, failure, step=self._number, argument="streams", what=what)
 
         documents = {}
         for number, stream in enumerate(self._streams):
             part = parts[number % self._size]
             stream.stands(part["streams"][number])
-            for at, (length, labelled, costs) in enumerate(part["documents"][number]):
+            for at, (length, labelled, costs, layout) in enumerate(part["documents"][number]):
                 left = length if self._longest is None else min(length, self._longest)
                 document = read[number][at].document if number in read else None
-                waiting = Waiting(number, length, labelled, left, left, 0, document, None, costs)
+                waiting = Waiting(number, length, labelled, left, left, 0, document, None, costs, layout)
                 documents[number, first[number] + at] = waiting
         return ReadBatch(documents, [stream.state_dict() for stream in self._streams])
 
@@ -418,18 +437,18 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             if waiting.left > length:
                 self._waiting[id] = replace(waiting, left=waiting.left - length)
         incoming: list[list[int]] = [[] for _ in range(self._size)]  # sizes, by source
-        outgoing: list[list[NDArray[Any]]] = [[] for _ in range(self._size)]  # tokens (and labels), by destination
+        outgoing: list[list[NDArray[Any]]] = [[] for _ in range(self._size)]  # of documents or pieces, by destination
 
         staying = sorted(id for id, waiting in self._waiting.items() if waiting.hashes is None)
         for id in staying:
             waiting = self._waiting[id]
             if waiting.document is None:
-                incoming[waiting.stream % self._size] += [waiting.length] * (1 + waiting.labelled)
+                incoming[waiting.stream % self._size].append(waiting.length * waiting.width)
                 self.tokens_moved += waiting.length
             else:
                 for destination in range(self._size):
                     if destination != self._rank:
-                        outgoing[destination] += _rows(waiting.document)
+                        outgoing[destination].append(waiting.sent())
 
         everywhere = {id for id, waiting in before.items() if waiting.hashes is not None}.union(staying)
         expected: list[list[tuple[int, int, int]]] = []  # id, start, length of each piece
@@ -445,9 +464,9 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
                 # What follows goes with a piece: its last token predicts that.
                 size = min(length + 1, waiting.length - start)
                 if waiting.document is not None:
-                    outgoing[destination] += [row[start : start + size] for row in _rows(waiting.document)]
+                    outgoing[destination].append(waiting.sent(start, size))
                 elif destination == self._rank:
-                    incoming[waiting.stream % self._size] += [size] * (1 + waiting.labelled)
+                    incoming[waiting.stream % self._size].append(size * waiting.width)
                     self.tokens_moved += size
 
         arrived = self._peers.all_to_all(outgoing, incoming)
@@ -479,8 +498,3 @@ def _taken(state: Mapping[str, Any]) -> set[tuple[int, int]]:
 
 def _ids_and_lengths(part: wlb.MicroBatch) -> tuple[list[int], list[int]]:
     return part.document_ids.tolist(), part.lengths.tolist()
-
-
-def _rows(document: Document) -> list[NDArray[Any]]:
-    """Its tokens, and its labels if it has some."""
-    return [row for row in (document.tokens, document.labels) if row is not None]

@@ -109,7 +109,7 @@ class StepsAhead(Generic[S, P]):
 
 @dataclass(frozen=True, eq=False)
 class Position:
-    """Where a loader stands after a step.
+    """Position of a loader after a step.
 
     Attributes:
         number: Steps so far.
@@ -135,7 +135,7 @@ class StepIterator(Generic[S]):
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader stands: after the last step that it *gave*, also where what follows has failed.
+        """State after the last step that this loader *gave*, also if the next one failed.
 
         A step too far wherever something fetches ahead of training; save the `state` of the step that was trained
         instead. No communication. Plain JSON values, if those that its source saves of itself are.

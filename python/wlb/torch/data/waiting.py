@@ -14,7 +14,7 @@ import wlb
 from wlb._errors import error
 from wlb._seal import Hashed
 from wlb.filling import Offer
-from wlb.torch.data.documents import Document, cut
+from wlb.torch.data.documents import Document, Layout, as_bits, cut, num_rows, of_bits
 from wlb.torch.data.given_costs import cost_row
 from wlb.torch.data.state import field
 
@@ -33,6 +33,7 @@ class Waiting:
         document: Of arrays, under any name; None if another rank has read it in this step.
         hashes: Of its tokens and labels as a state has them, once all ranks have it; None before.
         costs: Of what of it may be trained, in each column of the packer's.
+        layout: Its columns beside tokens and labels.
     """
 
     stream: int
@@ -44,12 +45,27 @@ class Waiting:
     document: Document | None
     hashes: dict[str, Hashed | None] | None
     costs: tuple[float, ...] = ()
+    layout: Layout = ()
+
+    @property
+    def width(self) -> int:
+        """Numbers that a token of it has: itself, maybe its label, and those of its columns."""
+        return 1 + self.labelled + num_rows(self.layout)
 
     def received(self, arrived: list[Iterator[NDArray[np.int64]]]) -> Document:
         """From the rank that reads the stream."""
-        source = arrived[self.stream % len(arrived)]
-        tokens = next(source)
-        return Document(tokens, 0, labels=next(source) if self.labelled else None)
+        rows = next(arrived[self.stream % len(arrived)]).reshape(self.width, -1)
+        columns = of_bits(rows[1 + self.labelled :], self.layout)
+        return Document(rows[0], 0, labels=rows[1] if self.labelled else None, columns=columns)
+
+    def sent(self, start: int = 0, size: int | None = None) -> NDArray[np.int64]:
+        """What `received` takes, of `size` tokens from `start` on: int64 [width * size]."""
+        assert self.document is not None
+        document, end = self.document, self.length if size is None else start + size
+        rows = [document.tokens, *([] if document.labels is None else [document.labels])]
+        parts = [row[None, start:end].astype(np.int64) for row in rows]
+        parts += [row[:, start:end] for row in as_bits({name: document.columns[name] for name, *_ in self.layout})]
+        return np.concatenate(parts).ravel()
 
     def piece(self, id: int, start: int, length: int, arrived: list[Iterator[NDArray[np.int64]]]) -> Document:
         """A part of it, from the rank that read it if it is not here."""
@@ -58,21 +74,27 @@ class Waiting:
         return cut(replace(self.received(arrived), id=id, start=start), 0, length)
 
     def kept(self, document: Document) -> Waiting:
-        """The same as all ranks keep it: in little space, and without what it was cut from."""
+        """The waiting document as every rank keeps it: in little space, without the row it was cut from."""
         labels = None if document.labels is None else _compact(document.labels)
-        kept = replace(self, document=Document(_compact(document.tokens), 0, labels=labels))
+        columns = {name: _compact(values) for name, values in document.columns.items()}
+        kept = replace(self, document=Document(_compact(document.tokens), 0, labels=labels, columns=columns))
         hashes = {name: None if text is None else Hashed.of(text) for name, text in kept.texts().items()}
         return replace(kept, hashes=hashes)
 
     def texts(self) -> dict[str, str | None]:
-        """Tokens and labels, in a state."""
+        """Tokens, labels and columns, in a state."""
         assert self.document is not None
         labels = self.document.labels
-        return {"tokens": _text(self.document.tokens), "labels": None if labels is None else _text(labels)}
+        columns = {
+            f"{_COLUMN}{name} {dtype} {'x'.join(map(str, shape))}": _text(self.document.columns[name])
+            for name, dtype, shape in self.layout
+        }
+        tokens = _text(self.document.tokens)
+        return {"tokens": tokens, "labels": None if labels is None else _text(labels), **columns}
 
     @classmethod
     def of(cls, saved: Mapping[str, Any], num_streams: int, outside: tuple[int, int] | None, columns: int) -> Waiting:
-        """As it stands in a state; `outside`: where what has not entered the packer begins, and its tokens."""
+        """Reads a waiting document from a state. `outside`: start and tokens of the part outside the packer."""
         tokens, labels = _tokens(field(saved, "tokens", str)), None
         if field(saved, "labels", object) is not None:
             labels = _tokens(field(saved, "labels", str))
@@ -86,13 +108,21 @@ class Waiting:
         ):
             raise error("state", f"has a document of stream {stream} of which {left} tokens of {tokens.size} wait")
         costs = tuple(cost_row(field(saved, "costs", list), columns, "state", stream).tolist()) if columns else ()
-        waiting = cls(stream, tokens.size, labels is not None, left, length, start, None, None, costs)
-        return waiting.kept(Document(tokens, 0, labels=labels))
+        columns = {}
+        layout = []
+        for key in sorted(key for key in saved if key.startswith(_COLUMN)):
+            column, values = _column(key, field(saved, key, str), tokens.size, stream)
+            layout.append(column)
+            columns[column[0]] = values
+        waiting = cls(
+            stream, tokens.size, labels is not None, left, length, start, None, None, costs, tuple(sorted(layout))
+        )
+        return waiting.kept(Document(tokens, 0, labels=labels, columns=columns))
 
 
 @dataclass(frozen=True, eq=False)
 class ReadBatch:
-    """What all streams gave for one global batch.
+    """Documents that all streams gave for one global batch.
 
     Attributes:
         documents: By stream and number in it, in the order read.
@@ -120,7 +150,7 @@ class Early:
 
 
 class Outside:
-    """What was read and has not entered the packer: what it is offered (`next_packing`).
+    """Documents that were read and have not entered the packer, as a source for `next_packing`.
 
     Attributes:
         ids: Of documents that have had their turn.
@@ -146,7 +176,7 @@ class Outside:
 
     @property
     def tokens(self) -> int:
-        """Of all these documents."""
+        """Tokens of all these documents."""
         return sum(self._waiting[id].rest for id in self.ids)
 
     def read(self) -> None:
@@ -185,7 +215,7 @@ class Outside:
         )
 
     def _costs(self, ids: list[int], lengths: list[int]) -> NDArray[np.float64]:
-        """Of pieces: the share of their tokens, where documents are cut."""
+        """Costs of pieces: each has the share of its tokens in the document."""
         whole = [self._waiting[id].length for id in ids] if self._split else lengths
         rows = np.array([self._waiting[id].costs for id in ids], np.float64).reshape(len(ids), self._columns)
         return rows * (np.array(lengths, np.float64) / np.array(whole, np.float64))[:, None]
@@ -203,10 +233,14 @@ class Outside:
 # --- tokens in a state -----------------------------------------------------------------------------------------------
 
 _DTYPES: Final = ("u1", "u2", "i2", "u4", "i4", "i8")
+_FLOATS: Final = ("f4", "f8")
+_COLUMN: Final = "column "  # before the name, the type and the shape without tokens of a column, in a state
 
 
 def _compact(numbers: NDArray[Any]) -> NDArray[Any]:
     """A copy in the smallest type that holds them: what every rank keeps, and a state holds."""
+    if numbers.dtype.kind == "f":
+        return np.array(numbers)
     least, most = int(numbers.min()), int(numbers.max())
     limits = ((dtype, np.iinfo(dtype)) for dtype in _DTYPES)
     smallest = next(dtype for dtype, limit in limits if limit.min <= least and most <= limit.max)
@@ -218,10 +252,26 @@ def _text(numbers: NDArray[Any]) -> str:
     return f"{numbers.dtype.str[1:]}:{base64.b64encode(numbers.tobytes()).decode()}"
 
 
+def _column(key: str, text: str, size: int, stream: int) -> tuple[tuple[str, str, tuple[int, ...]], NDArray[Any]]:
+    """A column of a document as it stands in a state: its layout, and [..., tokens]."""
+    try:
+        name, dtype, sizes = key[len(_COLUMN) :].rsplit(" ", 2)
+        shape = tuple(int(part) for part in sizes.split("x") if part)
+        if dtype not in ("i8", *_FLOATS):
+            raise ValueError
+        values = _tokens(text).astype(dtype).reshape(*shape, size)
+    except ValueError as cause:
+        if isinstance(cause, wlb.WlbError):
+            raise
+        message = f"has {key!r} of a document of stream {stream} that is no column of {size} tokens"
+        raise error("state", message, value=key) from None
+    return (name, dtype, shape), values
+
+
 def _tokens(text: str) -> NDArray[Any]:
     dtype, _, encoded = text.partition(":")
     try:
-        if dtype not in _DTYPES:
+        if dtype not in _DTYPES + _FLOATS:
             raise ValueError
         numbers = np.frombuffer(base64.b64decode(encoded, validate=True), f"<{dtype}")
     except ValueError:

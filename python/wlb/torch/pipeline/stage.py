@@ -44,7 +44,6 @@ class VarlenPipelineStage(PipelineStage):
             of `tokens`, such as `lambda tokens: (tokens // tp, hidden_size)` with sequence parallelism. All stages take
             the same.
         dtype: Of the activations, and so of their gradients.
-        dw_builder: As in torch's `PipelineStage`.
 
     Raises:
         WlbError: An index out of range, or not exactly one of `hidden_size` and `activation_shape`.
@@ -61,7 +60,6 @@ class VarlenPipelineStage(PipelineStage):
         hidden_size: int | None = None,
         activation_shape: Callable[[int], Sequence[int]] | None = None,
         dtype: torch.dtype = torch.float32,
-        dw_builder: Callable[[], Callable[..., None]] | None = None,
     ) -> None:
         if not 0 <= stage_index < num_stages:
             raise error("stage_index", f"is {stage_index}, with num_stages={num_stages}", value=stage_index)
@@ -79,7 +77,6 @@ class VarlenPipelineStage(PipelineStage):
             input_args=placeholder,
             output_args=placeholder,
             group=group,
-            dw_builder=dw_builder,
         )
         self.dtype = dtype
         self.schedules: dict[Any, Any] = {}  # those that run this stage and its fellows on this rank, see schedule.py

@@ -95,7 +95,7 @@ def _packages(wrong: list[str]) -> list[checkup.Package]:
 
 
 def _training(wrong: list[str]) -> tuple[str, list[checkup.Attention]]:
-    """What there is to train with, in a sentence; attention by every kernel."""
+    """A sentence about what can be trained here, and the checks of attention by kernel."""
     if find_spec("torch") is None:
         return 'No torch: plans alone. For wlb.torch: pip install "wlb[torch]"', []
     import torch

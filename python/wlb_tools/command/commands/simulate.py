@@ -75,7 +75,7 @@ def simulate(
 
 
 def not_compared(scenario: wlb_tools.Scenario) -> tuple[str, ...]:
-    """What is not compared by default, and why."""
+    """Sentences: methods that are not compared by default, and the reason."""
     titles: dict[str, list[str]] = {}
     for name, reason in obstacles(scenario).items():
         titles.setdefault(in_options(reason), []).append(VARIANTS[name].title)

@@ -137,7 +137,7 @@ def tune(
 
 
 def _waiting(stream: Stream, setup: Setup, delay: Delay, queues: int, bars: Progress, about: Settings) -> Report:
-    """What may wait, where no cluster is known."""
+    """Report for tuning without a cluster: which documents may wait."""
     limit = delay.max_mean_delay
     queued = tune_waiting(stream, setup, limit, bars, queues=queues)
     adaptive = tune_waiting(stream, setup, limit, bars, queues=None)

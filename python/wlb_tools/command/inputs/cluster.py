@@ -105,7 +105,7 @@ class Cluster(Cost, Limits):
             raise CliError(f"{in_options(reason)}; it would with {', or with '.join([*fixes, more])}") from None
 
     def search(self) -> dict[str, Any]:
-        """What the options say to :func:`wlb_tools.simulation.search_layouts`, but for the layout and the global batch.
+        """Arguments of :func:`wlb_tools.simulation.search_layouts`, except the layout and the global batch.
 
         Raises:
             CliError: a name that there is not.
@@ -122,7 +122,7 @@ class Cluster(Cost, Limits):
             raise CliError(f"--kernel-profile {path}: no such file")
 
     def _named(self) -> dict[str, Any]:
-        """What is given by a name or a file, or in other units."""
+        """Options that are given by a name, a file, or in other units."""
         hardware = self.preset()
         return {
             "model": model_config(self.model_name),

@@ -71,7 +71,7 @@ class Documents:
         }
 
     def in_words(self) -> str:
-        """The same in a sentence or two."""
+        """A sentence or two about the documents."""
         d = self.described
         return (
             f"{d['source']}: {d['distinct']:,} documents, {d['tokens']:,} {d['unit']}"
@@ -124,7 +124,7 @@ def read_documents(
 
 
 def load_numbers(path: Path, *, mapped: bool = False) -> NDArray[Any]:
-    """What a .npy holds; `mapped` leaves it in the file until it is used.
+    """Reads a .npy file; `mapped` leaves the numbers in the file until they are used.
 
     Raises:
         CliError: There is no such file, or it is none.

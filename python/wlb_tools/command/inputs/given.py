@@ -71,7 +71,7 @@ class Columns:
             )
 
     def in_words(self) -> str:
-        """What the costs rest on, in a sentence."""
+        """A sentence about what the costs rest on."""
         timed = [str(column) for column, limit in enumerate(self.limits) if limit == math.inf]
         memory = [
             f"column {k} is memory, at most {limit:,g}" for k, limit in enumerate(self.limits) if limit < math.inf
@@ -84,7 +84,7 @@ class Columns:
 
 @options("Cost")
 class DocumentCosts(Cost):
-    """What a document costs, by its length or by itself.
+    """Cost of documents, from their lengths or from a file.
 
     Args:
         costs: a .npy with what each document costs, float[n], or float[n, r] with a column for every resource that has
@@ -101,7 +101,7 @@ class DocumentCosts(Cost):
         return super().of_documents() if self.costs is None else None
 
     def columns(self) -> Columns | None:
-        """What the file has, if there is one.
+        """Cost columns of the file, if one is given.
 
         Raises:
             CliError: There are limits without it, or it holds no such array; or another option says what documents

@@ -31,7 +31,7 @@ def model_config(name: str) -> wlb.ModelConfig:
 
 @options("Cost")
 class Cost(Options):
-    """What a document costs.
+    """Cost of documents.
 
     Args:
         cost_file: costs that `wlb fit` wrote, instead of those of a model.
@@ -60,7 +60,7 @@ class Cost(Options):
         return None if self.cost_file else self.efficiency()
 
     def in_words(self) -> str:
-        """What the costs rest on, in a sentence."""
+        """A sentence about what the costs rest on."""
         if self.cost_file:
             return f"Costs are those of {self.cost_file}."
         source = f"assumed of a {self.gpu}" if self.attention_efficiency is None else "as given"
@@ -94,5 +94,5 @@ def _read(path: Path) -> wlb.CostModel:
 
 
 def superfluous(name: str, told_by: str) -> CliError:
-    """What refuses an option beside another one that says what documents cost."""
+    """Error for an option that contradicts another option about costs."""
     return CliError(f"--{option(name)}: --{option(told_by)} says what documents cost; leave this out")

@@ -120,7 +120,7 @@ def _take(cls: type[Any], of: type[Any], without: Sequence[str]) -> None:
 
 
 def values_of(given: Options, cls: type[Any]) -> dict[str, Any]:
-    """What options say of the fields of a class of the library."""
+    """Values of the options for the fields of a library class."""
     ours = {field.name for field in dataclasses.fields(given)}
     return {field.name: getattr(given, field.name) for field in dataclasses.fields(cls) if field.name in ours}
 
@@ -136,7 +136,7 @@ def joined(values: Iterable[object]) -> str:
 
 
 def settings(*given: Options) -> Settings:
-    """What options say, by their names in words with underscores, as plain JSON values."""
+    """Options by name, in words with underscores, as plain JSON values."""
     found: Settings = {}
     for options_ in given:
         hints = get_type_hints(type(options_), include_extras=True)
@@ -172,7 +172,7 @@ Reals = commas(float, "numbers with commas between, such as 0.4,2.1")
 
 
 def scaled(option: str, value: float, unit: int) -> int:
-    """What an option says in contexts or GiB, as tokens or bytes."""
+    """Converts an option in contexts or GiB to tokens or bytes."""
     if not math.isfinite(value * unit):
         raise CliError(f"{option} {value}: must be a finite number")
     return int(value * unit)

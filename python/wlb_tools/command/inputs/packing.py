@@ -45,7 +45,7 @@ class Limits(Options):
 
 @options(PANELS["waiting"])
 class Delay(Options):
-    """How long documents may wait.
+    """Limits on how long documents may wait.
 
     Args:
         max_mean_delay: tuning keeps the mean delay of a token below this, in iterations.
@@ -70,7 +70,7 @@ class Batches(Limits):
     num_micro_batches: PositiveInt = 16
 
     def setup(self, cost: Cost, delay: Delay, *, dp_size: int = 1) -> Setup:
-        """What all methods have in common."""
+        """Settings that all methods share."""
         return Setup(
             num_micro_batches=self.num_micro_batches,
             context=self.context,
@@ -84,7 +84,7 @@ class Batches(Limits):
 
 @options(PANELS["waiting"])
 class Held(Delay):
-    """What waits, and how long.
+    """Which documents wait, and how long.
 
     Args:
         release: fifo: queues with thresholds. adaptive: no thresholds; long documents wait where a step gains by it.

@@ -63,7 +63,7 @@ class Stream(GlobalBatches):
         }
 
     def in_words(self) -> list[str]:
-        """The same in sentences."""
+        """Sentences about the stream."""
         d = self.described()
         sentences = [
             self.documents.in_words(),
@@ -79,7 +79,7 @@ class Stream(GlobalBatches):
 
 @options("Documents")
 class Texts(Options):
-    """How documents are read.
+    """Options for reading documents.
 
     Args:
         field: text field of a .jsonl.
@@ -100,7 +100,7 @@ class Texts(Options):
 
 @options("Documents")
 class Reading(Texts):
-    """How documents are read, and how they become a stream.
+    """Options for reading documents and making a stream of them.
 
     Args:
         seed: shuffles the documents, every epoch anew; by default they come in the source's order.

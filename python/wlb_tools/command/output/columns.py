@@ -76,11 +76,11 @@ COLUMNS = {
 }
 """By the keys of summaries."""
 
-RATES = f"were attention {min(ATTENTION_RATES):g} to {max(ATTENTION_RATES):g} times as fast as assumed"
+RATES = f"if attention is {min(ATTENTION_RATES):g} to {max(ATTENTION_RATES):g} times as fast as assumed"
 
 LOST_NOTE = (
-    f"band: least and most, over attention at {', '.join(f'{rate:g}' for rate in ATTENTION_RATES)} times the assumed"
-    " rate, by which nothing was planned. lost time: the sum of the steps' heaviest micro-batches over the sum of their"
-    " means, so that heavy steps weigh more. steps' work: coefficient of variation, and the heaviest over the mean; no"
-    " packing of single steps evens that out."
+    f"band: least and most, if attention runs at {', '.join(f'{rate:g}' for rate in ATTENTION_RATES)} times the"
+    " assumed rate and the plans stay as they are. lost time: sum of the heaviest micro-batches of all steps over the"
+    " sum of their means. steps' work: how much whole steps differ, as coefficient of variation (cv) and as heaviest"
+    " over mean (most)."
 )

@@ -38,7 +38,7 @@ def reporting(bars: Progress, work: str) -> Callable[[str, int, int], None]:
 
 @options("Output")
 class Printing(Options):
-    """What a command prints.
+    """Options for what a command prints.
 
     Args:
         json: print the results as JSON and nothing else.
@@ -66,7 +66,7 @@ class Printing(Options):
 
 @options("Output")
 class Output(Printing):
-    """What a command prints, and where its files go.
+    """Options for what a command prints and where its files go.
 
     Args:
         output_dir: folder to write to, made if missing; by default `wlb-` and the name of the command.

@@ -26,7 +26,7 @@ _SHOWN = ("plan", "step_seconds", "tokens_per_second", "gain", "gain_band", "del
 
 
 def layouts_report(search: LayoutSearch, stream: Stream, *, settings: Mapping[str, Any], continued: str) -> Report:
-    """What was found, ranked; `continued` is the command that finds the settings on the best layout."""
+    """Ranks the layouts. `continued` is the command that finds the settings of the best one."""
     best, scenario = search.best, search.best.outcome.scenario
     layout, gain = in_short(scenario.layout), search.gain(search.without)
     others = {"without wlb": search.without, "own": search.own, "own, without wlb": search.own_without}

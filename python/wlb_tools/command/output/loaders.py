@@ -15,7 +15,7 @@ plan: Callable[..., wlb.DynamicCpPlan]
 
 
 def loader(batches, ranks):
-    """Of every step: a list of the documents that this one of the data x context ranks reads."""
+    """Loader of a Dynamic-CP plan. `batches` yields the documents that this rank reads for each step."""
     from wlb.torch.data import DynamicCpLoader
 
     return DynamicCpLoader(batches, plan=plan, group=ranks.get_group())
@@ -37,7 +37,7 @@ def sampled(dataset, ranks):
 
 
 def released(dataset, global_batches, ranks):
-    """What this rank reads, for `loader`; all ranks are given the same global batches of indices."""
+    """Lists of documents that this rank reads; all ranks get the same global batches of indices."""
 
     def share(packing):
         indices = sorted(int(index) for micro_batch in packing for index in micro_batch.document_ids)

@@ -17,7 +17,7 @@ from wlb_tools.simulation.trained import PackedRun
 
 
 def plan_files(plan: PackedRun, stream: Stream, *, dealt: bool) -> dict[str, Callable[[Path], None]]:
-    """What writes each file, by its name.
+    """Functions that write the files of a plan, by file name.
 
     Args:
         plan: of the stream.

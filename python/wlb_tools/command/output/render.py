@@ -66,7 +66,7 @@ def _for_terminal(table: Table) -> RichTable:
 
 
 def as_json(report: Report) -> str:
-    """What `--json` prints and `results.json` holds."""
+    """The report as JSON: what `--json` prints and `results.json` holds."""
     origin = {"command": report.command, "wlb": wlb.__version__, "machine": machine()}
     facts = {title.lower(): values for title, values in report.facts.items()}
     return json.dumps({**origin, **facts, **report.numbers}, indent=2)

@@ -99,7 +99,7 @@ Block = Paragraphs | Heading | Code | Picture | Table
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a command has to show.
+    """Contents of a command's report.
 
     Args:
         command: its name; the page is `<command>.html`.

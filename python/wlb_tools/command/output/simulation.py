@@ -18,17 +18,16 @@ from wlb_tools.simulation import ATTRIBUTION, Outcome
 from wlb_tools.simulation.words import assumptions, describe, explanation, premises
 
 _NOTES = (
-    "All times are predictions; the kernel model that they rest on is named above. per-document CP, adaptive CP,"
-    " packing: that optimisation alone, on Plain-4D.",
-    "tokens/s: all tokens of the stream over the time of all its steps, of all GPUs, on the same documents;"
-    " the steps at the end that empty the queues count in full. MFU: FLOPs of the documents as they are trained over"
-    " what the GPUs could do in that time. Methods that cut documents do less attention for the same tokens.",
-    "step: seconds of one, and micro-batches of a rank in it, both in the mean. WLB, finer: twice the micro-batches of"
-    " the same documents, each half as long. fitted, and all below: costs are fitted to the cluster.",
-    "imbalance: MB: predicted time of the heaviest micro-batch over the mean of its step, mean over steps; CP:"
-    " attention of the slowest context-parallel rank over the mean rank. Dynamic-CP makes the first and last"
-    " micro-batch light, which shortens the pipeline's bubble.",
-    "delay: iterations from the turn of a token to its training. GiB: the fullest GPU, in its fullest step.",
+    "method: Plain-4D cuts documents in order of arrival. per-document CP, adaptive CP and packing add one optimisation"
+    " to it. From fitted costs on, the packer knows this cluster's costs. finer makes twice as many micro-batches.",
+    "tokens/s: all tokens of the stream over the time of all its steps, on all GPUs. x: the same over the first method."
+    " MFU: FLOPs of the documents as trained over what the GPUs could do in that time; methods that cut documents have"
+    " fewer FLOPs for the same tokens.",
+    "step: mean seconds of a step (s) and micro-batches of a rank in it (n).",
+    "imbalance, MB: time of the heaviest micro-batch over the mean of its step, mean over steps. CP: attention of the"
+    " slowest context-parallel rank over the mean rank. Dynamic-CP makes the first and last micro-batch light on"
+    " purpose, because that shortens the pipeline's bubble.",
+    "delay: steps that a token waits. GiB: memory of the fullest GPU in its fullest step.",
     LOST_NOTE,
 )
 
@@ -74,13 +73,25 @@ def simulation_report(
         "imbalance of CP ranks": [f"{outcome.cp_imbalance:.2f}" for outcome in (before, after)],
     }
     reasons = explanation(simulation, shown)
+    warnings = [reason for reason in reasons if reason.startswith("Warning:")]
+    answer, *further = _tables(simulation, shown)
     return Report(
         command="simulate",
         subject=f"predicted · {caption}",
-        title=f"{after.title}: {simulation.speedup(shown):.2f}x the speed of {before.title} (predicted)",
-        sentences=[f"{describe(scenario)}.", *premises(simulation), *stream.in_words(), *remarks, *reasons],
+        title=f"{after.title}: {simulation.speedup(shown):.3f} times the speed of {before.title} (predicted)",
+        sentences=[f"{describe(scenario)}.", *warnings],
         headlines=[Headline(label, *values) for label, values in headlines.items()],
-        blocks=(Picture(overview, "simulate.png"), *_tables(simulation, shown), Paragraphs(_NOTES, small=True)),
+        blocks=(
+            Picture(overview, "simulate.png"),
+            answer,
+            Heading("Why"),
+            Paragraphs([reason for reason in reasons if reason not in warnings]),
+            *further,
+            Heading("What this rests on"),
+            Paragraphs([*premises(simulation), *stream.in_words(), *remarks]),
+            Heading("What the columns mean"),
+            Paragraphs(_NOTES, small=True),
+        ),
         details=details,
         facts={"Assumptions": assumptions(scenario), "Settings": settings, "Documents": stream.described()},
         numbers={"gpus": scenario.layout.world_size, "explanation": reasons, **simulation.as_json()},

@@ -11,7 +11,7 @@ from wlb_tools.command.inputs.stream import Stream
 from wlb_tools.command.output.columns import LOST_NOTE
 from wlb_tools.command.output.configuration import configuration, packer_micro_batches
 from wlb_tools.command.output.packing import graded_table
-from wlb_tools.command.output.report import Code, Heading, Paragraphs, Picture, Report, Table
+from wlb_tools.command.output.report import Code, Heading, Headline, Paragraphs, Picture, Report, Table
 from wlb_tools.command.output.simulation import simulation_report
 from wlb_tools.command.words import counted, thresholds, waits
 from wlb_tools.simulation import KINDS, Choice, Tuning
@@ -20,14 +20,16 @@ from wlb_tools.simulation.trained import PackedRun
 from wlb_tools.simulation.words import assumptions, describe, kernel_sentence
 
 _NOTES = (
-    "x: predicted tokens/s over Plain-4D's, on the same documents, as in a long stream; FLOPs: the same of the FLOPs"
-    " that these take as they are trained, fewer where they are cut. imbalance: predicted time of"
-    " the heaviest micro-batch over the mean. delay: iterations that a token waits, and by which it comes early; the"
-    " limit is of both. GiB: the fullest GPU.",
+    "x: predicted tokens/s over Plain-4D's, in a long stream of the same documents. FLOPs: the same ratio of FLOPs,"
+    " which are fewer where documents are cut. imbalance, MB: time of the heaviest micro-batch over the mean; CP:"
+    " attention of the slowest context-parallel rank over the mean. delay: steps that a token waits, and steps by which"
+    " it comes early; the limit is on their sum. tokens, GiB: largest micro-batch, fullest GPU.",
     LOST_NOTE,
-    "n: micro-batches of a rank in a step, the mean. In brackets: thresholds of queues; the price of delay of adaptive"
-    " release, and the packer's micro-batches. A plan beyond the limit of the delay shows what it would give.",
-    "Chosen one setting after the other, not in all combinations.",
+    "n: mean micro-batches of a rank in a step. In brackets: thresholds of queues; delay price of the adaptive rule,"
+    " and micro-batches of the packer. Plans beyond the limit of the delay show what longer waits would gain.",
+)
+_LIMITS = (
+    "One setting was chosen after the other, not in all combinations.",
     "All choices were made on the documents that they are shown for; on a few global batches tuning overfits.",
 )
 
@@ -52,7 +54,7 @@ def waiting_report(
     max_mean_delay: float,
     settings: Mapping[str, Any],
 ) -> Report:
-    """What may wait, and nothing else: no cluster is known. `plans` are those of the two choices."""
+    """Report on which documents may wait, without a cluster. `plans` are those of the two choices."""
     from wlb_tools.command.output.figures.tuning import draw_waiting
 
     assert setup.cost_model is not None  # only `wlb pack` knows documents that bring their costs
@@ -88,7 +90,7 @@ def _front(title: str, names: str, found: wlb.TuneResult) -> Table:
     """The Pareto front of thresholds or prices: no other has both less delay and less imbalance; and the choice."""
     points = sorted({*found.pareto, found.best}, key=lambda point: (point.delay_mean, point.imbalance_mean))
     rows = [(waits(point), dataclasses.asdict(point), point == found.best) for point in points]
-    return Table.of(f"{title}: less delay or less imbalance", names, _FRONT, rows)
+    return Table.of(f"{title}: less delay or less imbalance. Chosen: {waits(found.best)}", names, _FRONT, rows)
 
 
 def tuning_report(
@@ -111,18 +113,35 @@ def tuning_report(
     # Of the queues, as without a cluster; what was chosen is in "cluster".
     chosen, found = tuning.best.outlier_thresholds, tuning.thresholds
     best = next((point for point in found.pareto if chosen and point.thresholds == chosen), found.best)
+    now = tuning.best.summary(tuning.baseline)
+    was = next(choice.summary(tuning.baseline) for choice in tuning.by_plan if choice.outcome is tuning.baseline)
+    figures = {
+        "tokens/s, over Plain-4D's": ("speedup", "{:.3f}"),
+        "steps that a token waits, mean": ("delay_mean", "{:.2f}"),
+        "steps that a token waits, most": ("delay_max", "{}"),
+        "tokens of the largest micro-batch": ("largest_micro_batch", "{:,}"),
+    }
     return dataclasses.replace(
         simulation,
         command="tune",
-        sentences=(
-            f"{describe(scenario)}; {counted(stream.batches, 'global batch')}.",
-            kernel_sentence(scenario),
-            f"The packer's costs: FLOPs with attention_efficiency {tuning.attention_efficiency:.2f}, which fits this"
-            " cluster, communication included.",
-        ),
+        title=f"{_plan(tuning, tuning.best)}: {now['speedup']:.3f} times the speed of Plain-4D (predicted)",
+        sentences=(f"{describe(scenario)}; {counted(stream.batches, 'global batch')}.",),
+        headlines=[
+            Headline(label, form.format(was[key]), form.format(now[key])) for label, (key, form) in figures.items()
+        ],
         blocks=(
             Picture(draw_choices(tuning), "tune.png"),
             *_tables(tuning),
+            Heading("What this rests on"),
+            Paragraphs(
+                (
+                    kernel_sentence(scenario),
+                    "The packer's costs: FLOPs with attention_efficiency"
+                    f" {tuning.attention_efficiency:.2f}, which fits this cluster, communication included.",
+                    *_LIMITS,
+                )
+            ),
+            Heading("What the columns mean"),
             Paragraphs(_NOTES, small=True),
             code,
         ),
@@ -152,7 +171,8 @@ def _tables(tuning: Tuning) -> list[Table]:
         chosen: Callable[[Choice], bool],
     ) -> Table:
         rows = [(name(choice), choice.summary(tuning.baseline), chosen(choice)) for choice in choices]
-        return Table.of(title, setting, _SHOWN, rows)
+        taken = " and ".join(dict.fromkeys(title for title, _, of in rows if of))
+        return Table.of(f"{title}. Chosen: {taken}", setting, _SHOWN, rows)
 
     return [
         table(

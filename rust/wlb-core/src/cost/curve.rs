@@ -27,7 +27,7 @@ impl Curve {
         }
     }
 
-    /// What the constructors guarantee, checked again on what comes from a file.
+    /// Checks the guarantees of the constructors, for a curve that was read from a file.
     pub(super) fn check(&self, argument: &'static str) -> Result<()> {
         match self {
             Self::Rate(rate) => check_rate(argument, *rate),

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result, check_range};
 use crate::limits::MAX_COLUMNS;
 
-/// What each document costs: a row for every document, a column for every resource with a barrier of its own.
+/// Costs of documents: a row for every document, a column for every resource that ranks wait for separately.
 ///
 /// A step takes the sum over its columns of the heaviest micro-batch in that column: the vision encoder of all
 /// micro-batches first, then the language model, for example. A column with a limit is memory instead: no micro-batch
@@ -125,7 +125,7 @@ impl DocumentCosts {
         self.limited
     }
 
-    /// What all documents cost in each column.
+    /// Sum of all documents' costs in each column.
     pub fn sums(&self) -> &[f64] {
         &self.sums
     }

@@ -7,8 +7,8 @@ use super::mask::Mask;
 use super::model::CostModel;
 
 named_choices! {
-    /// Which passes of training a cost counts. They weigh differently: attention's backward is 2.5 times its
-    /// forward, a GEMM's twice.
+    /// The passes of training that a cost counts. They weigh differently: attention's backward takes 2.5 times its
+    /// forward, a matrix product's twice.
     #[derive(Default)]
     Passes, "passes" {
         /// Forward only.
@@ -22,7 +22,7 @@ named_choices! {
 }
 
 impl Passes {
-    /// How often the FLOPs of a forward are run for a pair of attention, and for a token in matrix products; with
+    /// Multiples of the forward FLOPs that are run for a pair of attention and for a token in matrix products. With
     /// `recompute` the backward runs the forward once more.
     ///
     /// Flash attention's backward runs five matrix products to the forward's two, since it recomputes the scores.
@@ -63,7 +63,7 @@ pub struct FlopsOptions {
     pub passes: Passes,
     /// Activation recomputation: the backward pass runs the forward once more.
     pub recompute: bool,
-    /// Which keys a query attends to.
+    /// The mask: the keys that a query attends to.
     pub mask: Mask,
 }
 

@@ -1,8 +1,8 @@
-//! Which keys a query attends to, and how many pairs that makes.
+//! Masks: the keys that a query attends to, and the number of pairs.
 
 use serde::{Deserialize, Serialize};
 
-/// Which keys a query attends to, inside its own document.
+/// The keys of its own document that a query attends to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mask {

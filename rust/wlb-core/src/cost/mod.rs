@@ -1,4 +1,4 @@
-//! What a document costs: attention is quadratic in its length, everything else is linear.
+//! Cost of documents: attention is quadratic in the length, everything else is linear.
 //!
 //! A [`CostModel`] is a short sum of named terms: pairs under the document's mask, pairs under windows and chunks,
 //! tokens, documents, micro-batches. The first and the tokens' may be measured tables instead of rates.

@@ -155,12 +155,12 @@ impl CostModel {
         Ok(model)
     }
 
-    /// Which keys a query attends to.
+    /// The mask: the keys that a query attends to.
     pub fn mask(&self) -> Mask {
         self.mask
     }
 
-    /// What one unit of cost is; measured tables are in seconds.
+    /// Unit of the costs; measured tables are in seconds.
     pub fn unit(&self) -> Option<Unit> {
         // Not a field of theirs: profiles had no other unit before there was a choice.
         if self.rates().is_none() { Some(Unit::Seconds) } else { self.unit }
@@ -267,7 +267,7 @@ impl CostModel {
         Err(Error::InfiniteCost { argument: "lengths", index, value: i64::from(longest) })
     }
 
-    /// What the constructors guarantee; for a model that was read from a file.
+    /// Checks the guarantees of the constructors, for a model that was read from a file.
     pub(crate) fn check(&self) -> Result<()> {
         self.attention.check("attention")?;
         self.linear.check("linear")?;

@@ -6,35 +6,35 @@ use crate::limits::MAX_TOKENS;
 use super::mask::Mask;
 
 named_choices! {
-    /// What one unit of cost is.
+    /// Unit of a cost.
     Unit, "unit" {
-        /// Of time.
+        /// Time.
         Seconds = "seconds",
         /// Floating-point operations.
         Flops = "flops",
     }
 }
 
-/// What each term of a cost costs, in one unit; a rate of 0 is no term.
+/// Rates of a cost's terms, in one unit; a rate of 0 is no term.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rates {
-    /// Of a (query, key) pair under `mask`.
+    /// Rate of a (query, key) pair under `mask`.
     pub attention: f64,
-    /// Of a token.
+    /// Rate of a token.
     pub linear: f64,
-    /// Which keys a query attends to, where nothing below says less.
+    /// The mask: the keys that a query attends to, unless a window or chunk limits them.
     pub mask: Mask,
-    /// Of a pair under a sliding window: `(keys, rate)`, ascending by keys. Only under a causal mask. One of
-    /// [`MAX_TOKENS`] is none: its rate is added to `attention`.
+    /// Rates of pairs under sliding windows: `(keys, rate)`, ascending by keys, for causal masks. A window of
+    /// [`MAX_TOKENS`] is full attention: its rate is added to `attention`.
     pub windows: Vec<(i32, f64)>,
-    /// Of a pair inside chunks: `(tokens, rate)`, ascending by tokens. Only under a causal mask. One of [`MAX_TOKENS`]
-    /// is none.
+    /// Rates of pairs inside chunks: `(tokens, rate)`, ascending by tokens, for causal masks. A chunk of [`MAX_TOKENS`]
+    /// is full attention.
     pub chunks: Vec<(i32, f64)>,
-    /// Of a document, whatever its length.
+    /// Cost of a document, whatever its length.
     pub document: f64,
-    /// Of a micro-batch, whatever is in it: also of an empty one, since it is run.
+    /// Cost of a micro-batch, whatever is in it; an empty one is run, too.
     pub micro_batch: f64,
-    /// What one unit of these is; none where the user does not say.
+    /// Unit of the rates; `None` if the user does not say.
     pub unit: Option<Unit>,
 }
 

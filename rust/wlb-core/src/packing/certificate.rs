@@ -1,4 +1,4 @@
-//! What the heaviest micro-batch costs at least, where tokens are scarce.
+//! A lower bound on the heaviest micro-batch, where tokens are scarce.
 //!
 //! Let no micro-batch cost more than `C`. Documents of which no two fit together, by tokens or under `C`, have a
 //! micro-batch each: such a *head* of `L` tokens that costs `h` leaves `T - L` tokens and `C - h` of cost. Let all
@@ -26,9 +26,9 @@ use super::piece::Piece;
 const PASSES: usize = 32;
 /// Steps to where a price is kept; no more than heads whose tokens run out on the way, and as a rule two.
 const STEPS: usize = 64;
-/// What a pass has to bring, relative to the bound.
+/// Least gain of a pass, relative to the bound.
 const GAIN: f64 = 1e-9;
-/// What costs this much of the heaviest micro-batch counts as it, whatever was rounded.
+/// A micro-batch with this part of the heaviest cost counts as the heaviest, because of rounding.
 const SAME: f64 = 1.0 - 1e-12;
 /// Costs below are not divided: they have too few bits.
 const LEAST_COST: f64 = 1e-280;
@@ -48,7 +48,7 @@ pub struct Certificate {
 pub(crate) struct Known(AtomicU64);
 
 impl Known {
-    /// What is not known is no number.
+    /// The bound; NaN stands for one that is not known.
     pub(crate) fn get(&self) -> Option<f64> {
         Some(f64::from_bits(self.0.load(Ordering::Relaxed))).filter(|number| !number.is_nan())
     }
@@ -76,13 +76,13 @@ impl Clone for Known {
     }
 }
 
-/// What the pieces of a packing cost.
+/// Source of the costs of a packing's pieces.
 #[derive(Clone, Debug, Default)]
 enum Basis {
     /// Nobody knows any more: it was read from a file.
     #[default]
     Unknown,
-    /// What a model says.
+    /// Costs of a model.
     Model(Box<CostModel>),
     /// Row by row, a column for each resource.
     Given(Vec<f64>),
@@ -93,7 +93,7 @@ impl Certificate {
         Self { basis: Basis::Model(Box::new(model.clone())), ..Self::default() }
     }
 
-    /// Of pieces in the order of the packing.
+    /// Given costs of pieces, in the order of the packing.
     pub(crate) fn of_rows(rows: Vec<f64>) -> Self {
         Self { basis: Basis::Given(rows), ..Self::default() }
     }
@@ -103,7 +103,7 @@ impl Certificate {
         if let Basis::Model(model) = &self.basis { Some(model) } else { None }
     }
 
-    /// What pieces cost in one of some columns; `None` if that is not known.
+    /// Costs of pieces in one of several columns; `None` if they are not known.
     pub(crate) fn costs(&self, pieces: &[Piece], column: usize, columns: usize) -> Option<Vec<f64>> {
         match &self.basis {
             Basis::Unknown => None,
@@ -120,7 +120,7 @@ impl Certificate {
     }
 }
 
-/// What pieces cost under a model.
+/// Costs of pieces under a model.
 fn of_pieces(model: &CostModel, pieces: &[Piece]) -> Vec<f64> {
     model.costs(&pieces.iter().map(|piece| piece.length).collect::<Vec<i32>>())
 }
@@ -160,7 +160,7 @@ struct Head {
     count: f64,
 }
 
-/// What is cut: its cost a token, its cost, its tokens.
+/// A document that may be cut: its cost per token, its cost, its tokens.
 #[derive(Clone, Copy)]
 struct Part {
     density: f64,
@@ -218,7 +218,7 @@ fn divide(bins: Bins, pieces: &[Piece], costs: &[f64], unit: f64) -> (Vec<Head>,
     (heads, parts)
 }
 
-/// What documents ask for at a price of a token.
+/// Cost that documents demand at a price of a token.
 #[derive(Clone, Copy)]
 struct Asked {
     price: f64,

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What the micro-batches of a packing have in each column of the documents' costs.
+/// Costs of a packing's micro-batches in each column.
 ///
 /// A column with a limit is memory. The others take time: a step takes the sum of what their heaviest micro-batches do.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 pub struct Columns {
     /// The limit of each column, if it has one.
     pub limits: Vec<Option<f64>>,
-    /// Of each micro-batch, row by row.
+    /// Cost of each micro-batch, row by row.
     pub costs: Vec<f64>,
-    /// Of each column, the most that a micro-batch with a single one of the documents has.
+    /// Largest cost of a micro-batch with a single document, in each column.
     pub largest: Vec<f64>,
 }
 
@@ -32,7 +32,7 @@ impl Columns {
         }
     }
 
-    /// How many there are.
+    /// Number of columns.
     pub fn len(&self) -> usize {
         self.limits.len()
     }

@@ -1,4 +1,4 @@
-//! Which documents go together in a micro-batch.
+//! Packing: the documents of each micro-batch.
 //!
 //! [`pack`] takes one global batch (or several together) and gives a [`Packing`]; [`pack_whole`] gives one that leaves
 //! nothing over. [`split_documents`] and [`batch_offsets`] cut a list of documents beforehand.

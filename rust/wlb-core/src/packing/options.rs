@@ -1,4 +1,4 @@
-//! How one global batch is packed.
+//! Options for packing one global batch.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,7 +8,7 @@ use crate::limits::MAX_MICRO_BATCHES;
 use super::over_mean::over_mean;
 
 named_choices! {
-    /// How one global batch is packed.
+    /// Method of packing one global batch.
     #[derive(Default)]
     Method, "method" {
         /// Arrival order, cut every `max_tokens` tokens (Plain-4D).
@@ -24,7 +24,7 @@ named_choices! {
 }
 
 named_choices! {
-    /// What happens if documents do not fit.
+    /// Treatment of documents that do not fit.
     #[derive(Default)]
     Leftover, "leftover" {
         /// [`crate::Error::LeftOver`], which says what would hold them.
@@ -51,14 +51,14 @@ named_choices! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ranks {
-    /// How many data-parallel ranks.
+    /// Number of data-parallel ranks.
     pub dp_size: usize,
-    /// Where they wait for each other.
+    /// Where the ranks wait for each other.
     pub sync: Sync,
 }
 
 impl Ranks {
-    /// How long a step takes: the heaviest rank, or the heaviest micro-batch of each round.
+    /// Time of a step: the heaviest rank, or the sum of the heaviest micro-batch of each round.
     ///
     /// # Arguments
     /// * `costs` - of the micro-batches, rank by rank and each rank's in schedule order.
@@ -71,13 +71,13 @@ impl Ranks {
         }
     }
 
-    /// How much longer that is than on equal ranks.
+    /// Time of a step over that of equal ranks.
     pub(crate) fn imbalance(self, costs: &[f64]) -> f64 {
         over_mean(self.step_cost(costs), self.dp_size, costs.iter().sum())
     }
 }
 
-/// How to pack one global batch.
+/// Options for packing one global batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PackOptions {
     /// Micro-batches of one global batch.
@@ -88,7 +88,7 @@ pub struct PackOptions {
     pub method: Method,
     /// Global batches that are packed together; the `window` of Python; other than 1 only with [`Method::FixedLength`].
     pub global_batches: usize,
-    /// What happens if documents do not fit.
+    /// Treatment of documents that do not fit.
     pub leftover: Leftover,
 }
 

@@ -1,4 +1,4 @@
-//! How far a part is above the mean, also where costs are near the end of floats.
+//! Distance of a part above the mean, safe near the largest floats.
 
 /// A part over the mean of so many: 1 where all have nothing.
 pub(crate) fn over_mean(part: f64, count: usize, total: f64) -> f64 {

@@ -119,7 +119,7 @@ fn finish(packing: Packing, lengths: &Lengths, options: &PackOptions, limited: b
     }
 }
 
-/// Of what was left over, the document that arrived first.
+/// The document that arrived first among those that were left over.
 fn first_left_over(packing: &Packing) -> Option<usize> {
     packing.leftover.iter().map(|piece| piece.id as usize).min()
 }

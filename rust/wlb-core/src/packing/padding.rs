@@ -80,7 +80,7 @@ impl Padding {
         Ok(within.copied().unwrap_or(max_tokens / self.multiple_of * self.multiple_of))
     }
 
-    /// What [`Padding::most`] is, in words of the caller who gave `argument`.
+    /// [`Padding::most`] in the words of the caller, who gave `argument`.
     pub(crate) fn named(&self, argument: &str, given: i32) -> String {
         match self.most(given) {
             Ok(most) if most < given => format!("{most} tokens, {} within {argument} = {given}", self.largest()),
@@ -88,7 +88,7 @@ impl Padding {
         }
     }
 
-    /// What lowers `max_tokens`.
+    /// Advice that lowers `max_tokens`.
     pub(crate) fn largest(&self) -> String {
         if self.buckets.is_empty() {
             format!("the largest multiple of multiple_of_tokens = {}", self.multiple_of)
@@ -97,8 +97,8 @@ impl Padding {
         }
     }
 
-    /// What is wrong with documents for micro-batches of at most [`Padding::most`] of `max_tokens`, in words of the
-    /// caller, who gave `max_tokens`.
+    /// An error about micro-batches of at most [`Padding::most`] tokens, in the words of the caller, who gave
+    /// `max_tokens`.
     ///
     /// # Example
     /// ```
@@ -132,7 +132,7 @@ impl Padding {
         }
     }
 
-    /// As [`Padding::padded`], of a micro-batch that nobody planned for these sizes.
+    /// [`Padding::padded`] for a micro-batch that was not planned for these sizes.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a negative number of tokens, and [`Error::NoBucket`] for more than the largest bucket.

@@ -1,4 +1,4 @@
-//! Where documents are put while a packing is made: whole ones, and pieces of those that are cut.
+//! Places of documents while a packing is made: whole documents, and pieces of cut ones.
 
 use crate::cost::CostModel;
 
@@ -9,7 +9,7 @@ use super::piece::Piece;
 use super::plan::Packing;
 use super::pricing::Pricing;
 
-/// Where whole documents were put: what the packing methods that keep documents whole fill in.
+/// Places of whole documents; filled by the methods that keep documents whole.
 #[derive(Clone)]
 pub(crate) struct Placement {
     pub(crate) assignment: Vec<i32>,
@@ -38,12 +38,12 @@ impl Placement {
         }
     }
 
-    /// The same documents and micro-batches, nothing put anywhere yet.
+    /// The same documents and micro-batches with nothing placed.
     pub(crate) fn emptied(&self) -> Self {
         Self::new(self.assignment.len(), self.tokens.len(), self.empty_cost)
     }
 
-    /// The same documents, each placed elsewhere; nothing left over yet.
+    /// The same documents in other places, with nothing left over.
     pub(crate) fn rearranged(&self, assignment: Vec<i32>, tokens: Vec<i64>, costs: Vec<f64>) -> Self {
         let Self { length_fallbacks, longest, empty_cost, .. } = *self;
         Self { assignment, tokens, costs, leftover: Vec::new(), length_fallbacks, longest, empty_cost }
@@ -130,7 +130,7 @@ impl Placement {
     }
 }
 
-/// Where pieces of cut documents were put: what the packing methods that cut documents fill in.
+/// Places of pieces; filled by the methods that cut documents.
 pub(crate) struct Cuts {
     placed: Vec<(usize, Piece)>,
     tokens: Vec<i64>,

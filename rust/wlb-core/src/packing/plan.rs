@@ -19,7 +19,7 @@ use super::piece::Piece;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Packing {
-    /// How it was made; `None` if it was made from somebody else's assignment.
+    /// Method that made the packing; `None` for an assignment made elsewhere.
     pub method: Option<Method>,
     /// Most tokens that a micro-batch was allowed.
     pub max_tokens: i32,
@@ -35,7 +35,7 @@ pub struct Packing {
     pub tokens: Vec<i64>,
     /// Cost of each micro-batch: what an empty one costs, and its documents in the order in which they were put there.
     pub costs: Vec<f64>,
-    /// What was not placed, in the order in which it was tried.
+    /// Pieces that were not placed, in the order in which they were tried.
     pub leftover: Vec<Piece>,
     /// Documents that were placed by token count, because they did not fit where the cost was least.
     pub length_fallbacks: usize,
@@ -47,7 +47,7 @@ pub struct Packing {
     /// The ranks that it was made for, if it was: the first micro-batches are those of the first rank, and so on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks: Option<Ranks>,
-    /// What its micro-batches are padded to when they run, if they are; `max_tokens` is then the largest such size.
+    /// Padding of the micro-batches, if there is one; `max_tokens` is then the largest padded size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub padding: Option<Padding>,
     /// From what its bound follows.
@@ -61,7 +61,7 @@ impl Packing {
         self.tokens.len()
     }
 
-    /// Where in `pieces` micro-batch `j` lies.
+    /// Range of `pieces` that micro-batch `j` has.
     pub fn range(&self, micro_batch: usize) -> Range<usize> {
         self.offsets[micro_batch]..self.offsets[micro_batch + 1]
     }
@@ -105,9 +105,9 @@ impl Packing {
         over_mean(self.step_cost(), self.num_micro_batches(), self.total_cost())
     }
 
-    /// How much longer a step takes than on equal ranks, where these wait for each other as the packing was made for:
-    /// the heaviest rank over the mean rank, or the sum of the heaviest micro-batch of each round over the mean rank.
-    /// Without ranks it is the [`Packing::imbalance`].
+    /// Time of a step over that of equal ranks, with ranks that wait as the packing was made for: the heaviest rank, or
+    /// the sum of the heaviest micro-batch of each round, over the mean rank. Without ranks it is
+    /// [`Packing::imbalance`].
     pub fn rank_imbalance(&self) -> f64 {
         match self.ranks {
             Some(ranks) if !self.pieces.is_empty() => ranks.imbalance(&self.costs),
@@ -142,7 +142,7 @@ impl Packing {
         self.raised(costs, empty_cost, mean.max(self.largest_cost), self.max_cost())
     }
 
-    /// What `max_tokens` makes of a bound, where the heaviest costs `most`.
+    /// Raises a bound by what `max_tokens` forces, if the heaviest micro-batch costs `most`.
     fn raised(&self, costs: impl FnOnce() -> Option<Vec<f64>>, empty_cost: f64, least: f64, most: f64) -> f64 {
         if least >= most {
             return most;

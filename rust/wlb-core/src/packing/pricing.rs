@@ -1,9 +1,9 @@
-//! Where the costs of a batch's documents come from.
+//! Source of the costs of a batch's documents.
 
 use crate::cost::{CostModel, DocumentCosts};
 use crate::error::{Error, Result};
 
-/// What the documents of a batch cost.
+/// Costs of a batch's documents.
 #[derive(Clone, Copy, Debug)]
 pub enum Pricing<'a> {
     /// By their lengths.
@@ -25,7 +25,7 @@ impl<'a> From<&'a DocumentCosts> for Pricing<'a> {
 }
 
 impl Pricing<'_> {
-    /// What every micro-batch costs beside its documents.
+    /// Cost of every micro-batch beside its documents.
     pub(crate) fn micro_batch(&self) -> f64 {
         match self {
             Self::Model(model) => model.micro_batch(),

@@ -1,4 +1,4 @@
-//! Who takes what comes next, where most cannot take it and may take what comes later.
+//! Finds the micro-batches that can take the next document, where most cannot take it and may take a later one.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

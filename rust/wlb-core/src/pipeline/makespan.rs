@@ -1,4 +1,4 @@
-//! How long a step takes: every op runs as soon as its rank is free and its inputs are there.
+//! Time of a step: every op runs as soon as its rank is free and its inputs are there.
 
 use crate::error::Result;
 

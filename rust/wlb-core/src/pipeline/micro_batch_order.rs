@@ -1,4 +1,4 @@
-//! Which micro-batch on which data-parallel rank, and when.
+//! Order of micro-batches: data-parallel rank and position of each.
 //!
 //! A pipeline takes the same micro-batches in any order, but not in the same time: while it fills and drains it is the
 //! first and the last that everybody waits for, and under an interleaved schedule whoever shares a round. A rule for
@@ -19,7 +19,7 @@ const MAX_OPS: usize = 1 << 20;
 /// Ops up to which the sorted orders of all ranks may go past that: a fraction of a second.
 const MAX_SORTED_OPS: usize = 1 << 24;
 
-/// What is less of a gain than this is none.
+/// A relative gain below this does not count.
 const WORTHWHILE: f64 = 1.0 - 1e-6;
 
 /// Deals the micro-batches of a step to `dp_size` ranks in equal counts, in an order that suits the schedule, so that
@@ -117,7 +117,7 @@ impl OrderSearch<'_> {
         best
     }
 
-    /// What only the slowest row needs, for the others wait for it. False when nothing helps it any more.
+    /// Improves the slowest row, which the others wait for. Returns false when nothing helps it any more.
     fn improve_slowest(&mut self, rows: &mut [Row]) -> bool {
         let slower = |a: usize, b: usize| if rows[b].seconds > rows[a].seconds { b } else { a };
         let Some(slowest) = (0..rows.len()).reduce(slower) else { return false };

@@ -1,6 +1,6 @@
-//! What a pipeline rank runs, one after the other.
+//! Ops of a pipeline rank.
 
-/// What an op computes.
+/// Pass that an op computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -17,10 +17,10 @@ pub enum Kind {
 /// One pass of one micro-batch through one stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Op {
-    /// Which pass.
+    /// The pass.
     pub kind: Kind,
-    /// Which micro-batch.
+    /// The micro-batch.
     pub micro_batch: u32,
-    /// Which stage of the model, from 0 (the embedding) on; not which rank.
+    /// Stage of the model, from 0 (the embedding); not the rank.
     pub stage: u32,
 }

@@ -1,4 +1,4 @@
-//! What a pipeline is: its schedule, its stages, its micro-batches.
+//! Description of a pipeline: schedule, stages, micro-batches.
 
 use crate::error::named_choices;
 
@@ -11,18 +11,19 @@ named_choices! {
         /// One forward, one backward in turn, once the pipeline is full (Narayanan et al. 2019; PipeDream-Flush).
         #[default]
         OneForwardOneBackward = "1f1b",
-        /// The same with several stages a rank (Narayanan et al. 2021, section 2.2).
+        /// 1F1B with several stages a rank (Narayanan et al. 2021, section 2.2).
         Interleaved = "interleaved_1f1b",
         /// 1F1B with weight gradients put off to where 1F1B idles; no more memory (Qi et al. 2023, section 2.1).
         ZbH1 = "zb_h1",
-        /// The same with a longer warm-up: no bubble where the passes cost the same, about twice the memory (ibid.).
+        /// ZB-H1 with a longer warm-up: no bubble if the passes cost the same, about twice the memory (ibid.).
         ZbH2 = "zb_h2",
         /// ZB-H1 with several stages a rank, as torch has it.
         InterleavedZeroBubble = "interleaved_zero_bubble",
         /// Two stages a rank, down the ranks and back up; the memory of 1F1B (Qi et al. 2024, ZB-V).
         ZbV = "zbv",
-        /// The same placement, a forward and a backward of opposite ways next to each other, so that one can hide what
-        /// the other exchanges; weight gradients put off at both ends only (DeepSeek-AI 2024, DualPipe, cut in half).
+        /// Placement of `zbv`, with a forward and a backward of opposite ways next to each other, so that one can hide
+        /// the exchange of the other; weight gradients are delayed at both ends only (DeepSeek-AI 2024, DualPipe, cut
+        /// in half).
         DualPipeV = "dualpipev",
     }
 }

@@ -1,4 +1,4 @@
-//! What happens in a step: op by op, or in a few numbers.
+//! Simulation of a step: op by op, or as a few numbers.
 
 use crate::error::{Error, Result};
 

@@ -1,11 +1,11 @@
-//! What happened in a simulated step, and what the idle time was waiting for.
+//! Timeline of a simulated step, and the cause of its idle time.
 
 use super::op::{Kind, Op};
 
 /// One op, when it ran.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Record {
-    /// What ran.
+    /// The op that ran.
     pub op: Op,
     /// On which pipeline rank.
     pub rank: u32,
@@ -101,11 +101,11 @@ impl Timeline {
     }
 }
 
-/// What the ranks of one step did, in seconds summed over all of them: data-parallel replicas of one pipeline, which
-/// wait for each other at the end of the step.
+/// Sums of one step over all ranks, in seconds: data-parallel replicas of one pipeline, which wait for each other at
+/// the end of the step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepTotals {
-    /// How long the step takes: until the slowest replica is done.
+    /// Time of the step: until the slowest replica is done.
     pub seconds: f64,
     /// Computing.
     pub compute: f64,

@@ -1,4 +1,4 @@
-//! How long the passes of a micro-batch take.
+//! Times of a micro-batch's passes.
 
 use crate::error::{Error, Result};
 
@@ -11,7 +11,7 @@ pub struct Times<'a> {
     pub(super) exposed: Option<&'a [f64]>,
 }
 
-/// What one entry of the costs is the time of.
+/// The time that one entry of the costs gives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detail {
     /// `costs[j]`: micro-batch `j` through the whole model, forward and backward. Every stage takes an equal part of

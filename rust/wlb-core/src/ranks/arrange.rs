@@ -7,9 +7,9 @@ use crate::packing::placement::Placement;
 use super::options::RankOptions;
 use super::plan::{Batch, Contents};
 
-/// The same documents in as many micro-batches, rank by rank and each rank's in schedule order: as
-/// [`pack_for_ranks`](super::pack_for_ranks) plans them, where it finds a plan, or by exchanges from the placement on.
-/// Never a longer step than that of the placement, dealt as it is. What is left over there is left over here.
+/// Arranges the same documents in as many micro-batches, rank by rank, each rank's in schedule order: by
+/// [`pack_for_ranks`](super::pack_for_ranks) if it finds a plan, else by exchanges from the placement on. The step is
+/// never longer than the placement's, dealt as it is. Documents that are left over stay so.
 ///
 /// # Arguments
 /// * `start` - keeps the limits.

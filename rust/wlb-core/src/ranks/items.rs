@@ -1,4 +1,4 @@
-//! What is given to ranks and to their micro-batches: documents, or groups of them that stay together.
+//! Items that ranks and micro-batches get: documents, or groups of documents that stay together.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ pub(super) struct Item {
     pub(super) cost: f64,
     pub(super) tokens: i64,
     pub(super) documents: u32,
-    /// Which document, or which group, it is.
+    /// Index of the document or group.
     pub(super) index: u32,
 }
 

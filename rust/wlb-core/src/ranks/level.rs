@@ -12,7 +12,7 @@ const REACH: [usize; 2] = [4, 16];
 /// No item.
 const NONE: u32 = u32::MAX;
 
-/// How many items go each way.
+/// Number of items that go each way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Size {
     /// One for at most one.
@@ -21,7 +21,7 @@ pub(super) enum Size {
     Two,
 }
 
-/// What is given, or taken: at most two items.
+/// At most two items that are given or taken.
 #[derive(Clone, Copy, Debug)]
 struct Bundle {
     cost: f64,
@@ -53,14 +53,14 @@ impl Bundle {
     }
 }
 
-/// What one share gives another, and gets for it.
+/// Items that one share gives another, and items that it gets back.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Exchange {
     pub(super) from: usize,
     pub(super) to: usize,
     given: Bundle,
     taken: Bundle,
-    /// How far what is moved is from what was wished.
+    /// Distance between what is moved and what was wished.
     pub(super) error: f64,
 }
 
@@ -188,7 +188,8 @@ impl Leveller {
     }
 }
 
-/// What a share may give: its items, for [`Size::Two`] also each two of them, and nothing; costliest first.
+/// Lists the bundles that a share may give: each item, each pair of items for [`Size::Two`], and nothing; costliest
+/// first.
 fn list(shares: &Shares, share: usize, size: Size, bundles: &mut Vec<Bundle>) {
     let contents = &shares.contents[share];
     bundles.extend(contents.iter().map(|&place| Bundle::of(shares, place)));

@@ -1,15 +1,15 @@
-//! What a plan for ranks has to keep.
+//! Constraints of a plan for ranks.
 
 use crate::error::{Error, Result, check_range, saturating_i64};
 use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
 use crate::packing::options::{Method, Ranks, Sync, check_micro_batches};
 
-/// How to pack a global batch for ranks, or into micro-batches of a limited number of documents.
+/// Options for packing a global batch for ranks, or into micro-batches of a limited number of documents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankOptions {
     /// Micro-batches of all ranks; `None` for as few as hold the batch.
     pub num_micro_batches: Option<usize>,
-    /// Where there is no given number: what it is a multiple of, beside `dp_size`.
+    /// Without a given number of micro-batches, their number is a multiple of this, beside `dp_size`.
     pub multiple_of: usize,
     /// Most tokens of one micro-batch.
     pub max_tokens: i32,
@@ -31,7 +31,7 @@ impl RankOptions {
         self.ranks.map_or(1, |ranks| ranks.dp_size)
     }
 
-    /// Where these wait for each other.
+    /// Where the ranks wait for each other.
     pub(super) fn sync(&self) -> Sync {
         self.ranks.map_or(Sync::Step, |ranks| ranks.sync)
     }

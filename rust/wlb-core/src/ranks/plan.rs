@@ -26,7 +26,7 @@ const CLOSE: f64 = 1e-4;
 const CLOSE_SUMS: f64 = 1e-5;
 /// Exchanges that are looked at to make micro-batches level, and as many for ranks: a tenth of a millisecond.
 const STEPS: usize = 1 << 15;
-/// Where ranks wait for each other once a step, one micro-batch more of each has to make the step shorter by this part.
+/// If ranks wait once a step, one micro-batch more on each rank must make the step shorter by this part.
 const WORTH_A_ROUND: f64 = 0.05;
 /// Rounds of unequal micro-batches are planned rank by rank as well, where they take so much more than is aimed at.
 const UNEVEN: f64 = 0.03;
@@ -130,10 +130,10 @@ pub(super) struct Batch<'a> {
     places: Vec<u32>,
     /// Documents that stay on one rank.
     members: Vec<Vec<u32>>,
-    /// The same as items, costliest first.
+    /// The groups as items, costliest first.
     groups: Vec<Item>,
     limits: Limits,
-    /// What every micro-batch costs beside its documents.
+    /// Cost of every micro-batch beside its documents.
     micro_batch: f64,
     /// Micro-batches that hold the documents already, if there are some: indices of documents, the costliest
     /// micro-batch first.
@@ -389,7 +389,7 @@ impl<'a> Batch<'a> {
         Some((shares, ranks))
     }
 
-    /// What a step takes: the heaviest rank, or the heaviest micro-batch of each round.
+    /// Time of a step: the heaviest rank, or the sum of the heaviest micro-batch of each round.
     fn longest(&self, shares: &Shares<'_>, ranks: &[Vec<usize>]) -> f64 {
         let costs = shares.costs();
         match self.options.sync() {

@@ -6,7 +6,7 @@
 
 use super::items::Item;
 
-/// What the micro-batches of each round should cost, heaviest round first.
+/// Target cost of the micro-batches of each round, heaviest round first.
 ///
 /// A round costs what is left for each of the micro-batches that are left, or more if a document does.
 pub(super) fn targets(items: &[Item], dp_size: usize, rounds: usize) -> Vec<f64> {

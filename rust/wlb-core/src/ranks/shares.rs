@@ -20,9 +20,9 @@ pub(super) struct Shares<'a> {
     /// Costliest first.
     pub(super) items: &'a [Item],
     pub(super) limits: Limits,
-    /// Of each share, places in `items`, ascending.
+    /// Places in `items` of each share, ascending.
     pub(super) contents: Vec<Vec<u32>>,
-    /// What each share costs above its target.
+    /// Cost of each share above its target.
     pub(super) loads: Vec<f64>,
     tokens: Vec<i64>,
     documents: Vec<i64>,
@@ -195,12 +195,12 @@ impl<'a> Shares<'a> {
         }
     }
 
-    /// What a share costs: the costs of its items, summed anew.
+    /// Cost of a share: the costs of its items, summed anew.
     pub(super) fn cost(&self, share: usize) -> f64 {
         self.contents[share].iter().map(|&place| self.items[place as usize].cost).sum()
     }
 
-    /// What each share costs.
+    /// Cost of each share.
     pub(super) fn costs(&self) -> Vec<f64> {
         (0..self.contents.len()).map(|share| self.cost(share)).collect()
     }
@@ -208,7 +208,7 @@ impl<'a> Shares<'a> {
 
 /// Finds items that are short enough: the least tokens of all items, of their halves, of the halves of these.
 struct Shortest {
-    /// Those of a range, then of its halves at twice its place and the next.
+    /// Tokens of a range; those of its halves are at twice its place and the next.
     tokens: Vec<i64>,
 }
 

@@ -10,7 +10,7 @@ const PARTNERS: usize = 3;
 /// An exchange brings at least this part of what is wished: with less, many would be needed.
 const LEAST: f64 = 0.05;
 
-/// What two ranks exchange.
+/// An exchange between two ranks.
 enum Swap {
     /// A micro-batch for another: places in what the ranks hold.
     MicroBatches(usize, usize),
@@ -61,7 +61,7 @@ pub(super) fn level(shares: &mut Shares, ranks: &mut [Vec<usize>], close: f64, s
     }
 }
 
-/// What moves a cost as near to `aim` as any exchange of two ranks does; the first that is within `enough` of it.
+/// The exchange of two ranks that moves a cost closest to `aim`; the first that is within `enough` of it.
 fn best(
     shares: &Shares,
     costs: &[f64],
@@ -89,8 +89,8 @@ fn best(
     found
 }
 
-/// Of which two costs, one of each rank, the difference is nearest to `aim`, and nearer than `error`: the first such
-/// pair, and how far it is off.
+/// The pair of costs, one of each rank, whose difference is closest to `aim` and closer than `error`: the first such
+/// pair, and its distance.
 ///
 /// # Complexity
 /// O(n log n); more only where costs differ by so little that differences round alike.

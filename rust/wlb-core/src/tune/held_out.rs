@@ -50,7 +50,7 @@ impl Found<'_> {
     }
 }
 
-/// What finds prices, and what judges them.
+/// Documents on which prices are found, and documents on which they are judged.
 struct Parts {
     /// Each half finds, and judges what the other finds; none of few documents, where the whole sample finds.
     halves: Vec<Reading>,
@@ -85,7 +85,7 @@ fn hashed(value: u64) -> u64 {
 }
 
 impl Parts {
-    /// Of the whole sample.
+    /// Parts of the whole sample.
     fn of(search: &Trials<'_>, sample: Sample<'_>) -> Result<Self> {
         let documents = sample.lengths.len();
         let read =

@@ -1,4 +1,4 @@
-//! What waits, chosen on a sample of documents: the best balance within a limit of the mean delay.
+//! Tuning: thresholds or a delay price with the best balance on a sample, within a limit of the mean delay.
 
 mod held_out;
 mod options;

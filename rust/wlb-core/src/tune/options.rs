@@ -1,11 +1,11 @@
-//! What is tuned, and within which limits.
+//! Options of tuning and its limits.
 
 use crate::stream::PackerConfig;
 
 /// Most mean token delay, in iterations, unless the user says otherwise.
 pub const MAX_MEAN_DELAY: f64 = 0.6;
 
-/// How to tune.
+/// Options of tuning.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TuneOptions {
     /// The packer to tune; its `release`, `outlier_thresholds` and `delay_price` are ignored. It says what a global

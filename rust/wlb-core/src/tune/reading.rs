@@ -9,7 +9,7 @@ use crate::stream::{Packer, PackerConfig, Push};
 
 use super::sample::{Pieces, Sample, table};
 
-/// What a packer made of the sample.
+/// Result of a packer on the sample.
 pub(super) struct Run {
     /// Empty, with its metrics.
     pub(super) packer: Packer,
@@ -32,24 +32,24 @@ pub(super) struct Reading {
     max_early: i64,
 }
 
-/// How far a sample has entered.
+/// Position in the sample.
 #[derive(Default)]
 struct Place {
-    /// So many have had their turn.
+    /// Number of pieces that have had their turn.
     read: usize,
-    /// Those behind that have entered before their turn, ascending.
+    /// Later pieces that have entered before their turn, ascending.
     taken: Vec<usize>,
 }
 
 /// Pieces that could enter next.
 struct Offer {
-    /// Those that have their turn now, then those that come before it.
+    /// Pieces whose turn is now, then pieces that come before their turn.
     pieces: Vec<usize>,
-    /// How many of them have their turn.
+    /// Number of pieces whose turn is now.
     due: usize,
     /// By how many iterations each comes before it.
     early: Vec<i64>,
-    /// So many have had their turn when all that have it now are in.
+    /// Number of pieces that have had their turn once all pieces whose turn is now are in.
     end: usize,
     /// Whether there are none behind.
     last: bool,
@@ -127,7 +127,7 @@ impl Reading {
         }
     }
 
-    /// So many global batches, and what of later ones comes with them; no rest of less than a step is left behind.
+    /// Offers a number of global batches and the later pieces that come with them; leaves no rest of less than a step.
     fn offer(&self, packer: &Packer, place: &Place, batches: i64) -> Result<Offer> {
         let (first, all) = (place.read, self.ends.len());
         let before = self.ends[first] - i64::from(self.pieces.lengths[first]);
@@ -170,8 +170,7 @@ impl Reading {
         Ok(Offer { pieces, due, early, end, last })
     }
 
-    /// How many of the offered pieces enter: those admitted, or fewer where what stays outside would be less than a
-    /// step by itself.
+    /// Number of offered pieces that enter: those admitted, or fewer if the rest would be less than a step by itself.
     fn entering(&self, admitted: usize, lengths: &[i32], last: bool) -> usize {
         let rest = |count: usize| lengths[count..].iter().map(|&length| i64::from(length)).sum::<i64>();
         if last && admitted < lengths.len() && rest(admitted) < self.least {
@@ -183,7 +182,7 @@ impl Reading {
 }
 
 impl Place {
-    /// So many of the first pieces of an offer have entered.
+    /// Marks the first pieces of an offer as entered.
     fn advance(&mut self, offer: &Offer, entering: usize) {
         let entered = &offer.pieces[..entering];
         if entering >= offer.due {

@@ -1,4 +1,4 @@
-//! What is tuned on: documents, and what they cost where they bring it.
+//! Sample for tuning: documents, and their costs if they bring them.
 
 use crate::cost::DocumentCosts;
 use crate::error::{Error, Result};
@@ -65,7 +65,7 @@ impl Sample<'_> {
     }
 }
 
-/// What a packer says of its `cost_columns` is said here of the `costs`, which have them.
+/// Turns a packer's error about `cost_columns` into one about `costs`.
 fn of_costs(error: Error) -> Error {
     match error {
         Error::Combination { argument: "cost_columns", requirement } => {
@@ -87,7 +87,7 @@ pub(super) struct Pieces {
 /// Costs of some pieces: rows, and the numbers in one.
 type Rows = Option<(Vec<f64>, usize)>;
 
-/// The same as a packer takes them.
+/// The rows as a packer takes them.
 pub(super) fn table(rows: &Rows) -> Option<CostTable<'_>> {
     rows.as_ref().map(|(values, columns)| CostTable { values, columns: *columns })
 }

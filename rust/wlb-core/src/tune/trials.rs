@@ -108,7 +108,7 @@ impl<'a> Trials<'a> {
         late_a.cmp(&late_b).then(value_a.total_cmp(&value_b)).then(a.thresholds.len().cmp(&b.thresholds.len()))
     }
 
-    /// What was found; something has been tried.
+    /// Result of the trials; at least one was made.
     pub(super) fn finish(self) -> Tuned {
         let best = self.best(|_| true).unwrap_or(&self.points[0]).clone();
         Tuned { best, pareto: self.pareto(), judged: Vec::new(), evaluated: self.points.len() }

@@ -1,6 +1,6 @@
-//! What tuning found.
+//! Result of tuning.
 
-/// What one choice gives on the whole sample.
+/// Figures of one choice on the whole sample.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TunedPoint {
     /// The thresholds of the queues; none under [`Release::Adaptive`](crate::stream::Release::Adaptive).
@@ -23,11 +23,11 @@ pub struct TunedPoint {
     /// Sum of the steps' heaviest micro-batches over the sum of their means: heavy steps weigh more than in the mean
     /// imbalance.
     pub lost_time: f64,
-    /// What it gives on the same documents in other orders; prices that were judged have it.
+    /// Figures on the same documents in other orders, for prices that were judged.
     pub held_out: Option<HeldOut>,
 }
 
-/// What a choice gives on orders of the sample that it was not found on.
+/// Figures of a choice on orders of the sample that it was not found on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct HeldOut {
     /// Lost time, mean over the orders.

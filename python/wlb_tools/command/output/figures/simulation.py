@@ -69,7 +69,7 @@ def _time(ax: Axes, simulation: wlb_tools.Simulation, shown: str) -> None:
 
 
 def _idle(ax: Axes, simulation: wlb_tools.Simulation, shown: str) -> None:
-    """Which share of the steps is at most so idle."""
+    """Draws the share of steps that are idle for at most a given share of their time."""
     drawn = [(simulation.baseline, ORIGINAL)]
     if simulation.outcomes[shown] is not simulation.baseline:
         drawn.append((simulation.outcomes[shown], WLB))

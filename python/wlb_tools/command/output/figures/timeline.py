@@ -120,7 +120,7 @@ def _pipeline(
 
 @functools.cache
 def _number(number: int) -> Path:
-    """Its digits, in points, around the origin."""
+    """Outline of a number's digits, in points, around the origin."""
     digits = TextPath((0, 0), str(number), size=8.5, prop=FontProperties(family="DejaVu Sans"))
     box = digits.get_extents()
     return Path(digits.vertices - [box.x0 + box.width / 2, box.y0 + box.height / 2], digits.codes)

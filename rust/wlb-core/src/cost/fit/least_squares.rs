@@ -73,7 +73,7 @@ impl System {
         self.beyond + residual.iter().map(|value| value * value).sum::<f64>()
     }
 
-    /// What of a column the `others` do not give, as a share of its length, and how much of each of them gives the rest
+    /// The part of a column that the `others` do not explain, as a share of its length, and the factors of the others
     /// (with any sign, in lengths).
     pub(super) fn apart(&self, column: usize, others: &[usize]) -> (f64, Vec<f64>) {
         let target = &self.triangle[column];

@@ -20,9 +20,9 @@ const LEAST_NOISE: f64 = 1e-9;
 /// Times by rates over some columns.
 pub(super) struct Agreement {
     pub(super) rates: Vec<f64>,
-    /// What the rates give for each row.
+    /// Prediction for each row.
     pub(super) predicted: Vec<f64>,
-    /// How much each row counts: 1, less, or 0 for one that nobody believes.
+    /// Weight of each row: 1, less, or 0 for an outlier.
     pub(super) weights: Vec<f64>,
     /// Standard deviation of a believable row, relative to what is predicted.
     pub(super) noise: f64,
@@ -72,7 +72,7 @@ pub(super) fn weighted(columns: &[Vec<f64>], by: &Agreement, seconds: &[f64]) ->
     System::new(&columns.iter().map(|column| scaled(column)).collect::<Vec<_>>(), &scaled(&bounded))
 }
 
-/// What rates give for each row.
+/// Predictions of rates for each row.
 pub(super) fn predict(columns: &[Vec<f64>], rates: &[f64]) -> Vec<f64> {
     let rows = columns.first().map_or(0, Vec::len);
     (0..rows).map(|row| columns.iter().zip(rates).map(|(column, rate)| column[row] * rate).sum()).collect()
@@ -107,7 +107,7 @@ fn weigh(now: &mut Agreement, seconds: &[f64], bisquare: bool) {
         .collect();
 }
 
-/// Where to begin: the one column that explains the times best, at the median of its rates.
+/// Starting point: the one column that explains the times best, at the median of its rates.
 fn by_one(columns: &[Vec<f64>], among: &[usize], seconds: &[f64]) -> Vec<f64> {
     let candidates = among.iter().map(|&at| {
         let column = &columns[at];

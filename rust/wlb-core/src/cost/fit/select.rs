@@ -1,4 +1,4 @@
-//! Which rates explain measured times, and which terms these times cannot tell apart.
+//! Selects the rates that explain measured times, and finds the terms that these times cannot tell apart.
 //!
 //! A term is kept if the times are explained worse without it, by more than chance would. Of the others the times say
 //! one of two things. Either the term is small, whatever the others are: it costs nothing that can be seen. Or it could
@@ -30,18 +30,18 @@ const HELD_OUT: usize = 5;
 pub struct Column {
     /// The term's name.
     pub name: String,
-    /// Its amount in each micro-batch.
+    /// Amount of the term in each micro-batch.
     pub work: Vec<f64>,
 }
 
 /// One term of a fit.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FittedTerm {
-    /// Its name.
+    /// Name of the term.
     pub name: String,
     /// Seconds for one unit of its work; 0 where it was not kept.
     pub rate: f64,
-    /// Its share of all time.
+    /// Share of all time that the term takes.
     pub share: f64,
     /// Standard error of that share: about a third of all fits are off by more.
     pub share_error: f64,
@@ -57,9 +57,9 @@ pub struct Fit {
     pub merged: Vec<Vec<String>>,
     /// Median of `|predicted - measured| / measured` over the rows.
     pub residual: f64,
-    /// That median over held-out rows, which a fit to the others did not see.
+    /// Median error over held-out rows, which the fit to the others did not see.
     pub held_out_error: f64,
-    /// How many rows that were.
+    /// Number of held-out rows.
     pub held_out: usize,
     /// Rows that count for nothing, because the others contradict them.
     pub outliers: Vec<usize>,

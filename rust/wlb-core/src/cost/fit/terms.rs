@@ -7,16 +7,16 @@ use crate::error::{Error, Result};
 
 use super::select::{Column, Fit, fit_rates};
 
-/// Which terms a fit tries, in the order in which a cost model lists them.
+/// The terms that a fit tries, in the order in which a cost model lists them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct FitOptions {
-    /// Which keys a query attends to.
+    /// The mask: the keys that a query attends to.
     pub mask: Mask,
     /// Keys of sliding windows, ascending.
     pub windows: Vec<i32>,
     /// Tokens of chunks, ascending.
     pub chunks: Vec<i32>,
-    /// Of [`FitOptions::NAMES`], those to try; none: all.
+    /// Names of [`FitOptions::NAMES`] to try; `None`: all.
     pub terms: Option<Vec<String>>,
     /// Ranks that share the pairs and tokens of each micro-batch, each of them a part of every document; none: one
     /// each.

@@ -9,7 +9,7 @@ use super::counts::Counts;
 pub(crate) struct Bins {
     pub(crate) placement: Placement,
     max_tokens: i64,
-    /// Where their number is limited.
+    /// Number of documents in each bin, if it is limited.
     pub(crate) counts: Option<Counts>,
     by_cost: Ladder,
     /// Built at the first document that does not fit where the cost is least: most batches never need it. By sizes,
@@ -23,7 +23,7 @@ impl Bins {
         Self::limited(placement, i64::from(max_tokens), None)
     }
 
-    /// The same; where the number of documents is limited, from empty micro-batches on.
+    /// Empty bins with a limit on the number of documents.
     pub(crate) fn limited(placement: Placement, max_tokens: i64, max_documents: Option<usize>) -> Self {
         let by_cost = Ladder::new(placement.costs.iter().copied());
         let counts = max_documents.map(|most| Counts::new(placement.tokens.len(), max_tokens, most));

@@ -27,7 +27,7 @@ pub(crate) struct Priced<'a> {
     pub(crate) max_tokens: i32,
     /// Most documents of a micro-batch; only with costs in one column.
     pub(crate) max_documents: Option<usize>,
-    /// Where the costs are from, if they are those of a model.
+    /// The cost model, if the costs come from one.
     pub(crate) cost_model: Option<&'a CostModel>,
 }
 
@@ -62,7 +62,7 @@ impl Priced<'_> {
         self.place_after(&[])
     }
 
-    /// The same, but for the documents that are `urgent`: they go first, as they are listed.
+    /// Places the `urgent` documents first, as they are listed, and then the others.
     pub(crate) fn place_after(&self, urgent: &[usize]) -> Placed {
         let (leading, parts) = self.parts();
         // Where nothing is urgent the order needs no filter: a good part of the time of a document.
@@ -166,7 +166,7 @@ impl Priced<'_> {
         }
     }
 
-    /// What a document takes in all columns together, one after the other.
+    /// Time of a document: the sum over all columns that take time.
     #[inline]
     pub(crate) fn time(&self, row: &[f64]) -> f64 {
         if !self.costs.is_limited() {
@@ -202,8 +202,8 @@ impl Priced<'_> {
         (0..self.costs.columns()).filter(|&column| self.costs.limits()[column].is_none())
     }
 
-    /// What makes of a cost a part of its column: one over the column's sum, 0 for nothing but zeros. Minus infinity
-    /// for memory.
+    /// Factors that turn a cost into a part of its column: one over the column's sum, 0 for a column of zeros, minus
+    /// infinity for memory.
     pub(crate) fn scale(&self) -> Vec<f64> {
         let limits = self.costs.limits().iter();
         let scale = self.costs.sums().iter().zip(limits).map(|(&sum, limit)| match limit {
@@ -214,7 +214,7 @@ impl Priced<'_> {
         scale.collect()
     }
 
-    /// Of each document its leading column, and the part that orders it. Of one column, the costs are the parts.
+    /// Leading column of each document, and the part that orders it. With one column the costs are the parts.
     fn parts(&self) -> (Vec<u8>, Cow<'_, [f64]>) {
         if self.costs.columns() == 1 {
             return (Vec::new(), Cow::Borrowed(self.costs.values()));
@@ -223,7 +223,7 @@ impl Priced<'_> {
         (leading, Cow::Owned(parts))
     }
 
-    /// Of each document, the column in which it is the greatest part, the first of several, and that part.
+    /// Leading column of each document, in which it is the largest part, the first of equals; and that part.
     pub(crate) fn leading(&self) -> (Vec<u8>, Vec<f64>) {
         match self.costs.columns() {
             2 => self.leading_of(2),
@@ -284,7 +284,7 @@ impl Priced<'_> {
         Packing { columns, certificate, ..packing }
     }
 
-    /// What the pieces of a packing cost, in its order.
+    /// Costs of a packing's pieces, in its order.
     fn rows_of(&self, packing: &Packing) -> Vec<f64> {
         let columns = self.costs.columns();
         let (mut cursors, mut found) = (packing.offsets.clone(), vec![0.0; packing.pieces.len() * columns]);
@@ -299,12 +299,12 @@ impl Priced<'_> {
     }
 }
 
-/// Of a column, micro-batch by micro-batch.
+/// Loads of one column, micro-batch by micro-batch.
 pub(crate) fn by_column(loads: &[f64], columns: usize, column: usize) -> impl ExactSizeIterator<Item = f64> {
     loads.iter().skip(column).step_by(columns).copied()
 }
 
-/// What is `urgent`, as it is listed; then all others from the greatest weight to the least.
+/// The `urgent` documents as they are listed, then all others from the greatest weight to the least.
 fn costliest_after<'a>(urgent: &'a [usize], weights: &[f64]) -> impl Iterator<Item = usize> + use<'a> {
     let mut is_urgent = vec![false; weights.len()];
     urgent.iter().for_each(|&index| is_urgent[index] = true);

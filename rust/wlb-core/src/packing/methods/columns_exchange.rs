@@ -7,7 +7,7 @@ use crate::packing::placement::Placement;
 use super::columns::{Placed, Priced, by_column};
 use super::refined::refine;
 
-/// How much is done about a plan.
+/// Effort that is spent on improving a plan.
 struct Effort {
     /// It is left as it is once its step is this close to the lower bound.
     close: f64,
@@ -17,9 +17,9 @@ struct Effort {
     looks: usize,
 }
 
-/// Of Algorithm 1: about a tenth of a millisecond, and most plans are close as they are.
+/// Effort for Algorithm 1: about a tenth of a millisecond; most plans are close already.
 const LITTLE: Effort = Effort { close: 1.01, partners: 1, looks: 1 << 15 };
-/// Of `refined`: about half a millisecond.
+/// Effort for `refined`: about half a millisecond.
 const MUCH: Effort = Effort { close: 1.0001, partners: 4, looks: 1 << 17 };
 /// Documents, times micro-batches, up to which a plan that is not close is made by [`Priced::spread`] too.
 const SPREAD: usize = 1 << 17;

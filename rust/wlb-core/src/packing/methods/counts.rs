@@ -1,20 +1,20 @@
-//! How many documents micro-batches hold, where that is limited.
+//! Numbers of documents in micro-batches, where they are limited.
 
-/// What a document counts for where the number of documents is limited: its tokens, but at least its share of a full
-/// micro-batch. Documents whose sizes are `max_tokens` together keep both limits, and a micro-batch that is full of
-/// either has at least that size: so what holds of tokens holds of sizes.
+/// Size of a document where the number of documents is limited: its tokens, but at least its share of a full
+/// micro-batch. Documents whose sizes are at most `max_tokens` together keep both limits, and a micro-batch that is
+/// full of either has at least that size. So a proof about tokens holds for sizes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
     least: i64,
 }
 
 impl Sizes {
-    /// Of documents in micro-batches of so many tokens.
+    /// Sizes for micro-batches of at most so many tokens and documents.
     pub(crate) fn new(max_tokens: i64, max_documents: Option<usize>) -> Self {
         Self { least: max_documents.map_or(1, |most| (max_tokens as u64).div_ceil(most as u64) as i64) }
     }
 
-    /// That of a document.
+    /// Size of a document.
     pub(crate) fn of(self, length: i32) -> i64 {
         i64::from(length).max(self.least)
     }

@@ -2,7 +2,7 @@
 
 use crate::longest_first::longest_first_of;
 
-/// What is to be placed, longest first; ties by index.
+/// Documents to be placed, longest first; ties by index.
 pub(crate) struct Documents {
     pub(crate) longest_first: Vec<Document>,
     pub(crate) max_tokens: i64,

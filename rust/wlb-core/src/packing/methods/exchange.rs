@@ -41,8 +41,7 @@ pub(crate) fn exchange(documents: &Documents, start: Placement, low_enough: f64)
     contents.into_placement(start)
 }
 
-/// What goes from the heaviest micro-batch to its partner, what comes back, by their places there, and what both cost
-/// then.
+/// An exchange: items that leave the heaviest micro-batch, items that come back, and the costs of both after it.
 struct Exchange {
     given: [usize; 2],
     taken: [usize; 2],
@@ -63,36 +62,36 @@ impl Item {
     }
 }
 
-/// So many documents more than at first have room beside the others of a micro-batch.
+/// Number of documents that a micro-batch's list has spare room for.
 const SPARE: usize = 3;
 
 /// No document: 0 tokens that cost nothing.
 const NONE: Item = Item { cost: 0.0, length: 0, rank: u32::MAX };
 
-/// What is in each micro-batch, in the order that searches need.
+/// Documents of each micro-batch, in the order that searches need.
 struct Contents<'a> {
     documents: &'a Documents,
     /// Rank of the longest document that each micro-batch had at the start, and of each document's next there.
     first: Vec<u32>,
     next: Vec<u32>,
-    /// Those of micro-batches that were looked at, as they are by now, each's side by side; the last is [`NONE`].
+    /// Items of micro-batches that were looked at, one micro-batch after the other; the last item is [`NONE`].
     items: Vec<Item>,
-    /// Where those of each are. Most are never looked at: theirs are empty.
+    /// Range of each micro-batch's items; empty for those that were never looked at.
     spans: Vec<Span>,
     tokens: Vec<i64>,
     costs: Vec<f64>,
     /// Micro-batches by cost, ties by index, from either end.
     lightest: Tournament,
     heaviest: Tournament,
-    /// Of the search under way; all but the last are taken out of the lightest.
+    /// Partners of the search under way; all but the last are taken out of the lightest.
     partners: Vec<usize>,
-    /// How many more steps searches may take.
+    /// Number of steps that searches may still take.
     steps: usize,
     /// And after them those that try the lightest partner alone.
     last_steps: usize,
 }
 
-/// So many of [`Contents::items`], with room for some more.
+/// Range of [`Contents::items`], with spare room behind it.
 #[derive(Clone, Default)]
 struct Span {
     start: usize,
@@ -110,13 +109,13 @@ struct ExchangeSearch<'a> {
     costs: [f64; 2],
     /// Tokens that both have left.
     room: [i64; 2],
-    /// What the heavier costs after the best so far.
+    /// Cost of the heavier micro-batch after the best exchange so far.
     least: f64,
     best: Option<Exchange>,
 }
 
 impl ExchangeSearch<'_> {
-    /// What both cost when so much is given and so much taken.
+    /// Costs of both micro-batches after an exchange.
     fn after(&self, given: f64, taken: f64) -> [f64; 2] {
         let moved = given - taken;
         [self.costs[0] - moved, self.costs[1] + moved]

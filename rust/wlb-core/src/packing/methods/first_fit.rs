@@ -1,16 +1,16 @@
-//! Which of the documents is the first that a micro-batch may take.
+//! The first document that a micro-batch may take.
 
 use super::documents::{Document, Documents};
 
-/// Of fewer documents halving is as fast as tables, which have to be filled first.
+/// Below this number of documents halving is as fast as tables, which have to be filled first.
 const SMALL: usize = 1024;
 
 /// Binary orders of magnitude below the dearest document that rows by cost tell apart.
 const ORDERS: u64 = 24;
 
-/// Which of the documents, longest first, is the first that fits. Four of five placements ask: after most documents a
-/// micro-batch waits for a much shorter one, and halving misses the caches. So tables by length and by cost tell it,
-/// whose rows hold some documents each.
+/// Finds the first document, longest first, that fits. Four of five placements need it: after most documents a
+/// micro-batch waits for a much shorter one, and halving misses the caches. So tables by length and by cost give the
+/// answer; each row holds some documents.
 pub(crate) struct FirstFit<'a> {
     pub(crate) documents: &'a Documents,
     /// First rank of a length of so much, shifted, or less.
@@ -79,7 +79,7 @@ impl<'a> FirstFit<'a> {
     }
 }
 
-/// Of each row the first rank that is in it or in one below.
+/// For each row the first rank that is in it or in a row below.
 fn table(all: &[Document], row: impl Fn(&Document) -> usize) -> Vec<u32> {
     let mut table = vec![all.len() as u32; all.first().map_or(0, &row) + 1];
     let mut above = table.len();

@@ -15,8 +15,7 @@ use super::steepest::steepest;
 const CLOSE: f64 = 1.0001;
 /// No documents are exchanged once the maximum is this close to the lower bound.
 const NEAR: f64 = 1.0005;
-/// Where documents are left over, the target lies so far between the lower bound and the maximum that may not be
-/// exceeded.
+/// Position of the target between the lower bound and the maximum, if documents are left over.
 const RAISED: f64 = 0.75;
 
 /// Algorithm 1, then [`refine`].
@@ -44,11 +43,11 @@ pub(crate) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_token
     improve(start, || Documents::new(lengths, costs, max_tokens))
 }
 
-/// Where every micro-batch has tokens to spare, `start` is next to optimal and at most some documents are exchanged.
-/// Where tokens run out, Algorithm 1 goes wrong early: it looks at cost alone until a micro-batch is full. [`steepest`]
-/// looks at both from the first document on. Its target is the lower bound; where documents are left over it is higher,
-/// since more find room then, and balance comes second. [`exchange`] then works on the heaviest micro-batch of the
-/// better plan.
+/// Improves a placement. If every micro-batch has spare tokens, `start` is next to optimal, and only exchanges follow.
+/// If tokens run out, Algorithm 1 goes wrong early, because it looks at cost alone until a micro-batch is full;
+/// [`steepest`] looks at both from the first document on. Its target is the lower bound, or more if documents are left
+/// over, since more of them then find room and balance comes second. [`exchange`] then works on the heaviest
+/// micro-batch of the better plan.
 fn improve(start: Placement, documents: impl FnOnce() -> Documents) -> Placement {
     let ceiling = start.max_cost();
     let mean = start.costs.iter().sum::<f64>() / start.costs.len() as f64;

@@ -102,8 +102,9 @@ pub(crate) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
     Some(placement)
 }
 
-/// Of what `start` did not place what it left over, longest first: each to the least cost that has room, if that stays
-/// within `ceiling`. Micro-batches without room for the shortest are not looked at: mostly these are all.
+/// Places the documents that `start` left over, longest first: each in the micro-batch with the least cost that has
+/// room, if it stays within `ceiling`. Micro-batches without room for the shortest document are skipped: mostly all of
+/// them.
 ///
 /// # Complexity
 /// O(N), and O(log N) for each that there may be room for.
@@ -145,7 +146,7 @@ fn room(placement: &Placement, documents: &Documents, micro_batch: usize) -> i64
     documents.max_tokens - placement.tokens[micro_batch]
 }
 
-/// What a micro-batch holds: side by side, since both are asked for wherever one is.
+/// Tokens and cost of a micro-batch, side by side because both are read together.
 #[derive(Clone)]
 struct Held {
     tokens: i64,
@@ -164,7 +165,7 @@ trait Ready {
     fn first(&self) -> Option<usize>;
     fn set(&mut self, j: usize, weight: f64);
     fn take_out(&mut self, j: usize);
-    /// Of one that was taken out, and takes a document now for which it had too little room, or too much work.
+    /// Puts a micro-batch back that was taken out for lack of room or for too much work, and now takes a document.
     fn come_back(&mut self, j: usize, weight: f64, lacked_room: bool);
 }
 
@@ -237,11 +238,11 @@ struct Takers<'a, W, R> {
     weight: W,
     /// By weight.
     ready: R,
-    /// Of each document by rank, a micro-batch that waits for it, and of each micro-batch the next that waits for the
-    /// same.
+    /// For each document by rank, a micro-batch that waits for it; for each micro-batch, the next one that waits for
+    /// the same document.
     waits_for: Vec<u32>,
     next: Vec<u32>,
-    /// Whose next are known by now: all documents before this rank were looked at.
+    /// All documents before this rank were looked at.
     rank: usize,
 }
 

@@ -1,0 +1,277 @@
+"""What a trainer trains, by what it has when it is asked: data set, collator, model and arguments are read then."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import has_length
+
+import wlb
+from wlb._choices import Oversize
+from wlb._errors import error
+from wlb.integrations.counting import labelled_steps_left
+from wlb.integrations.huggingface.plans import KnownLengths, Limits, Streamed
+from wlb.integrations.huggingface.refusals import check_trainer, shuffles
+from wlb.integrations.rows import Rows
+from wlb.torch.data import Documents
+from wlb.torch.data.loading import Loading, step_tokens
+from wlb.torch.data.state import field as field_of
+from wlb.torch.routers import check_told
+from wlb.torch.training import takes_keywords
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Options:
+    """Arguments of :func:`wlb.integrations.huggingface.balance`; `dataset` is the one that `lengths` are of."""
+
+    max_tokens: int
+    max_document_tokens: int | None
+    oversize: Oversize
+    max_delay: int
+    tokens_per_batch: int | None
+    lengths: ArrayLike | None
+    cost_model: wlb.CostModel | None
+    columns: Sequence[str]
+    verify: bool
+    packer: Mapping[str, Any]
+    dataset: Any
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that training goes on from: optimizer steps before it, of how many, and the state of the data."""
+
+    step: int
+    max_steps: int
+    state: dict[str, Any]
+
+    @classmethod
+    def of(cls, folder: str | None, callback: str) -> Resumed | None:
+        """Reads the state of a checkpoint folder; None if there is none, or if nothing was trained.
+
+        Args:
+            folder: `resume_from_checkpoint`.
+            callback: the name under which the Trainer saves the state of the data.
+
+        Raises:
+            wlb.WlbError: the checkpoint was saved without it, or after another step than it says.
+        """
+        path = os.path.join(folder or "", TRAINER_STATE_NAME)
+        if folder is None or not os.path.isfile(path):
+            return None
+        state = TrainerState.load_from_json(path)
+        if not state.global_step:
+            return None
+        callbacks: Any = state.stateful_callbacks  # in a checkpoint a dict
+        saved = field_of(callbacks, callback, dict)
+        trained = field_of(saved, "trained", int)
+        if trained != state.global_step:
+            message = f"holds the data after {trained} steps, but the Trainer's state after {state.global_step}"
+            raise error("resume_from_checkpoint", message, value=trained)
+        return cls(state.global_step, state.max_steps, field_of(saved, "steps", dict))
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """The loader that is trained, and the training arguments that belong to it.
+
+    Attributes:
+        plan: where the micro-batches come from.
+        plain: whether the model takes no keywords.
+        arguments: those of the Trainer's that differ from what its user gave.
+    """
+
+    plan: KnownLengths | Streamed
+    plain: bool
+    arguments: dict[str, Any]
+
+
+@dataclass
+class Planner:
+    """Plans for one trainer, from what it has at that moment.
+
+    What the plan sets among the trainer's arguments is known here, so that each plan is made from the values that the
+    user gave: before, or since the plan before. A value that is equal to the plan's own counts as unchanged.
+    """
+
+    options: Options
+    _set: tuple[Any, dict[str, tuple[Any, Any]]] = (None, {})  # arguments, and of each the user's value and ours
+    _measured: tuple[tuple[Any, ...], NDArray[np.int64]] | None = None  # lengths, and of what they are
+
+    def plan(self, trainer: Any, resumed: Resumed | None = None) -> Planned:
+        """Reads data set, collator, model and arguments; changes nothing.
+
+        Raises:
+            wlb.WlbError: as :func:`wlb.integrations.huggingface.balance`; or a checkpoint is of other data.
+        """
+        check_trainer(trainer)
+        limits = limits_of(trainer, self.options)
+        for name in ("multiple_of_tokens", "token_buckets"):
+            if limits.others.get(name):
+                check_told(trainer.model, name, limits.others[name])
+        plain = not takes_keywords(trainer.model)
+        own = {name: self._given(trainer, name) for name in ("max_steps", "gradient_accumulation_steps")}
+        plan: KnownLengths | Streamed
+        max_steps = own["max_steps"]
+        if has_length(trainer.train_dataset) and not isinstance(trainer.train_dataset, IterableDataset):
+            plan = self._known(trainer, limits, own, resumed)
+            split = limits.loading.oversize == "split" and int(plan.lengths.max()) > limits.context
+        else:
+            plan = self._streamed(trainer, limits, own)
+            split = limits.loading.oversize == "split"
+        if plain and split:
+            name = type(trainer.model).__name__
+            message = (
+                f'= "split": {name} takes no shift_labels, so what follows a piece could not be learnt; "truncate"'
+            )
+            raise error("oversize", message, value=limits.loading.oversize)
+        if isinstance(plan, KnownLengths) and max_steps <= 0:
+            max_steps = self._steps(plan, trainer.args.num_train_epochs, resumed)
+        return Planned(
+            plan,
+            plain,
+            {
+                "max_steps": max_steps,
+                "gradient_accumulation_steps": plan.packer.num_micro_batches // trainer.args.world_size,
+                "ignore_data_skip": True,
+            },
+        )
+
+    def set_arguments(self, trainer: Trainer, arguments: Mapping[str, Any]) -> None:
+        """The trainer's arguments become those of a plan."""
+        self._set = (
+            trainer.args,
+            {name: (self._given(trainer, name), value) for name, value in arguments.items()},
+        )
+        for name, value in arguments.items():
+            setattr(trainer.args, name, value)
+
+    def _given(self, trainer: Trainer, name: str) -> Any:
+        """The value that the user gave for a training argument."""
+        args, values = self._set
+        found = getattr(trainer.args, name)
+        if args is trainer.args and name in values and values[name][1] == found:
+            return values[name][0]
+        return found
+
+    def _known(self, trainer: Trainer, limits: Limits, own: Mapping[str, int], resumed: Resumed | None) -> KnownLengths:
+        args, options = trainer.args, self.options
+        rows = Rows(*documents_of(trainer, trainer.train_dataset, "training"), limits.reader)
+        if not len(rows):
+            raise error("train_dataset", "is empty")
+        shuffle = shuffles(trainer)
+        measured = self._lengths(trainer, rows)
+        trained = measured.clip(max=limits.context) if limits.loading.oversize == "truncate" else measured
+        tokens_per_batch = options.tokens_per_batch
+        if tokens_per_batch is None:
+            documents = args.per_device_train_batch_size * own["gradient_accumulation_steps"] * args.world_size
+            tokens_per_batch = max(1, round(float(trained.mean()) * documents))
+        packer = limits.packer(limits.micro_batches(tokens_per_batch, args.world_size), tokens_per_batch)
+        num_epochs = max(1, math.ceil(args.num_train_epochs))
+        if own["max_steps"] > 0:  # as many as that takes: what waits is drained after the last one
+            begun, done = (0, 0) if resumed is None else (field_of(resumed.state, "epoch", int), resumed.step)
+            num_epochs = begun + 2 + math.ceil((own["max_steps"] - done) * tokens_per_batch / int(trained.sum()))
+        return KnownLengths(rows, measured, packer, max(num_epochs, 1), shuffle, args, limits)
+
+    def _lengths(self, trainer: Trainer, rows: Rows) -> NDArray[np.int64]:
+        dataset, options = trainer.train_dataset, self.options
+        if options.lengths is not None:
+            if dataset is not options.dataset:
+                message = (
+                    "are those of the data set that the trainer had: it has another one now; balance a new trainer"
+                )
+                raise error("lengths", message)
+            measured = np.asarray(options.lengths)
+            if measured.shape != (len(rows),):
+                message = f"has shape {measured.shape}, but there are {len(rows)} documents"
+                raise error("lengths", message, value=measured.shape)
+            return measured
+        key = (dataset, trainer.data_collator)
+        known = self._measured
+        if known is None or (known[0][0] is not key[0] or known[0][1] is not key[1] or known[1].size != len(rows)):
+            self._measured = known = key, rows.lengths()
+        return known[1]
+
+    def _streamed(self, trainer: Trainer, limits: Limits, own: Mapping[str, int]) -> Streamed:
+        world_size = trainer.args.world_size
+        if own["max_steps"] <= 0:
+            message = (
+                "is not given, and a data set that is read as a stream does not say how many steps it has: give it"
+            )
+            raise error("max_steps", message, value=own["max_steps"])
+        dataset, collator = documents_of(trainer, trainer.train_dataset, "training")
+        tokens_per_batch = self.options.tokens_per_batch
+        if tokens_per_batch is None:
+            num_micro_batches = world_size * own["gradient_accumulation_steps"]
+            tokens_per_batch = step_tokens(num_micro_batches * limits.max_tokens)
+        else:
+            num_micro_batches = limits.micro_batches(tokens_per_batch, world_size)
+        return Streamed(dataset, collator, limits.packer(num_micro_batches, tokens_per_batch), limits)
+
+    def _steps(self, plan: KnownLengths, num_train_epochs: float, resumed: Resumed | None) -> int:
+        """Optimizer steps of the whole run, those done included: that is what ends it, and what its schedule counts."""
+        sampler = plan.sampler()
+        if resumed is not None:
+            sampler.load_state_dict(resumed.state)
+        state = sampler.state_dict()
+        # Counted anew by each plan: a collator may have been changed in place since, and masks other labels now.
+        epochs = labelled_steps_left(
+            sampler, Documents(plan.rows, columns=plan.limits.loading.columns), plan.num_epochs
+        )
+        done = 0 if resumed is None else resumed.step
+        if not epochs:
+            return max(done, 1)
+        # Of the last epoch perhaps only a part is wanted, and a part of it may be done.
+        begun = field_of(state, "position", int) / len(plan.rows) if len(epochs) == 1 else 0.0
+        wanted = num_train_epochs - (plan.num_epochs - 1)
+        last = epochs[-1] if wanted >= 1 else math.ceil(epochs[-1] * max(wanted - begun, 0.0) / max(1 - begun, 1e-9))
+        total = max(done + sum(epochs[:-1]) + last, 1)
+        if resumed is not None and total != resumed.max_steps:
+            warnings.warn(
+                f"the checkpoint was saved in a run of {resumed.max_steps} steps; with the ranks, batch and epochs of "
+                f"now it has {total}, so that a learning-rate schedule goes on at step {done} of {total}",
+                stacklevel=2,
+            )
+        return total
+
+
+def limits_of(trainer: Any, options: Options) -> Limits:
+    """Limits of the packer, read from the trainer's model as it is now.
+
+    Raises:
+        wlb.WlbError: its costs are not known.
+    """
+    config = trainer.model.config
+    context = options.max_document_tokens
+    if context is None:
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None) or options.max_tokens
+        context = min(options.max_tokens, longest)
+    cost_model = options.cost_model
+    if cost_model is None:
+        cost_model = wlb.ModelConfig.from_hugging_face(config.to_dict()).cost_model()
+    loading = Loading(
+        max_document_tokens=context,
+        oversize=options.oversize,
+        max_delay=options.max_delay,
+        cost_model=cost_model,
+        columns=options.columns,
+    )
+    return Limits(options.max_tokens, loading, dict(options.packer))
+
+
+def documents_of(trainer: Any, dataset: Any, description: str) -> tuple[Any, Any]:
+    """A data set and its collator, without the columns that the model does not take: as the trainer reads them."""
+    if hasattr(dataset, "remove_columns") and hasattr(dataset, "select_columns") and has_length(dataset):
+        return trainer._remove_unused_columns(dataset, description=description), trainer.data_collator
+    return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
