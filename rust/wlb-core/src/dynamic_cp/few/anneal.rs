@@ -109,7 +109,7 @@ impl<'a> Walks<'a> {
         let price = self.clock.price(&current, self.parts);
         self.note(&current, price)?;
         let mut now = price + MEAN * mean;
-        self.neighbours.latest = latest;
+        self.neighbours.latest = current.on(self.parts, latest);
         while self.clock.work - before < work && !self.is_done() {
             let left = 1.0 - (self.clock.work - before) as f64 / ((1.0 - DESCENT) * work as f64);
             let longer = if left > 0.0 { above * left * left } else { 0.0 };
@@ -128,7 +128,8 @@ impl<'a> Walks<'a> {
             if price + mean > most {
                 continue;
             }
-            (current, now, self.neighbours.latest) = (next, price + mean, latest);
+            (current, now) = (next, price + mean);
+            self.neighbours.latest = current.on(self.parts, latest);
             self.note(&current, price)?;
         }
         Ok(())

@@ -128,6 +128,12 @@ impl Layout {
         of.fold(0, |all, team| all | team.documents)
     }
 
+    /// All documents of a rank.
+    pub(super) fn on(&self, parts: &Parts<'_>, rank: usize) -> Set {
+        let of = self.teams().iter().filter(|team| parts.slots.get(team.slot).ranks >> rank & 1 == 1);
+        of.fold(0, |all, team| all | team.documents)
+    }
+
     /// The team of a document.
     #[inline]
     pub(super) fn team_of(&self, document: usize) -> usize {

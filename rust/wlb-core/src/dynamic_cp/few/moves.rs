@@ -2,6 +2,7 @@
 
 use crate::dynamic_cp::cost::Load;
 use crate::dynamic_cp::options::GroupSizes;
+use crate::dynamic_cp::problem::Problem;
 
 use super::anneal::SAME;
 use super::draw::Draw;
@@ -61,8 +62,8 @@ enum Move {
 pub(super) struct Neighbours<'a> {
     parts: &'a Parts<'a>,
     pub(super) draw: Draw,
-    /// The rank that has most to do.
-    pub(super) latest: usize,
+    /// The documents of the rank that has most to do.
+    pub(super) latest: Set,
     /// Whether so many micro-batches are allowed.
     allowed: Vec<bool>,
 }
@@ -94,7 +95,7 @@ impl<'a> Neighbours<'a> {
         let parts = self.parts;
         match MOVES[self.draw.below(MOVES.len())] {
             Move::Moved => {
-                let document = self.document(from);
+                let document = self.document();
                 let (left, to) = (from.team_of(document), self.draw.below(from.teams().len()));
                 if to == left {
                     return None;
@@ -103,7 +104,7 @@ impl<'a> Neighbours<'a> {
                 self.leave(next, left, document)
             }
             Move::Swapped => {
-                let documents = [self.document(from), self.draw.below(self.documents())];
+                let documents = [self.document(), self.draw.below(self.documents())];
                 let [a, b] = documents.map(|document| from.team_of(document));
                 if a == b {
                     return None;
@@ -113,7 +114,7 @@ impl<'a> Neighbours<'a> {
                 next.put(parts, b, from.teams()[b].slot, from.teams()[b].documents ^ both)
             }
             Move::Placed => {
-                let document = self.document(from);
+                let document = self.document();
                 let left = from.team_of(document);
                 let j = self.draw.below(count);
                 let alone = from.teams()[left].documents == 1 << document;
@@ -136,7 +137,7 @@ impl<'a> Neighbours<'a> {
                 self.lay_out(next, j, from.inside(j))
             }
             Move::Mixed => {
-                let document = self.document(from);
+                let document = self.document();
                 let left = from.team_of(document);
                 let (i, j) = (usize::from(from.teams()[left].micro_batch), self.draw.below(count));
                 if i == j {
@@ -219,7 +220,7 @@ impl<'a> Neighbours<'a> {
                 if !self.may_have(count + 1) {
                     return None;
                 }
-                let document = self.document(from);
+                let document = self.document();
                 let left = from.team_of(document);
                 let i = usize::from(from.teams()[left].micro_batch);
                 if from.inside(i).count_ones() < 2 {
@@ -236,7 +237,7 @@ impl<'a> Neighbours<'a> {
             }
             Move::Block => self.exchange(from, next),
             Move::Beside => {
-                let document = self.document(from);
+                let document = self.document();
                 let (left, at) = (from.team_of(document), self.draw.below(from.teams().len()));
                 if left == at {
                     return None;
@@ -269,13 +270,9 @@ impl<'a> Neighbours<'a> {
     }
 
     /// A document, mostly of the rank that has most to do.
-    fn document(&mut self, from: &Layout) -> usize {
-        if !self.draw.one_in(LATEST) {
-            let is_on = |slot: u16| self.parts.slots.get(slot).ranks >> self.latest & 1 == 1;
-            let on = from.teams().iter().filter(|team| is_on(team.slot)).fold(0, |all, team| all | team.documents);
-            if on != 0 {
-                return self.draw.of_set(u64::from(on));
-            }
+    fn document(&mut self) -> usize {
+        if self.latest != 0 && !self.draw.one_in(LATEST) {
+            return self.draw.of_set(self.latest.into());
         }
         self.draw.below(self.documents())
     }
@@ -404,7 +401,7 @@ impl<'a> Neighbours<'a> {
     /// first. `None` if one fits in none of them.
     fn lay_out(&mut self, next: &mut Layout, micro_batch: usize, documents: Set) -> Option<()> {
         let parts = self.parts;
-        let &crate::dynamic_cp::problem::Problem { world_size, largest_group, .. } = parts.problem;
+        let &Problem { world_size, largest_group, .. } = parts.problem;
         next.clear(micro_batch);
         let many = documents.count_ones() as usize;
         let mut groups = [(0_u16, Set::default(), Load::default(), 0.0_f64); MOST];
