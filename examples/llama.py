@@ -32,6 +32,8 @@ class LlamaConfig:
         vocab_size: different tokens.
         rope_theta: base of the rotary embedding.
         norm_eps: added to the variance in norms.
+        tie_word_embeddings: whether the head is the embedding: one weight, of which a pipeline's first and last stage
+            have a copy each.
     """
 
     hidden_size: int = 128
@@ -42,6 +44,7 @@ class LlamaConfig:
     vocab_size: int = 257
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -128,6 +131,15 @@ class LlamaStage(nn.Module):
         if self.is_last:
             self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings and self.is_first and self.is_last:
+            self.head.weight = self.embedding.weight
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """This stage's copy of the weight that is embedding and head, for `wlb.torch.TiedWeights`."""
+        if not self.config.tie_word_embeddings:
+            return None
+        return self.embedding.weight if self.is_first else self.head.weight if self.is_last else None
 
     def forward(
         self, x: Tensor, *, position_ids: Tensor, shard: wlb.Shard, group: dist.ProcessGroup | None = None

@@ -8,10 +8,10 @@
 What the options `--pp` and `--cp` leave of the world is data parallel. A run may go on from its checkpoint on another
 layout: the documents of each step stay the same.
 
-Read it from top to bottom. wlb stands in five places, each with a comment that begins with "wlb": the packer plans each
+Read it from top to bottom. wlb stands in six places, each with a comment that begins with "wlb": the packer plans each
 global batch, the sampler gives each data-parallel rank its micro-batches, `collate` keeps the tokens of this
-context-parallel rank, the pipeline takes micro-batches of unequal length, and the loss counts every token once. In
-llama.py attention takes the shard.
+context-parallel rank, the pipeline takes micro-batches of unequal length, copies of a weight on two stages stay equal,
+and the loss counts every token once. In llama.py attention takes the shard.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from llama import LlamaConfig, LlamaStage
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
 parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks")
+parser.add_argument("--tied", action="store_true", help="embedding and head are one weight")
 parser.add_argument("--corpus", type=Path, default=sysconfig.get_path("stdlib"), help="a folder of text files")
 parser.add_argument("--pattern", default="*.py", help="names of the files that are documents")
 parser.add_argument("--context", type=int, default=2048, help="context window in tokens; longer documents are split")
@@ -126,10 +127,15 @@ def learning_rate(options: argparse.Namespace, step: int) -> float:
     return options.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], pipeline: dist.ProcessGroup, limit: float = 1.0) -> None:
-    """Scales gradients so that their norm over all stages is at most `limit`."""
+def clip_gradients(
+    parameters: Iterable[torch.nn.Parameter],
+    pipeline: dist.ProcessGroup,
+    copy: torch.nn.Parameter | None,
+    limit: float = 1.0,
+) -> None:
+    """Scales gradients so that their norm over all stages is at most `limit`; a `copy` counts on another stage."""
     parameters = list(parameters)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None and p is not copy])
     squared = norm.full_tensor() ** 2  # over the shards of this stage
     dist.all_reduce(squared, group=pipeline)
     torch.nn.utils.clip_grads_with_norm_(parameters, limit, squared.sqrt())
@@ -153,7 +159,9 @@ def main() -> None:
 
     tokens_per_batch = options.micro_batches * options.context
     dataset = Files(options.corpus, options.pattern, max_tokens=tokens_per_batch)
-    config = LlamaConfig(hidden_size=64, ffn_hidden_size=176, vocab_size=Files.VOCABULARY)
+    config = LlamaConfig(
+        hidden_size=64, ffn_hidden_size=176, vocab_size=Files.VOCABULARY, tie_word_embeddings=options.tied
+    )
 
     # wlb 1: the packer gives micro-batches equal work. Documents that would make a step uneven wait for a later step,
     # at most 16 steps. Micro-batches get half as many tokens again as the context: room for short documents.
@@ -194,13 +202,15 @@ def main() -> None:
     stage = wt.VarlenPipelineStage(
         model, stage_index, options.pp, device, group=pipeline, hidden_size=config.hidden_size
     )
+    # wlb 5: a weight that stages share stays one weight.
+    tied = wt.TiedWeights(model.tied_weight, group=pipeline) if options.tied else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
 
     done = resume(options.checkpoint_dir, model, optimizer, loader)
     started = time.perf_counter()
     for step in loader if done < options.steps else ():
         batches = [batch.to(device, non_blocking=True) for batch in step.micro_batches]
-        # wlb 5: the loss is a mean over the labels of the whole global batch, however they are packed.
+        # wlb 6: the loss is a mean over the labels of the whole global batch, however they are packed.
         valid = wt.count_valid_tokens(step, group=wt.data_and_context(mesh).get_group())
         losses = wt.pipeline_step(
             [stage],
@@ -216,9 +226,11 @@ def main() -> None:
             schedule="1f1b",
             loss_fn=partial(wt.token_normalized_loss, num_valid_tokens=valid),
         )
+        if tied is not None:
+            tied.all_reduce_gradients()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, done)
-        clip_gradients(model.parameters(), pipeline)
+        clip_gradients(model.parameters(), pipeline, None if tied is None or tied.is_first else model.tied_weight)
         if valid:  # otherwise no token has a label, on all ranks alike, and momentum would still move weights
             optimizer.step()
         optimizer.zero_grad()

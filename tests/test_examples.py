@@ -45,3 +45,9 @@ def test_the_example_learns_the_same_on_two_ranks_and_goes_on_on_other_ones(tmp_
         for row in found:
             np.testing.assert_allclose(row.pop("loss"), expected["loss"], rtol=1e-4)
             assert row == {name: value for name, value in expected.items() if name != "loss"}
+
+
+def test_a_tied_weight_learns_the_same_on_two_stages(tmp_path: Path, corpus: Path) -> None:
+    alone = train(tmp_path, corpus, "--tied", "--steps", "3")
+    stages = train(tmp_path, corpus, "--tied", "--pp", "2", "--steps", "3", processes=2)
+    np.testing.assert_allclose([row["loss"] for row in stages], [row["loss"] for row in alone], rtol=1e-4)

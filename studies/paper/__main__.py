@@ -19,7 +19,7 @@ from studies.paper import RESULTS, Study
 from studies.paper.figures import draw
 from studies.paper.page import report
 from wlb_tools.command.errors import CliError
-from wlb_tools.command.inputs.documents import read_documents
+from wlb_tools.command.inputs.documents import read_documents, wanted
 from wlb_tools.command.output.console import Output
 
 PROGRAM = "python -m studies.paper"
@@ -73,10 +73,10 @@ def reproduce(options: argparse.Namespace, command: str) -> None:
         source = None
         if options.lengths is not None:
             source = read_documents(
-                options.lengths,
-                field=options.field,
+                [str(options.lengths)],
+                wanted=wanted(options.field, options.tokenizer),
                 pattern=options.pattern,
-                tokenizer=options.tokenizer,
+                cache=None,
                 progress=bars,
             )
         task = bars.add_task("", total=None)

@@ -39,6 +39,7 @@ from studies.proof import (
     slices,
     system,
 )
+from wlb_tools.command.inputs.cells import Wanted
 from wlb_tools.command.inputs.documents import read_documents
 from wlb_tools.command.inputs.options import plain
 from wlb_tools.simulation import Outcome
@@ -294,7 +295,9 @@ class Proof:
     def _lengths(self) -> tuple[str, np.ndarray]:
         if self._options.lengths is not None and self._options.lengths.suffix != ".npy":
             raise SystemExit(f"--lengths {self._options.lengths}: a .npy of lengths in tokens")
-        found = read_documents(self._options.lengths, field="text", pattern="*", tokenizer=None, progress=self._bars)
+        found = read_documents(
+            [str(self._options.lengths)], wanted=Wanted(holds="lengths"), pattern=None, cache=None, progress=self._bars
+        )
         return f"{len(found.lengths):,} documents: {found.source}", found.lengths
 
 

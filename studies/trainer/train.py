@@ -99,6 +99,7 @@ class Shape(LlamaConfig):
     """The model as options; its vocabulary is that of the documents."""
 
     vocab_size: Annotated[int, Parameter(parse=False)] = 257
+    tie_word_embeddings: Annotated[bool, Parameter(parse=False)] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 import wlb
+import wlb.torch as wt
 from tests.torch import processes
 from wlb._seal import seal
 from wlb.torch.data import (
@@ -485,3 +486,15 @@ def test_a_stream_may_save_arrays() -> None:
     damaged["streams"][0]["own"]["torch"][5] ^= 1
     with pytest.raises(wlb.WlbError, match="changed after it was saved"):
         make().load_state_dict(damaged)
+
+
+def test_a_data_set_that_grew_is_refused() -> None:
+    """Its new documents would not be trained."""
+    data = [{"input_ids": [number] * 5} for number in range(20)]
+    loader = wt.balanced_loader(
+        data, max_tokens=64, tokens_per_batch=30, cost_model=wlb.CostModel(attention=1, linear=50)
+    )
+    next(iter(loader))
+    data.append({"input_ids": [20] * 5})
+    with pytest.raises(wlb.WlbError, match="dataset has 21 documents, but had 20 when this loader was made"):
+        next(iter(loader))

@@ -412,7 +412,7 @@ def test_lengths_that_are_wrong_are_named(tmp_path: Path) -> None:
 def test_the_proof_is_printed_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     balanced(tmp_path, max_steps=1).train()
     lines = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert lines[:7] == ["found", "documents", "apart", "loss", "gradient", "evaluation", "resume"]
+    assert lines[:7] == ["found", "documents", "mode", "loss", "gradient", "evaluation", "resume"]
 
 
 @pytest.mark.parametrize("num_train_epochs", [1, 3])

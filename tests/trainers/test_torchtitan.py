@@ -16,10 +16,10 @@ from tests.trainers import titan  # before any other file of torchtitan is read
 
 # isort: split
 from datasets import Dataset
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import compile as titan_compile
+from torchtitan.distributed import fsdp as titan_fsdp
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, ChatDataLoader
 from torchtitan.models.common.decoder import Decoder
@@ -206,7 +206,7 @@ def labels_shifted_twice() -> None:
 
 
 def gradients_averaged() -> None:
-    FSDPModule.set_gradient_divide_factor = lambda self, factor: None  # type: ignore[method-assign]
+    titan_fsdp.disable_fsdp_gradient_division = lambda model: None
 
 
 def a_step_read_ahead() -> None:
@@ -278,7 +278,8 @@ def test_a_proof_leaves_all_as_it_was(options: dict[str, Any], packed: dict[str,
     options = {"steps": 3, "layers": 4} | options
     found = processes.run(ranks, proved, tmp_path / "proved", options, packed)
     plain = processes.run(ranks, proved, tmp_path / "plain", options, packed | {"verify": False})
-    assert found[0][0] == [["documents", "apart", "loss", "gradient", "resume"]]
+    replicas = ["weights"] if "data_parallel_replicate_degree" in options.get("parallelism", {}) else []
+    assert found[0][0] == [["documents", *replicas, "mode", "loss", "gradient", "resume"]]
     assert [losses for _, losses in found] == [losses for _, losses in plain]
     assert len(found[0][1]) == 3
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from wlb.torch.data import BalancedBatchSampler, Documents, collate
+from collections.abc import Callable
+
+from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch
 from wlb.torch.data.reader import StepReader
 
+Collate = Callable[..., PackedBatch]
 
-def labelled_steps_left(sampler: BalancedBatchSampler, documents: Documents, num_epochs: int) -> list[int]:
+
+def labelled_steps_left(
+    sampler: BalancedBatchSampler, documents: Documents, collate_fn: Collate, num_epochs: int
+) -> list[int]:
     """Steps that :func:`wlb.integrations.labelled.labelled_steps` gives from where a sampler stands, epoch by epoch.
 
     Args:
         sampler: any rank's; it stays where it is.
         documents: what it chooses from.
+        collate_fn: makes a micro-batch of documents: its labels are those that count.
         num_epochs: the epoch to end before.
 
     Returns:
@@ -26,15 +33,15 @@ def labelled_steps_left(sampler: BalancedBatchSampler, documents: Documents, num
     while reader.epoch < num_epochs:
         found.append(0)
         while not reader.ended:
-            found[-1] += _is_labelled(reader, sampler, documents)
+            found[-1] += _is_labelled(reader, sampler, documents, collate_fn)
         reader.next_epoch()
     return found
 
 
-def _is_labelled(reader: StepReader, sampler: BalancedBatchSampler, documents: Documents) -> bool:
+def _is_labelled(reader: StepReader, sampler: BalancedBatchSampler, documents: Documents, collate_fn: Collate) -> bool:
     """Whether the next step has a label that counts; the reader stands behind it then."""
     packing = reader.next_step()
     if not any((micro_batch.lengths > 1).any() for micro_batch in packing):
         return False
     elements = (element for micro_batch in packing for element in sampler.elements(micro_batch, reader))
-    return any(collate([documents[element]]).num_valid_tokens for element in elements)
+    return any(collate_fn([documents[element]]).num_valid_tokens for element in elements)

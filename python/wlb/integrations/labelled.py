@@ -6,12 +6,16 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from wlb._errors import error
 from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.loss import count_valid_tokens
 
 
-def labelled_steps(loader: StepLoader[Any] | BalancedStream[Any]) -> Iterator[tuple[Step[Any], int | None]]:
+def labelled_steps(
+    loader: StepLoader[Any] | BalancedStream[Any], *, group: dist.ProcessGroup | None = None
+) -> Iterator[tuple[Step[Any], int | None]]:
     """The rest of the epoch, or of the next one if it has none: a trainer would take that for the end of all data.
 
     None once a stream has ended, or where nothing is left of the last epoch. With each step its labels that count, on
@@ -19,7 +23,7 @@ def labelled_steps(loader: StepLoader[Any] | BalancedStream[Any]) -> Iterator[tu
 
     A step in which all documents wait, or no token has another to predict, is passed over: who divides by its labels,
     of which there are none, makes every weight NaN. If that is because all labels on all ranks are masked, it warns.
-    Ranks agree on it by an all-reduce a step.
+    Ranks agree on it by an all-reduce a step, over `group`, those that share it; None for all.
 
     Raises:
         wlb.WlbError: In two epochs all documents that were not waiting had one token, or masked labels.
@@ -32,7 +36,7 @@ def labelled_steps(loader: StepLoader[Any] | BalancedStream[Any]) -> Iterator[tu
         for step in loader:
             any_step = True
             trained |= any(map(len, step.packing))
-            labels = _labels(step)
+            labels = _labels(step, group)
             if labels != 0:
                 given = True
                 yield step, labels
@@ -41,13 +45,15 @@ def labelled_steps(loader: StepLoader[Any] | BalancedStream[Any]) -> Iterator[tu
         barren, empty = barren + trained, 0 if any_step else empty + 1
 
 
-def _labels(step: Step[Any]) -> int | None:
+def _labels(step: Step[Any], group: dist.ProcessGroup | None) -> int | None:
     """Labels of the step that count, on all ranks: the same answer on all."""
     if not any((micro_batch.lengths > 1).any() for micro_batch in step.packing):
         return 0
     if not all(map(_has_labels, step.micro_batches)):  # another collator, on all ranks: known to it alone
         return None
-    labels = count_valid_tokens(step)
+    if step.num_ranks > 1 and not dist.is_initialized():  # the part of a rank, looked at without the others
+        return None
+    labels = count_valid_tokens(step, group=group)
     if not labels:
         warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=4)
     return labels

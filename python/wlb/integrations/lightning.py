@@ -17,18 +17,21 @@ from dataclasses import replace
 from typing import Any
 
 import lightning
-from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+import numpy as np
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch.utils.data import DataLoader
 
 import wlb
 from wlb._errors import check_integer, error
+from wlb.integrations.counting import labelled_steps_left
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.lightning_proof import prove
 from wlb.integrations.versions import check_version
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader
 from wlb.torch.data.loading import Loading, micro_batches
-from wlb.torch.data.state import field
+from wlb.torch.data.state import Snapshot, field
 from wlb.torch.loss import count_valid_tokens
 from wlb.torch.metrics import StepMetrics
 from wlb.torch.routers import has_router_loss
@@ -46,9 +49,13 @@ class BalancedDataModule(LightningDataModule):
     """Micro-batches of equal work for Lightning, which trains, accumulates, checkpoints and resumes them as its own.
 
     `accumulate_grad_batches` becomes the micro-batches of a rank in a step. An epoch of Lightning is one of the data.
-    The loggers get each step's figures (:class:`wlb.torch.StepMetrics`).
+    The loggers get each step's figures (:class:`wlb.torch.StepMetrics`). `trainer.estimated_stepping_batches` is the
+    number of steps that have a label, of all `max_epochs`.
+
     A checkpoint holds the documents that wait after the last step that the optimizer took, whatever Lightning has
-    fetched since; on another number of ranks it goes on with the next one.
+    fetched since. It is in the state of this data module, which Lightning restores from every checkpoint: inside an
+    epoch, at its end, on another number of ranks and with other `tokens_per_batch`. Where it does not stand at the step
+    at which Lightning goes on, `fit` refuses it.
 
     Args:
         dataset: `dataset[i]` gives row `i`: its tokens, or a mapping with `input_ids` and maybe `labels` (-100 where
@@ -68,8 +75,9 @@ class BalancedDataModule(LightningDataModule):
 
     Raises:
         wlb.WlbError: an argument makes no sense, or is unknown; or Lightning is older or newer than what this knows.
-            In `fit`: `accumulate_grad_batches` was given, and is another; `limit_train_batches` cuts a global batch;
-            dataloaders are reloaded; what :func:`wlb.torch.verify` finds.
+            In `fit`: `accumulate_grad_batches` was given, and is another, or changes; `limit_train_batches` cuts a
+            global batch; dataloaders are reloaded; there are several optimizers, or one takes a step inside of a global
+            batch; a checkpoint has no state of the data, or that of another step; what :func:`wlb.torch.verify` finds.
     """
 
     def __init__(
@@ -95,6 +103,9 @@ class BalancedDataModule(LightningDataModule):
         self._max_tokens, self._tokens_per_batch = max_tokens, tokens_per_batch
         self._row = row
         self._verify = verify
+        self._given: _MicroBatches | None = None  # to the latest `fit`
+        self._arrived: dict[str, Any] | None = None  # the state from which that begins
+        self._total: int | None = None  # steps, as a schedule was told
 
     def setup(self, stage: str) -> None:
         """Sets the Trainer's `accumulate_grad_batches`.
@@ -106,6 +117,16 @@ class BalancedDataModule(LightningDataModule):
         if stage != "fit" or trainer is None:
             return
         _check_strategy(trainer.strategy)
+        # A further `fit` of the same trainer goes on where the one before has ended.
+        known, self._arrived, self._total = self._given, None, None
+        if known is not None and known.trainer is trainer and known.trained == trainer.global_step:
+            self._arrived = known.state()
+        self._given = None
+        if not isinstance(trainer, _Counted):
+            own = type(trainer)
+            trainer.__class__ = type(
+                own.__name__, (_Counted, own), {"__doc__": own.__doc__, "__module__": own.__module__}
+            )
         needed = self._micro_batches(trainer.world_size) // trainer.world_size
         _check_epochs(trainer, needed)
         if trainer.lightning_module.automatic_optimization:
@@ -116,23 +137,67 @@ class BalancedDataModule(LightningDataModule):
             trainer.accumulate_grad_batches = needed
 
     def total_steps(self) -> int:
-        """Steps of the whole run, for a learning rate schedule; those without a label are counted too."""
-        trainer: Any = self.trainer
-        ranks: int = 1 if trainer is None else trainer.world_size
-        return self._sampler(0, ranks).total_steps()
+        """Steps of the whole run, for a learning rate schedule: those done, and those to come that have a label.
+
+        Of the Trainer's `max_epochs`, and without a Trainer of `num_epochs`.
+
+        Complexity:
+            Plans all steps to come, some milliseconds each, and reads a document of each; once for each `fit`.
+        """
+        if self._total is None:
+            trainer: Any = self.trainer
+            sampler = self._sampler(0, 1 if trainer is None else trainer.world_size)
+            done = 0
+            if self._arrived is not None:
+                sampler.load_state_dict(field(self._arrived, "steps", dict))
+                done = field(self._arrived, "trained", int)
+            epochs = None if trainer is None else trainer.max_epochs
+            num_epochs = self._loading.num_epochs if epochs in (None, -1) else epochs
+            self._total = done + sum(labelled_steps_left(sampler, self._documents, self._loading.collate, num_epochs))
+        return self._total
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data stand after the last step that the optimizer took, for Lightning's checkpoints."""
+        return {} if self._given is None else self._given.state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Where a checkpoint stood, of which Lightning goes on.
+
+        Raises:
+            wlb.WlbError: a schedule was made before the checkpoint was loaded, for another number of steps.
+        """
+        told, self._arrived, self._total = self._total, state_dict, None
+        if self._given is not None:
+            self._given.restore(state_dict)
+        if told is not None and self.total_steps() != told:
+            message = (
+                f"= {told} was read before the strategy loaded the checkpoint, with which this run has {self._total} "
+                "steps; go on with the ranks and the tokens_per_batch that it was saved with, or with another strategy"
+            )
+            raise error("estimated_stepping_batches", message, value=told)
 
     def train_dataloader(self) -> _MicroBatches:
-        """The micro-batches of this rank."""
+        """The micro-batches of this rank.
+
+        Raises:
+            wlb.WlbError: Lightning does not know this data module, or the data set has grown.
+        """
         trainer: Any = self.trainer
+        if trainer is None:
+            raise error("trainer", "has not been given this data module: fit(module, datamodule=data)")
+        if len(self._documents) != np.size(self._lengths):
+            found, known = len(self._documents), np.size(self._lengths)
+            message = f"has {found} documents, but had {known} when their lengths were read: make a new data module"
+            raise error("dataset", message, value=found)
         sampler = self._sampler(trainer.global_rank, trainer.world_size)
         workers = self._loading.num_workers
         loader = DataLoader(
             self._documents, batch_sampler=sampler, collate_fn=self._loading.collate, num_workers=workers
         )
-        divided = trainer.world_size
-        if trainer.lightning_module.automatic_optimization:
-            divided *= trainer.accumulate_grad_batches
-        return _MicroBatches(StepLoader(loader), trainer, divided, self._row, verify=self._verify)
+        self._given = _MicroBatches(StepLoader(loader), trainer, self._row, verify=self._verify)
+        if self._arrived is not None:
+            self._given.restore(self._arrived)
+        return self._given
 
     def val_dataloader(self) -> Any:
         """Rows of all documents of the evaluation, as many on every rank."""
@@ -153,57 +218,149 @@ class BalancedDataModule(LightningDataModule):
         return self._loading.sampler(self._lengths, packer, rank=rank, ranks=ranks)
 
 
-class _MicroBatches:
-    """The iterable that Lightning reads, one epoch at a time; Lightning saves its state."""
+class _Counted(Trainer):
+    """Goes in front of a trainer's own class: it knows how many steps the data have."""
 
-    def __init__(self, steps: StepLoader[PackedBatch], trainer: Any, divided: int, row: Row, *, verify: bool) -> None:
-        self._steps, self._trainer, self._divided, self._row = steps, trainer, divided, row
-        self._unproved = verify
-        # Steps, without their micro-batches, that were given and are not yet known to be trained.
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """As Lightning's, which says -1 of data without a length."""
+        data: Any = self.datamodule  # type: ignore[attr-defined]
+        whole = self.limit_train_batches == 1.0 and self.max_epochs != -1
+        if not isinstance(data, BalancedDataModule) or not whole:
+            found: int | float = super().estimated_stepping_batches
+            return found
+        total = data.total_steps()
+        return total if self.max_steps == -1 else min(total, self.max_steps)
+
+
+class _MicroBatches:
+    """The iterable that Lightning reads, one epoch at a time; the data module saves its state.
+
+    Without `state_dict`: Lightning would restore that in unfinished epochs alone.
+
+    Attributes:
+        trainer: Lightning's.
+        trained: optimizer steps, as the trainer counts them, after which the state stands.
+    """
+
+    def __init__(self, steps: StepLoader[PackedBatch], trainer: Any, row: Row, *, verify: bool) -> None:
+        self._steps, self.trainer, self._row = steps, trainer, row
+        self._accumulated = trainer.accumulate_grad_batches
+        self.trained = 0
+        self._state: dict[str, Any] | Snapshot = steps.state_dict()
+        # What was given and is not yet known to be trained: steps, without their micro-batches.
         self._given: deque[Step[Any]] = deque()
+        self._stale = False  # whether the host has fetched something that stood before the state
+        self._unproved = verify
         self._metrics = StepMetrics(steps)
         # Not beside that of an earlier run of the same trainer.
-        trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, _Figures)] + [_Figures(self)]
-        self._done = 0  # optimizer steps before the first of them
-        self._state: dict[str, Any] | None = None  # after the last one that was trained
+        trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, _Following)]
+        trainer.callbacks.append(_Following(self))
 
     def __iter__(self) -> Iterator[Any]:
         self.note_trained()
-        if not self._given:
-            self._done, self._state = self._trainer.global_step, self._steps.state_dict()
+        if self._given:  # Lightning has fetched it, and begins anew: what was not trained comes again
+            self._given.clear()
+            self._steps.load_state_dict(self._steps_state())
+        self._stale = False
         for step, labels in labelled_steps(self._steps):
+            divided = self._divided()
             if self._unproved:
                 self._unproved = False
-                prove(self._trainer, step, self._divided, self._row)
+                prove(self.trainer, step, divided, self._row)
             self._given.append(replace(step, micro_batches=[]))
             for batch in step.micro_batches:
-                row = self._row(batch, (labels or 1) / self._divided)
-                yield _without_routers(row, batch, self._trainer.lightning_module)
+                row = self._row(batch, (labels or 1) / divided)
+                yield _without_routers(row, batch, self.trainer.lightning_module)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _divided(self) -> int:
+        """What Lightning and the strategy divide the sum of a step's losses by.
+
+        Raises:
+            wlb.WlbError: `accumulate_grad_batches` has changed.
+        """
+        trainer = self.trainer
+        if trainer.accumulate_grad_batches != self._accumulated:
+            found = trainer.accumulate_grad_batches
+            message = f"= {found} since step {trainer.global_step}: a rank has {self._accumulated} micro-batches in "
+            raise error("accumulate_grad_batches", message + "every global batch; leave it as it is", value=found)
+        automatic = trainer.lightning_module.automatic_optimization
+        return int(trainer.world_size * (self._accumulated if automatic else 1))
+
+    def _steps_state(self) -> dict[str, Any]:
+        return self._state.state if isinstance(self._state, Snapshot) else self._state
+
+    def state(self) -> dict[str, Any]:
         """State after the last step that the optimizer took, whatever was fetched since."""
         self.note_trained()
-        return {"steps": self._steps.state_dict() if self._state is None else self._state}
+        return {"steps": self._steps_state(), "trained": self.trained}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """The next iteration begins there."""
-        self._steps.load_state_dict(field(state, "steps", dict))
+        steps, trained = field(state, "steps", dict), field(state, "trained", int)
+        self._steps.load_state_dict(steps)
+        self._stale = bool(self._given)
+        self._given.clear()
+        self._state, self.trained = steps, trained
+
+    def check_begin(self) -> None:
+        """Called once the host has restored what it restores: do the data stand at its step?
+
+        Raises:
+            wlb.WlbError: They do not; or the optimizers of the module are several, each of which counts as a step.
+        """
+        trainer = self.trainer
+        if len(trainer.optimizers) > 1:
+            count = len(trainer.optimizers)
+            message = f"are {count}: Lightning counts each of their steps, so that nobody knows which step of the data "
+            raise error("optimizers", message + "was trained; use one, with several parameter groups", value=count)
+        if self.trained != trainer.global_step:
+            message = (
+                f"goes on at step {trainer.global_step}, but the data stand after step {self.trained}: the checkpoint "
+                "was saved without this data module, or with one whose class has another name; resume with the class "
+                "that it was saved with, given as fit(module, datamodule=data)"
+            )
+            raise error("ckpt_path", message, value=trainer.global_step)
+        loop = trainer.fit_loop.epoch_loop
+        # Saved inside of a step, whose gradients are in no checkpoint: all of its micro-batches come again.
+        again = loop.batch_progress.current.ready % self._accumulated
+        if again:
+            for progress in (loop.batch_progress.current, loop.batch_progress.total):
+                for name in ("ready", "started", "processed", "completed"):
+                    setattr(progress, name, max(getattr(progress, name) - again, 0))
+        if self._stale:
+            iter(trainer.fit_loop._data_fetcher)
 
     def note_trained(self) -> dict[str, float]:
-        """Figures of the last step that the optimizer took since this was asked, if it took any."""
+        """Figures of the last step that the optimizer took since this was asked, if it took any.
+
+        Raises:
+            wlb.WlbError: The optimizer took more steps than there were global batches.
+        """
         line: dict[str, float] = {}
-        while self._given and self._done < self._trainer.global_step:
+        while self._given and self.trained < self.trainer.global_step:
             step = self._given.popleft()
-            self._state, line = step.state, self._metrics.end_step(step)
-            self._done += 1
+            assert step.snapshot is not None
+            self._state, line = step.snapshot, self._metrics.end_step(step)
+            self.trained += 1
+        if line and self.trained < self.trainer.global_step:
+            message = (
+                f"= {self.trainer.global_step}: the module's own optimization takes steps inside of a global batch; "
+                f"let it take one after {len(step.indices)} micro-batches"
+            )
+            raise error("global_step", message, value=self.trainer.global_step)
         return line
 
 
-class _Figures(Callback):
-    """Logs the figures of each step through the module, and so to whatever the Trainer's loggers are."""
+class _Following(Callback):
+    """Looks where the data stand as training begins, and logs the figures of each step through the module."""
 
     def __init__(self, micro_batches: _MicroBatches) -> None:
         self._micro_batches = micro_batches
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Lightning has restored all that it restores."""
+        self._micro_batches.check_begin()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """After each micro-batch: the last of a step is the one after which the optimizer has taken it."""
@@ -248,14 +405,11 @@ def _without_routers(row: Any, batch: PackedBatch, module: Any) -> Any:
 
 
 def _check_lightning() -> None:
-    """Refuses a Lightning that is too old, and one that no longer asks loaders for states where this does."""
+    """Refuses a Lightning that is too old, and one that no longer restores data modules where this counts on it."""
     check_version("lightning")
-    for name in ("_state_dicts", "_load_state_dicts"):  # else a run that is resumed would begin anew, and not say so
-        if not hasattr(CombinedLoader, name):
-            message = (
-                f"{lightning.__version__} has no CombinedLoader.{name}: it is newer than this version of wlb knows"
-            )
-            raise error("lightning", message, value=lightning.__version__)
+    if not hasattr(_CheckpointConnector, "restore_datamodule"):
+        message = f"{lightning.__version__} restores no data module: it is newer than this version of wlb knows"
+        raise error("lightning", message, value=lightning.__version__)
 
 
 def _check_strategy(strategy: Any) -> None:
@@ -274,6 +428,11 @@ def _check_strategy(strategy: Any) -> None:
 
 def _check_epochs(trainer: Any, needed: int) -> None:
     """Refuses what cuts global batches, or reads documents again."""
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+        message = (
+            f"changes accumulate_grad_batches: a rank has {needed} micro-batches in every global batch; leave it out"
+        )
+        raise error("GradientAccumulationScheduler", message)
     limit = trainer.limit_train_batches
     if isinstance(limit, int) and limit % needed and not trainer.fast_dev_run:
         message = f"= {limit}: would end an epoch inside of a global batch, whose other documents would be lost; "

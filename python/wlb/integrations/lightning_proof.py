@@ -1,4 +1,4 @@
-"""The proof before Lightning's first step: the module's own training step against documents in rows of their own."""
+"""The proof before Lightning's first step: the module's own training step against documents alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from wlb.torch.data import PackedBatch, Step
@@ -32,7 +33,7 @@ def prove(trainer: Any, step: Step[PackedBatch], divided: int, row: Callable[[Pa
         row: makes what `training_step` gets, as `BalancedDataModule` has it.
 
     Raises:
-        wlb.WlbError: documents of a row see each other, or a row trains something else than its documents.
+        wlb.WlbError: what :func:`wlb.torch.verify` finds.
 
     Warns:
         UserWarning: the module steps its optimizers itself, so that there is nothing to compare before it does.
@@ -46,13 +47,23 @@ def prove(trainer: Any, step: Step[PackedBatch], divided: int, row: Callable[[Pa
     where = meeting_place(group, strategy.root_device)
     numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
+    def loss_of(call: Callable[..., Any], batch: PackedBatch, num_items: float, index: int) -> Tensor | None:
+        output = call(strategy.batch_to_device(row(batch, num_items)), *([index] if numbered else []))
+        loss: Tensor | None = output.get("loss") if isinstance(output, Mapping) else output
+        return loss
+
+    def alone(model: nn.Module, batch: PackedBatch) -> Tensor:
+        """The sum of the losses, without what wraps the module where it has all of itself."""
+        with strategy.precision_plugin.train_step_context():
+            call = strategy.training_step if model is strategy.model else module.training_step
+            loss = loss_of(call, batch, 1.0, 0)
+        return torch.zeros((), requires_grad=True) if loss is None else loss
+
     def train(of: Step[PackedBatch]) -> float:
         labels = count_valid_tokens(of, group=group)
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(of.micro_batches):
-            given = strategy.batch_to_device(row(batch, (labels or 1) / divided))
-            output = strategy.training_step(given, *([index] if numbered else []))
-            loss = output.get("loss") if isinstance(output, Mapping) else output
+            loss = loss_of(strategy.training_step, batch, (labels or 1) / divided, index)
             if loss is not None:
                 strategy.backward(loss / trainer.accumulate_grad_batches, None)
                 total += loss.detach().double().cpu()
@@ -65,7 +76,7 @@ def prove(trainer: Any, step: Step[PackedBatch], divided: int, row: Callable[[Pa
     precision = str(trainer.precision)
     dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float16 if precision.startswith("16") else None
     with torch.enable_grad(), _as_it_was(module):
-        verify(strategy.model, step, train=train, alone="rows", dtype=dtype, report=report)
+        verify(strategy.model, step, train=train, alone=alone, dtype=dtype, report=report)
 
 
 @contextmanager

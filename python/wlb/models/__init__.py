@@ -3,12 +3,14 @@
 A shape gives what planning needs: the cost of a document, the number of parameters, the bytes of activations, keys and
 values. `blocks` says what a block of a layer consists of; `attention`, `recurrent`, `feed_forward` and `streams` are
 the kinds of blocks, `layers` puts them together, `encoder` is an encoder of images, `config` the whole model.
-`hugging_face` reads configs by `keys`, `text_families` and `image_families`; `presets` has models by name.
+`hugging_face` reads configs by `keys`, `text_families` and `image_families`, and what no family describes as `built` by
+transformers, into `counted` blocks; `presets` has models by name.
 """
 
 from wlb.models.attention import Attention, BlockIndexer, Indexer, LatentAttention
 from wlb.models.blocks import Block, Mask, Matrix
 from wlb.models.config import ModelConfig
+from wlb.models.counted import CountedBlock
 from wlb.models.encoder import ImageEncoder
 from wlb.models.feed_forward import FeedForward
 from wlb.models.layers import Layer
@@ -20,6 +22,7 @@ __all__ = [
     "Attention",
     "Block",
     "BlockIndexer",
+    "CountedBlock",
     "FeedForward",
     "GatedDeltaNet",
     "HyperConnection",

@@ -16,6 +16,7 @@ from wlb._core import CostModel, pass_weights
 from wlb._errors import check_bool, check_integer, check_positive, error
 from wlb.models.attention import Attention, LatentAttention
 from wlb.models.blocks import Mask
+from wlb.models.counted import CountedBlock
 from wlb.models.encoder import ImageEncoder
 from wlb.models.feed_forward import FeedForward
 from wlb.models.hugging_face import Source, read
@@ -52,6 +53,9 @@ class ModelConfig:
         prediction_layers: one layer for each head of multi-token prediction: a projection of the row and of the next
             token's embedding, with three norms, that layer, and the output projection again (DeepSeek V3).
         vision: an encoder of images; what it costs is apart from what documents cost.
+        other_parameters: parameters that no token of a document meets and that are in none of these: encoders of images
+            or sounds that are not described, tables of positions. `-hidden_size`: the last norm has no parameters.
+        assumptions: sentences about what a reader of a configuration assumed; they change nothing.
 
     Raises:
         WlbError: naming the first size that makes no sense, or that contradicts `layers`.
@@ -76,12 +80,16 @@ class ModelConfig:
     layers: tuple[Layer, ...] | None = None
     prediction_layers: tuple[Layer, ...] = ()
     vision: ImageEncoder | None = None
+    other_parameters: int = 0
+    assumptions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         optional = ("num_kv_heads", "head_dim") if self.layers is None else _OF_EQUAL_LAYERS
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "int":
+            if field.name == "other_parameters":
+                check_integer(field.name, value, minimum=-self.hidden_size)
+            elif field.type == "int":
                 check_integer(field.name, value, minimum=0 if field.name in optional else 1)
             elif field.type == "bool":
                 check_bool(field.name, value)
@@ -170,9 +178,10 @@ class ModelConfig:
         Whatever would change FLOPs or parameters and is not known here is refused by name rather than priced wrongly.
 
         Args:
-            config: a transformers config; a dict; a path of a `config.json` or of its folder. A config without a model
-                type is read as a Llama.
-            multi_token_prediction: with the `num_nextn_predict_layers` of the config, which transformers leaves out.
+            config: a transformers config; a dict; a path of a `config.json` or of its folder. A type that no
+                family here describes is built by transformers on the meta device and counted module by module;
+                :attr:`assumptions` then says what was assumed.
+            multi_token_prediction: the heads of multi-token prediction that the config counts are trained as well.
 
         Raises:
             WlbError: the file cannot be read; a key is missing, of the wrong type or contradicts another; or a model
@@ -206,7 +215,7 @@ class ModelConfig:
             WlbError: no layer has attention.
         """
         for block in (block for layer in self.stack for block in layer.blocks):
-            if isinstance(block, Attention):
+            if isinstance(block, Attention) or (isinstance(block, CountedBlock) and block.pair_flops):
                 return block.num_heads, block.num_kv_heads, block.head_dim
             if isinstance(block, LatentAttention):
                 width = block.key_dim + block.rope_dim + block.value_dim
@@ -235,7 +244,8 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """All parameters, exactly: embedding, layers, last norm, output projection unless tied; encoder of images."""
-        return self._parameters(active=False) + (self.vision.num_parameters if self.vision else 0)
+        encoder = self.vision.num_parameters if self.vision else 0
+        return self._parameters(active=False) + encoder + self.other_parameters
 
     @property
     def num_active_parameters(self) -> int:

@@ -1,15 +1,17 @@
-"""A Hugging Face config as the arguments of a `ModelConfig`. transformers is not imported: its configs say all."""
+"""A Hugging Face config as the arguments of a `ModelConfig`: by a family here, else as transformers builds it."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from wlb._core import WlbError
 from wlb._errors import error
+from wlb.models import built
 from wlb.models.image_families import IMAGE_FAMILIES, VISION_DEFAULTS
 from wlb.models.keys import Keys, Refused
 from wlb.models.text_families import DEFAULTS, FAMILIES
@@ -52,9 +54,15 @@ def read(config: Source, *, multi_token_prediction: bool) -> dict[str, Any]:
 
 
 def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str, Any]:
+    _refuse_other_files(content)
+    if content.get("model_type") is None:
+        raise Refused("has no model_type: which architecture its sizes are of is not said; add it", None)
     keys = Keys(content)
-    model_type = keys.read(str, "model_type", default="llama")
+    model_type = keys.read(str, "model_type")
     name = str(content.get("_name_or_path") or model_type)
+    if model_type not in FAMILIES and model_type not in IMAGE_FAMILIES:
+        return {"name": name} | _built(content, model_type, multi_token_prediction)
+    check_architectures(content, model_type)
     vision = None
     if model_type in IMAGE_FAMILIES:
         # Files of earlier versions have the keys of the language model beside `vision_config`.
@@ -63,26 +71,25 @@ def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str,
         text_type = nested if nested in FAMILIES else str(inner.get("model_type", "llama"))
         if text_type not in FAMILIES:
             raise Refused(f"has text_config of {_unknown(text_type)}", text_type)
+        if inner is not content:
+            check_architectures(inner, text_type)
         text_keys = Keys(inner, _NESTED_DEFAULTS.get(text_type, DEFAULTS.get(text_type)))
         hidden = text_keys.integer("hidden_size")
         images = keys.section("vision_config", VISION_DEFAULTS.get(model_type))
         vision = IMAGE_FAMILIES[model_type](keys, images, hidden)
-        text_keys.pass_over("vision_config")
-    elif model_type in FAMILIES:
-        text_type, text_keys = model_type, Keys(content, DEFAULTS.get(model_type))
+        images.pass_over("tokens_per_second", "projection_dim", "vocab_size", "image_size")  # of what no row meets
+        images.finish("vision_config.")
+        text_keys.pass_over("vision_config", *_OF_IMAGES)
     else:
-        inner = keys.read(dict, "text_config", default={})
-        if inner.get("model_type") in FAMILIES:
-            message = f"has model_type {model_type!r}, whose images or sounds are not known to wlb; its text_config is"
-            raise Refused(f"{message}: give that", model_type)
-        raise Refused(_unknown(model_type), model_type)
+        text_type, text_keys = model_type, Keys(content, DEFAULTS.get(model_type))
 
     text = FAMILIES[text_type](text_keys)
     tied = text_keys.flag("tie_word_embeddings", default=text.tied)
     if vision is not None:  # the outer key decides; some families pass it on from inside
         outer = keys.flag("tie_word_embeddings", default=model_type in _TIED_OUTSIDE)
         tied = outer or (tied and model_type in _TIED_INSIDE)
-    heads = text_keys.count("num_nextn_predict_layers", default=0) if text.prediction is not None else 0
+    counts = [text_keys.count(name, default=0) for name in _HEADS]
+    heads = next((count for count in counts if count), 0)
     shape = {
         "name": name,
         "hidden_size": text_keys.integer("hidden_size"),
@@ -90,14 +97,141 @@ def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str,
         "layers": text.layers,
         "tied_embeddings": tied,
     }
-    text_keys.finish()
+    text_keys.pass_over(*_OF_HEADS)
     if vision is not None:
+        keys.pass_over("text_config", *_OF_IMAGES)
+        if keys.read(dict, "text_config", default={}):
+            keys.finish()
+        else:
+            text_keys.share(keys)
         shape["vision"] = vision
+    text_keys.finish("text_config." if vision is not None and inner is not content else "")
     if multi_token_prediction:
-        if not heads or text.prediction is None:
-            raise Refused("has no num_nextn_predict_layers: there are no heads that predict further tokens", None)
+        if not heads:
+            message = f"has no {' or '.join(_HEADS)}: there are no heads that predict further tokens"
+            raise Refused(message, None)
+        if text.prediction is None:
+            message = f"has {heads} heads of multi-token prediction: how those of {text_type} are built is not known"
+            raise Refused(message, heads)
         shape["prediction_layers"] = (text.prediction,) * heads
     return shape
+
+
+def _built(content: Mapping[str, Any], model_type: str, multi_token_prediction: bool) -> dict[str, Any]:
+    """A model that transformers builds."""
+    if model_type in ALIASES:
+        return _read({**content, "model_type": ALIASES[model_type]}, multi_token_prediction)
+    if multi_token_prediction:
+        raise Refused(f"has model_type {model_type!r}, whose heads of multi-token prediction are not known", model_type)
+    found = built.read(content)
+    return {
+        "hidden_size": found.hidden_size,
+        "vocab_size": found.vocab_size,
+        "layers": found.layers,
+        "tied_embeddings": found.tied,
+        "other_parameters": found.other_parameters,
+        "assumptions": found.assumptions,
+    }
+
+
+_HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Keys that count heads of multi-token prediction."""
+
+_OF_HEADS = (
+    "use_mtp",
+    "mtp_transformer_layers",
+    "mtp_use_dedicated_embeddings",
+    "mtp_hybrid_override_pattern",
+    "mtp_layers_block_type",
+    "mtp_layer_types",
+)
+"""Keys of these heads, which are trained where the caller says so."""
+
+_OF_IMAGES = (
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+    "image_seq_length",
+    "image_grid_pinpoints",
+    "mm_tokens_per_image",
+    "language_model_only",
+    "projector_hidden_act",
+    "multimodal_projector_bias",
+    "spatial_merge_size",
+)
+"""Keys beside `vision_config` that families with images read where they need them."""
+
+ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3", "deepseek_v3_2": "deepseek_v32"}
+"""Types that are others' by their files' own words: the architecture is that of the other."""
+
+_HEAD_SUFFIX = re.compile(r"^(.+?)(ForCausalLM|ForConditionalGeneration|ForImageTextToText|LMHeadModel)$")
+_OTHER_HEAD = re.compile(r"For(Sequence|Token)Classification$|For(Process)?RewardModel$|ForQuestionAnswering$|Model$")
+
+_STEMS: Mapping[str, tuple[str, ...]] = {
+    "deepseek_v2": ("deepseek",),
+    "deepseek_v32": ("deepseekv3",),
+    "minimax": ("minimaxm1", "minimaxtext01"),
+    "ministral": ("mistral",),
+    "mistral": ("ministral",),
+    "llava": ("llavallama", "llavamistral"),
+    "llama4_text": ("llama4",),
+    "qwen2_5_vl_text": ("qwen25vl",),
+}
+"""Further names of classes, where the type alone does not give them."""
+
+
+def check_architectures(content: Mapping[str, Any], model_type: str) -> None:
+    """Refuses a file whose `architectures` is not a language model of its `model_type`.
+
+    Raises:
+        Refused: it names a draft head, a classifier or another model.
+    """
+    named = content.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise Refused(f"has architectures {named!r}, not a list of text", named)
+    own = model_type.removesuffix("_text")
+    stems = {re.sub(r"[^a-z0-9]", "", stem.lower()) for stem in (model_type, own, *_STEMS.get(model_type, ()))}
+    for name in named:
+        found = _HEAD_SUFFIX.match(name)
+        stem = re.sub(r"[^a-z0-9]", "", found.group(1).lower()) if found else ""
+        if stem.removesuffix("text") in stems or stem in stems:
+            continue
+        if re.search(r"eagle|draft|medusa|speculator|dflash|mtp|nextn", name, re.IGNORECASE):
+            message = f"has architectures {name}: a draft head for speculative decoding, not a model; give its target's"
+        elif not found and _OTHER_HEAD.search(name):
+            message = (
+                f"has architectures {name}, which has no projection to the vocabulary; to read the language model that"
+                " it was made from, leave architectures out"
+            )
+        else:
+            message = f"has architectures {name} and model_type {model_type!r}: which of the two it is is not known"
+        raise Refused(message, name)
+
+
+# Other JSON files that lie beside a config.json, by keys that only they have.
+_OTHER_FILES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("peft_type",), "is the file of an adapter ({peft_type}): give the config.json of base_model_name_or_path"),
+    (("_diffusers_version",), "is the file of a diffusers model: an image model, whose documents wlb does not plan"),
+    (("_class_name",), "is the file of a diffusers model: an image model, whose documents wlb does not plan"),
+    (("weight_map",), "is the index of a checkpoint's files: give the config.json beside it"),
+    (("producer", "quantization"), "says how a checkpoint was quantised: give the config.json beside it"),
+    (("tokenizer_class",), "is the file of a tokenizer: give the config.json beside it"),
+    (("image_processor_type",), "is the file of a processor of images: give the config.json beside it"),
+    (("zero_optimization",), "is the file of DeepSpeed: give the config.json of the model"),
+    (
+        ("num_layers", "ffn_hidden_size"),
+        "is Megatron's own configuration: give a Hugging Face config.json, or the sizes, as"
+        " hidden_size=4096,num_layers=32,num_heads=32,ffn_hidden_size=11008,vocab_size=32000",
+    ),
+    (("dim", "n_layers"), "is a params.json, as Meta and Mistral write it: give the Hugging Face config.json"),
+)
+
+
+def _refuse_other_files(content: Mapping[str, Any]) -> None:
+    if isinstance(content.get("model_type"), str) and "peft_type" not in content:
+        return
+    for names, said in _OTHER_FILES:
+        if all(name in content for name in names):
+            raise Refused(said.format_map({**content}), names[0])
 
 
 def _unknown(model_type: str) -> str:

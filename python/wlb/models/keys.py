@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
@@ -9,61 +10,57 @@ from wlb._core import MAX_TOKENS
 
 T = TypeVar("T")
 
-# Keys that change FLOPs, parameters or memory in some family. One that is set to something and that the family at hand
-# does not read is refused: what it would cost is not known.
-_MATTER = (
-    "add_cross_attention",
-    "altup_num_inputs",
-    "attention_bias",
-    "attention_chunk_size",
-    "attention_k_eq_v",
-    "attn_layer_indices",
-    "attn_layer_period",
-    "attn_type_list",
-    "audio_config",
-    "cross_attention_layers",
-    "expert_layer_period",
-    "first_k_dense_replace",
-    "full_attention_interval",
-    "fullatt_block_indexes",
-    "hc_count",
-    "hidden_size_per_layer_input",
-    "hybrid_override_pattern",
-    "index_topk",
-    "indexer_budget",
-    "interleave_moe_layer_step",
-    "is_encoder_decoder",
-    "kv_lora_rank",
-    "laurel_rank",
-    "layers_block_type",
-    "linear_attn_config",
-    "linear_num_value_heads",
-    "mamba_d_state",
-    "mlp_bias",
-    "mlp_layer_types",
-    "mlp_only_layers",
-    "moe_latent_size",
-    "moe_layer_freq",
-    "moe_layers",
-    "n_routed_experts",
-    "n_shared_experts",
-    "no_kv_layers",
-    "num_experts",
-    "num_kv_shared_layers",
-    "num_local_experts",
-    "num_nextn_predict_layers",
-    "num_shared_experts",
-    "ple_layer_ids",
-    "q_lora_rank",
-    "shared_expert_intermediate_size",
-    "shared_intermediate_size",
-    "state_size",
-    "text_config",
-    "use_bias",
-    "use_bidirectional_attention",
-    "use_qk_norm",
-    "vision_config",
+# Keys that change neither FLOPs of matrices nor parameters: numbers of tokens, rates, names, what a run of inference
+# does. Every other key must be read by the family at hand, or say nothing (null, false, 0 or empty).
+_NEUTRAL = re.compile(
+    r"""_.*|architectures|auto_map|model_type|.*version|(torch_|.*_)?dtype|.*quant(ization)?_config|compression_config
+    |.*(token|tok|bos|eos|pad|unk|sep|mask|bor|eor)_(id|ids|index|list|indices)|.*_token_id_.*|.*_token
+    |id2label|label2id|num_labels|problem_type|return_dict|return_dict_in_generate|output_.*|is_decoder|.*_use_cache
+    |use_cache|cache_.*|finetuning_task|task_specific_params|tokenizer_.*|chat_template|torchscript|use_bfloat16|license
+    |.*dropout.*|.*_pdrop|.*drop_path.*|.*_prob|.*eps|.*epsilon|initializer_.*|init(ializer)?_(std|range|method|scale)
+    |.*_init(_.*)?|.*init_range|.*_std
+    |(.*_)?rope(_.*)?|rotary_.*|(.*_)?theta|partial_rotary_factor|original_max_position_embeddings|mrope_.*|yarn_.*
+    |initial_context_length|model_max_length|max_length|max_sequence_length|seq_length|max_seq_len|max_new_tokens
+    |hidden_act(ivation)?|.*_(act|activation)|activation_function|position_embedding_type|apply_residual.*
+    |.*(multiplier|multipliers|softcap|softcapping|scaling|scale|scalar|temperature|temperature_tuning)
+    |.*(scaling|alpha|beta|interpolate)_factor|full_attn_mod|(embedding|logits)_(scale|scaling)|scale_.*|attn_scale
+    |router_(aux|z).*|.*aux_loss.*|.*_loss_coef|seq_aux|scoring_func|score_func.*|norm_topk_prob|.*renormalize
+    |n_group|topk_group|topk_method|num_expert_group|router_jitter_noise|moe_router_.*|use_routing_bias|router_dtype
+    |moe_shared_expert_overlap|ep_size|pretraining_tp|num_logits_to_keep|logits_to_keep|use_grouped_topk
+    |.*attn_implementation|use_flash.*|flash_attn|use_mamba_kernels|use_associative_scan|chunk_size_feed_forward
+    |(mamba_)?chunk_size|time_step_(floor|limit|max|min|scale|init_scheme)|rescale_.*|residual_in_fp32|fp32_.*
+    |mamba_norm_before_gate|norm_before_gate|number_of_conv_states|split_ngram_parts|seed|swiglu_(alpha|limit)
+    |query_pre_attn_.*|floor_scale|qk_norm_type|gradient_checkpointing|n_ctx|.*_in_fp32|ignore_index|use_gemma_norm|norm_type|layernorm_type|(image|video|audio)_token_.*|vision_(start|end)_.*
+    |use_mm_.*|pad_token|unsloth.*|base_model.*|dataset.*|inference_.*|training_.*|description|name|author.*|tags|comment
+    |prefix|min_length|do_sample|top_p|early_stopping|num_beams.*|num_return_sequences|repetition_penalty|bad_words_ids
+    |diversity_penalty|length_penalty|no_repeat_ngram_size|remove_invalid_values|exponential_decay.*|suppress_tokens
+    |begin_suppress_tokens|typical_p|encoder_no_repeat_ngram_size|forced_.*|decoder_start_token_id|tf_legacy_loss
+    |pruned_heads|top_k|_attn_.*|max_window_layers|dsa_.*dtype|expert_dtype|num_attention_layers_logged
+    """,
+    re.VERBOSE,
 )
+
+
+def says_nothing(name: str, value: object) -> bool:
+    """Whether a key says nothing that FLOPs, parameters or memory depend on.
+
+    It is empty, false or 0; or a rate, a token's number or what a run of inference does; or a frequency of 1: every
+    layer; or a choice that is called the default.
+
+    Complexity:
+        O(len(name)).
+
+    Example:
+        >>> from wlb.models.keys import says_nothing
+        >>> says_nothing("rope_theta", 1e4), says_nothing("num_experts", 8), says_nothing("num_experts", None)
+        (True, False, True)
+    """
+    if value is None or value is False or value in (0, "", "default", "none", [], {}):
+        return True
+    if value == 1 and name.endswith(("_freq", "_interval", "_step", "_period")):
+        return True
+    return _NEUTRAL.fullmatch(name) is not None
+
 
 _TYPES: dict[type, str] = {int: "an integer", bool: "true or false", str: "text", list: "a list", dict: "an object"}
 
@@ -165,7 +162,7 @@ class Keys:
         """
         for name in names:
             if name in self:
-                kinds = [_LEGACY.get(str(kind), str(kind)) for kind in self.read(list, name)]
+                kinds = [LEGACY.get(str(kind), str(kind)) for kind in self.read(list, name)]
                 if len(kinds) != count:
                     raise Refused(f"has {len(kinds)} {name} and {count} layers", kinds)
                 return kinds
@@ -190,26 +187,65 @@ class Keys:
         if value != expected:
             raise Refused(f"has {name} {value!r}: what that costs is not known to wlb", value)
 
-    def finish(self) -> None:
-        """Refuses what matters and was not read."""
-        unknown = [name for name in _MATTER if name not in self._read and self._content.get(name)]
+    def share(self, other: Keys) -> None:
+        """Takes as read what another reader of the same object has read."""
+        self._read |= other._read
+
+    def finish(self, where: str = "") -> None:
+        """Refuses what was not read and is not known to be neutral.
+
+        Args:
+            where: the section, in front of a key's name.
+
+        Raises:
+            Refused: naming the keys.
+        """
+        # An equal list says what full attention everywhere says.
         if "layer_types" not in self._read:
             kinds = self.read(list, "layer_types", default=[])
             layers = self._content.get("num_hidden_layers", len(kinds))
             if kinds and len(kinds) != layers:
                 raise Refused(f"has {len(kinds)} layer_types and {layers} layers", kinds)
-            if any(_LEGACY.get(str(kind), str(kind)) != "full_attention" for kind in kinds):
-                unknown.append(f"layer_types {sorted(set(map(str, kinds)))}")
+            if any(LEGACY.get(str(kind), str(kind)) != "full_attention" for kind in kinds):
+                unread = f"layer_types {sorted(set(map(str, kinds)))}"
+                raise Refused(f"has {unread}: what that costs is not known to wlb", kinds)
         if "sliding_window" not in self._read and (window := self.window()):
-            unknown.append(f"sliding_window {window}")
-        if unknown:
-            raise Refused(f"has {', '.join(unknown)}: what that costs is not known to wlb", unknown[0])
+            raise Refused(f"has sliding_window {window}: what that costs is not known to wlb", window)
         if "decoder_sparse_step" not in self._read:
             self.only("decoder_sparse_step", 1)
+        unread_keys = [name for name, value in self._content.items() if not self._is_settled(name, value)]
+        if unread_keys:
+            said = ", ".join(f"{where}{name} = {self._content[name]!r:.60}" for name in unread_keys)
+            raise Refused(f"has {said}: what that costs is not known to wlb", unread_keys[0])
 
+    def _is_settled(self, name: str, value: object) -> bool:
+        return name in self._read or name in _FOLLOW or says_nothing(name, value)
+
+
+# Sizes that other keys say as well, in families that do not read them: latent attention has no heads of its own width.
+_FOLLOW = frozenset(
+    {
+        "experts_per_token",
+        "max_position_embeddings",
+        "mamba_d_head",
+        "mamba_expand",
+        "expand",
+        "no_rope_layer_interval",
+        "no_rope_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "intermediate_size_mlp",
+        "qk_head_dim",
+        "sliding_window_pattern",
+        "sliding_window_size",
+        "time_step_rank",
+    }
+)
 
 # What older files call kinds of layers.
-_LEGACY = {"attention": "full_attention", "mamba": "linear_attention"}
+LEGACY = {"attention": "full_attention", "mamba": "linear_attention"}
 
 
 def _typed(name: str, value: object, kind: type[T]) -> T:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from wlb.models.attention import Attention, BlockIndexer, Indexer, LatentAttention
 from wlb.models.blocks import Block, Mask
 from wlb.models.feed_forward import FeedForward
-from wlb.models.keys import Keys, Refused
+from wlb.models.keys import LEGACY, Keys, Refused
 from wlb.models.layers import Layer
 from wlb.models.recurrent import GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba1, Mamba2
 from wlb.models.streams import HyperConnection, NGramEmbedding
@@ -97,7 +97,7 @@ def _dense(keys: Keys, *, bias: bool | str = False) -> FeedForward:
 
 
 def _experts(keys: Keys, *, width: int, **more: Any) -> FeedForward:
-    experts = keys.integer("num_local_experts", "num_experts", "n_routed_experts", default=1)
+    experts = keys.integer("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts", default=1)
     visited = keys.integer("num_experts_per_tok", "num_experts_per_token", default=1 if experts == 1 else None)
     return FeedForward(width=width, num_experts=experts, experts_per_token=visited, **more)
 
@@ -150,11 +150,17 @@ def _decoder(
     norms: int = 2,
     parallel: bool = False,
     tied: bool = False,
+    always: tuple[str, ...] = (),
 ) -> Family:
-    """Attention, then a feed-forward block; `kinds` gives those of the layers, full attention where there is none."""
+    """Attention, then a feed-forward block; `kinds` gives those of the layers, full attention where there is none.
+
+    `always` names flags that say what the family always has.
+    """
 
     def family(keys: Keys) -> Text:
         count = _count(keys)
+        for name in always:
+            keys.only(name, True)
         of_layers = kinds(keys, count) if kinds else [FULL] * count
         layers = []
         for index, kind in enumerate(of_layers):
@@ -174,6 +180,7 @@ def _every(period: int, key: str = "sliding_window_pattern", rest: str = SLIDING
 
     def kinds(keys: Keys, count: int) -> list[str]:
         if "layer_types" in keys:
+            keys.pass_over(key)  # what the list was made from
             return keys.per_layer(["layer_types"], count, lambda index: FULL)
         each = keys.positive(key, default=period)
         return [rest if (index + 1) % each else FULL for index in range(count)]
@@ -244,6 +251,7 @@ def _kimi_linear(keys: Keys) -> Text:
     sizes = keys
     if "linear_attn_config" in keys:  # as its authors wrote it, layers counted from 1
         sizes = keys.section("linear_attn_config")
+        keys.pass_over("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
         listed = {*sizes.integers("full_attn_layers", ())}
 
         def otherwise(index: int) -> str:
@@ -274,13 +282,12 @@ def _qwen_hybrid(feed_forward: Callable[[Keys, int], FeedForward]) -> Family:
     def family(keys: Keys) -> Text:
         delta = _delta(keys)
         attention = heads.block(keys, FULL)
+        keys.only("attn_output_gate", True)
         of_layers = kinds(keys, _count(keys))
-        return Text(
-            tuple(
-                Layer((_by_kind(kind, attention, delta), feed_forward(keys, index)))
-                for index, kind in enumerate(of_layers)
-            )
+        layers = tuple(
+            Layer((_by_kind(kind, attention, delta), feed_forward(keys, index))) for index, kind in enumerate(of_layers)
         )
+        return Text(layers, prediction=Layer((attention, feed_forward(keys, len(layers) - 1))))
 
     return family
 
@@ -356,6 +363,7 @@ def _primes(least: int) -> Iterator[int]:
 def _minimax(keys: Keys) -> Text:
     """Lightning attention and attention in turn."""
     count = _count(keys)
+    keys.pass_over("block_size")  # of the kernel of lightning attention
     if "attn_type_list" in keys:  # 0: lightning attention
         full = keys.integers("attn_type_list", ())
         kinds = keys.per_layer(["layer_types"], count, lambda index: FULL if full[index] else LINEAR)
@@ -364,6 +372,19 @@ def _minimax(keys: Keys) -> Text:
     attention = Heads().block(keys, SLIDING)
     lightning = LightningAttention(num_heads=attention.num_heads, head_dim=attention.head_dim)
     return Text(tuple(Layer((_by_kind(kind, attention, lightning), _mixtral(keys))) for kind in kinds))
+
+
+def _minimax_m2(keys: Keys) -> Text:
+    """Full attention in every layer, whose list of kinds says 1 for it; all heads are normalised together."""
+    count = _count(keys)
+    kinds = keys.integers("attn_type_list", [1] * count)
+    if len(kinds) != count:
+        raise Refused(f"has {len(kinds)} attn_type_list and {count} layers", kinds)
+    if any(kind != 1 for kind in kinds):
+        raise Refused("has attn_type_list with other kinds than 1: what that costs is not known to wlb", kinds)
+    keys.only("use_qk_norm", True)
+    layer = Layer((Heads(qk_norm="all").block(keys, FULL), _mixtral(keys)))
+    return Text((layer,) * count, prediction=layer)
 
 
 def _llama4(keys: Keys) -> Text:
@@ -490,8 +511,12 @@ def _nemotron_h(keys: Keys) -> Text:
         return _by_kind(kind, Heads().block(keys, FULL) if kind == FULL else mamba, mamba)
 
     # They stand also where no layer has experts.
-    keys.pass_over("n_routed_experts", "n_shared_experts", "moe_latent_size")
-    return Text(tuple(Layer((block(kind),), norms=1) for kind in kinds))
+    keys.pass_over("n_routed_experts", "n_shared_experts", "moe_latent_size", "moe_intermediate_size")
+    keys.pass_over("moe_shared_expert_intermediate_size", "num_experts_per_tok", "mlp_bias", "layer_types")
+    heads = [letters.get(letter, letter) for letter in keys.read(str, "mtp_hybrid_override_pattern", default="")]
+    heads = heads or [LEGACY.get(str(kind), str(kind)) for kind in keys.read(list, "mtp_layers_block_type", default=[])]
+    prediction = Layer(tuple(block(kind) for kind in heads), norms=len(heads)) if heads else None
+    return Text(tuple(Layer((block(kind),), norms=1) for kind in kinds), prediction=prediction)
 
 
 def _jamba(keys: Keys) -> Text:
@@ -571,7 +596,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": _decoder(Heads(qkv_bias=True), kinds=_from_layer_on),
     "qwen2_moe": _decoder(Heads(qkv_bias="qkv_bias"), feed_forward=_qwen_feed_forward, kinds=_qwen2_moe_kinds),
     "qwen3": _decoder(_QWEN_NORMED, kinds=_from_layer_on),
-    "qwen3_moe": _decoder(_QWEN_NORMED, feed_forward=_qwen_feed_forward, kinds=_all_sliding),
+    "qwen3_moe": _decoder(_QWEN_NORMED, feed_forward=_qwen_feed_forward, kinds=_all_sliding, always=("use_qk_norm",)),
     "qwen3_next": _qwen_hybrid(_qwen_feed_forward),
     "qwen3_5_text": _qwen_hybrid(lambda keys, index: _dense(keys)),
     "qwen3_5_moe_text": _qwen_hybrid(_qwen_feed_forward),
@@ -608,7 +633,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "exaone4": _decoder(Heads(qk_norm="head"), kinds=_every(4)),
     "minimax": _minimax,
-    "minimax_m2": _decoder(Heads(qk_norm="all")),
+    "minimax_m2": _minimax_m2,
     "nemotron_h": _nemotron_h,
     "falcon_h1": _falcon_h1,
     "jamba": _jamba,

@@ -220,6 +220,17 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """Without what :func:`sum_gradients` multiplies by: a backward pass of the bare model leaves its own gradients."""
+    with unchanged(model):
+        for parameter in model.parameters():
+            hooks = parameter._backward_hooks or {}
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Multiplied)]:
+                del hooks[key]
+        yield
+
+
 def _settings(model: nn.Module) -> Iterator[tuple[Any, str]]:
     """Attributes of wrappers that decide by what gradients are divided."""
     for module in model.modules():

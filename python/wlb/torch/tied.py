@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from wlb._errors import error
 
-_TIED: set[str] = set()
+_TIED: dict[str, WeakSet[TiedWeights]] = {}
 
 
 class TiedWeights:
@@ -72,7 +74,7 @@ class TiedWeights:
             self._holders = holders
             with torch.no_grad():
                 dist.broadcast(_local(parameter), src=ranks[0], group=self._holders)
-        _TIED.add(group.group_name)
+        _TIED.setdefault(group.group_name, WeakSet()).add(self)
 
     def all_reduce_gradients(self) -> None:
         """Adds up the gradients of all copies; once after all backward passes of a step, on every rank.
@@ -87,10 +89,20 @@ class TiedWeights:
         dist.all_reduce(_local(parameter.grad), group=self._holders)
 
 
-def is_tied(group: dist.ProcessGroup | None) -> bool:
-    """Whether stages of this pipeline have said that they share a weight."""
+def is_tied(group: dist.ProcessGroup | None, stages: Iterable[nn.Module]) -> bool:
+    """Whether a weight of this rank's stages is said to be shared with others of the pipeline, by what still lives.
+
+    A rank without a copy has nothing to say.
+    """
+    ours = {id(parameter) for stage in stages for parameter in stage.parameters()}
+    said = [tied._parameter for tied in of_pipeline(group)]
+    return any(parameter is None or id(parameter) in ours for parameter in said)
+
+
+def of_pipeline(group: dist.ProcessGroup | None) -> Iterable[TiedWeights]:
+    """The weights that stages of this pipeline share."""
     group = group or dist.group.WORLD
-    return group is not None and group.group_name in _TIED
+    return () if group is None else list(_TIED.get(group.group_name, ()))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -200,9 +200,12 @@ def _prepare(model: nn.Module, group: dist.ProcessGroup | None, several: bool) -
 
 
 def _hold_back(model: nn.Module, stack: ExitStack) -> None:
-    """Gradients of what follows are accumulated, and exchanged with a later backward pass."""
+    """Gradients of what follows are accumulated, and exchanged with a later backward pass.
+
+    A static graph is learnt in the first pass, which DDP does not let be held back; it exchanges with each.
+    """
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, DistributedDataParallel) and not module.static_graph:
             stack.enter_context(module.no_sync())
 
 

@@ -25,6 +25,7 @@ LLAMA = {
     "vocab_size": 101,
     "max_position_embeddings": 512,
 }
+FILE = {"model_type": "llama", **LLAMA}
 
 
 # As their authors give them (model cards; "Llama 3 Herd of Models", table 3).
@@ -126,8 +127,8 @@ def test_parameters_are_those_of_transformers(model_type: str, changes: dict[str
 
 
 def test_a_file_or_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    model = wlb.ModelConfig.from_hugging_face(LLAMA)
+    (tmp_path / "config.json").write_text(json.dumps(FILE))
+    model = wlb.ModelConfig.from_hugging_face(FILE)
     assert wlb.ModelConfig.from_hugging_face(tmp_path / "config.json") == model
     assert wlb.ModelConfig.from_hugging_face(str(tmp_path)) == model
 
@@ -186,8 +187,8 @@ def test_flops_are_six_of_a_parameter_and_twelve_of_a_pair() -> None:
 
 
 def test_experts() -> None:
-    dense = wlb.ModelConfig.from_hugging_face(LLAMA)
-    mixture = wlb.ModelConfig.from_hugging_face(LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 2})
+    dense = wlb.ModelConfig.from_hugging_face(FILE)
+    mixture = wlb.ModelConfig.from_hugging_face(FILE | {"num_local_experts": 8, "num_experts_per_tok": 2})
     assert mixture.num_active_parameters - dense.num_parameters == 3 * (3 * 64 * 96 + 64 * 8)
     assert mixture.num_parameters - dense.num_parameters == 3 * (7 * 3 * 64 * 96 + 64 * 8)
 
@@ -195,7 +196,8 @@ def test_experts() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "rwkv"}, "model_type 'rwkv'"),
+        ({"model_type": "made_up"}, "model_type 'made_up', which neither wlb nor transformers"),
+        ({"model_type": None}, "has no model_type"),
         ({"kv_lora_rank": 512}, "kv_lora_rank"),
         ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size"),
         ({"text_config": {"hidden_size": 1}}, "text_config"),
@@ -222,8 +224,8 @@ def test_experts() -> None:
 )
 def test_what_is_not_known_is_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA | changes))
-    for config in (LLAMA | changes, path):
+    path.write_text(json.dumps(FILE | changes))
+    for config in (FILE | changes, path):
         with pytest.raises(wlb.WlbError, match=said):
             wlb.ModelConfig.from_hugging_face(config)
 
@@ -245,11 +247,11 @@ def test_types(changes: dict[str, Any], said: str) -> None:
 
 def test_a_window_that_is_not_used_hides_nothing() -> None:
     for changes in ({"sliding_window": 128, "use_sliding_window": False}, {"sliding_window": 512}):
-        wlb.ModelConfig.from_hugging_face(LLAMA | changes)
+        wlb.ModelConfig.from_hugging_face(FILE | changes)
 
 
 def test_a_window_that_no_document_fills_is_none() -> None:
-    long = LLAMA | {"max_position_embeddings": 2**33}
+    long = FILE | {"max_position_embeddings": 2**33}
     whole = wlb.ModelConfig.from_hugging_face(long)
     for size in (2**31 - 1, 2**31, 2**40):
         assert wlb.ModelConfig.from_hugging_face(long | {"sliding_window": size}) == whole

@@ -74,7 +74,7 @@ def jsonl(tmp_path: Path) -> Path:
 
 def read(source: Path, **options: Any) -> Documents:
     with progress(quiet=True) as bars:
-        return Reading(**options).documents(source, bars)
+        return Reading(**options).documents((str(source),), bars)
 
 
 # --- demo ---
@@ -614,8 +614,8 @@ def test_simulate_shows_another_method_than_the_baseline(run: Any, npy: Path, tm
 def test_documents_come_in_order_unless_a_seed_shuffles_them(run: Any, tmp_path: Path) -> None:
     """A curriculum is simulated as it is."""
     lengths = np.sort(long_tailed(1500)).clip(1, CONTEXT)
-    np.save(tmp_path / "ascending.npy", lengths)
-    arguments = ("simulate", "ascending.npy", *CLUSTER, "--steps", 8, "--variants", "plain", "--json")
+    np.save(tmp_path / "ascending-lengths.npy", lengths)
+    arguments = ("simulate", "ascending-lengths.npy", *CLUSTER, "--steps", 8, "--variants", "plain", "--json")
     variants = [run(*arguments, *seed).json["variants"]["plain"] for seed in ((), ("--seed", 0))]
     first = lengths[: wlb.batch_offsets(lengths, tokens_per_batch=4 * CONTEXT)[8]]
     scenario = wlb_tools.Scenario(
@@ -783,8 +783,8 @@ def test_stream_is_shuffled_anew_every_epoch_and_complete(npy: Path) -> None:
 
 
 def test_stream_counts_the_tokens_that_truncation_leaves(tmp_path: Path) -> None:
-    np.save(tmp_path / "long.npy", np.full(4, 100 * CONTEXT))
-    documents = read(tmp_path / "long.npy")
+    np.save(tmp_path / "long-lengths.npy", np.full(4, 100 * CONTEXT))
+    documents = read(tmp_path / "long-lengths.npy")
     reading = Reading(seed=0, oversize="truncate")
     assert reading.order(documents, context=CONTEXT, tokens_per_batch=2 * CONTEXT, steps=10).batches == 10
     with pytest.raises(CliError, match="4 documents with 4,096 tokens do not fill"):
@@ -827,7 +827,7 @@ def npy_header(text: str) -> bytes:
 
 def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
-    (tmp_path / "other.jsonl").write_text('{"body": "fine"}\n')
+    (tmp_path / "other.jsonl").write_text('{"a": "fine", "b": "fine"}\n')
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "broken.npy").write_text("not an array")
     (tmp_path / "header.npy").write_bytes(npy_header("{(("))
@@ -839,7 +839,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
     (tmp_path / "pp=4/config.json").write_text("[]")
     np.save(tmp_path / "floats.npy", np.array([1.0, 2.5]))
     np.save(tmp_path / "matrix.npy", np.ones((2, 2), dtype=np.int64))
-    np.save(tmp_path / "negative.npy", np.array([3, 4, -5]))
+    np.save(tmp_path / "negative-lengths.npy", np.array([3, 4, -5]))
     np.save(tmp_path / "short.npy", np.array([3, 4]))
     two = np.column_stack([long_tailed(2000), long_tailed(2000)]).astype(float)
     np.save(tmp_path / "two.npy", two)
@@ -850,15 +850,18 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
     cases = {
         ("demo", "nowhere"): "nowhere: no such file or directory",
         ("demo", "bad.jsonl"): "bad.jsonl:2: not JSON",
-        ("demo", "other.jsonl"): "other.jsonl:1: no text in field 'text' (--field); its fields: body",
+        (
+            "demo",
+            "other.jsonl",
+        ): "other.jsonl:1: which of its columns has the documents is not clear: --field NAME; its columns: a, b",
         ("demo", "empty.txt"): "empty.txt: no documents, or only empty ones",
         ("demo", "broken.npy"): "broken.npy: ",
         ("demo", "header.npy"): "header.npy: ",
         ("demo", "huge.npy"): "huge.npy: ",
         ("demo", "floats.npy"): "floats.npy: ",
         ("tune", "matrix.npy"): "matrix.npy: ",
-        ("pack", "negative.npy"): "-5",
-        ("pack", "short.npy"): "2 documents with 7 tokens do not fill a global batch of 2,097,152",
+        ("pack", "negative-lengths.npy"): "-5",
+        ("pack", "short.npy", "--lengths"): "2 documents with 7 tokens do not fill a global batch of 2,097,152",
         ("pack", npy, *SMALL, "--max-tokens", 1000): "--max-tokens",
         ("pack", npy, *SMALL, "--dp-size", 3): "--dp-size",
         ("pack", npy, *SMALL, "--thresholds", "a,b"): "--thresholds",
@@ -968,6 +971,7 @@ def test_help_and_version(run: Any) -> None:
 
 def test_model_may_be_a_config_file(run: Any, npy: Path, tmp_path: Path) -> None:
     config = {
+        "model_type": "llama",
         "hidden_size": 4096,
         "intermediate_size": 11008,
         "num_hidden_layers": 32,

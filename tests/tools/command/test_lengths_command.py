@@ -56,8 +56,8 @@ def test_files_of_a_directory_are_named(run: Any, tmp_path: Path) -> None:
 
 def test_where_tokens_and_attention_lie(run: Any, tmp_path: Path) -> None:
     lengths = np.array([1, 2, 3, 1024, 1025, 100_000, 131_072])
-    np.save(tmp_path / "some.npy", lengths)
-    numbers = run("lengths", "some.npy", "--json").json
+    np.save(tmp_path / "some-lengths.npy", lengths)
+    numbers = run("lengths", "some-lengths.npy", "--json").json
     pairs = lengths * (lengths + 1) / 2
     bounds = [row["up_to"] for row in numbers["classes"]]
     assert bounds == [256 << power for power in range(10)]
@@ -68,8 +68,8 @@ def test_where_tokens_and_attention_lie(run: Any, tmp_path: Path) -> None:
         assert row["of_documents"] == pytest.approx(inside.mean())
         assert row["of_tokens"] == pytest.approx(lengths[inside].sum() / lengths.sum())
         assert row["of_attention"] == pytest.approx(pairs[inside].sum() / pairs.sum())
-    np.save(tmp_path / "ones.npy", np.ones(3, dtype=np.int32))
-    assert [row["up_to"] for row in run("lengths", "ones.npy", "--json").json["classes"]] == [1]
+    np.save(tmp_path / "ones-lengths.npy", np.ones(3, dtype=np.int32))
+    assert [row["up_to"] for row in run("lengths", "ones-lengths.npy", "--json").json["classes"]] == [1]
 
 
 def test_megatrons_index_is_read_without_its_data(run: Any, tmp_path: Path) -> None:
@@ -111,5 +111,5 @@ def test_a_file_that_is_no_index_or_half_of_one(run: Any, tmp_path: Path) -> Non
 def test_the_source_is_not_overwritten(run: Any, tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.array([1, 2]))
     found = run("lengths", "lengths.npy")
-    assert (found.code, "is SOURCE itself" in found.err) == (2, True)
+    assert (found.code, "is one of SOURCES" in found.err) == (2, True)
     assert "must end with .npy" in run("lengths", "lengths.npy", "-o", "lengths.json").err

@@ -226,9 +226,9 @@ class Planner:
             sampler.load_state_dict(resumed.state)
         state = sampler.state_dict()
         # Counted anew by each plan: a collator may have been changed in place since, and masks other labels now.
-        epochs = labelled_steps_left(
-            sampler, Documents(plan.rows, columns=plan.limits.loading.columns), plan.num_epochs
-        )
+        loading = plan.limits.loading
+        documents = Documents(plan.rows, columns=loading.columns)
+        epochs = labelled_steps_left(sampler, documents, loading.collate, plan.num_epochs)
         done = 0 if resumed is None else resumed.step
         if not epochs:
             return max(done, 1)

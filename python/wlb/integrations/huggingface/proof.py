@@ -51,10 +51,6 @@ def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
         for index, row in enumerate(rows):
             with accelerator.no_sync(model) if index + 1 < len(rows) else nullcontext():
                 total += trainer.training_step(model, row, items)
-        if accelerator.scaler is not None:
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(accelerator.scaler.get_scale())
         return mean_over_ranks(total)
 
     def evaluate(of: Step[PackedBatch]) -> float:
@@ -125,19 +121,13 @@ def _without_ends(batch: PackedBatch) -> PackedBatch:
 @contextmanager
 def _as_it_was(trainer: Any) -> Iterator[None]:
     """Without the auxiliary loss of experts, which depends on what shares a row; metrics are put back."""
-    config = trainer.model.config.get_text_config()
     metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
     enabled = getattr(trainer, "aux_loss_enabled", None)
-    routed = getattr(config, "output_router_logits", None)
-    if routed:
-        config.output_router_logits = False
     if enabled:
         trainer.aux_loss_enabled = False
     try:
         yield
     finally:
-        if routed:
-            config.output_router_logits = routed
         if enabled:
             trainer.aux_loss_enabled = enabled
         if metrics is not None:

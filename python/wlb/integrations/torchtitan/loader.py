@@ -182,6 +182,7 @@ class WlbDataLoader(BaseDataLoader):
         packer = loading.packer(num_micro_batches, **limits, tokens_per_batch=tokens)
         packed = partial(collate, **shape)
         self.steps: StepLoader[PackedBatch] | BalancedStream[PackedBatch]
+        self._share = of_replicas(None) if dp_world_size == 1 else config.group
         measured = known(config, tokenizer)
         if measured is None:
             self.steps = BalancedStream(
@@ -214,7 +215,7 @@ class WlbDataLoader(BaseDataLoader):
         # A state may stand at the end of the last epoch: then nothing is left, and no further epoch is begun.
         ended = isinstance(self.steps, StepLoader) and self.steps.ended
         while not ended:
-            for step, _ in labelled_steps(self.steps):
+            for step, _ in labelled_steps(self.steps, group=self._share):
                 if self.before_first is not None:
                     before, self.before_first = self.before_first, None
                     before(step)
@@ -281,6 +282,13 @@ class WlbDataLoader(BaseDataLoader):
             documents = batch.shard.lengths[: batch.document_ids.numel()].tolist()
             row["lengths"] = documents + [min(self._filler, filler - at) for at in range(0, filler, self._filler)]
         return row, pad(batch.labels[:tokens], (0, filler), value=IGNORE).unsqueeze(0)
+
+
+def of_replicas(group: Any) -> Any:
+    """The data-parallel ranks, which share a step; None is this one alone: others have the same rows, or parts."""
+    if group is None and torch.distributed.is_initialized():
+        return torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
+    return group
 
 
 def _group(config: WlbDataLoader.Config, dp_world_size: int) -> Any:

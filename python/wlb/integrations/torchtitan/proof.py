@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torchtitan.distributed import utils as distributed
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import DataloaderExhaustedError
 
-from wlb.integrations.torchtitan.loader import WlbDataLoader
+from wlb.integrations.torchtitan.loader import WlbDataLoader, of_replicas
 from wlb.torch.data import PackedBatch, Step, StepLoader, collate
 from wlb.torch.proof import Proof, verify
 
@@ -32,6 +33,7 @@ def prove(trainer: Any, step: Step[PackedBatch]) -> None:
         wlb.WlbError: As there.
     """
     ranks, loader = trainer.parallel_dims, trainer.dataloader
+    mesh = ranks.get_optional_mesh("batch")
     shared = ranks.pp_enabled or ranks.tp_enabled or ranks.cp_enabled
     loss = trainer.loss_fn.loss_fn if isinstance(trainer.loss_fn, ChunkedLossWrapper) else trainer.loss_fn
     parts = trainer.model_parts
@@ -40,10 +42,10 @@ def prove(trainer: Any, step: Step[PackedBatch]) -> None:
             parts[0] if len(parts) == 1 else nn.ModuleList(parts),
             step,
             train=lambda of: _trained(trainer, [loader.row(batch) for batch in of.micro_batches]),
-            alone="rows" if shared or type(loss) is not CrossEntropyLoss else _Alone(trainer),
+            alone="rows" if shared or type(loss) is not CrossEntropyLoss else partial(_alone, trainer),
             loader=(lambda: _Steps(trainer)) if isinstance(loader.steps, StepLoader) else None,
             save=lambda steps, _: steps.loader.state_dict(),
-            group=_replicas(ranks),
+            group=of_replicas(mesh.get_group() if mesh is not None else None),
             dtype=_coarsest(trainer),
             report=_report if dist.get_rank() == 0 else None,
         )
@@ -51,12 +53,6 @@ def prove(trainer: Any, step: Step[PackedBatch]) -> None:
 
 def _report(proof: Proof) -> None:
     logger.info("wlb: packed rows against documents alone\n%s", proof)
-
-
-def _replicas(ranks: Any) -> Any:
-    """The ranks that share the global batch; of one alone a group of its own."""
-    mesh = ranks.get_optional_mesh("batch")
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True) if mesh is None else mesh.get_group()
 
 
 def _coarsest(trainer: Any) -> torch.dtype:
@@ -93,26 +89,20 @@ def _on(row: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in row.items()}
 
 
-class _Alone:
+def _alone(trainer: Any, model: Any, batch: PackedBatch) -> Tensor:
     """Logits of one document, by the masks and the context that the trainer makes."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def __call__(self, model: Any, tokens: Tensor) -> Tensor:
-        trainer: Any = self._trainer
-        row, labels = trainer.dataloader.row(collate([tokens.cpu()]))
-        inputs, _, keywords = trainer.post_dataloading_process(_on(row, trainer.device), labels.to(trainer.device))
-        hidden = getattr(model, "_skip_lm_head", False)  # which a loss in chunks applies by itself
-        try:
-            if hidden:
-                model._skip_lm_head = False
-            with trainer.train_context():
-                logits: Tensor = model(inputs, **keywords)
-        finally:
-            if hidden:
-                model._skip_lm_head = hidden
-        return logits[0, : tokens.numel()]
+    row, labels = trainer.dataloader.row(batch.to("cpu"))
+    inputs, _, keywords = trainer.post_dataloading_process(_on(row, trainer.device), labels.to(trainer.device))
+    hidden = getattr(model, "_skip_lm_head", False)  # which a loss in chunks applies by itself
+    try:
+        if hidden:
+            model._skip_lm_head = False
+        with trainer.train_context():
+            logits: Tensor = model(inputs, **keywords)
+    finally:
+        if hidden:
+            model._skip_lm_head = hidden
+    return logits[0, : batch.tokens.numel()]
 
 
 class _Steps:

@@ -144,6 +144,7 @@ class StepLoader(Generic[T]):
         self._loader = loader
         self._sampler = sampler
         self._prepare = prepare
+        self._documents = _size_of(loader)
         # A StatefulDataLoader must not be ahead of the step that its own state is asked in.
         self._read_ahead = loader.num_workers > 0 and not hasattr(loader, "state_dict")
 
@@ -151,9 +152,11 @@ class StepLoader(Generic[T]):
         """The remaining steps of this epoch.
 
         Raises:
-            wlb.WlbError: The loader was restored inside a step, or gives a batch of other lengths than planned; or a
+            wlb.WlbError: The data set has another number of documents than when this loader was made. Or the loader was
+                restored inside a step, or gives a batch of other lengths than planned; or a
                 state was loaded, or another epoch or iteration begun, while this one goes on.
         """
+        self._check_documents()
         planned = self._sampler.follow()
         batches = iter(self._loader)
         reader = self._sampler.consumer()
@@ -189,6 +192,13 @@ class StepLoader(Generic[T]):
         reader = reader.copy()
         reader.next_epoch()
         self._sampler.consumed(reader)
+
+    def _check_documents(self) -> None:
+        """A data set that grew since would be trained without its new documents."""
+        found = _size_of(self._loader)
+        if found != self._documents:
+            message = f"has {found} documents, but had {self._documents} when this loader was made: make a new one"
+            raise error("dataset", message, value=found)
 
     @property
     def packer(self) -> wlb.Packer:
@@ -234,6 +244,12 @@ class StepLoader(Generic[T]):
         Takes the `state` of a step, or what `state_dict` gave.
         """
         self._sampler.load_state_dict(state, allow_config_change=allow_config_change)
+
+
+def _size_of(loader: DataLoader[Any]) -> int | None:
+    """Documents of its data set; None where that does not say."""
+    dataset: Any = getattr(loader, "dataset", None)
+    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 def check_batch(

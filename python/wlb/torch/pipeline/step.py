@@ -112,7 +112,8 @@ def _check_tied(stages: Sequence[VarlenPipelineStage]) -> None:
     """Refuses a model that says that its embedding and head are one weight, of which each stage trains its own copy."""
     for index, stage in enumerate(stages):
         config = getattr(stage.submod, "config", None)
-        if getattr(config, "tie_word_embeddings", False) and stage.group_size > 1 and not is_tied(stage.group):
+        says_so = getattr(config, "tie_word_embeddings", False) and stage.group_size > 1
+        if says_so and not is_tied(stage.group, [each.submod for each in stages]):
             message = (
                 "has tie_word_embeddings = True, but its first and last stage would train a copy each: make "
                 "wt.TiedWeights on every rank of the pipeline, and call its all_reduce_gradients() after this"

@@ -9,7 +9,7 @@ from typing import Any
 
 from wlb_tools.audit import audit as audit_ledger
 from wlb_tools.command.errors import CliError
-from wlb_tools.command.inputs.documents import load_numbers
+from wlb_tools.command.inputs.formats import load_numbers
 from wlb_tools.command.output.console import Printing
 from wlb_tools.command.output.report import Block, Paragraphs, Report, Table
 

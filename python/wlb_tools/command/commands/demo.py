@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts.types import NonNegativeInt, PositiveInt
@@ -31,7 +30,7 @@ class Shuffled(Reading):
 
 
 def demo(
-    source: Path | None = None,
+    sources: tuple[str, ...] = (),
     /,
     *,
     reading: Shuffled = Shuffled(),
@@ -50,13 +49,12 @@ def demo(
     come the two ways to shard a micro-batch over context-parallel ranks.
 
     Args:
-        source: a directory (a document a file), a .jsonl or .txt (a document a line), or a .npy of lengths; by default
-            the Python files of this interpreter and its packages.
+        sources: documents, as of `wlb lengths`; by default the Python files of this interpreter and its packages.
         steps: global batches to form.
     """
     setup = batches.setup(cost, delay)
     with output.progress() as bars:
-        stream = reading.stream(source, setup, bars, steps=steps)
+        stream = reading.stream(sources, setup, bars, steps=steps)
         output.folder("demo")
         tuned = max(1, stream.batches // _TUNED_SHARE)
         plans = [collect("original", original(stream, setup), stream, bars)]

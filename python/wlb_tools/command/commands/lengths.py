@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.documents import Documents
+from wlb_tools.command.inputs.formats import LENGTHS_MARK
 from wlb_tools.command.inputs.stream import Source, Texts
 from wlb_tools.command.output.console import Printing
 from wlb_tools.command.output.plan_files import at_once, write_names
@@ -19,30 +20,30 @@ _CLASSES = 10  # of lengths, each up to twice the one before; shorter documents 
 
 
 def lengths(
-    source: Source,
+    sources: Source,
     /,
     *,
     texts: Texts = Texts(),
     output: Annotated[Path, Parameter(name=("--output", "-o"))] = Path("lengths.npy"),
     printing: Printing = Printing(),
 ) -> None:
-    """Measures the documents of SOURCE once, and writes how long each is.
+    """Measures the documents of SOURCES once, and writes how long each is.
 
     The file is an int64[n] of tokens for every other command, for `wlb.pack` and for a loader. Row i is of document i,
-    a row or file of SOURCE in its order, unless some are empty, and left out: then a second file, of the same name with
-    .ids before its ending, says which document each row is of. Of a directory, line i of a third, with .documents.txt,
-    is the path of document i. The table shows where tokens and attention lie: a document of d tokens has d (d + 1) / 2
-    pairs of tokens that attend.
+    a row or file of SOURCES in their order, unless some are empty, and left out: then a second file, of the same name
+    with .ids before its ending, says which document each row is of. Of a directory, line i of a third, with
+    .documents.txt, is the path of document i. The table shows where tokens and attention lie: a document of d tokens
+    has d (d + 1) / 2 pairs of tokens that attend.
 
     Args:
         output: file to write.
     """
     if output.suffix != ".npy":
         raise CliError(f"--output {output}: must end with .npy")
-    if output.resolve() == source.resolve():
-        raise CliError(f"--output {output}: is SOURCE itself, and would be lost")
+    if any(output.resolve() == Path(source).resolve() for source in sources):
+        raise CliError(f"--output {output}: is one of SOURCES, and would be lost")
     with printing.progress() as bars:
-        documents = texts.documents(source, bars)
+        documents = texts.documents(sources, bars)
     files = _write(documents, output)
     sentences = [documents.in_words()]
     if documents.empty:
@@ -75,6 +76,7 @@ def _write(documents: Documents, output: Path) -> list[Path]:
         of_others.unlink(missing_ok=True)
     with at_once(output) as file:
         np.save(file, documents.lengths)
+        file.write(LENGTHS_MARK)
     if documents.empty:
         files.append(ids)
         with at_once(ids) as file:

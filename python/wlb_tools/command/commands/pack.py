@@ -40,7 +40,7 @@ class PackedBatches(Batches):
 
 
 def pack(
-    source: Source,
+    sources: Source,
     /,
     *,
     method: Annotated[Method, Parameter(group=PANELS["methods"])] = "var_length",
@@ -75,7 +75,7 @@ def pack(
         raise CliError(f"--dp-size {setup.dp_size}: does not divide --micro-batches {setup.num_micro_batches}")
     price = None
     with output.progress() as bars:
-        stream = reading.stream(source, setup, bars, columns=columns)
+        stream = reading.stream(sources, setup, bars, columns=columns)
         output.folder("pack")
         plans = [collect("original", original(stream, setup), stream, bars)]
         if method == "fixed_length":

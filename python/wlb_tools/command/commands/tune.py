@@ -71,7 +71,7 @@ class TunedCluster(Cluster):
 
 
 def tune(
-    source: Source,
+    sources: Source,
     /,
     *,
     reading: Reading = Reading(),
@@ -98,7 +98,7 @@ def tune(
             trained, fewer where they are cut.
     """
     if cluster.global_batch is not None:
-        _search(source, reading, steps, by, cluster, output, command_line)
+        _search(sources, reading, steps, by, cluster, output, command_line)
         return
     for name in ("attention_efficiency", "cost_file"):
         if cluster.known and name in cluster.given:
@@ -112,7 +112,7 @@ def tune(
     delay = Delay(**{field.name: getattr(cluster, field.name) for field in fields(Delay)})
     setup = batches.setup(cluster, delay)
     with output.progress() as bars:
-        stream = reading.stream(source, setup, bars, steps=steps or _STEPS)
+        stream = reading.stream(sources, setup, bars, steps=steps or _STEPS)
         output.folder("tune")
         if scenario is None:
             report = _waiting(stream, setup, delay, cluster.num_queues, bars, settings(batches, reading))
@@ -151,7 +151,7 @@ def _waiting(stream: Stream, setup: Setup, delay: Delay, queues: int, bars: Prog
 
 
 def _search(
-    source: Source,
+    sources: Source,
     reading: Reading,
     steps: int | None,
     by: Objective,
@@ -171,7 +171,7 @@ def _search(
     steps = steps or min(max(_SEARCHED // tokens, 2), 8)
     layout = cluster.spread()
     with output.progress() as bars:
-        stream = reading.stream(source, batches.setup(cluster, Delay()), bars, steps=steps)
+        stream = reading.stream(sources, batches.setup(cluster, Delay()), bars, steps=steps)
         output.folder("tune")
         search = search_layouts(
             stream.lengths,

@@ -14,7 +14,7 @@ import wlb
 import wlb_tools
 from wlb_tools.cluster.hardware import GIB
 from wlb_tools.command.errors import CliError, in_options
-from wlb_tools.command.inputs.model import Cost, model_config
+from wlb_tools.command.inputs.model import Cost
 from wlb_tools.command.inputs.options import Numbers, Options, options, plain, scaled, values_of
 from wlb_tools.command.inputs.packing import Limits
 
@@ -125,7 +125,7 @@ class Cluster(Cost, Limits):
         """Options that are given by a name, a file, or in other units."""
         hardware = self.preset()
         return {
-            "model": model_config(self.model_name),
+            "model": self.model(),
             "hardware": dataclasses.replace(
                 hardware,
                 attention_efficiency=self.efficiency(),

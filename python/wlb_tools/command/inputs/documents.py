@@ -3,23 +3,33 @@
 | source | a document is | its id |
 | --- | --- | --- |
 | nothing | a Python file of the interpreter or of an installed package | its rank among them, by path |
-| a directory | a file in it; hidden ones and `__pycache__` are passed over | its rank among them, by path |
-| `*.jsonl` | a line: an object with a text field | the line, from 0 |
-| `*.txt` | a line | the line, from 0 |
-| `*.npy` | an integer: a length in tokens | its index |
-| `*.idx` | what Megatron's indexed data set calls one; its `.bin` stays closed | its index |
+| a directory of data files | a row of one of them | its row, all files one after the other by path |
+| a directory of other files | a file in it; hidden ones and `__pycache__` are passed over | its rank, by path |
+| `*.parquet`, `*.arrow`, `*.feather` | a row | the row, from 0 |
+| `*.jsonl`, `*.json`, `*.csv`, `*.tsv`, `*.txt` | an object, a row or a line | the row, from 0 |
+| `*.npy`, `*.npz` | a length in tokens, or a row of token ids | its index |
+| `*.idx`, `*.bin` | what Megatron's indexed data set calls one; its tokens stay closed | its index |
+| `*.tar` | a sample of a WebDataset | its place |
+| a folder of `save_to_disk`, a name on the hub | a row of the data set | the row, from 0 |
+| `-` | a line of standard input, of text or JSON | the line, from 0 |
 
-Empty documents (a blank line, an empty file) are left out, and the others keep their id. Without a tokenizer
-a length is in bytes of UTF-8, and the files of a directory are not even opened.
+Several sources follow one another. Empty documents (a blank line, an empty file) are left out, and the others keep
+their id. Without a tokenizer a length is in bytes of UTF-8.
 """
 
+from __future__ import annotations
+
+import dataclasses
 import functools
+import glob
 import itertools
 import json
 import os
-import struct
+import shutil
+import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -29,14 +39,35 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-import wlb
-from wlb._core import MAX_TOKENS
 from wlb_tools.command.errors import CliError
+from wlb_tools.command.inputs.cells import Holds, Wanted, measured, table_lengths
+from wlb_tools.command.inputs.formats import check_encoding, endings, indexed, is_index, reader_of
+from wlb_tools.command.inputs.lengths_cache import LengthsCache
+from wlb_tools.command.inputs.tokenizers import load_tokenizer
 from wlb_tools.command.words import readable
 
-_CHUNK = 64  # texts measured at a time: enough for a tokenizer's threads, few enough for a smooth bar
+_CHUNK = 1024  # files measured at a time
+_ROWS = 16384  # of a data set, measured at a time
 
-Measure = Callable[[list[str]], list[int]]
+# What lies beside data and is none.
+_BESIDE = (
+    "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json", "README*", "LICENSE*",
+    "*.md", "*.lock", "*.crc", "_SUCCESS", "_metadata", "_common_metadata", "*.yaml", "*.yml", "*.ids.npy",
+    "*.documents.txt", "tokenizer*.json", "special_tokens_map.json", "*.metadata.json", "*.sha256", "*.md5",
+)  # fmt: skip
+
+
+def wanted(field: str = "", tokenizer: str | Path | None = None, holds: Holds | None = None) -> Wanted:
+    """What is read of each row, with what a tokenizer counts.
+
+    Raises:
+        CliError: the tokenizer does not load.
+    """
+    if tokenizer is None:
+        return Wanted(field=field, holds=holds)
+    made = load_tokenizer(str(tokenizer))
+    why = f"--tokenizer {tokenizer} has no chat template; give its folder, if that has one"
+    return Wanted(field=field, holds=holds, measure=made.measure, chat=made.chat, no_chat=why, name=made.name)
 
 
 @dataclass(frozen=True)
@@ -49,6 +80,7 @@ class Documents:
     lengths: NDArray[np.int64]  # [documents] >= 1
     names: tuple[str, ...] | None = None  # of a directory: the path of document id i is names[i]
     empty: int = 0  # documents left out
+    files: int = 1  # that were read
 
     @property
     def tokens(self) -> int:
@@ -81,106 +113,265 @@ class Documents:
 
 
 def read_documents(
-    source: Path | None, *, field: str, pattern: str, tokenizer: Path | None, progress: Progress
+    sources: Sequence[str], *, wanted: Wanted, pattern: str | None, cache: LengthsCache | None, progress: Progress
 ) -> Documents:
-    """Finds the documents of `source` and measures them.
+    """Finds the documents of all sources and measures them.
 
-    `field` is the text field of a `.jsonl`, `pattern` the file names taken from a directory.
-    """
-    if source is not None and not source.exists():
-        raise CliError(f"{source}: no such file or directory")
-    if source is not None and source.suffix in _LENGTHS:
-        if tokenizer is not None:
-            raise CliError(f"{source}: holds lengths, so --tokenizer has nothing to read")
-        return _LENGTHS[source.suffix](source)
-
-    measure = _bytes if tokenizer is None else _load_tokenizer(tokenizer)
-    names: tuple[str, ...] | None = None
-    title = "Python sources of this interpreter and its packages"
-    if source is not None:
-        title = readable(source.resolve().name)
-    if source is None or source.is_dir():
-        found = _walk(_python_roots(), "*.py", progress) if source is None else _walk([source], pattern, progress)
-        if source is not None:
-            names = tuple(path.relative_to(source).as_posix() for path in found)
-        if tokenizer is None:
-            lengths = [path.stat().st_size for path in found]
-        else:
-            lengths = _measure("Tokenizing files", _file_texts(found), len(found), measure, progress)
-    elif source.suffix in (".jsonl", ".txt"):
-        texts = _json_texts(source, field) if source.suffix == ".jsonl" else _line_texts(source)
-        lengths = _measure(f"Reading {source.name}", texts, source.stat().st_size, measure, progress)
-    else:
-        raise CliError(
-            f"{source}: give a directory, a .jsonl or .txt of documents, a .npy of lengths or an .idx of Megatron's"
-        )
-
-    measured = np.array(lengths, dtype=np.int64)
-    ids = np.flatnonzero(measured)
-    if not ids.size:
-        raise CliError(f"{title}: no documents, or only empty ones")
-    unit = "bytes" if tokenizer is None else "tokens"
-    return Documents(title, unit, ids, measured[ids], names, empty=measured.size - ids.size)
-
-
-def load_numbers(path: Path, *, mapped: bool = False) -> NDArray[Any]:
-    """Reads a .npy file; `mapped` leaves the numbers in the file until they are used.
+    Args:
+        sources: files, folders, patterns of these, names of data sets on the hub, `-`; none: this interpreter's files.
+        wanted: what is read of each row.
+        pattern: names of the files to take from a directory, each a document; None: as the files there say.
+        cache: lengths of files that were measured before.
+        progress: shows how far it is.
 
     Raises:
-        CliError: There is no such file, or it is none.
+        CliError: naming the file, and where it applies the row and the column.
     """
-    if not path.is_file():
-        raise CliError(f"{path}: no such file")
-    try:
-        loaded = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
-    except Exception as error:  # of a broken header's parser, or of more memory than there is
-        raise CliError(f"{path}: is no array of numpy: {error}") from None
-    if not isinstance(loaded, np.ndarray):
-        raise CliError(f"{path}: holds several arrays; give a .npy with one")
-    return loaded
+    if not sources:
+        found = _walk(_python_roots(), "*.py", progress)
+        lengths = _files(found, wanted, progress, check=False)
+        return _documents("Python sources of this interpreter and its packages", [lengths], wanted, len(found))
+    parts: list[NDArray[np.int64]] = []
+    names: list[str] = []
+    named = True
+    files = 0
+    of_tokens: list[bool] = []
+    for source in itertools.chain.from_iterable(_expanded(each) for each in sources):
+        for part in _source(source, wanted, pattern, cache, progress):
+            parts.append(part.lengths)
+            files += part.files
+            of_tokens.append(part.tokens)
+            if part.names is None:
+                named = False
+            else:
+                names += part.names
+    if wanted.measure is not None and all(of_tokens):
+        message = "--tokenizer has nothing to read: there are lengths or token ids, and no text"
+        raise CliError(f"{', '.join(sources)}: {message}")
+    if len({*of_tokens}) > 1 and wanted.measure is None:
+        message = "some hold text, whose bytes would be counted, and some tokens: give --tokenizer, or one kind alone"
+        raise CliError(f"{', '.join(sources)}: {message}")
+    title = ", ".join(_title(source) for source in sources[:3]) + (
+        f" and {len(sources) - 3} more" if sources[3:] else ""
+    )
+    of_names = tuple(names) if named and names else None
+    return _documents(title, parts, wanted, files, of_names, tokens=all(of_tokens))
 
 
-def _read_lengths(path: Path) -> Documents:
-    lengths = load_numbers(path)
-    try:
-        wlb.split_documents(lengths, max_document_tokens=MAX_TOKENS)
-    except wlb.WlbError as error:
-        raise CliError(f"{path}: {error}") from None
-    if not lengths.size:
-        raise CliError(f"{path}: no lengths in it")
-    return Documents(readable(path.name), "tokens", np.arange(lengths.size), lengths.astype(np.int64))
+def _title(source: str) -> str:
+    return "standard input" if source == "-" else readable(Path(source).resolve().name)
 
 
-def _read_index(path: Path) -> Documents:
-    """Documents of Megatron's indexed data set: a sequence each, or several that follow one another.
-
-    After the header (magic, version, code of the dtype, number of sequences, of bounds between documents) come
-    int32[sequences] lengths, int64[sequences] places in the `.bin`, and int64[documents + 1] bounds in sequences.
-    """
-    header = struct.Struct("<9sQBQQ")
-    with path.open("rb") as file:
-        start = file.read(header.size)
-        if not start.startswith(_INDEX) or len(start) < header.size:
-            raise CliError(f"{path}: is no index of a data set of Megatron's")
-        _, _, _, sequences, bounds = header.unpack(start)
-        whole, there = header.size + 12 * sequences + 8 * bounds, path.stat().st_size
-        if there < whole:
-            raise CliError(f"{path}: is cut off: {there:,} bytes of {whole:,}")
-        sizes = np.fromfile(file, np.dtype("<i4"), sequences)
-        file.seek(8 * sequences, os.SEEK_CUR)
-        ends = np.fromfile(file, np.dtype("<i8"), bounds)
-    if (sizes < 0).any() or (np.diff(ends, prepend=0) < 0).any() or (ends > sequences).any():
-        raise CliError(f"{path}: is damaged: lengths below 0, or documents that end before they begin")
-    lengths = np.diff(np.concatenate([[0], sizes.cumsum(dtype=np.int64)])[ends])
+def _documents(
+    title: str,
+    parts: Sequence[NDArray[np.int64]],
+    wanted: Wanted,
+    files: int,
+    names: tuple[str, ...] | None = None,
+    *,
+    tokens: bool = False,
+) -> Documents:
+    lengths = np.concatenate([*parts, np.zeros(0, dtype=np.int64)])
     ids = np.flatnonzero(lengths)
     if not ids.size:
+        raise CliError(f"{title}: no documents, or only empty ones")
+    unit = "tokens" if tokens or wanted.measure is not None else "bytes"
+    return Documents(title, unit, ids, lengths[ids], names, empty=lengths.size - ids.size, files=files)
+
+
+@dataclass(frozen=True)
+class _Part:
+    lengths: NDArray[np.int64]
+    tokens: bool  # they count tokens, whatever the tokenizer
+    files: int = 1
+    names: tuple[str, ...] | None = None
+
+
+def _expanded(source: str) -> list[str]:
+    """The paths that a pattern matches; a source that is none, as it is."""
+    if Path(source).exists() or not any(each in source for each in "*?["):
+        return [source]
+    found = sorted(glob.glob(source, recursive=True))
+    if not found:
+        raise CliError(f"{source}: no file matches")
+    return found
+
+
+def _source(
+    source: str, wanted: Wanted, pattern: str | None, cache: LengthsCache | None, progress: Progress
+) -> Iterator[_Part]:
+    path = Path(source)
+    if source == "-":
+        yield _standard_input(wanted, progress)
+    elif path.is_dir():
+        yield from _folder(path, wanted, pattern, cache, progress)
+    elif path.is_file() or (not path.exists() and is_index(path)):
+        yield _file(path, wanted, cache, progress)
+    elif path.exists():
+        raise CliError(f"{source}: is neither a file nor a directory")
+    else:
+        yield _from_hub(source, wanted, progress)
+
+
+def _file(path: Path, wanted: Wanted, cache: LengthsCache | None, progress: Progress) -> _Part:
+    reader = indexed if is_index(path) else reader_of(path)
+    if reader is None:
+        raise CliError(f"{path}: its name does not say what it holds; read are {endings()}, and folders of these")
+    cached = cache.find(path, wanted) if cache is not None else None
+    if cached is not None:
+        return _Part(*cached)
+    own = dataclasses.replace(wanted, saw=set())
+    total = path.stat().st_size if path.is_file() else None
+    task = progress.add_task(f"Reading {path.name}", total=total)
+    parts: list[NDArray[np.int64]] = []
+    done = 0
+    try:
+        for rows, size in reader(path, own):
+            parts.append(rows)
+            done += size
+            progress.update(task, completed=min(done, total) if total else done)
+    except ModuleNotFoundError as missing:
+        if missing.name != "pyarrow":
+            raise
+        raise CliError(f'{path}: is read by the package pyarrow; run: pip install "wlb[data]"') from None
+    progress.update(task, completed=total)
+    lengths = np.concatenate([*parts, np.zeros(0, dtype=np.int64)])
+    tokens = "text" not in own.saw
+    if cache is not None and not tokens and wanted.measure is not None:
+        cache.keep(path, wanted, lengths)
+    return _Part(lengths, tokens)
+
+
+def _standard_input(wanted: Wanted, progress: Progress) -> _Part:
+    """Lines of text or of JSON objects, compressed or not; read into a file first."""
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder, "standard input")
+        with raw.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        with raw.open("rb") as file:
+            start = file.read(4)
+        ending = ".gz" if start.startswith(b"\x1f\x8b") else ".zst" if start == b"\x28\xb5\x2f\xfd" else ""
+        if ending:
+            import pyarrow as pa
+
+            kind = {".gz": "gzip", ".zst": "zstd"}[ending]
+            try:
+                with pa.input_stream(str(raw), compression=kind) as stream:
+                    start = stream.read(4096)
+            except OSError as cause:
+                raise CliError(f"standard input: cannot be read: {cause}") from None
+        named = raw.rename(Path(folder, f"standard input{'.jsonl' if start.lstrip()[:1] == b'{' else '.txt'}{ending}"))
+        try:
+            part = _file(named, wanted, None, progress)
+        except CliError as problem:
+            raise CliError(str(problem).replace(str(named), "standard input")) from None
+    return part
+
+
+def _from_hub(name: str, wanted: Wanted, progress: Progress) -> _Part:
+    """A data set by its name on the hub: its training split."""
+    if name.count("/") > 1 or Path(name).suffix or name.startswith((".", "/", "~")):
+        raise CliError(f"{name}: no such file or directory")
+    try:
+        import datasets
+    except ImportError:
+        message = "no such file or directory; for a data set on the hub: pip install datasets"
+        raise CliError(f"{name}: {message}") from None
+    try:
+        found = datasets.load_dataset(name, split="train")
+    except Exception as cause:  # of many types: no network, no such name, several configurations
+        said = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+        raise CliError(f"{name}: no such file or directory, nor a data set that could be had: {said}") from None
+    return _of_dataset(found, Path(name), wanted, progress)
+
+
+def _of_dataset(found: Any, path: Path, wanted: Wanted, progress: Progress) -> _Part:
+    own = dataclasses.replace(wanted, saw=set())
+    columns = own.columns(found.column_names, str(path))
+    table = found.select_columns([*columns]).with_format("arrow")
+    task = progress.add_task(f"Reading {path.name}", total=len(found))
+    parts = []
+    for row, batch in enumerate(table.iter(batch_size=_ROWS)):
+        parts.append(table_lengths(batch.combine_chunks(), columns, own, path, row * _ROWS))
+        progress.update(task, advance=batch.num_rows)
+    return _Part(np.concatenate([*parts, np.zeros(0, dtype=np.int64)]), "text" not in own.saw)
+
+
+# Folders.
+
+
+def _folder(
+    path: Path, wanted: Wanted, pattern: str | None, cache: LengthsCache | None, progress: Progress
+) -> Iterator[_Part]:
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(each.name for each in path.iterdir() if (each / "state.json").is_file())
+        raise CliError(
+            f"{path}: has several splits: give one of them, as {path / splits[0] if splits else path / 'train'}"
+        )
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        yield _saved(path, wanted, cache, progress)
+        return
+    found = _walk([path], pattern or "*", progress)
+    data = [each for each in found if not _is_beside(each) and (reader_of(each) or is_index(each))]
+    data = [each for each in data if each.suffix != ".bin" or not each.with_suffix(".idx").is_file()]
+    lines = [each for each in data if each.suffixes[-1:] == [".txt"]]
+    tables = [each for each in data if each not in lines]
+    others = [each for each in found if each not in data and not _is_beside(each) and each.suffix != ".bin"]
+    if pattern is None and tables and (others or lines):
+        message = (
+            f"has data files, as {tables[0].name}, beside other files, as {(others or lines)[0].name}: --pattern"
+            f" '*{tables[0].suffix}' for the rows of the first, --pattern '*' if each file is a document"
+        )
+        raise CliError(f"{path}: {message}")
+    if tables and (pattern is None or not (others or lines)):
+        kinds = {
+            "".join(each.suffixes[-2:]) if each.suffixes[-1] in (".gz", ".zst") else each.suffix for each in tables
+        }
+        if len(kinds) > 1:
+            raise CliError(
+                f"{path}: has data files of several kinds, {', '.join(sorted(kinds))}: --pattern '*{min(kinds)}'"
+            )
+        for each in tables:
+            yield _file(each, wanted, cache, progress)
+        return
+    documents = [each for each in found if pattern is not None or not _is_beside(each) or each.suffix == ".md"]
+    if not documents:
         raise CliError(f"{path}: no documents, or only empty ones")
-    return Documents(readable(path.name), "tokens", ids, lengths[ids], empty=lengths.size - ids.size)
+    names = tuple(each.relative_to(path).as_posix() for each in documents)
+    lengths = _files(documents, wanted, progress, check=True)
+    yield _Part(lengths, tokens=False, files=len(documents), names=names)
 
 
-_INDEX = b"MMIDIDX\x00\x00"
-_LENGTHS: dict[str, Callable[[Path], Documents]] = {".npy": _read_lengths, ".idx": _read_index}
-"""What reads lengths from a file that has them, by its ending."""
+def _is_beside(path: Path) -> bool:
+    return any(fnmatch(path.name, each) for each in _BESIDE)
+
+
+def _saved(path: Path, wanted: Wanted, cache: LengthsCache | None, progress: Progress) -> _Part:
+    """What `Dataset.save_to_disk` wrote."""
+    try:
+        import datasets
+    except ImportError:
+        datasets = None
+    if datasets is not None:
+        try:
+            return _of_dataset(datasets.load_from_disk(str(path)), path, wanted, progress)
+        except CliError:
+            raise
+        except Exception as cause:  # whatever Arrow or datasets say of a damaged folder
+            said = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+            raise CliError(f"{path}: is no whole data set of save_to_disk: {said}") from None
+    try:
+        state = json.loads((path / "state.json").read_bytes())
+        files = [path / each["filename"] for each in state["_data_files"]]
+    except (ValueError, KeyError, TypeError) as cause:
+        raise CliError(f"{path / 'state.json'}: is damaged: {cause!r}") from None
+    missing = [each.name for each in files if not each.is_file()]
+    if missing:
+        raise CliError(f"{path}: state.json names {missing[0]}, which is not there")
+    if state.get("_indices_data_files"):
+        raise CliError(f"{path}: holds a selection of its rows, which datasets reads: pip install datasets")
+    parts = [_file(each, wanted, cache, progress) for each in files]
+    return _Part(np.concatenate([each.lengths for each in parts]), all(each.tokens for each in parts), len(parts))
 
 
 def _python_roots() -> list[Path]:
@@ -190,11 +381,20 @@ def _python_roots() -> list[Path]:
 
 
 def _walk(roots: Iterable[Path], pattern: str, progress: Progress) -> list[Path]:
-    """The regular files below `roots` whose name matches `pattern`, ordered by their paths alone."""
+    """The regular files below `roots` whose name matches `pattern`, ordered by their paths alone.
+
+    Links to folders are followed, and each folder is read once.
+    """
     found: list[Path] = []
+    seen: set[str] = set()
     task = progress.add_task("Looking for files", total=None)
     for root in roots:
-        for folder, subfolders, files in os.walk(root):
+        for folder, subfolders, files in os.walk(root, followlinks=True):
+            real = os.path.realpath(folder)
+            if real in seen:
+                subfolders.clear()
+                continue
+            seen.add(real)
             subfolders[:] = sorted(s for s in subfolders if not s.startswith(".") and s != "__pycache__")
             names = (name for name in sorted(files) if not name.startswith(".") and fnmatch(name, pattern))
             found += (path for name in names if (path := Path(folder, name)).is_file())
@@ -203,67 +403,20 @@ def _walk(roots: Iterable[Path], pattern: str, progress: Progress) -> list[Path]
     return found
 
 
-def _measure(
-    title: str, texts: Iterable[tuple[str, int]], total: int, measure: Measure, progress: Progress
-) -> list[int]:
-    """Lengths of `texts`, each of which comes with its share of `total`, for the bar."""
-    lengths: list[int] = []
-    task = progress.add_task(title, total=total)
-    texts = iter(texts)
-    while chunk := list(itertools.islice(texts, _CHUNK)):
-        lengths += measure([text for text, _ in chunk])
-        progress.update(task, advance=sum(size for _, size in chunk))
-    return lengths
-
-
-def _file_texts(paths: Iterable[Path]) -> Iterator[tuple[str, int]]:
-    for path in paths:
-        yield path.read_text(encoding="utf-8", errors="replace"), 1
-
-
-def _json_texts(path: Path, field: str) -> Iterator[tuple[str, int]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                yield "", len(line)
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise CliError(f"{path}:{number}: not JSON: {error}") from None
-            text = record.get(field) if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                fields = ", ".join(record) if isinstance(record, dict) else "none, it is not an object"
-                raise CliError(f"{path}:{number}: no text in field {field!r} (--field); its fields: {fields}")
-            yield text, len(line)
-
-
-def _line_texts(path: Path) -> Iterator[tuple[str, int]]:
-    with path.open("rb") as file:
-        for line in file:
-            yield line.strip().decode("utf-8", "replace"), len(line)
-
-
-def _bytes(texts: list[str]) -> list[int]:
-    # JSON may hold half a surrogate pair, which UTF-8 proper cannot write.
-    return [len(text.encode("utf-8", "surrogatepass")) for text in texts]
-
-
-def _load_tokenizer(path: Path) -> Measure:
-    """A measure by a Hugging Face `tokenizer.json`; special tokens are the trainer's business."""
-    if not path.is_file():
-        raise CliError(f"{path}: no such tokenizer file")
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError:
-        raise CliError('--tokenizer needs the package tokenizers; run: pip install "wlb[tokenizers]"') from None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception
-        raise CliError(f"{path}: not a tokenizer file: {error}") from None
-
-    def measure(texts: list[str]) -> list[int]:
-        clean = [text.encode("utf-8", "replace").decode() for text in texts]
-        return [len(encoding.ids) for encoding in tokenizer.encode_batch(clean, add_special_tokens=False)]
-
-    return measure
+def _files(paths: Sequence[Path], wanted: Wanted, progress: Progress, *, check: bool) -> NDArray[np.int64]:
+    """int64[n]: each file a document."""
+    task = progress.add_task("Reading files" if wanted.measure is None else "Tokenizing files", total=len(paths))
+    parts: list[NDArray[np.int64]] = []
+    for start in range(0, len(paths), _CHUNK):
+        some = paths[start : start + _CHUNK]
+        if check:
+            for path in some:
+                with path.open("rb") as file:
+                    check_encoding(file.read(4096), str(path))
+        if wanted.measure is None:
+            parts.append(np.array([path.stat().st_size for path in some], dtype=np.int64))
+        else:
+            parts.append(measured(wanted, [path.read_text(encoding="utf-8", errors="replace") for path in some]))
+        progress.update(task, advance=len(some))
+    wanted.saw.add("text")
+    return np.concatenate([*parts, np.zeros(0, dtype=np.int64)])

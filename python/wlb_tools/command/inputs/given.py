@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 import wlb
 from wlb._core import MAX_TOKENS
 from wlb_tools.command.errors import CliError
-from wlb_tools.command.inputs.documents import Documents, load_numbers
+from wlb_tools.command.inputs.documents import Documents
+from wlb_tools.command.inputs.formats import load_numbers
 from wlb_tools.command.inputs.model import Cost, superfluous
 from wlb_tools.command.inputs.options import Reals, joined, options
 

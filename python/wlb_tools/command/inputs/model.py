@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Annotated
@@ -16,17 +17,73 @@ from wlb_tools.command.errors import CliError, option
 from wlb_tools.command.inputs.options import Options, options
 
 ModelName = Annotated[
-    str, Parameter(help=f"shape of the model: {', '.join(presets())}, or a Hugging Face config.json.")
+    str,
+    Parameter(
+        help=f"shape of the model: {', '.join(presets())}; a Hugging Face config.json or its folder; a name"
+        " on the hub, as Qwen/Qwen3-8B; or sizes, as hidden_size=4096,num_layers=32,num_heads=32,num_kv_heads=8,"
+        "ffn_hidden_size=14336,vocab_size=128256."
+    ),
+]
+MultiTokenPrediction = Annotated[
+    bool, Parameter(negative="", help="the model's heads of multi-token prediction are trained as well.")
 ]
 
 
-def model_config(name: str) -> wlb.ModelConfig:
-    """The model of a preset's name or of a Hugging Face `config.json`."""
-    if name in presets():
-        return wlb.ModelConfig.preset(name)
-    if not Path(name).exists():
-        raise CliError(f"--model {name}: neither a file nor one of {', '.join(presets())}")
-    return wlb.ModelConfig.from_hugging_face(name)
+def model_config(name: str, *, multi_token_prediction: bool = False) -> wlb.ModelConfig:
+    """The model of a preset's name, of sizes, of a Hugging Face `config.json`, or of a name on the hub.
+
+    Raises:
+        CliError: it is none of these, or the file says something that is not known.
+    """
+    if name in presets() or ("=" in name and not Path(name).exists()):
+        if multi_token_prediction:
+            raise CliError(f"--multi-token-prediction: --model {name} has no heads that predict further tokens")
+        return wlb.ModelConfig.preset(name) if name in presets() else _by_sizes(name)
+    path = Path(name) if Path(name).exists() else _from_hub(name)
+    return wlb.ModelConfig.from_hugging_face(path, multi_token_prediction=multi_token_prediction)
+
+
+def _by_sizes(text: str) -> wlb.ModelConfig:
+    sizes: dict[str, int | bool] = {}
+    known = [each.name for each in dataclasses.fields(wlb.ModelConfig) if each.type in ("int", "bool")]
+    for pair in text.split(","):
+        name, _, value = (part.strip() for part in pair.partition("="))
+        if name not in known:
+            raise CliError(f"--model {text}: {name!r} is no size; known are {', '.join(known)}")
+        if value.lower() in ("true", "false"):
+            sizes[name] = value.lower() == "true"
+        elif value.isdecimal():
+            sizes[name] = int(value)
+        else:
+            raise CliError(f"--model {text}: {name} = {value!r} is neither a whole number nor true or false")
+    missing = [each for each in ("hidden_size", "vocab_size", "num_layers", "num_heads") if each not in sizes]
+    if missing:
+        raise CliError(f"--model {text}: lacks {', '.join(missing)}")
+    return wlb.ModelConfig(**sizes)  # type: ignore[arg-type]
+
+
+def _from_hub(name: str) -> Path:
+    """The config.json of a model on the hub: from the local cache, else downloaded."""
+    problem = f"--model {name}: neither a file nor one of {', '.join(presets())}"
+    if name.count("/") > 1 or name.endswith((".json", "/")):
+        raise CliError(problem)
+    try:
+        import huggingface_hub as hub
+    except ImportError:
+        raise CliError(f"{problem}; for names on the hub: pip install huggingface_hub") from None
+    try:
+        found = hub.try_to_load_from_cache(name, "config.json")
+        if isinstance(found, str):
+            return Path(found)
+        if "/" not in name:
+            raise CliError(problem)
+        hub.utils.logging.set_verbosity(50)  # its retries are not ours to tell
+        return Path(hub.hf_hub_download(name, "config.json"))
+    except CliError:
+        raise
+    except Exception as cause:  # of many types: no network, no such name, no permission
+        said = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+        raise CliError(f"{problem}; nor is it in the hub's cache, nor could it be had: {said}") from None
 
 
 @options("Cost")
@@ -40,6 +97,7 @@ class Cost(Options):
     """
 
     model_name: ModelName = "llama2-7b"
+    multi_token_prediction: MultiTokenPrediction = False
     cost_file: Path | None = None
     gpu: Annotated[str, Parameter(help=f"Kind of GPU: {', '.join(gpus())}.")] = "h100"
     attention_efficiency: Annotated[float | None, Parameter(validator=validators.Number(gte=0.01, lt=math.inf))] = None
@@ -80,10 +138,14 @@ class Cost(Options):
     def of_documents(self) -> wlb.CostModel | None:
         """The cost model; unit: seconds where it was fitted, else GEMM-equivalent FLOPs."""
         if (costs := self.from_file()) is not None:
-            for name in sorted(self.given & {"model_name", "gpu"}):
+            for name in sorted(self.given & {"model_name", "multi_token_prediction", "gpu"}):
                 raise superfluous(name, "cost_file")
             return costs
-        return model_config(self.model_name).cost_model(attention_efficiency=self.efficiency())
+        return self.model().cost_model(attention_efficiency=self.efficiency())
+
+    def model(self) -> wlb.ModelConfig:
+        """The shape of the model."""
+        return model_config(self.model_name, multi_token_prediction=self.multi_token_prediction)
 
 
 def _read(path: Path) -> wlb.CostModel:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 from cyclopts import Parameter
@@ -17,9 +17,11 @@ from rich.progress import Progress
 import wlb
 from wlb._choices import Oversize
 from wlb_tools.command.errors import CliError
-from wlb_tools.command.inputs.documents import Documents, read_documents
+from wlb_tools.command.inputs.cells import Holds
+from wlb_tools.command.inputs.documents import Documents, read_documents, wanted
 from wlb_tools.command.inputs.given import Columns
-from wlb_tools.command.inputs.options import Options, options
+from wlb_tools.command.inputs.lengths_cache import LengthsCache
+from wlb_tools.command.inputs.options import Flag, Options, options
 from wlb_tools.command.words import counted
 from wlb_tools.simulation.methods import Setup
 from wlb_tools.simulation.stream import GlobalBatches
@@ -27,10 +29,13 @@ from wlb_tools.simulation.stream import GlobalBatches
 _MOST_PIECES = 10**8  # of several epochs, at 75 bytes each
 
 Source = Annotated[
-    Path,
+    tuple[str, ...],
     Parameter(
-        help="A directory (a document a file), a .jsonl or .txt (a document a line), a .npy of lengths, or the .idx of"
-        " a data set of Megatron's."
+        help="Files, folders, patterns of these, data sets on the hub, or - for standard input; several follow one"
+        " another. A .parquet, .arrow, .feather, .jsonl, .json, .csv, .tsv or .txt, also .gz or .zst; a folder of"
+        " these, or of other files, each a document; a folder of save_to_disk; a .tar of a WebDataset; a .npy or .npz;"
+        " or the .idx and .bin of a data set of Megatron's.",
+        negative="",
     ),
 ]
 
@@ -82,20 +87,33 @@ class Texts(Options):
     """Options for reading documents.
 
     Args:
-        field: text field of a .jsonl.
-        pattern: names of the files to take from a directory.
-        tokenizer: a Hugging Face tokenizer.json to count tokens with; by default a byte counts as a token.
+        field: column with the documents, by default found by its name; several with commas between are joined, as
+            prompt,completion. A column is of text, token ids, lengths or chat messages.
+        pattern: names of the files to take from a directory; by default all data files, else every file a document.
+        tokenizer: what to count tokens with: a tokenizer.json, a sentencepiece, tiktoken or tekken file, a folder with
+            one, or a name on the hub; by default a byte counts as a token.
+        text: what is read is text, where it could be lengths or token ids.
+        tokens: what is read are token ids, where it could be lengths.
+        lengths: what is read are lengths of documents, where it could be token ids or text.
+        cache: lengths of files that were tokenized before are taken from the user's cache folder, and kept there.
     """
 
-    field: str = "text"
-    pattern: str = "*"
-    tokenizer: Path | None = None
+    field: str = ""
+    pattern: str | None = None
+    tokenizer: str | None = None
+    text: Annotated[bool, Flag] = False
+    tokens: Annotated[bool, Flag] = False
+    lengths: Annotated[bool, Flag] = False
+    cache: bool = True
 
-    def documents(self, source: Path | None, progress: Progress) -> Documents:
-        """Finds the documents of `source` and measures them; without one, this interpreter's Python files."""
-        return read_documents(
-            source, field=self.field, pattern=self.pattern, tokenizer=self.tokenizer, progress=progress
-        )
+    def documents(self, sources: Sequence[str], progress: Progress) -> Documents:
+        """Finds the documents of `sources` and measures them; without one, this interpreter's Python files."""
+        held: list[Holds] = [name for name in get_args(Holds) if getattr(self, name)]
+        if len(held) > 1:
+            raise CliError(f"{' '.join(f'--{name}' for name in held)}: only one can be so")
+        wants = wanted(self.field, self.tokenizer, held[0] if held else None)
+        kept = LengthsCache() if self.cache else None
+        return read_documents(sources, wanted=wants, pattern=self.pattern, cache=kept, progress=progress)
 
 
 @options("Documents")
@@ -112,15 +130,15 @@ class Reading(Texts):
 
     def stream(
         self,
-        source: Path | None,
+        sources: Sequence[str],
         setup: Setup,
         progress: Progress,
         *,
         steps: int | None = None,
         columns: Columns | None = None,
     ) -> Stream:
-        """The documents of `source` in global batches, see :meth:`order`; with their costs, if they bring them."""
-        documents = self.documents(source, progress)
+        """The documents of `sources` in global batches, see :meth:`order`; with their costs, if they bring them."""
+        documents = self.documents(sources, progress)
         stream = self.order(documents, context=setup.context, tokens_per_batch=setup.tokens_per_batch, steps=steps)
         if columns is None:
             return stream

@@ -1,0 +1,188 @@
+"""Documents one at a time on one rank: what training is compared with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+import wlb
+from wlb._errors import error
+from wlb.torch.data.batch import WEIGHTS, PackedBatch
+from wlb.torch.gradients import as_written, sum_gradients, unchanged, unwrapped
+from wlb.torch.loss import token_normalized_loss
+from wlb.torch.proof.expectations import Run
+from wlb.torch.proof.ranks import Ranks
+from wlb.torch.proof.short import teaching_nothing
+from wlb.torch.tied import of_pipeline
+from wlb.torch.training import hf_logits, logits_of, takes_input_ids, takes_keywords, without_weights
+
+Alone: TypeAlias = Callable[[nn.Module, PackedBatch], Tensor]
+Gradients: TypeAlias = list[Tensor]
+
+
+class Model:
+    """What is trained: a model, or the stages of it that this rank has.
+
+    Args:
+        given: the outermost wrapper, or the rank's stages.
+        ranks: all that take part.
+        alone: the logits of a run, or the sum of its losses.
+    """
+
+    def __init__(self, given: nn.Module | Sequence[Any], ranks: Ranks, alone: Alone) -> None:
+        self._ranks, self._alone = ranks, alone
+        self._stages: dict[int, nn.Module] = {}
+        if isinstance(given, nn.Module):
+            self.whole = given
+            self.parts = [given]
+        else:
+            self._stages = {stage.stage_index: stage.submod for stage in given}
+            self.parts = list(self._stages.values())
+            self.whole = nn.ModuleList(self.parts)
+            self._last = given[0].num_stages - 1
+            self._pipeline = given[0].group
+            every = ranks.gathered_of_parts(sorted(self._stages))
+            self._owners = {index: rank for rank, indices in enumerate(every) for index in indices}
+        self.parameters = list(self.whole.parameters())
+        wrappers = (FSDPModule, FullyShardedDataParallel)
+        self.sharded = any(isinstance(module, wrappers) for module in self.whole.modules()) or any(
+            isinstance(parameter, DTensor) for parameter in self.parameters
+        )
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether no rank has all of it."""
+        return bool(self._stages)
+
+    def taken(self) -> list[Tensor | None]:
+        """Gradients that are there, of this rank; none are, then."""
+        found = [None if p.grad is None else local(p.grad).detach().clone() for p in self.parameters]
+        self.whole.zero_grad(set_to_none=True)
+        return found
+
+    def alone(self, runs: Sequence[Run], *, copies: bool = True) -> tuple[float, Gradients]:
+        """Loss and gradients of all runs, each on one rank; the same on all ranks, but for what is sharded.
+
+        Neither the wrapper's averages nor its communication are trusted, but for what no rank has whole: that is told
+        to add up.
+        """
+        runs = list(runs)
+        filler = replace(runs[0], document=teaching_nothing(runs[0].document))
+        runs += [filler] * (-len(runs) % self._ranks.size)  # as many on all ranks, for their wrappers meet
+        total = 0.0
+        with self._summed():
+            for run in runs[self._ranks.rank :: self._ranks.size] or [filler]:
+                total += self._run(run)
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        if not self.sharded:
+            self._ranks.add_up(found)
+        if self._stages and copies:
+            for parameter, gradient in zip(self.parameters, found, strict=True):
+                parameter.grad = gradient
+            for tied in of_pipeline(self._pipeline):
+                tied.all_reduce_gradients()
+        self.whole.zero_grad(set_to_none=True)
+        return self._ranks.sums(total)[0], [local(gradient) for gradient in found]
+
+    @contextmanager
+    def _summed(self) -> Iterator[None]:
+        if self.sharded:
+            with unchanged(self.whole):
+                sum_gradients(self.whole, group=self._ranks.share)
+                yield
+        else:
+            with as_written(self.whole):
+                yield
+
+    def _run(self, run: Run) -> float:
+        """Forward and backward, through all stages; the loss."""
+        batch = _batch(run).to(self._ranks.device)
+        if not self._stages:
+            part = self.whole if self.sharded else unwrapped(self.whole)
+            whole = self._loss(part, batch) * run.weight
+            whole.backward()  # type: ignore[no-untyped-call]
+            return whole.item()
+        kept: dict[int, tuple[Tensor, Tensor]] = {}
+        given: Any = batch.tokens
+        for index in range(self._last + 1):
+            if index in self._stages:
+                entering = given if index == 0 else given.detach().requires_grad_()
+                call = self._loss if index == self._last else self._called
+                kept[index] = entering, call(self._stages[index], replace(batch, tokens=entering))
+            leaving = kept[index][1].detach() if index in kept else None
+            given = self._ranks.handed(leaving, self._owners[index])
+        loss = float(given) * run.weight
+        gradient: Any = torch.tensor(run.weight, device=self._ranks.device)
+        for index in range(self._last, -1, -1):
+            entering, left = kept.get(index, (None, None))
+            if left is not None:
+                torch.autograd.backward(left, gradient.to(left.dtype))
+            gradient = None if entering is None or index == 0 else entering.grad
+            gradient = self._ranks.handed(gradient, self._owners[index])
+        return loss
+
+    def _called(self, part: nn.Module, batch: PackedBatch) -> Tensor:
+        try:
+            return self._alone(part, batch)
+        except Exception as cause:
+            message = (
+                f"runs no document of {batch.labels.numel()} tokens alone on one rank ({cause}): give verify `alone`, "
+                "which calls your model with a batch of one document and cp_size = 1, without a context-parallel group"
+            )
+            raise error("model", message) from cause
+
+    def _loss(self, part: nn.Module, batch: PackedBatch) -> Tensor:
+        """The sum of the losses of labels."""
+        found = self._called(part, batch)
+        if found.ndim == 0:
+            return found
+        if found.shape[:1] != batch.labels.shape or found.ndim != 2:
+            message = f"gives {list(found.shape)} for {batch.labels.numel()} tokens: logits [tokens, vocabulary], or "
+            raise error("alone", message + "the sum of their losses, a scalar", value=list(found.shape))
+        return token_normalized_loss(found, batch.labels, num_valid_tokens=1, weights=batch.columns.get(WEIGHTS))
+
+
+def logits_alone(model: nn.Module, batch: PackedBatch) -> Tensor:
+    """Logits of one document through the model, with nothing of ours where the model takes plain tokens."""
+    if not takes_input_ids(model):
+        return logits_of(model, batch)[0]
+    given: dict[str, Any] = {"input_ids": batch.tokens[None], "use_cache": False}
+    if not torch.equal(batch.position_ids, torch.arange(batch.tokens.numel(), device=batch.tokens.device)):
+        # Told of all tokens, the model does not guess from positions where documents begin.
+        positions = without_weights(batch).as_hf(plain=True)["position_ids"]
+        others = {"position_ids": positions, "attention_mask": torch.ones_like(batch.tokens)[None]}
+        known = inspect.signature(unwrapped(model).forward).parameters
+        given |= {name: value for name, value in others.items() if name in known or takes_keywords(model)}
+    logits: Tensor = hf_logits(model(**given))[0]
+    return logits
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _batch(run: Run) -> PackedBatch:
+    document, columns = run.document, dict(run.document.columns)
+    if run.positions is not None:
+        columns.pop("position_ids", None)
+    lengths = run.lengths or (len(document),)
+    return PackedBatch.of(
+        document.tokens,
+        document.labels,
+        document_ids=list(range(len(lengths))),
+        shard=wlb.shard(np.array(lengths, np.int64), cp_size=1),
+        cp_rank=0,
+        num_valid_tokens=document.num_labels,
+        position_ids=run.positions,
+        columns=columns,
+    )

@@ -1,0 +1,178 @@
+"""What can be seen without a training step: documents, weights, states of loaders."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from wlb._errors import error
+from wlb.torch.data.dynamic_cp import DynamicCpStep
+from wlb.torch.data.step import Step
+from wlb.torch.gradients import unwrapped
+from wlb.torch.proof.ranks import Ranks
+from wlb.torch.proof.short import AnyStep
+from wlb.torch.tied import is_tied
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of a proof.
+
+    Attributes:
+        name: What was compared.
+        found: What training gives.
+        expected: What it has to be.
+        error: How far they are apart, relative.
+        allowed: How far they may be.
+        fix: What is wrong, and what to do; empty if nothing is.
+    """
+
+    name: str
+    found: str
+    expected: str
+    error: float
+    allowed: float
+    fix: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether that holds."""
+        return self.error <= self.allowed
+
+
+def documents(step: AnyStep, ranks: Ranks) -> Check:
+    """Are the documents of the micro-batches those of the plan, and does every rank have its own part of the step?"""
+    if isinstance(step, DynamicCpStep):
+        planned = [group.lengths for group in step.groups]
+    else:
+        planned = [step.packing[index].lengths for index in step.indices.tolist()]
+    wrong = abs(len(step.micro_batches) - len(planned))
+    for lengths, batch in zip(planned, step.micro_batches, strict=False):
+        wrong += not np.array_equal(batch.shard.lengths[: batch.document_ids.numel()], lengths)
+    every = ranks.gathered(((step.number, step.plan.digest()), step.parts.tolist(), wrong))
+    plans, parts, wrongs = zip(*every, strict=True)
+    held = sorted(part for of_rank in parts for part in of_rank)
+    others = len(set(plans)) > 1 or held != list(range(len(held)))
+    return Check(
+        "documents",
+        "other plans" if others else f"{len(held) - sum(wrongs)} of {len(held)}",
+        f"{len(held)} of {len(held)} parts",
+        float(others) + sum(wrongs),
+        0.0,
+        "holds other documents than its plan: a sampler or a loader is wrapped twice, and shares out again what is "
+        "this rank's part already. Keep BalancedBatchSampler and StepLoader out of accelerator.prepare, "
+        "use_distributed_sampler=True and DistributedSampler",
+    )
+
+
+def weights(model: nn.Module, ranks: Ranks) -> list[Check]:
+    """Are the replicas of the model equal? Gradients that are the same would keep them as far apart as they are."""
+    apart: list[float] = []
+    names: list[str] = []
+    for name, mine, group in _replicated(model, ranks.share):
+        theirs = mine.detach().clone()
+        dist.broadcast(theirs, group=group, group_src=0)
+        distance = float((mine.detach() - theirs).double().norm())
+        apart.append(distance / max(float(theirs.double().norm()), 1e-30))
+        names.append(name)
+    (several,) = ranks.largest(float(len(apart)))
+    if not several:
+        return []
+    worst = max(zip(apart, names, strict=True), default=(0.0, ""))
+    most, where = max(ranks.gathered_of_parts(max(ranks.gathered(worst))))
+    return [
+        Check(
+            "weights",
+            f"{sum(found == 0 for found in apart)} alike",
+            f"{len(apart)} parameters",
+            most,
+            0.0,
+            f"has weights that differ between ranks ({where} is {most:.1e} apart): seed all ranks alike before the "
+            "model is made, load one checkpoint on all, or broadcast its parameters from one rank",
+        )
+    ]
+
+
+def _replicated(model: nn.Module, share: Any) -> Iterator[tuple[str, Tensor, Any]]:
+    """Parameters that are to be the same on all ranks of a group, or what a rank has of them."""
+    flat = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    for module in flat:
+        handle = module._handle
+        if handle is not None:
+            whole = not handle.uses_sharded_strategy
+            group = module.process_group if whole else getattr(module, "_inter_node_pg", None)
+            if group is not None and dist.get_world_size(group) > 1:
+                yield "a flat parameter", handle.flat_param, group
+    inside = {id(parameter) for module in flat for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in inside:
+            continue
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            for dim, placement in enumerate(parameter.placements):
+                if placement.is_replicate() and mesh.size(dim) > 1:
+                    yield name, parameter.to_local(), mesh.get_group(dim)
+        elif share is not None and dist.get_world_size(share) > 1:
+            yield name, parameter, share
+
+
+def tied(parts: Sequence[nn.Module], stages: Sequence[Any]) -> list[Check]:
+    """Are embedding and head one weight, where the configuration of a model says so?
+
+    A checkpoint of such a model has one of them, and loads it as both.
+    """
+    bare: list[Any] = [unwrapped(part) for part in parts]
+    if not any(getattr(getattr(part, "config", None), "tie_word_embeddings", False) for part in bare):
+        return []
+    if stages:
+        apart = stages[0].group_size > 1 and not is_tied(stages[0].group, parts)
+        fix = "make wt.TiedWeights on every rank of the pipeline, and call its all_reduce_gradients() in each step"
+    else:
+        ends = [getattr(bare[0], f"get_{name}_embeddings", lambda: None)() for name in ("input", "output")]
+        weights = [getattr(end, "weight", None) for end in ends]
+        if any(weight is None or not weight.requires_grad for weight in weights):
+            return []
+        apart = weights[0] is not weights[1]
+        fix = "call model.tie_weights() before wrapping, or make it False"
+    fix = (
+        "says tie_word_embeddings = True, but its embedding and its head are two weights, of which a checkpoint would "
+        f"keep one: {fix}"
+    )
+    return [Check("tied", "two weights" if apart else "one weight", "one weight", float(apart), 0.0, fix)]
+
+
+def resume(make: Callable[[], Any], save: Callable[[Any, Step[Any]], Mapping[str, Any]], ranks: Ranks) -> Check:
+    """Saves after the first step, when others may have been fetched, and goes on in a new loader."""
+    loader = make()
+    steps = iter(loader)
+    first = next(steps, None)
+    (ended,) = ranks.sums(float(first is None))
+    if first is None or ended:
+        raise error("loader", "gives no step: verify with more documents")
+    state = copy.deepcopy(save(loader, first))
+    expected = next(steps, None)  # none after a single one: then none may follow its state either
+    again = make()
+    again.load_state_dict(state)
+    found = next(iter(again), None)
+    (wrong,) = ranks.sums(float(_named(found) != _named(expected)))
+    return Check(
+        "resume",
+        _named(found)[0],
+        _named(expected)[0],
+        wrong,
+        0.0,
+        f"goes on with {_named(found)[0]} where {_named(expected)[0]} was next: what fetched ahead had its state "
+        "saved. Save the state of the step that was trained, step.state",
+    )
+
+
+def _named(step: Step[Any] | None) -> tuple[str, str]:
+    return ("none", "") if step is None else (f"step {step.number}", step.plan.digest())

@@ -1,0 +1,202 @@
+"""Types that no family here describes: built by transformers on the meta device, and counted module by module."""
+
+from __future__ import annotations
+
+import collections
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import wlb
+from wlb.models import CountedBlock, Mask, built
+from wlb.models.image_families import IMAGE_FAMILIES
+from wlb.models.text_families import FAMILIES
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("torch")
+from tests.oracles import transformers_models as real  # noqa: E402
+
+# Small sizes; a window smaller than the document.
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": real.VOCABULARY,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": 24,
+}
+KINDS = ["sliding_attention", "full_attention"] * 2
+
+SHRUNK: dict[str, dict[str, Any]] = {
+    "cohere": {},
+    "starcoder2": {},
+    "stablelm": {},
+    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4},
+    "gptj": {"n_embd": 64, "n_layer": 4, "n_head": 4, "rotary_dim": 8},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "helium": {},
+    "ernie4_5": {},
+    "seed_oss": {},
+    "arcee": {},
+    "phi": {},
+    "cwm": {"layer_types": KINDS},
+    "vaultgemma": {"layer_types": KINDS},
+    "mellum": {"layer_types": KINDS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "exaone_moe": {
+        "layer_types": KINDS,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": None,
+    },
+    "glm4_moe_lite": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "mlp_layer_types": None,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 96, "block_auto_adjust_ff_dim": False},
+}
+
+
+@pytest.mark.parametrize("name", SHRUNK)
+def test_flops_and_parameters_of_shrunk_models(name: str) -> None:
+    kind = transformers.CONFIG_MAPPING[name]
+    known = set(kind().to_dict()) | {*kind.attribute_map} | {"head_dim"}
+    sizes = {key: value for key, value in TINY.items() if key in known} | SHRUNK[name]
+    config = transformers.AutoConfig.for_model(name, **{key: v for key, v in sizes.items() if v is not None})
+    model = wlb.ModelConfig.from_hugging_face(config)
+    assert model.num_parameters == real.num_parameters(config)
+    counted = real.count_text(config)
+    assert model.flops([real.TOKENS])[0] / 3 == pytest.approx(counted.total, rel=0.01)
+
+
+def test_what_is_assumed_is_said() -> None:
+    model = wlb.ModelConfig.from_hugging_face({"model_type": "gpt2"})
+    assert model.other_parameters == 1024 * 768 + 768, "positions, and the bias of the last norm"
+    assert model.assumptions == ("787,200 parameters outside the 12 layers of transformer.h cost documents nothing",)
+    assert model.num_parameters == 124_439_808
+
+
+def test_a_window_is_a_mask_and_heads_are_known_to_kernels() -> None:
+    config = {"model_type": "granite_swa", "layer_types": ["sliding_attention", "full_attention"] * 12}
+    model = wlb.ModelConfig.from_hugging_face(config)
+    assert set(model.pair_flops) == {Mask(), Mask("window", 128)}
+    assert any(isinstance(block, CountedBlock) for layer in model.kinds for block in layer.blocks)
+    assert model.kernel_heads[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"model_type": "deepseek_v4"}, "compress_rates = .*what its attention does with that is not known"),
+        ({"model_type": "minimax_m3_vl_text"}, "index_block_size"),
+        ({"model_type": "t5gemma2"}, "an encoder and a decoder"),
+        ({"model_type": "paligemma"}, "use_bidirectional_attention"),
+        ({"model_type": "rwkv"}, "heads are not found"),
+        ({"model_type": "gpt2", "n_memory": 7}, "n_memory = 7: transformers' GPT2Config does not read it"),
+        (
+            {"model_type": "internvl", "text_config": {"model_type": "qwen2", "mla_rank": 5}},
+            r"text_config.mla_rank = 5",
+        ),
+        ({"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]}, "that is another model"),
+        ({"model_type": "gpt2", "n_head": 7}, "cannot be built by transformers: ValueError"),
+        ({"model_type": "vit"}, "has no language model|has no projection|no language model"),
+        ({"model_type": "made_up", "auto_map": {"AutoConfig": "x"}}, "its own code .auto_map. is not run"),
+        ({"model_type": "prophetnet", "is_encoder_decoder": False}, "something in it is not known to wlb"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(content: dict[str, Any], said: str) -> None:
+    with pytest.raises(wlb.WlbError, match=said) as caught:
+        wlb.ModelConfig.from_hugging_face(content)
+    assert caught.value.argument == "config"
+
+
+def test_without_transformers_it_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import wlb\n"
+        "try: wlb.ModelConfig.from_hugging_face({'model_type': 'gpt2'})\n"
+        "except wlb.WlbError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "python"}
+    )
+    assert "has model_type 'gpt2', which wlb reads through transformers: pip install" in done.stdout, done.stderr
+
+
+# What transformers' defaults lack: without these keys, it cannot build the type itself.
+_VISION = {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_attention_heads": 16}
+NEEDED: dict[str, dict[str, Any]] = {
+    "aya_vision": {"vision_config": _VISION},
+    "chameleon": {"vocabulary_map": {"<image>": 4}},
+    "dots1": {
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "emu3": {"vocabulary_map": {"<image>": 4}},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2, "num_experts_per_tok": 2},
+    "hunyuan_vl": {"text_config": {"head_dim": 128}},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8, "num_hidden_layers": 32},
+    "nemotron": {"num_key_value_heads": 8, "head_dim": 128},
+    "bert-generation": {},
+}
+
+
+def default(name: str) -> dict[str, Any]:
+    """The default configuration of a type, as a file would have it."""
+    content: dict[str, Any] = transformers.AutoConfig.for_model(name).to_dict()
+    del content["architectures"]
+    for key, value in NEEDED.get(name, {}).items():
+        nested = isinstance(value, dict) and isinstance(content.get(key), dict)
+        content[key] = {**content[key], **value} if nested else value
+    return content
+
+
+@pytest.mark.long
+def test_every_causal_type_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
+    """The default of each type is read or refused by name. Prints how many are read."""
+    found: collections.Counter[str] = collections.Counter()
+    lines = []
+    for name in built.model_types():
+        by_hand = name in FAMILIES or name in IMAGE_FAMILIES
+        try:
+            model = wlb.ModelConfig.from_hugging_face(default(name))
+        except (wlb.WlbError, ValueError) as problem:  # transformers refuses some of its own defaults
+            found["refused"] += 1
+            lines.append(f"{name}: {str(problem)[:160]}")
+            continue
+        assert model.num_parameters >= model.num_active_parameters - model.hidden_size > 0, name
+        found["read"] += 1
+        found["by hand" if by_hand else "by transformers"] += 1
+        found["not held to a run"] += any("not held" in each for each in model.assumptions)
+    with capsys.disabled():
+        print("", *lines, dict(found), sep="\n")
+    assert found["read"] >= 225
