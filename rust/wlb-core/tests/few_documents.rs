@@ -228,7 +228,8 @@ impl<'a> Annealing<'a> {
             for stage in 0..num_stages {
                 while let Some(&(j, back)) = orders[stage].get(next[stage]) {
                     let last = stage + 1 == num_stages;
-                    let ready = if back { last || is_backward[j][stage + 1] } else { stage == 0 || is_forward[j][stage - 1] };
+                    let ready =
+                        if back { last || is_backward[j][stage + 1] } else { stage == 0 || is_forward[j][stage - 1] };
                     if !ready {
                         break;
                     }
@@ -252,7 +253,11 @@ impl<'a> Annealing<'a> {
                         }
                         rank = end;
                     }
-                    if back { is_backward[j][stage] = true } else { is_forward[j][stage] = true }
+                    if back {
+                        is_backward[j][stage] = true
+                    } else {
+                        is_forward[j][stage] = true
+                    }
                     next[stage] += 1;
                     left -= 1;
                 }
@@ -320,14 +325,17 @@ impl<'a> Annealing<'a> {
                 // Its group to other ranks.
                 6 => {
                     let (first, size) = self.rng.of(&self.spans);
-                    next.iter_mut().filter(|place| **place == old).for_each(|place| (place.first, place.size) = (first, size));
+                    next.iter_mut()
+                        .filter(|place| **place == old)
+                        .for_each(|place| (place.first, place.size) = (first, size));
                 }
                 // A boundary of its micro-batch moves, with what is on both sides.
                 7 => {
                     let (from, to) = (self.rng.from(0, RANKS + 1), self.rng.from(0, RANKS + 1));
                     for place in next.iter_mut().filter(|place| place.micro_batch == old.micro_batch) {
                         let end = place.first + place.size;
-                        let (first, end) = (if place.first == from { to } else { place.first }, if end == from { to } else { end });
+                        let (first, end) =
+                            (if place.first == from { to } else { place.first }, if end == from { to } else { end });
                         (place.first, place.size) = (first, end.saturating_sub(first));
                     }
                 }
@@ -335,7 +343,13 @@ impl<'a> Annealing<'a> {
                 8 => {
                     let other = places[self.rng.from(0, documents)];
                     for place in &mut next {
-                        *place = if *place == old { other } else if *place == other { old } else { *place };
+                        *place = if *place == old {
+                            other
+                        } else if *place == other {
+                            old
+                        } else {
+                            *place
+                        };
                     }
                 }
                 // Two micro-batches change places.
@@ -353,7 +367,8 @@ impl<'a> Annealing<'a> {
                 10 if count < most => {
                     let at = self.rng.from(0, count + 1);
                     next.iter_mut().filter(|place| place.micro_batch >= at).for_each(|place| place.micro_batch += 1);
-                    let (first, size) = if self.rng.unit() < 0.5 { (old.first, old.size) } else { self.rng.of(&self.spans) };
+                    let (first, size) =
+                        if self.rng.unit() < 0.5 { (old.first, old.size) } else { self.rng.of(&self.spans) };
                     next[document] = Place { micro_batch: at, first, size };
                     next_count += 1;
                 }
@@ -441,7 +456,8 @@ fn judged(instance: &Instance, seed: u64, steps: usize, elsewhere: usize) -> Jud
     let (places, count) = (annealing.places(&plan), plan.num_micro_batches());
     let own = annealing.seconds(&places[..plan.documents.len()], count).unwrap();
     assert!((own / plan.seconds - 1.0).abs() < 1e-9, "the clocks differ: {own}, {}", plan.seconds);
-    let mut least = f64::min(annealing.anneal(places, count, steps, 0.003), annealing.anneal(places, count, steps, 0.03));
+    let mut least =
+        f64::min(annealing.anneal(places, count, steps, 0.003), annealing.anneal(places, count, steps, 0.03));
     for _ in 0..elsewhere {
         if let Some((places, count)) = annealing.start() {
             least = least.min(annealing.anneal(places, count, steps, 0.1));
@@ -464,7 +480,13 @@ fn judged(instance: &Instance, seed: u64, steps: usize, elsewhere: usize) -> Jud
         ranks: options.world_size,
         stages: options.num_stages,
         group_sizes: options.group_sizes.as_str(),
-        exchange: if is_free { "free" } else if options.node.is_some() { "nodes" } else { "priced" },
+        exchange: if is_free {
+            "free"
+        } else if options.node.is_some() {
+            "nodes"
+        } else {
+            "priced"
+        },
         over: plan.seconds / least - 1.0,
         milliseconds,
         empty: empties,
@@ -552,9 +574,8 @@ fn few_documents_are_close_to_annealing() {
     const INSTANCES: usize = 1000;
     const SEED: u64 = 43_000;
     const STEPS: usize = 100_000;
-    let given = |name: &str, default: usize| {
-        std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
-    };
+    let given =
+        |name: &str, default: usize| std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default);
     // Others, to tune on.
     let (instances, first) = (given("WLB_INSTANCES", INSTANCES), given("WLB_FIRST", 0));
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
@@ -567,7 +588,12 @@ fn few_documents_are_close_to_annealing() {
         indices.map(judged).collect::<Vec<_>>()
     };
     let mut all: Vec<Judged> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..threads).map(|thread| { let of_thread = &of_thread; scope.spawn(move || of_thread(thread)) }).collect();
+        let threads: Vec<_> = (0..threads)
+            .map(|thread| {
+                let of_thread = &of_thread;
+                scope.spawn(move || of_thread(thread))
+            })
+            .collect();
         threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
     });
     all.sort_by_key(|judged| judged.index);

@@ -19,7 +19,7 @@ struct Step {
     stage: u16,
     /// Of the seconds of its micro-batch.
     part: f64,
-    /// Whether it waits for what another stage sends, and whether another waits for it.
+    /// Whether it waits for what another stage sends.
     waits: bool,
 }
 
@@ -43,8 +43,9 @@ struct Span {
 pub(super) struct Clock<'a> {
     options: &'a DynamicCpOptions,
     programs: Vec<Program>,
-    /// Of the first and the last micro-batch, what 1F1B has on all other stages while one stage waits, for both
-    /// directions; and its hops.
+    /// Under 1F1B a step takes, on each rank, the forward of the first micro-batch through all stages but the last, all
+    /// micro-batches on the last, and the backward of the last micro-batch down: what the first and the last of them
+    /// count more, and the hops.
     ends: [f64; 2],
     hops: f64,
     /// Of each rank, all seconds of the layout at hand, and the rank that has most.
@@ -67,7 +68,8 @@ impl<'a> Clock<'a> {
     pub(super) fn new(options: &'a DynamicCpOptions) -> Self {
         let way = (options.num_stages - 1) as f64;
         let is_plain = options.num_virtual_stages == 1 && options.schedule() == Schedule::OneForwardOneBackward;
-        let (ends, hops) = if is_plain { ([way / 3.0, way / 1.5], 2.0 * way * options.p2p_seconds) } else { ([0.0; 2], 0.0) };
+        let (ends, hops) =
+            if is_plain { ([way / 3.0, way / 1.5], 2.0 * way * options.p2p_seconds) } else { ([0.0; 2], 0.0) };
         let (programs, sums, spans, offsets, clocks, done) = Default::default();
         Self { options, programs, ends, hops, sums, latest: 0, mean: 0.0, spans, offsets, clocks, done, work: 0 }
     }
@@ -85,7 +87,8 @@ impl<'a> Clock<'a> {
         for (op, stage, waits) in pipeline.program() {
             let part = if op.kind == Kind::Backward { 2.0 * third } else { third };
             // Behind the last part of the model comes its own backward: one op.
-            let turns = op.kind != Kind::Forward && before == Some((op.micro_batch, op.stage)) && op.stage as usize == last;
+            let turns =
+                op.kind != Kind::Forward && before == Some((op.micro_batch, op.stage)) && op.stage as usize == last;
             before = (op.kind == Kind::Forward).then_some((op.micro_batch, op.stage));
             if let Some(forward) = steps.last_mut().filter(|_| turns && op.kind == Kind::Backward) {
                 forward.part += part;
@@ -202,7 +205,8 @@ impl<'a> Clock<'a> {
             begins &= (1 << self.options.world_size) - 1;
         }
         let atoms = begins.count_ones() as usize;
-        let atom = |rank: u32| if rank >= 64 { atoms as u8 } else { (begins & ((1_u64 << rank) - 1)).count_ones() as u8 };
+        let atom =
+            |rank: u32| if rank >= 64 { atoms as u8 } else { (begins & ((1_u64 << rank) - 1)).count_ones() as u8 };
         // Teams of a micro-batch as a list: the next of each, from the first of the micro-batch on.
         let mut next = [u8::MAX; MOST];
         let mut heads = [u8::MAX; 2 * MOST];

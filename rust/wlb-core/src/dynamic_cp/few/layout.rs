@@ -155,7 +155,8 @@ impl Layout {
     /// Adds a group.
     pub(super) fn add(&mut self, parts: &Parts<'_>, micro_batch: usize, slot: u16, documents: Set) -> Option<()> {
         let seconds = parts.seconds(documents, slot)?;
-        *self.teams.get_mut(usize::from(self.len))? = Team { documents, micro_batch: micro_batch as u16, slot, seconds };
+        *self.teams.get_mut(usize::from(self.len))? =
+            Team { documents, micro_batch: micro_batch as u16, slot, seconds };
         self.len += 1;
         Some(())
     }

@@ -16,7 +16,9 @@ const NOBODY: [usize; 2] = [MOST; 2];
 
 /// The ways to a neighbour; what stands there more often is drawn more often.
 const MOVES: [Move; 36] = {
-    use Move::{Apart, Beside, Block, Cut, Joined, Mixed, Moved, Order, Own, Placed, Relaid, Resized, Shared, Split, Swapped};
+    use Move::{
+        Apart, Beside, Block, Cut, Joined, Mixed, Moved, Order, Own, Placed, Relaid, Resized, Shared, Split, Swapped,
+    };
     [
         Moved, Moved, Moved, Moved, Moved, Swapped, Swapped, Swapped, Swapped, Swapped, Swapped, Relaid, Mixed, Mixed,
         Order, Resized, Resized, Shared, Shared, Apart, Split, Own, Own, Block, Block, Block, Block, Beside, Beside,
@@ -165,7 +167,13 @@ impl<'a> Neighbours<'a> {
                     let place = usize::from(team.micro_batch);
                     let new = match place {
                         _ if place == i => j,
-                        _ if swap => if place == j { i } else { place },
+                        _ if swap => {
+                            if place == j {
+                                i
+                            } else {
+                                place
+                            }
+                        }
                         _ if i < place && place <= j => place - 1,
                         _ if j <= place && place < i => place + 1,
                         _ => place,
