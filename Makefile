@@ -33,6 +33,7 @@ test-python: $(VENV)/.dev-test
 ## Also the tests that take minutes, and more examples of every property.
 test-long: $(VENV)/.dev-test
 	WLB_HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m "long or not long"
+	PROPTEST_CASES=1000000 cargo test --locked --release --package wlb-core --test core changed::bounds
 
 ## Train inside the real trainers of others, in an environment of its own: `make test` keeps what of it is quick. Says what
 ## ran; a test that is skipped fails, unless TRAINERS_MAY_SKIP names it or its package, with commas.

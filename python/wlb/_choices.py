@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-Generation = Literal["a100", "h100", "h200", "b200"]
+Generation = Literal["a100", "h100", "h200", "b200", "h20", "l40s", "mi300x"]
 GroupSizes = Literal["powers_of_two", "any"]
 Leftover = Literal["error", "return"]
 Method = Literal["original", "fixed_length", "var_length", "refined"]

@@ -773,10 +773,11 @@ class Packer:
         Raises:
             WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under
                 oversize="error", more than 2^23 cuts under oversize="split", or, under on_backlog="error", more waits
-                afterwards than :meth:`bounds` allows. The packer is unchanged.
+                afterwards than the :meth:`bounds` of an empty packer allow. The packer is unchanged. An empty push is
+                never refused: it trains of what waits.
 
         Warns:
-            BacklogWarning: more waits afterwards than :meth:`bounds` allows; once.
+            BacklogWarning: documents were pushed, and more waits afterwards than those bounds allow; once.
 
         Takes as long as :func:`pack` does for the new, carried and released documents. Releases the GIL from 1,024
         pieces on, waiting ones included.
@@ -845,17 +846,19 @@ class Packer:
             2
         """
     def bounds(self) -> Bounds:
-        """What waits at most, and for how long, as long as no push brings more than the packer :meth:`admits`.
+        """What waits at most, and how long, from now on, as long as no push brings more than the packer :meth:`admits`.
 
         Returns:
             Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``;
-            with "fifo" what the levels can hold and one such batch. docs/semantics.md has the proof.
+            with "fifo" what the levels can hold and one such batch. After a state of another configuration was loaded,
+            or more came than was admitted, what waits may be more, and older: the bounds are then larger, none of them
+            rises, and after ``settles`` steps they are the former. docs/semantics.md has the proof. O(pending).
 
         Examples:
             >>> import wlb
             >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
             >>> wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost).bounds()
-            Bounds(tokens=400, delay=16, drain=5)
+            Bounds(tokens=400, delay=16, drain=5, settles=0)
         """
     @property
     def room(self) -> int:
@@ -1014,9 +1017,9 @@ class Packer:
         Args:
             state: what :meth:`state_dict` returned, also after a round trip through JSON.
             allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
-                anew, and those that are no outliers any more are emitted first. Another ``num_micro_batches``,
-                ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the first ``tokens_per_batch`` beside a
-                ``max_step_cost``, which meant another number of tokens without it.
+                anew, and those that are no outliers any more are emitted first. :meth:`bounds` says what that does to
+                waits. Another ``num_micro_batches``, ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the
+                first ``tokens_per_batch`` beside a ``max_step_cost``, which meant another number of tokens without it.
 
         Raises:
             StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration
@@ -1455,7 +1458,7 @@ class KernelModel:
         """A documented default where nothing was measured: an assumption, and ``source`` says so.
 
         Args:
-            generation: "a100", "h100", "h200" or "b200".
+            generation: "a100", "h100", "h200", "b200", "h20", "l40s" or "mi300x".
             num_heads: query heads of one GPU.
             num_kv_heads: key/value heads of one GPU, which divide them; default ``num_heads``. Not used.
             head_dim: width of a head.
@@ -1776,8 +1779,9 @@ def plan_dynamic_cp(
         sync: where the ranks of a stage wait for each other: "step", once a step; or "micro_batch", in each (FSDP,
             ZeRO-3, experts over all of them), so that a micro-batch takes all of them as long as its slowest group.
         max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two where groups are.
-        group_sizes: "powers_of_two", each from a multiple of its size on; or "any": any number of neighbours, which
-            worlds of 24 or 48 ranks want, and memory that the longest documents fill.
+        group_sizes: "powers_of_two", each from a multiple of its size on; "any": any number of neighbours, which
+            worlds of 24 or 48 ranks want, and memory that the longest documents fill; or int[s], the only sizes there
+            are, ascending from 1: those that attention runs, from ``wlb.torch.cp_sizes``.
         ranks_per_node: ranks of a stage on each node, if exchange is cheaper inside one: rank ``r`` is in node ``r
             // ranks_per_node``.
         max_documents: most documents of a group in a micro-batch, so that its ``cu_seqlens`` have a fixed number of

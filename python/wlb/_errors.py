@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -25,13 +27,39 @@ def check_integer(
     argument: str, value: object, *, minimum: int, maximum: int | None = None, index: int | None = None
 ) -> None:
     """Refuses what is not a whole number (a bool is none), or one too small or too large."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if not is_integer(value):
         raise error(argument, f"= {value!r}: must be an integer", index=index, value=value)
     if value < minimum:
         message = "must not be negative" if minimum == 0 else f"must be at least {minimum}"
         raise error(argument, f"= {value}: {message}", index=index, value=value)
     if maximum is not None and value > maximum:
         raise error(argument, f"= {value}: must be at most {maximum}", index=index, value=value)
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether it is a whole number, of Python or of numpy; a bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+@contextmanager
+def renamed(**names: str) -> Iterator[None]:
+    """Errors of what is called inside name their arguments as the caller does.
+
+    Args:
+        **names: what arguments are called there, and here.
+    """
+    try:
+        yield
+    except WlbError as cause:
+        name = names.get(cause.argument or "")
+        if name is None:
+            raise
+        text = str(cause)
+        for theirs, ours in names.items():
+            text = re.sub(rf"\b{theirs}\b", ours, text)
+        result = WlbError(text)
+        result.argument, result.index, result.value = name, cause.index, cause.value
+        raise result from None
 
 
 def check_positive(argument: str, value: object) -> None:

@@ -1,10 +1,11 @@
 """What a run trained, a line for each step: how it is written down.
 
 A ledger is a folder with one file for each data-parallel rank, `ledger-00000.jsonl` and so on, which
-`wlb.torch.Ledger` writes while it trains. A line is a JSON object with a hash of itself: the beginning of a run or of
-its continuation (which rank of how many this is, the documents that there are), or a step that was trained (its plan,
-the state that it left and the one before it, and the pieces of documents that this rank trained). After a crash the run
-goes on from a checkpoint; the lines of the steps that are trained anew supersede the ones before.
+`wlb.torch.Ledger` writes while it trains. A line is a JSON object with the hash of the line before it and one of
+itself: the beginning of a run or of its continuation (which rank of how many this is, the documents that there are), or
+a step that was trained (its plan, the state that it left and the one before it, and the pieces of documents that this
+rank trained, in which micro-batches). After a crash the run goes on from a checkpoint; the lines of the steps that are
+trained anew supersede the ones before.
 
 `wlb_tools.audit` reads them all.
 """
@@ -15,7 +16,7 @@ import base64
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -82,6 +83,83 @@ class Pieces:
         return cls(np.cumsum(columns[0]), columns[1], columns[2])
 
 
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What a data-parallel rank trains of a step, in the order of its plan.
+
+    Attributes:
+        micro_batches: Each micro-batch of this rank: its number in the plan, and how many pieces it has.
+        pieces: All of them, one micro-batch after the other.
+    """
+
+    micro_batches: tuple[tuple[int, int], ...]
+    pieces: Pieces
+
+    @classmethod
+    def of(cls, numbers: Iterable[int], parts: Sequence[Pieces]) -> Share:
+        """These micro-batches, and the pieces of each."""
+        pieces = Pieces.of(*([getattr(part, name) for part in parts] for name in ("ids", "starts", "lengths")))
+        return cls(tuple((int(number), part.ids.size) for number, part in zip(numbers, parts, strict=True)), pieces)
+
+    def encode(self) -> dict[str, Any]:
+        """As a line has it: the pieces by document, and where each stands in the order of the plan."""
+        place = np.lexsort((self.pieces.starts, self.pieces.ids))
+        return {
+            "micro_batches": [list(part) for part in self.micro_batches],
+            "places": _packed(place),
+            "pieces": self.pieces.encode(),
+        }
+
+    @classmethod
+    def decode(cls, line: Mapping[str, Any]) -> Share:
+        """What `encode` gave.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        pieces, places = Pieces.decode(line["pieces"]), _unpacked(line["places"])
+        micro_batches = tuple((int(number), int(count)) for number, count in line["micro_batches"])
+        counts = [count for _, count in micro_batches]
+        if min(counts, default=0) < 0 or sum(counts) != pieces.ids.size:
+            raise ValueError(f"has {pieces.ids.size} pieces in micro-batches of {sum(counts)}")
+        if not np.array_equal(np.sort(places), np.arange(pieces.ids.size)):
+            raise ValueError("has places that are no order of its pieces")
+        order = np.empty_like(places)
+        order[places] = np.arange(places.size)
+        return cls(micro_batches, Pieces(pieces.ids[order], pieces.starts[order], pieces.lengths[order]))
+
+
+def plan_hash(shares: Sequence[Share]) -> str:
+    """The hash of a plan: which rank trains which pieces, in which micro-batches and in which order.
+
+    Args:
+        shares: Of every data-parallel rank.
+
+    O(pieces).
+    """
+    hashed = hashlib.blake2b(digest_size=16)
+    for share in shares:
+        head = [len(share.micro_batches), *(value for part in share.micro_batches for value in part)]
+        columns = (np.array(head), share.pieces.ids, share.pieces.starts, share.pieces.lengths)
+        for column in columns:
+            hashed.update(column.astype("<i8").tobytes())
+    return hashed.hexdigest()
+
+
+def _packed(values: NDArray[np.int64]) -> str:
+    small = values.astype(_smallest(values))
+    data = base64.b64encode(zlib.compress(small.tobytes())).decode()
+    return f"{values.size}:{small.dtype.str[1:]}:{data}"
+
+
+def _unpacked(text: str) -> NDArray[np.int64]:
+    count, dtype, encoded = text.split(":")
+    if dtype not in _UNSIGNED:
+        raise ValueError(f"has a column {dtype}")
+    data = zlib.decompress(base64.b64decode(encoded, validate=True))
+    return np.frombuffer(data, f"<{dtype}", int(count)).astype(np.int64)
+
+
 def waiting_pieces(state: Mapping[str, Any]) -> Pieces:
     """The pieces that were read and not trained, from the state of a sampler or stream. O(pieces).
 
@@ -105,9 +183,26 @@ def ledger_file(folder: Path, dp_rank: int) -> Path:
     return folder / f"ledger-{dp_rank:05d}.jsonl"
 
 
-def as_line(content: Mapping[str, Any]) -> str:
-    """One line, with a hash of it."""
-    return json.dumps({**content, "check": line_check(content)}, separators=(",", ":")) + "\n"
+def as_line(content: Mapping[str, Any], after: str | None) -> tuple[str, str]:
+    """One line, and its hash.
+
+    Args:
+        content: JSON values.
+        after: The hash of the line before it in the file; None for the first.
+    """
+    content = {**content, "after": after}
+    check = line_check(content)
+    return json.dumps({**content, "check": check}, separators=(",", ":")) + "\n", check
+
+
+def read_line(text: bytes) -> tuple[dict[str, Any], str] | None:
+    """The content of a line and its hash; None if it is not whole, or was changed."""
+    try:
+        line = json.loads(text)
+        check = line.pop("check")
+        return (line, check) if check == line_check(line) else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def line_check(content: Mapping[str, Any]) -> str:

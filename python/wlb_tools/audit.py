@@ -1,13 +1,12 @@
 """The proof from a run's ledger that every document was trained once an epoch, or what diverges and where.
 
-Is the chain of states unbroken, did all ranks train the same plan, was every token of every document trained once? What
-is proved exactly stands in docs/semantics.md.
+Is the chain of lines and of states unbroken, did all ranks train the same plan, was every token of every document
+trained once? What is proved exactly stands in docs/semantics.md.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from wlb._errors import error
 from wlb._seal import check_seal
-from wlb.ledger import FORMAT, VERSION, Pieces, line_check, waiting_pieces
+from wlb.ledger import FORMAT, VERSION, Pieces, Share, plan_hash, read_line, waiting_pieces
 
 _NAMED: Final = 5  # documents that a finding names
 _ENDLESS: Final = 1 << 62  # documents of a stream's only epoch
@@ -73,6 +72,8 @@ class Audit:
 
     Attributes:
         findings: What does not hold, in the order of steps; empty: the run is sound.
+        unproved: What may be so, or may be not: a last step that not all ranks have a line of (killed, or its end cut
+            off), a run that begins anew at step 0 after others, plans whose hash the ledger cannot compute again.
         first_step: Number of the first step in the ledger.
         num_steps: Steps that are proved, one after the other from there: all before the first finding, none if it is
             not known in which step that shows.
@@ -83,6 +84,7 @@ class Audit:
     """
 
     findings: tuple[Finding, ...]
+    unproved: tuple[Finding, ...]
     first_step: int
     num_steps: int
     state: str | None
@@ -103,6 +105,7 @@ class Audit:
             found += (f"    document {document} of epoch {epoch}" for epoch, document in finding.documents)
         if self.sound:
             found.append(f"✓ Sound: {self.proof}.")
+        found += (f"? Not proved: {finding}" for finding in self.unproved)
         if self.superseded:
             steps = "step" if self.superseded == 1 else "steps"
             found.append(f"{self.superseded:,} {steps} trained anew after going back to a checkpoint.")
@@ -120,6 +123,7 @@ class Audit:
         return {
             "sound": self.sound,
             "findings": [{**vars(finding), "documents": list(finding.documents)} for finding in self.findings],
+            "unproved": [{**vars(finding), "documents": list(finding.documents)} for finding in self.unproved],
             "first_step": self.first_step,
             "num_steps": self.num_steps,
             "state": self.state,
@@ -132,9 +136,10 @@ class Audit:
 def audit(folder: str | Path, *, state: Mapping[str, Any] | None = None, lengths: NDArray[Any] | None = None) -> Audit:
     """Reads a ledger and proves what was trained, up to its end or to the first step that does not hold.
 
-    Proved are, step by step: every rank has a line that nobody changed, of the same plan and the same states; each step
-    begins at the state that the one before it left; no token of a document is trained twice; and no more documents are
-    missing than wait in the packer, none where nothing waits. The last step may be missing on ranks that were killed.
+    Proved are, step by step: every rank has a line that nobody changed, after the one before it, of the same plan and
+    the same states; what the ranks trained is this plan; each step begins at the state that the one before it left; no
+    token of a document is trained twice; and no more documents are missing than wait in the packer, none where nothing
+    waits. What cannot be proved is in `Audit.unproved`.
 
     Args:
         folder: Has the files of all ranks.
@@ -158,7 +163,8 @@ def audit(folder: str | Path, *, state: Mapping[str, Any] | None = None, lengths
         message = f"has {lengths.size} documents; the ledger is of {about['documents']}"
         raise error("lengths", message, value=lengths.size)
     findings = [finding for rank in ranks.values() for finding in rank.findings]
-    steps, diverged = _walk(ranks, None if state is None else int(state["step"]))
+    steps, diverged, unproved = _walk(ranks, None if state is None else int(state["step"]))
+    diverged += _other_plans(steps)
     findings += diverged
     waiting = None
     if state is not None:
@@ -169,10 +175,12 @@ def audit(folder: str | Path, *, state: Mapping[str, Any] | None = None, lengths
     findings.sort(
         key=lambda finding: (finding.step is None, finding.step or 0, finding.rank is None, finding.rank or 0)
     )
+    unproved += _begun_anew(ranks[0]) + _unhashed(steps)
     until = min((0 if finding.step is None else finding.step for finding in findings), default=len(steps))
     sound = [line for line in steps if line["step"] < until]
     return Audit(
         findings=tuple(findings),
+        unproved=tuple(unproved),
         first_step=steps[0]["step"] if steps else 0,
         num_steps=len(sound),
         state=sound[-1]["state"] if sound else None,
@@ -191,12 +199,14 @@ class _RankLedger:
         about: The first line of every run.
         superseded: Lines that later runs trained anew.
         findings: Damaged lines.
+        torn: Whether the file ends inside a line.
     """
 
     lines: dict[int, dict[str, Any]]
     about: list[dict[str, Any]]
     superseded: int
     findings: list[Finding]
+    torn: bool
 
 
 def _read_folder(folder: Path) -> dict[int, _RankLedger]:
@@ -211,11 +221,13 @@ def _read_folder(folder: Path) -> dict[int, _RankLedger]:
 
 
 def _read_file(path: Path, rank: int) -> _RankLedger:
-    result = _RankLedger({}, [], 0, [])
     texts = path.read_bytes().split(b"\n")
+    result = _RankLedger({}, [], 0, [], bool(texts[-1]))
     cut_off: int | None = None  # number of a line that is none, perhaps since a run died while it wrote it
+    after: str | None = None
+    next_step = 0
     for number, text in enumerate([*texts[:-1], None], start=1):
-        line = None if not text else _parsed(text)
+        line, check = (None if not text else read_line(text)) or (None, None)
         begins = line is not None and "format" in line
         if cut_off is not None and not begins:
             at = max(result.lines, default=-1) + 1
@@ -223,6 +235,8 @@ def _read_file(path: Path, rank: int) -> _RankLedger:
         cut_off = number if text and line is None else None
         if line is None:
             continue
+        moved = line.get("after") != after or (not begins and line["step"] < next_step)
+        after, next_step = check, line["step"] + (not begins)
         if begins:
             if (line["format"], line["version"]) != (FORMAT, VERSION):
                 message = f"has {path.name} of {line['format']} {line['version']}; this wlb reads {FORMAT} {VERSION}"
@@ -237,17 +251,10 @@ def _read_file(path: Path, rank: int) -> _RankLedger:
             result.lines[line["step"]] = {**line, "dp_size": result.about[-1]["dp_size"]}
         else:
             result.findings.append(Finding(f"{path.name} has no beginning", line["step"], rank))
+        if moved and cut_off is None:
+            note = f"line {number} of {path.name} was not written after the one above it: lines are swapped, doubled "
+            result.findings.append(Finding(f"{note}or left out", min(line["step"], next_step), rank))
     return result
-
-
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    """The line, if it is whole and nobody changed it."""
-    try:
-        line = json.loads(text)
-        written = line.pop("check")
-        return line if written == line_check(line) else None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
 
 
 _AGREED: Final = {
@@ -261,7 +268,9 @@ _AGREED: Final = {
 }
 
 
-def _walk(ranks: Mapping[int, _RankLedger], until: int | None) -> tuple[list[dict[str, Any]], list[Finding]]:
+def _walk(
+    ranks: Mapping[int, _RankLedger], until: int | None
+) -> tuple[list[dict[str, Any]], list[Finding], list[Finding]]:
     """The steps that hold, one after the other, each rank 0's line with the "parts" of all ranks; and why it ends."""
     main = ranks[0]
     corpora = [(rank, about) for rank, of in ranks.items() for about in of.about]
@@ -269,44 +278,90 @@ def _walk(ranks: Mapping[int, _RankLedger], until: int | None) -> tuple[list[dic
         for name in ("documents", "tokens", "fingerprint"):
             if about[name] != main.about[0][name]:
                 text = f"trains other documents: {name} = {about[name]}, rank 0 began with {main.about[0][name]}"
-                return [], [Finding(text, about["step"], rank)]
+                return [], [Finding(text, about["step"], rank)], []
     steps: list[dict[str, Any]] = []
     numbers = sorted(step for step in main.lines if until is None or step < until)
     if not numbers and until is None and _further(ranks) > 0:
-        return [], [Finding("is not in the ledger of rank 0, but others have later ones", 0, 0)]
+        return [], [Finding("is not in the ledger of rank 0, but others have later ones", 0, 0)], []
     if not numbers:
-        return [], []
+        return [], [], []
     if numbers[0]:
-        return [], [Finding(f"the ledger begins here: {numbers[0]} steps before are not in it", numbers[0])]
+        return [], [Finding(f"the ledger begins here: {numbers[0]} steps before are not in it", numbers[0])], []
     for expected, number in enumerate(numbers):
         line = main.lines[number]
         if number != expected:
-            return steps, [Finding("is not in the ledger of rank 0", expected, 0)]
+            return steps, [Finding("is not in the ledger of rank 0", expected, 0)], []
         if steps and line["previous"] != steps[-1]["state"]:
             text = f"begins at state {line['previous']}; the step before left {steps[-1]['state']}"
-            return steps, [Finding(text, number)]
+            return steps, [Finding(text, number)], []
         parts = []
         for rank in range(line["dp_size"]):
             theirs = ranks[rank].lines.get(number) if rank in ranks else None
             if theirs is None:
                 if number == max(main.lines):  # killed before this rank wrote its last line
-                    return steps, []
-                return steps, [Finding("is not in the ledger of this rank", number, rank)]
+                    return steps, [], [Finding(_KILLED, number, rank)]
+                return steps, [Finding("is not in the ledger of this rank", number, rank)], []
             for name, what in _AGREED.items():
                 if theirs[name] != line[name]:
                     text = f"has another {what} than rank 0: {theirs[name]} instead of {line[name]}"
-                    return steps, [Finding(text, number, rank)]
-            pieces = None
+                    return steps, [Finding(text, number, rank)], []
+            share = None
             if theirs["pieces"] is not None:
                 try:
-                    pieces = Pieces.decode(theirs["pieces"])
-                except (ValueError, zlib.error) as cause:
-                    return steps, [Finding(f"has pieces that cannot be read: {cause}", number, rank)]
-            parts.append(pieces)
-        steps.append({**line, "parts": parts})
+                    share = _share(theirs)
+                except (ValueError, TypeError, zlib.error) as cause:
+                    return steps, [Finding(f"has pieces that cannot be read: {cause}", number, rank)], []
+            parts.append(share)
+        pieces = [None if share is None else share.pieces for share in parts]
+        steps.append({**line, "parts": pieces, "shares": parts})
     if until is None and _further(ranks) > len(steps):
-        return steps, [Finding("is not in the ledger of rank 0, but others have later ones", len(steps), 0)]
-    return steps, []
+        return steps, [Finding("is not in the ledger of rank 0, but others have later ones", len(steps), 0)], []
+    if until is None and _further(ranks) == len(steps) > 0:
+        return steps, [], [Finding(_KILLED, len(steps), 0)]
+    torn = [rank for rank, of in ranks.items() if of.torn and until is None]
+    return steps, [], [Finding("the ledger of this rank ends inside a line", len(steps), rank) for rank in torn]
+
+
+_KILLED: Final = "is not in the ledger of this rank: it was killed before its line, or the line was cut off"
+
+
+def _share(line: Mapping[str, Any]) -> Share:
+    """What the rank of this line trained; without micro-batches where the plan was of groups."""
+    if line["micro_batches"] is None:
+        return Share((), Pieces.decode(line["pieces"]))
+    return Share.decode(line)
+
+
+def _has_hash(line: Mapping[str, Any]) -> bool:
+    """Whether the hash of this step's plan can be computed again."""
+    return all(share is not None and (share.micro_batches or not share.pieces.ids.size) for share in line["shares"])
+
+
+def _other_plans(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Steps whose ranks did not train their plan."""
+    others = (line["step"] for line in steps if _has_hash(line) and plan_hash(line["shares"]) != line["plan"])
+    text = "its ranks' pieces are not those of its plan: one of them, or the plan's hash, was changed"
+    return [Finding(text, step) for step in others]
+
+
+def _unhashed(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Says of which steps the plan is known by a digest alone."""
+    unknown = [line["step"] for line in steps if not _has_hash(line)]
+    if not unknown:
+        return []
+    text = "the plan has a digest, the same on all ranks, that is not computed again from what they trained: which "
+    text += f"rank trained which pieces is what each says of itself ({len(unknown)} such steps)"
+    return [Finding(text, unknown[0])]
+
+
+def _begun_anew(main: _RankLedger) -> list[Finding]:
+    """Says that a run began at step 0 although others had."""
+    anew = sum(about["step"] == 0 for about in main.about) - 1
+    if anew < 1:
+        return []
+    text = "a run begins anew here, in the folder of an earlier one, whose steps no longer count: if its model did not "
+    text += "begin anew, too, it was trained on them as well. Give every run a folder of its own"
+    return [Finding(text, 0)]
 
 
 def _further(ranks: Mapping[int, _RankLedger]) -> int:

@@ -235,7 +235,7 @@ def run(settings: Settings, device: torch.device, mesh: DeviceMesh) -> None:
     while done < settings.steps:
         for step in loader:
             arrived = time.perf_counter()
-            check_agreement(step.plan, step=step.number)
+            check_agreement(step)
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = schedule(done)
             learnt = train_step(settings, step, stages, optimizers, group_of, mesh, device)

@@ -85,3 +85,12 @@ def test_an_assignment_made_elsewhere_is_scored_alike() -> None:
     packing = wlb.Packing.from_assignment([1, 1, 1], [0, 1, 0], num_micro_batches=2, max_tokens=10, costs=costs)
     assert packing.column_costs.tolist() == [[4.0, 6.0], [2.0, 0.0]]
     assert (packing.step_cost, packing.lower_bound) == (10.0, 3.0 + 5.0)
+
+
+def test_costs_that_are_all_zero_name_a_way_out() -> None:
+    """There is no other column to leave this one out of."""
+    for options in ({}, {"dp_size": 2}):
+        with pytest.raises(wlb.WlbError, match="is 0 for every document: say what each costs, or give a cost_model"):
+            wlb.pack([5, 6, 7], num_micro_batches=2, max_tokens=20, costs=np.zeros(3), **options)
+    with pytest.raises(wlb.WlbError, match=r"costs\[:, 1\]: is 0 for every document: leave this column out"):
+        wlb.pack([5, 6], num_micro_batches=2, max_tokens=20, costs=[[1.0, 0.0], [2.0, 0.0]])

@@ -189,7 +189,7 @@ def test_every_causal_type_of_transformers(capsys: pytest.CaptureFixture[str]) -
         by_hand = name in FAMILIES or name in IMAGE_FAMILIES
         try:
             model = wlb.ModelConfig.from_hugging_face(default(name))
-        except (wlb.WlbError, ValueError) as problem:  # transformers refuses some of its own defaults
+        except Exception as problem:  # ours, or transformers', which refuses some of its own defaults
             found["refused"] += 1
             lines.append(f"{name}: {str(problem)[:160]}")
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -21,7 +22,8 @@ from torch.utils.data import DataLoader
 import wlb
 from tests.torch import processes
 from wlb._seal import seal
-from wlb.torch.attention import max_cp_size
+from wlb.torch.attention import cp_sizes
+from wlb.torch.attention.arguments import check_heads
 from wlb.torch.data import (
     IGNORE,
     BalancedBatchSampler,
@@ -431,19 +433,55 @@ def test_what_is_made_beside_the_step_before_does_not_stall(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "largest"), [(8, 8, 8), (8, 2, 8), (12, 6, 2), (12, 4, 4), (3, 3, 1), (8, 1, 8)]
+    ("heads", "kv_heads", "sizes"),
+    [
+        (8, 8, (1, 2, 4, 8)),
+        (8, 2, (1, 2, 4, 8)),
+        (12, 6, (1, 2, 3, 6, 12)),
+        (12, 4, (1, 2, 4, 12)),
+        (3, 3, (1, 3)),
+        (8, 1, (1, 2, 4, 8)),
+        (28, 4, (1, 2, 4, 28)),
+    ],
 )
-def test_heads_limit_groups(heads: int, kv_heads: int, largest: int) -> None:
-    assert max_cp_size("ulysses", num_heads=heads, num_kv_heads=kv_heads) == largest
-    assert max_cp_size("ring", num_heads=heads, num_kv_heads=kv_heads) is None
+def test_heads_limit_groups(heads: int, kv_heads: int, sizes: tuple[int, ...]) -> None:
+    """Just the groups that attention takes, and plans have no others."""
+    assert cp_sizes("ulysses", num_heads=heads, num_kv_heads=kv_heads) == sizes
+    assert cp_sizes("ring", num_heads=heads, num_kv_heads=kv_heads) == "any"
+    for size in range(1, heads + 2):
+        refused = contextlib.nullcontext() if size in sizes else pytest.raises(wlb.WlbError, match="cannot share")
+        with refused:
+            check_heads("ulysses", size, heads, kv_heads)
     with pytest.raises(wlb.WlbError, match="transport"):
-        max_cp_size("star", num_heads=heads)  # type: ignore[arg-type]
+        cp_sizes("star", num_heads=heads)  # type: ignore[arg-type]
+    rng = np.random.default_rng(heads)
+    for world_size in (3, 8, 28, 30):
+        plan = wlb.plan_dynamic_cp(
+            rng.integers(1, 1000, 20),
+            world_size=world_size,
+            num_stages=1,
+            max_tokens_per_rank=1000,
+            cost_model=COST,
+            group_sizes=sizes,
+        )
+        assert set(plan.cp_sizes.ravel().tolist()) <= set(sizes)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 4, 2), (), (1, 2, 2)])
+def test_sizes_of_groups_ascend_from_one(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(wlb.WlbError, match="group_sizes"):
+        wlb.plan_dynamic_cp([5], world_size=4, num_stages=1, max_tokens_per_rank=10, cost_model=COST, group_sizes=sizes)
 
 
 @pytest.mark.parametrize("heads", [{"num_heads": 0}, {"num_heads": 8, "num_kv_heads": 0}, {"num_heads": -8}])
 def test_no_heads_are_refused(heads: dict[str, int]) -> None:
     with pytest.raises(wlb.WlbError, match=r"heads = (0|-8): must be at least 1"):
-        max_cp_size("ulysses", **heads)
+        cp_sizes("ulysses", **heads)
+
+
+def test_heads_that_keys_do_not_divide_are_refused() -> None:
+    with pytest.raises(wlb.WlbError, match="num_kv_heads"):
+        cp_sizes("ring", num_heads=8, num_kv_heads=3)
 
 
 def alone(batches: Any, **options: Any) -> DynamicCpLoader[PackedBatch]:

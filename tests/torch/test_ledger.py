@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import wlb
 from tests.torch import processes
-from wlb.ledger import Pieces, as_line
+from wlb.ledger import Pieces, Share, as_line
 from wlb.torch.data import (
     BalancedBatchSampler,
     BalancedStream,
@@ -184,28 +184,45 @@ def test_truncated_documents_need_their_lengths(tmp_path: Path) -> None:
 
 
 def edit(folder: Path, rank: int, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Changes a rank's lines, and makes their hashes fit."""
+    """Changes a rank's lines, and makes all their hashes fit."""
     path = folder / f"ledger-{rank:05d}.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
-        del line["check"]
+        del line["check"], line["after"]
     change(lines)
-    path.write_text("".join(map(as_line, lines)))
+    text, after = "", None
+    for line in lines:
+        written, after = as_line(line, after)
+        text += written
+    path.write_text(text)
+
+
+def edit_text(folder: Path, rank: int, change: Callable[[list[str]], Any]) -> None:
+    """Changes a rank's lines as they stand."""
+    path = folder / f"ledger-{rank:05d}.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    change(lines)
+    path.write_text("".join(lines))
 
 
 def moved_pieces(lines: list[dict[str, Any]]) -> None:
     """Step 4 trains what step 2 did, instead of its own."""
-    lines[5]["pieces"] = lines[3]["pieces"]
+    names = ("pieces", "places", "micro_batches")
+    lines[5].update({name: lines[3][name] for name in names})
 
 
 def lost_pieces(lines: list[dict[str, Any]]) -> None:
-    pieces = Pieces.decode(lines[5]["pieces"])
-    lines[5]["pieces"] = Pieces(pieces.ids[1:], pieces.starts[1:], pieces.lengths[1:]).encode()
+    share = Share.decode(lines[5])
+    (number, count), *others = share.micro_batches
+    pieces = Pieces(share.pieces.ids[1:], share.pieces.starts[1:], share.pieces.lengths[1:])
+    lines[5].update(Share(((number, count - 1), *others), pieces).encode())
 
 
 def cut_short(lines: list[dict[str, Any]]) -> None:
-    pieces = Pieces.decode(lines[5]["pieces"])
-    lines[5]["pieces"] = Pieces(pieces.ids, pieces.starts, pieces.lengths - (pieces.ids == pieces.ids.max())).encode()
+    share = Share.decode(lines[5])
+    pieces = share.pieces
+    shorter = Pieces(pieces.ids, pieces.starts, pieces.lengths - (pieces.ids == pieces.ids.max()))
+    lines[5].update(Share(share.micro_batches, shorter).encode())
 
 
 @pytest.mark.parametrize(
@@ -227,17 +244,138 @@ def test_what_diverges_is_named(change: Any, text: str, step: int | None, rank: 
     edit(tmp_path, 1, change)
     found = audit(tmp_path)
     assert not found.sound
-    assert text in found.findings[0].text
-    assert (found.findings[0].step, found.findings[0].rank) == (step, rank)
+    named = next(finding for finding in found.findings if text in finding.text)
+    assert (named.step, named.rank) == (step, rank)
+    if change in (moved_pieces, lost_pieces, cut_short):
+        assert any(finding.step == 4 and "not those of its plan" in finding.text for finding in found.findings)
+        assert all(finding.step is None or finding.step >= 4 for finding in found.findings)
+    else:
+        assert named is found.findings[0]
     if step is not None:
-        assert found.num_steps == step
-        assert found.state == (states[step - 1]["digest"] if step else None)
-        assert str(step) in str(found.findings[0])
+        holds = min(step, 4)
+        assert found.num_steps == holds
+        assert found.state == (states[holds - 1]["digest"] if holds else None)
+        assert str(step) in str(named)
     else:
         assert (found.num_steps, found.state) == (0, None)
         assert not audit(tmp_path, state=states[-4]).sound, "with a state, though documents wait"
     if change in (moved_pieces, lost_pieces):
-        assert found.findings[0].documents
+        assert named.documents
+
+
+SHARE = ("pieces", "places", "micro_batches")
+
+
+def on_all(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    for rank in range(2):
+        edit(folder, rank, change)
+
+
+def exchanged(folder: Path, names: tuple[str, ...], step: int = 4) -> None:
+    """Two ranks' lines of a step have each other's values."""
+    taken = {}
+
+    def take(rank: int) -> Callable[[list[dict[str, Any]]], None]:
+        return lambda lines: taken.update({rank: {name: lines[step + 1][name] for name in names}})
+
+    def give(rank: int) -> Callable[[list[dict[str, Any]]], None]:
+        return lambda lines: lines[step + 1].update(taken[rank])
+
+    for rank in range(2):
+        edit(folder, rank, take(rank))
+    for rank in range(2):
+        edit(folder, rank, give(1 - rank))
+
+
+def swapped(lines: list[Any]) -> None:
+    lines[4], lines[5] = lines[5], lines[4]
+
+
+def in_another_order(lines: list[dict[str, Any]]) -> None:
+    share = Share.decode(lines[5])
+    pieces = Pieces(share.pieces.ids[::-1], share.pieces.starts[::-1], share.pieces.lengths[::-1])
+    lines[5].update(Share(share.micro_batches[::-1], pieces).encode())
+
+
+def other_ids(lines: list[dict[str, Any]]) -> None:
+    share = Share.decode(lines[5])
+    pieces = Pieces(share.pieces.ids + 1, share.pieces.starts, share.pieces.lengths)
+    lines[5].update(Share(share.micro_batches, pieces).encode())
+
+
+def flipped(lines: list[str]) -> None:
+    lines[5] = lines[5].replace('"epoch":0', '"epoch":1')
+
+
+def files_exchanged(folder: Path) -> None:
+    first, second = (folder / f"ledger-0000{rank}.jsonl" for rank in range(2))
+    one, other = first.read_text(), second.read_text()
+    first.write_text(other)
+    second.write_text(one)
+
+
+TAMPERINGS: dict[str, Callable[[Path], Any]] = {
+    "lines swapped": lambda folder: edit_text(folder, 1, swapped),
+    "lines swapped, hashes fitted": lambda folder: edit(folder, 1, swapped),
+    "lines swapped on all ranks, hashes fitted": lambda folder: on_all(folder, swapped),
+    "a line doubled": lambda folder: edit_text(folder, 0, lambda lines: lines.insert(6, lines[5])),
+    "a line doubled, hashes fitted": lambda folder: edit(folder, 0, lambda lines: lines.insert(6, lines[5])),
+    "the last line doubled": lambda folder: edit_text(folder, 1, lambda lines: lines.append(lines[-1])),
+    "the last line torn": lambda folder: edit_text(folder, 1, lambda lines: lines.append(lines.pop()[:40])),
+    "the last line torn on rank 0": lambda folder: edit_text(folder, 0, lambda lines: lines.append(lines.pop()[:40])),
+    "the last line torn on all ranks": lambda folder: [
+        edit_text(folder, rank, lambda lines: lines.append(lines.pop()[:40])) for rank in range(2)
+    ],
+    "the last line left out": lambda folder: edit_text(folder, 1, lambda lines: lines.pop()),
+    "a line left out": lambda folder: edit_text(folder, 1, lambda lines: lines.pop(5)),
+    "a line left out, hashes fitted": lambda folder: edit(folder, 1, lambda lines: lines.pop(5)),
+    "a line changed": lambda folder: edit_text(folder, 1, flipped),
+    "the beginning left out": lambda folder: edit(folder, 1, lambda lines: lines.pop(0)),
+    "the plan forged on one rank": lambda folder: edit(folder, 1, lambda lines: lines[5].update(plan="0" * 32)),
+    "the plan forged on all ranks": lambda folder: on_all(folder, lambda lines: lines[5].update(plan="0" * 32)),
+    "the state forged on all ranks": lambda folder: on_all(folder, lambda lines: lines[5].update(state="0" * 32)),
+    "what waits forged on all ranks": lambda folder: on_all(folder, lambda lines: lines[-1].update(waiting=[9, 99])),
+    "what was read forged on all ranks": lambda folder: on_all(folder, lambda lines: lines[-1].update(read=89)),
+    "pieces exchanged": lambda folder: exchanged(folder, ("pieces",)),
+    "shares exchanged": lambda folder: exchanged(folder, SHARE),
+    "the files exchanged": files_exchanged,
+    "pieces in another order": lambda folder: edit(folder, 1, in_another_order),
+    "pieces of other documents": lambda folder: edit(folder, 1, other_ids),
+    "pieces of another step": lambda folder: edit(folder, 1, moved_pieces),
+    "a piece left out": lambda folder: edit(folder, 1, lost_pieces),
+    "a piece cut short": lambda folder: edit(folder, 1, cut_short),
+    "fewer ranks": lambda folder: on_all(folder, lambda lines: lines[0].update(dp_size=1)),
+    "begun anew": lambda folder: train(folder, 2),
+}
+
+
+@pytest.mark.parametrize("tampering", TAMPERINGS)
+def test_what_was_tampered_with_is_seen(tampering: str, tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    whole = audit(tmp_path)
+    assert whole.sound
+    assert not whole.unproved
+    TAMPERINGS[tampering](tmp_path)
+    found = audit(tmp_path)
+    assert found.findings or found.unproved
+    # What may be honest, and cannot be told from it: a rank was killed, or all of them before a checkpoint.
+    may_be_honest = {
+        "the last line torn",
+        "the last line torn on rank 0",
+        "the last line torn on all ranks",
+        "the last line left out",
+        "begun anew",
+    }
+    assert found.sound == (tampering in may_be_honest)
+    if found.sound:
+        assert any(sentence.startswith("? Not proved: ") for sentence in found.sentences())
+        assert json.loads(json.dumps(found.as_dict()))["unproved"]
+
+
+def test_a_rank_records_its_own_steps(tmp_path: Path) -> None:
+    loader = step_loader(1, 2)
+    with pytest.raises(wlb.WlbError, match=r"dp_rank.*= 0 of 2: the step has micro-batches"):
+        Ledger(tmp_path, dp_rank=0, dp_size=2, source=loader).record(next(iter(loader)))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

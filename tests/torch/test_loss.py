@@ -160,6 +160,7 @@ def test_flops_take_a_shape_only(argument: str) -> None:
         ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA H200", 989e12),
         ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA H200 PCIe", 835e12),
         ("NVIDIA GH200 480GB", 989e12),
         ("NVIDIA B200", 2250e12),
         ("NVIDIA GB200", 2500e12),

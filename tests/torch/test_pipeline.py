@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import wlb
 from tests.torch import processes
@@ -548,3 +549,48 @@ def bad_input(rank: int) -> list[tuple[str | None, int | None, object]]:
 def test_bad_input_is_refused_alike_before_communication() -> None:
     first, second = processes.run(2, bad_input)
     assert [refusal[:2] for refusal in first] == [refusal[:2] for refusal in second]
+
+
+class Checkpointed(Part):
+    """Computed again in the backward; selectively all but matrix products."""
+
+    selective = False
+
+    def forward(self, x: Tensor, **plan: Any) -> Tensor:
+        def policy(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+            kept = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if self.selective else {}
+        result: Tensor = checkpoint(partial(super().forward, **plan), x, use_reentrant=False, **contexts)
+        return result
+
+
+class Selective(Checkpointed):
+    selective = True
+
+
+def checkpointed(rank: int, kind: type[Checkpointed], schedule: str, num_stages: int, refused: bool) -> float:
+    torch.manual_seed(0)
+    parts, reference = [kind(index, num_stages) for index in range(num_stages)], model(num_stages)
+    stages, step = own_stages(parts, schedule), micro_batches(DOCUMENTS[:4])
+    if refused:
+        with pytest.raises((wlb.WlbError, RuntimeError)) as raised:
+            pipeline_step(stages, step, schedule=schedule, loss_fn=loss_fn)
+        if isinstance(raised.value, wlb.WlbError):
+            assert "checkpoint without context_fn" in str(raised.value), raised.value
+            return 1.0
+        return 0.0
+    pipeline_step(stages, step, schedule=schedule, loss_fn=loss_fn)
+    one_process(reference, step)
+    own = [stage.stage_index for stage in stages]
+    return error_of(gradients([parts[i] for i in own]), gradients([reference[i] for i in own]))
+
+
+@pytest.mark.parametrize(("schedule", "num_stages"), [("1f1b", 2), ("zbv", 4), ("interleaved_zero_bubble", 4)])
+def test_checkpoints(schedule: str, num_stages: int) -> None:
+    """Plain ones run under every schedule; selective ones allow one backward, which a split schedule says by name."""
+    assert max(processes.run(2, checkpointed, Checkpointed, schedule, num_stages, False)) == 0.0
+    splits = schedule != "1f1b"
+    found = processes.run(2, checkpointed, Selective, schedule, num_stages, splits)
+    assert max(found) == (1.0 if splits else 0.0)

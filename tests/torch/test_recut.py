@@ -128,3 +128,58 @@ def test_what_does_not_fit_is_named() -> None:
         wt.recut(torch.rand(7), one, None)  # type: ignore[arg-type]
     with pytest.raises(wlb.WlbError, match="group"):
         wt.recut(torch.rand(4), wlb.shard([3, 4], cp_size=2), wlb.shard([3, 4], cp_size=2))
+
+
+def convolved(x: torch.Tensor, positions: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+    """A causal convolution that stops at documents, over rows of which the first `taps - 1` are what stands before."""
+    width = taps.numel()
+    rows = x[width - 1 :]
+    total = torch.zeros_like(rows)
+    for back in range(width):
+        shifted = x[width - 1 - back : x.shape[0] - back]
+        total = total + taps[back] * shifted * (positions >= back).unsqueeze(1)
+    return total
+
+
+def halos(rank: int, width: int) -> None:
+    size, group = dist.get_world_size(), dist.group.WORLD
+    generator = torch.Generator().manual_seed(7)
+    taps = torch.rand(width, dtype=torch.float64, generator=generator)
+    for lengths in LENGTHS:
+        whole = torch.rand(sum(lengths), 2, dtype=torch.float64, generator=generator).requires_grad_()
+        weight = torch.rand(sum(lengths), 2, dtype=torch.float64, generator=generator)
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        expected = convolved(torch.cat([whole.new_zeros(width - 1, 2), whole]), positions, taps)
+        (expected * weight).sum().backward()
+        runs = wlb.shard(lengths, cp_size=size, strategy="contiguous")
+        mine = torch.from_numpy(runs.rank(rank).token_indices.astype(np.int64))
+        x = whole.detach()[mine].requires_grad_()
+        before = wt.halo(x, runs, tokens=np.int64(width - 1), group=group)  # type: ignore[arg-type]
+        out = convolved(torch.cat([before, x]), positions[mine], taps)
+        assert torch.allclose(out, expected[mine], rtol=1e-12, atol=1e-12)
+        (out * weight[mine]).sum().backward()
+        assert x.grad is not None
+        assert whole.grad is not None
+        assert torch.allclose(x.grad, whole.grad[mine], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "width"), [(2, 4), (3, 1), (8, 30)])
+def test_a_convolution_over_ranks_is_that_of_one_process(size: int, width: int) -> None:
+    forked.run(size, halos, width)
+
+
+def test_a_halo_needs_runs() -> None:
+    even = wlb.shard([8, 8], cp_size=2, strategy="per_document")
+    forked.run(2, refused_halo, even)
+    one = wlb.shard([3], cp_size=1)
+    assert torch.equal(wt.halo(torch.ones(3, 2), one, tokens=2), torch.zeros(2, 2))
+    for arguments, named in (({"tokens": -1}, "tokens"), ({"tokens": 1.0}, "tokens")):
+        with pytest.raises(wlb.WlbError, match=named):
+            wt.halo(torch.ones(3, 2), one, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(wlb.WlbError, match="3 tokens"):
+        wt.halo(torch.ones(4, 2), one, tokens=1)
+
+
+def refused_halo(rank: int, shard: wlb.Shard) -> None:
+    with pytest.raises(wlb.WlbError, match=r"more than one run.*contiguous"):
+        wt.halo(torch.ones(8, 2), shard, tokens=1, group=dist.group.WORLD)

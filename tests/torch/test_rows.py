@@ -61,7 +61,7 @@ def by_name(batches: list[wt.PackedBatch]) -> dict[int, dict[str, Any]]:
     """By the name of each token, all that it is given."""
     found = {}
     for batch in batches:
-        values = {name: getattr(batch, name, None) for name in NAMES} | dict(batch.columns)
+        values: dict[str, Any] = {name: getattr(batch, name, None) for name in NAMES} | dict(batch.columns)
         real = batch.real.tolist()
         for at, name in enumerate(values["name"].tolist()):
             if real[at]:
@@ -190,7 +190,7 @@ def read_dynamic(rank: int, ranks: int) -> list[Any]:
         multiple_of_tokens=8,
     )
     shares = [given[at : at + 10][rank::ranks] for at in range(0, len(given), 10)]
-    loader = wt.DynamicCpLoader(shares, plan=plan, group=group, **OPTIONS)
+    loader: wt.DynamicCpLoader[wt.PackedBatch] = wt.DynamicCpLoader(shares, plan=plan, group=group, **OPTIONS)
     found = [by_name(step.micro_batches) for step in loader]
     loader.close()
     return found
@@ -333,7 +333,7 @@ def test_weights_multiply_losses_and_the_mean_stays_that_over_labels() -> None:
         )
         total = total + (losses * torch.from_numpy(row["loss_weights"][1:] * learnt).float()).sum()
         count += int(learnt.sum())
-    (total / count).backward()
+    (total / count).backward()  # type: ignore[no-untyped-call]
     assert float(loss) == pytest.approx(float(total.detach()) / count, rel=1e-5)
     for gradient, parameter in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-4)

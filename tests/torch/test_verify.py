@@ -460,7 +460,7 @@ def test_a_mean_of_means_is_named_where_only_gradients_show_it() -> None:
 
 
 def test_what_a_model_counts_is_put_back() -> None:
-    model = llama()
+    model: Any = llama()
     model.register_buffer("seen", torch.zeros(()))
 
     def count(*_: Any) -> None:
@@ -499,7 +499,7 @@ def test_rows_that_are_filled_up_are_proved_and_padding_is_no_document() -> None
     )
     sampler = wt.BalancedBatchSampler(LENGTHS, packer=packer, dp_rank=0, dp_size=1)
     padded = DataLoader(wt.Documents(documents()), batch_sampler=sampler, collate_fn=partial(wt.collate, **sizes))
-    step = next(iter(wt.StepLoader(padded)))
+    step: Step[PackedBatch] = next(iter(wt.StepLoader(padded)))
     assert sum(batch.num_padding for batch in step.micro_batches)
     proof = wt.verify(llama(), step, report=None)
     assert "4 of 4" in str(proof)
@@ -508,3 +508,80 @@ def test_rows_that_are_filled_up_are_proved_and_padding_is_no_document() -> None
 def test_a_coarser_dtype_allows_more() -> None:
     plain, coarse = (wt.verify(llama(), first_step(), dtype=dtype, report=None) for dtype in (None, torch.bfloat16))
     assert coarse.checks[1].allowed == 256 * plain.checks[1].allowed
+
+
+# --- what is not known ------------------------------------------------------------------------------------------------
+
+
+def test_what_no_fault_explains_is_said_so() -> None:
+    model = Network()
+
+    def decayed(step: Step[PackedBatch]) -> Tensor:
+        """Weight decay in the gradient."""
+        loss = wt.train_step(model, step)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad += 0.1 * parameter.detach()
+        return loss
+
+    with pytest.raises(wlb.WlbError, match=r"has a gradient that is .*% off, and no known fault explains it"):
+        wt.verify(model, first_step(), train=decayed, report=None)
+
+
+class Noisy(Network):
+    """Draws random numbers that no attribute tells of."""
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        return nn.functional.dropout(super().forward(batch), 0.3, self.training)
+
+
+def test_random_numbers_that_cannot_be_turned_off_are_named() -> None:
+    with pytest.raises(wlb.WlbError, match="has another gradient each time: it draws random numbers"):
+        wt.verify(Noisy(), first_step(), report=None)
+
+
+def test_a_loss_alone_that_is_a_mean_of_means_is_named() -> None:
+    model = Network()
+
+    def reported(step: Step[PackedBatch]) -> Tensor:
+        """The right gradient; for the log, a mean of micro-batches."""
+        wt.train_step(model, step)
+        batches = [batch for batch in step.micro_batches if batch.num_valid_tokens]
+        losses = [nn.functional.cross_entropy(model(batch), batch.labels) for batch in batches]
+        return torch.stack(losses).mean()
+
+    with pytest.raises(wlb.WlbError, match="mean of the means of micro-batches"):
+        wt.verify(model, first_step(), train=reported, report=None)
+
+
+def test_a_model_that_runs_no_document_alone_says_so() -> None:
+    def alone(model: nn.Module, batch: PackedBatch) -> Tensor:
+        raise ValueError("needs a group")
+
+    with pytest.raises(wlb.WlbError, match=r"runs no document of \d+ tokens alone.*needs a group.*give verify `alone`"):
+        wt.verify(Network(), first_step(), alone=alone, report=None)
+    with pytest.raises(wlb.WlbError, match=r"alone gives \[\d+, 13, 1\]"):
+        wt.verify(Network(), first_step(), alone=lambda model, batch: model(batch)[..., None], report=None)
+
+
+def test_the_sum_of_losses_is_enough_of_a_reference() -> None:
+    def sum_of_losses(model: nn.Module, batch: PackedBatch) -> Tensor:
+        return nn.functional.cross_entropy(model(batch), batch.labels, reduction="sum")
+
+    model = Network()
+    wt.verify(model, first_step(), alone=sum_of_losses, report=None)
+
+    def halved(step: Step[PackedBatch]) -> None:
+        wt.train_step(model, step)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 2
+
+    with pytest.raises(wlb.WlbError, match=r"has 0\.5 times the gradient"):
+        wt.verify(model, first_step(), alone=sum_of_losses, train=halved, report=None)
+
+
+def test_stages_need_a_loop_and_a_call() -> None:
+    for options, missing in (({}, "train"), ({"train": lambda step: None}, "alone")):
+        with pytest.raises(wlb.WlbError, match=f"{missing} is needed for stages of a pipeline"):
+            wt.verify([object()], first_step(), **options)  # type: ignore[arg-type]

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from transformers import Trainer
 
 import wlb
 import wlb.torch as wt
+from tests.trainers.small_corpus import LENGTHS, documents, llama
+from tests.trainers.test_balance import arguments, together
+from wlb.integrations.huggingface import balance
+from wlb.integrations.rows import Rows
 from wlb.torch.data import Documents, Piece
 from wlb.torch.data.arrow import arrow_lengths
 
@@ -72,3 +79,49 @@ def test_lengths_are_read_without_documents() -> None:
     np.testing.assert_array_equal(arrow_lengths(dataset), [3, 1, 70, 5, 9])
     assert arrow_lengths(ROWS) is None
     assert arrow_lengths(dataset.with_transform(lambda rows: rows)) is None
+
+
+# --- collators of trainers ------------------------------------------------------------------------------------------
+
+
+def truncating(features: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """As a collator that tokenises with max_length=20 does."""
+    return together([{name: row[name][:20] for name in ("input_ids", "labels")} for row in features])
+
+
+def test_a_collator_that_truncates_is_planned_for(tmp_path: Path) -> None:
+    """The first document is short: tables would say lengths that no later document has."""
+    rows = sorted(documents(), key=lambda row: len(row["input_ids"]))
+    data: Any = datasets.Dataset.from_list(rows)
+    kept = Rows(data, truncating)
+    np.testing.assert_array_equal(kept.lengths(), np.sort(LENGTHS).clip(max=20))
+    np.testing.assert_array_equal(Rows(data, together).lengths(), np.sort(LENGTHS))
+    trainer = Trainer(llama(), arguments(tmp_path, max_steps=2), train_dataset=data, data_collator=truncating)
+    balance(trainer, max_tokens=64).train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_collator_that_gives_other_tokens_is_named_when_it_is_read() -> None:
+    rows = documents()
+    odd = int(np.argsort(LENGTHS)[len(rows) // 2])
+
+    def shortened(features: list[dict[str, Any]]) -> dict[str, Tensor]:
+        is_odd = features[0]["input_ids"] == rows[odd]["input_ids"]
+        return together([{name: row[name][:-1] for name in row} for row in features] if is_odd else features)
+
+    kept = Rows(datasets.Dataset.from_list(rows), shortened)
+    kept.lengths()
+    for read in (lambda: kept[odd], lambda: kept.__getitems__([0, odd])):
+        with pytest.raises(wlb.WlbError, match=r"document \d+, which had .* max_length and truncation") as raised:
+            read()
+        assert (raised.value.argument, raised.value.index) == ("data_collator", odd)
+
+
+def test_tables_of_preferences_are_refused(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    trainer = Trainer(llama(), arguments(tmp_path), train_dataset=data, data_collator=together)
+    with pytest.raises(
+        wlb.WlbError, match=r"trains examples of chosen, rejected: several sequences.*rl\.plan"
+    ) as refused:
+        balance(trainer, max_tokens=64)
+    assert refused.value.argument == "trainer"

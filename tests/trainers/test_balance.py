@@ -322,6 +322,10 @@ class Fewer(Trainer):
         return RandomSampler(self.train_dataset, num_samples=10)  # type: ignore[arg-type]
 
 
+class DPOTrainer(Trainer):
+    """By the name of TRL's, which need not be installed."""
+
+
 def masked_by_document(features: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     """As LLaMA-Factory's neat packing: a number for each document."""
     batch = together(features)
@@ -335,6 +339,7 @@ def positions_anew(features: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return batch | {"position_ids": torch.arange(length)[None] % 2}
 
 
+PREFERENCES = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
 REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "dataloader_drop_last": ({"dataloader_drop_last": True}, "dataloader_drop_last", "make it False"),
     "group_by_length": ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy", '"random"'),
@@ -342,6 +347,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "auto_find_batch_size": ({"auto_find_batch_size": True}, "auto_find_batch_size", "max_tokens"),
     "dispatch_batches": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches", "leave it out"),
     "text": ({"data": [{"text": "abc"}]}, "train_dataset", "'input_ids', but 'text'"),
+    "preferences": ({"data": PREFERENCES}, "train_dataset", r"several sequences are one example.*rl\.plan"),
+    "DPO": ({"cls": DPOTrainer}, "trainer", r"is a DPOTrainer: several sequences.*rl\.plan"),
     "no tokens": ({"data": [{"input_ids": [], "labels": []}]}, "data_collator", "has no tokens"),
     "no data": ({"data": []}, "train_dataset", "is empty"),
     "no input_ids": ({"collator": no_input_ids}, "data_collator", "no 'input_ids'"),

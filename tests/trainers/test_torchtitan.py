@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,58 @@ def test_the_state_of_the_last_step_begins_no_further_epoch() -> None:
         assert len(list(resumed)) == left
 
 
+@pytest.mark.parametrize("kind", ["inside an epoch", "end of an epoch", "twice without reading", "another batch"])
+def test_every_document_comes_once_an_epoch_after_a_resume(kind: str) -> None:
+    rows = [{"input_ids": [number + 1] * length} for number, length in enumerate(LENGTHS.tolist())]
+
+    def built(tokens_per_batch: int = 192) -> Any:
+        changes = {"documents": rows, "num_epochs": 2, "tokens_per_batch": tokens_per_batch}
+        return loader_config(**changes).build(dp_world_size=1, dp_rank=0, seq_len=CONTEXT)
+
+    def read(loader: Any, states: list[Any]) -> Counter[int]:
+        found: Counter[int] = Counter()
+        for done, (row, _) in enumerate(loader, start=1):
+            found.update(row["input"].flatten().tolist())
+            if done % 4 == 0:
+                states.append((loader.step.epoch, loader.state_dict(), Counter(found)))
+        return found
+
+    states: list[Any] = []
+    read(built(), states)
+    at = sum(epoch == 0 for epoch, *_ in states) if kind == "end of an epoch" else 3
+    _, state, found = states[at - 1]
+    if kind == "twice without reading":
+        between = built()
+        between.load_state_dict(state)
+        state = between.state_dict()
+    resumed = built(100 if kind == "another batch" else 192)
+    resumed.load_state_dict(state)
+    assert resumed.given == at
+    found += read(resumed, [])
+    del found[0]  # what fills rows up
+    assert found == {number + 1: 2 * length for number, length in enumerate(LENGTHS.tolist())}
+
+
+def test_data_that_stand_at_another_step_are_refused(tmp_path: Path) -> None:
+    """A checkpoint that is loaded without the state of the data would train the first epoch's order again."""
+    loader: Any = loader_config().build(dp_world_size=1, dp_rank=0, seq_len=CONTEXT)
+    rows = iter(loader)
+    for _ in range(8):
+        next(rows)
+    again: Any = loader_config().build(dp_world_size=1, dp_rank=0, seq_len=CONTEXT)
+    again.load_state_dict(loader.state_dict())
+    again.check_begin(2)
+    processes.run(1, run, tmp_path, {}, {"steps": 7})
+
+    def without_data(rank: int) -> None:
+        made = titan.config(tmp_path, steps=9)
+        made.checkpoint.exclude_from_loading = ["dataloader"]
+        titan.train(balance(made, documents=titan.documents(), max_tokens=64, verify=False))
+
+    with pytest.raises(processes.RankFailed, match="checkpoint goes on after step 7, but the data stand after step 0"):
+        processes.run(1, without_data)
+
+
 def texts(path: str) -> Any:
     random = np.random.default_rng(3)
     lengths = random.lognormal(2.8, 1.0, 120).astype(int).clip(1, 150)
@@ -560,3 +613,64 @@ def test_the_page_runs(tmp_path: Path) -> None:
     for losses, accumulated in processes.run(2, page, tmp_path):
         assert np.isfinite(losses).all()
         assert (len(losses), accumulated) == (3, 8)
+
+
+def counted(rank: int, folder: Path, options: dict[str, Any], packed: dict[str, Any]) -> Any:
+    """Of each step the visits that experts of each layer count, before their biases move; and what is logged."""
+    from torchtitan.models.common.moe import MoE
+    from torchtitan.models.qwen3 import model_registry as qwen3
+
+    made = titan.config(folder, steps=3, **options)
+    made.checkpoint.enable = False
+    made.model_spec = qwen3("debugmodel_moe", attn_backend="flex")
+    made.model_spec.model.layers = made.model_spec.model.layers[:1]
+    made.model_spec.model.vocab_size = titan.VOCABULARY
+    found: list[list[float]] = []
+    zero = torch.Tensor.zero_
+
+    def watched(self: torch.Tensor) -> torch.Tensor:
+        if any(self is mixture.tokens_per_expert_E for mixture in mixtures):
+            found.append([float(self.sum())])
+        return zero(self)
+
+    mixtures: list[Any] = []
+    torch.Tensor.zero_ = watched  # type: ignore[method-assign]  # how torchtitan begins to count anew
+    configured = balance(made, documents=titan.documents(), max_delay=0, verify=False, **packed)
+    build = MoE.__init__
+
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        mixtures.append(self)
+
+    MoE.__init__ = built  # type: ignore[method-assign]
+    _, trainer, logged = titan.train(configured)
+    trainer.close()
+    return found, [(line["n_tokens_seen"], line["wlb/tokens"], line.get("wlb/padding", 0.0)) for line in logged]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "packed"),
+    [
+        (1, {}, {"max_tokens": 64, "multiple_of_tokens": 32}),
+        pytest.param(2, {"parallelism": {"context_parallel_degree": 2}}, {"max_tokens": 512}, marks=pytest.mark.long),
+    ],
+)
+def test_what_fills_rows_up_visits_no_expert(ranks: int, options: Any, packed: Any, tmp_path: Path) -> None:
+    results = processes.run(ranks, counted, tmp_path, options, packed)
+    logged = results[0][1]
+    assert any(padding > 0 for _, _, padding in logged)
+    tokens = [int(planned) for _, planned, _ in logged]
+    assert [seen for seen, _, _ in logged] == np.cumsum(tokens).tolist()
+    steps = np.array([np.ravel(visits) for visits, _ in results]).sum(0)  # of all ranks
+    np.testing.assert_array_equal(steps, 8 * np.array(tokens))
+
+
+def test_experts_whose_counts_are_spread_are_refused(tmp_path: Path) -> None:
+    from torchtitan.models.qwen3 import model_registry as qwen3
+
+    for name in ("tensor_parallel_degree", "pipeline_parallel_degree"):
+        made = titan.config(tmp_path, parallelism={name: 2})
+        made.model_spec = qwen3("debugmodel_moe", attn_backend="flex")
+        with pytest.raises(wlb.WlbError, match=f"load_balance_coeff.*{name} = 2") as refused:
+            balance(made, documents=titan.documents(), max_tokens=64)
+        assert refused.value.argument == "model_spec"

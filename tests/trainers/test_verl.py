@@ -201,3 +201,13 @@ def test_plans_for_any_trainer() -> None:
     assert sorted(sample for samples in held for sample in samples) == list(range(96))
     assert sum(len(set(prompts[rank].tolist())) for rank in held) == 24
     assert all(lengths[micro_batch].sum() <= 1000 for plan in plans for micro_batch in plan)
+
+
+def test_errors_name_the_arguments_of_the_caller() -> None:
+    cost = wlb.CostModel(attention=1.0, linear=1.0)
+    with pytest.raises(wlb.WlbError, match=r"^equal_samples") as raised:
+        rl.plan([1, 1, 1, 1], dp_size=2, max_tokens=10, cost_model=cost, groups=[0, 0, 0, 1], equal_samples=True)
+    assert raised.value.argument == "equal_samples"
+    with pytest.raises(wlb.WlbError, match=r"^max_samples = 0") as raised:
+        rl.plan([1, 1], dp_size=2, max_tokens=10, cost_model=cost, max_samples=0)
+    assert (raised.value.argument, raised.value.value) == ("max_samples", 0)

@@ -18,18 +18,21 @@ _LONGEST_HISTOGRAM = 1_000_000
 @result
 @dataclass(frozen=True)
 class Bounds:
-    """The limits that a packer keeps as long as no push brings more documents than it admits.
+    """The limits that a packer keeps from now on, as long as no push brings more documents than it admits.
 
     Attributes:
         tokens: Most tokens that ever wait after a push.
         delay: Most iterations that a document waits while documents come; ``None``: nothing limits it (queues without
             ``max_delay``). Draining the rest at the end of the stream adds ``drain`` at most.
         drain: Most iterations that it takes to drain what waits: the global batches of a flush.
+        settles: Most steps until the other three are those of an empty packer; 0 if they are. More after a change of
+            configuration while documents waited; until then, none of the three rises.
     """
 
     tokens: int
     delay: int | None
     drain: int
+    settles: int
 
 
 @result

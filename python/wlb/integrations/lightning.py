@@ -328,6 +328,7 @@ class _MicroBatches:
             for progress in (loop.batch_progress.current, loop.batch_progress.total):
                 for name in ("ready", "started", "processed", "completed"):
                     setattr(progress, name, max(getattr(progress, name) - again, 0))
+            loop._batches_that_stepped -= 1  # which Lightning adds at the beginning of a step
         if self._stale:
             iter(trainer.fit_loop._data_fetcher)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from numpy.typing import ArrayLike
 
 import wlb
+from wlb._errors import renamed
 
 if TYPE_CHECKING:
     from wlb._choices import Sync
@@ -54,17 +55,18 @@ def plan(
     Raises:
         WlbError: as :func:`wlb.pack`.
     """
-    packing = wlb.pack(
-        lengths,
-        num_micro_batches=None,
-        max_tokens=max_tokens,
-        cost_model=cost_model,
-        costs=costs,
-        dp_size=dp_size,
-        sync=sync,
-        groups=groups,
-        equal_documents=equal_samples,
-        max_documents=max_samples,
-        multiple_of=multiple_of,
-    )
+    with renamed(equal_documents="equal_samples", max_documents="max_samples"):
+        packing = wlb.pack(
+            lengths,
+            num_micro_batches=None,
+            max_tokens=max_tokens,
+            cost_model=cost_model,
+            costs=costs,
+            dp_size=dp_size,
+            sync=sync,
+            groups=groups,
+            equal_documents=equal_samples,
+            max_documents=max_samples,
+            multiple_of=multiple_of,
+        )
     return [[packing[index].document_ids.tolist() for index in row] for row in packing.deal(dp_size).tolist()]

@@ -33,34 +33,70 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
         self._collator = collator
         self._reader = RowReader() if reader is None else reader
         self._index = RowIndex.of_rows(dataset, "train_dataset")
+        self._planned: NDArray[np.int64] | None = None  # tokens of each document, by the plan
+        self._said_by = ""
 
     def __len__(self) -> int:
         return len(self.dataset) if self._index is None else self._index.rows.size
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
-        """Raises `wlb.WlbError` as :func:`row`."""
-        return self._made(self.dataset[self._row_of(index)], index)
+        """Raises `wlb.WlbError` as :func:`row_of`, or if the document has not the tokens that it was planned with."""
+        return self._as_planned(self._made(self.dataset[self._row_of(index)], index), index)
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, NDArray[Any]]]:
         """Several at once: data sets of Hugging Face read them in one query."""
         together = getattr(self.dataset, "__getitems__", None)
         rows = [self._row_of(index) for index in indices]
         features = [self.dataset[number] for number in rows] if together is None else together(rows)
-        return [self._made(feature, index) for feature, index in zip(features, indices, strict=True)]
+        made = (self._made(feature, index) for feature, index in zip(features, indices, strict=True))
+        return [self._as_planned(document, index) for document, index in zip(made, indices, strict=True)]
 
     def lengths(self) -> NDArray[np.int64]:
-        """int64 [documents], tokens of each.
+        """int64 [documents], tokens of each, as the collator makes them; what is read later has to have as many.
+
+        Tables say them where the collator keeps the tokens of the first and of the longest document: one that adds
+        tokens changes all, and one that truncates the longest.
 
         Complexity:
             Of a data set in Arrow tables O(documents); of any other every document is made once.
         """
         found = arrow_lengths(self.dataset) if self._index is None else self._index.lengths
-        if found is None or not len(found) or found[0] != self[0]["input_ids"].size:
-            found = np.array([self[index]["input_ids"].size for index in range(len(self))], np.int64)
+        self._planned = None
+        if found is None or not len(found) or any(found[at] != self._size(at) for at in (0, int(found.argmax()))):
+            found = np.array([self._size(index) for index in range(len(self))], np.int64)
+        self.planned_by(found, "when its length was read")
         if (empty := np.flatnonzero(found == 0)).size:
             index = int(empty[0])
             raise error("train_dataset", "has no tokens: filter such documents out", index=index, value=0)
         return found
+
+    def planned_by(self, lengths: NDArray[np.int64], said_by: str) -> None:
+        """What is read from here on has to have these tokens, for steps are planned with them.
+
+        Args:
+            lengths: int64 [documents].
+            said_by: Where they come from, for an error.
+        """
+        self._planned, self._said_by = lengths, said_by
+
+    def _size(self, index: int) -> int:
+        return int(self._made(self.dataset[self._row_of(index)], index)["input_ids"].size)
+
+    def _as_planned(self, document: dict[str, NDArray[Any]], index: int) -> dict[str, NDArray[Any]]:
+        """The document, if it has the tokens of its plan.
+
+        Raises:
+            wlb.WlbError: It names the setting.
+        """
+        found = document["input_ids"].size
+        if self._planned is None or found == self._planned[index]:
+            return document
+        message = (
+            f"gives {found} tokens of document {index}, which had {self._planned[index]} {self._said_by}: leave "
+            "max_length and truncation of the collator (or of its tokenizer) out, and give balance "
+            'max_document_tokens= with oversize="truncate"; or give balance lengths= as the collator makes them'
+        )
+        raise error("data_collator", message, index=index, value=found)
 
     def _row_of(self, index: int) -> int:
         return index if self._index is None else int(self._index.rows[index])
@@ -86,7 +122,7 @@ def row_of(feature: Any, index: int, collator: Collator, reader: RowReader) -> d
     """
     if isinstance(feature, Mapping) and "input_ids" not in feature:
         columns = ", ".join(map(repr, feature)) or "nothing"
-        message = f"has no 'input_ids', but {columns}: tokenise it, or give it to a trainer that does"
+        message = f"has no 'input_ids', but {columns}: {_way_out(feature)}"
         raise error("train_dataset", message, index=index, value=list(feature))
     batch = collator([dict(feature) if isinstance(feature, Mapping) else feature])
     if "input_ids" not in batch:
@@ -98,6 +134,16 @@ def row_of(feature: Any, index: int, collator: Collator, reader: RowReader) -> d
         message = f"gives {len(parts)} documents for one row: give rows their seq_lengths in the data set"
         raise error("data_collator", message, index=index, value=len(parts))
     return parts[0]
+
+
+def _way_out(feature: Mapping[str, Any]) -> str:
+    """What to do about a document without tokens of its own."""
+    if any(name.startswith(("chosen", "rejected", "completion_input_ids", "KL_")) for name in feature):
+        return (
+            "several sequences are one example (DPO, KTO, reward models), whose loss is no sum over tokens, and a "
+            "packed row cannot keep them together. Plan their micro-batches with wlb.integrations.rl.plan(groups=)"
+        )
+    return "tokenise it, or give it to a trainer that does"
 
 
 def _alone(name: str, value: Any) -> Any:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 import wlb
-from wlb._errors import check_integer, error
+from wlb._errors import check_integer, error, renamed
 
 __all__ = ["get_seqlen_balanced_partitions", "install", "rearrange_micro_batches"]
 
@@ -62,14 +62,15 @@ def get_seqlen_balanced_partitions(
     if bad.size:
         index, value = int(bad[0]), float(weights[bad[0]])
         raise error("seqlen_list", f"= {value}: must be finite, and 0 or above", index=index, value=value)
-    packing = wlb.pack(
-        np.ones(weights.size, np.int64),
-        num_micro_batches=k_partitions,
-        max_tokens=max(weights.size, 1),
-        costs=weights if weights.any() else np.ones_like(weights),
-        dp_size=k_partitions,
-        equal_documents=equal_size,
-    )
+    with renamed(equal_documents="equal_size", costs="seqlen_list", dp_size="k_partitions"):
+        packing = wlb.pack(
+            np.ones(weights.size, np.int64),
+            num_micro_batches=k_partitions,
+            max_tokens=max(weights.size, 1),
+            costs=weights if weights.any() else np.ones_like(weights),
+            dp_size=k_partitions,
+            equal_documents=equal_size,
+        )
     return [micro_batch.document_ids.tolist() for micro_batch in packing]
 
 

@@ -22,7 +22,7 @@ Needs torch 2.11 or newer: ``pip install "wlb[torch]"``.
 """
 
 from wlb.torch.agreement import check_agreement
-from wlb.torch.attention import context_parallel_attention, max_cp_size, prepare_attention, recut
+from wlb.torch.attention import context_parallel_attention, cp_sizes, halo, prepare_attention, recut
 from wlb.torch.data import (
     IGNORE,
     BalancedBatchSampler,
@@ -93,9 +93,10 @@ __all__ = [
     "collate",
     "context_parallel_attention",
     "count_valid_tokens",
+    "cp_sizes",
     "data_and_context",
     "expert_ranks",
-    "max_cp_size",
+    "halo",
     "model_flops",
     "model_flops_utilization",
     "peak_flops",

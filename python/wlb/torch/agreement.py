@@ -1,17 +1,25 @@
-"""Do all ranks hold the same plan? A cheap check, before a wrong one hangs or corrupts the step."""
+"""Do all ranks hold the same plan, and cut it alike? A cheap check, before what differs hangs or corrupts the step."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
 from collections import defaultdict
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from wlb._errors import error
 from wlb.torch.collectives import device_of
+from wlb.torch.data.batch import PackedBatch
+from wlb.torch.data.dynamic_cp import DynamicCpStep
+from wlb.torch.data.step import Step
+
+_HASH = 16  # bytes
 
 
 class HasDigest(Protocol):
@@ -23,42 +31,123 @@ class HasDigest(Protocol):
 
 
 def check_agreement(
-    plan: HasDigest | str,
+    plan: Step[Any] | DynamicCpStep[Any] | HasDigest | str,
     *,
-    step: int = 0,
+    step: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Raises on every rank of `group` if not all have the same plan of the same step.
+    """Raises on every rank of `group` if not all have the same plan of the same step, and the same cuts of it.
+
+    Of a step that a loader gave, everything is compared that ranks have to have alike before they meet: the plan, the
+    number of the step, the ranks that share it and the micro-batches of each, and how the context-parallel ranks of a
+    micro-batch cut it (their `shard`, which follows from `strategy`, `kernel_model` and `cp_size` of each rank).
 
     Args:
-        plan: or its digest.
-        step: the step that it is the plan of.
-        group: the ranks that must agree; None for all.
+        plan: A step; or a plan alone, or its digest.
+        step: The step that a plan is of, 0 by default. A step knows its number.
+        group: The ranks that must agree; None for all. Of a step: those that share it, or all of them.
 
     Raises:
-        WlbError: that names the ranks of each plan; the same text on every rank.
+        WlbError: It names the ranks of each plan, layout or cut; the same text on every rank.
 
     Complexity:
-        One all-gather of 40 bytes a rank.
+        One all-gather of 40 bytes a rank; of a step with context-parallel ranks another, of 32 bytes a micro-batch.
     """
+    layout, batches, number = b"", [], step or 0
+    if isinstance(plan, Step | DynamicCpStep):
+        if step is not None and step != plan.number:
+            raise error("step", f"= {step}: the step given has number {plan.number}", value=step)
+        number = plan.number
+        layout = f"{plan.num_ranks} {len(plan.micro_batches)}".encode()
+        batches, plan = _cut(plan), plan.plan
     digest = plan if isinstance(plan, str) else plan.digest()
-    number = operator.index(step).to_bytes(8, "little", signed=True)
-    fingerprint = hashlib.blake2b(digest.encode(), digest_size=32).digest() + number
-    device = device_of(group)
-    mine = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(device)
-    ranks_in_group = dist.get_world_size(group)
-    everyone = torch.empty(ranks_in_group * mine.numel(), dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(everyone, mine, group=group)
+    mine = _hash(digest.encode()) + _hash(layout) + operator.index(number).to_bytes(8, "little", signed=True)
+    holders = _holders(_gathered(mine, group), group)
+    if len(holders) > 1:
+        raise error("plan", f"differs between ranks: {_named(holders)}", value=digest)
+    if batches:
+        _check_cuts(batches, group)
 
-    holders: dict[bytes, list[int]] = defaultdict(list)
-    for group_rank, theirs in enumerate(everyone.cpu().view(ranks_in_group, -1).numpy()):
-        rank = group_rank if group is None else dist.get_global_rank(group, group_rank)
-        holders[theirs.tobytes()].append(rank)
-    if len(holders) == 1:
+
+def _cut(step: Step[Any] | DynamicCpStep[Any]) -> list[tuple[bytes, PackedBatch]]:
+    """The micro-batches of this rank by a name that all of its context-parallel ranks know; none where nothing is cut.
+
+    Whether there are any is the same on all ranks that have the same plan and layout.
+    """
+    packed = [batch for batch in step.micro_batches if isinstance(batch, PackedBatch)]
+    if len(packed) < len(step.micro_batches) or not packed:
+        return []
+    if isinstance(step, Step):
+        names = [f"micro-batch {number}" for number in step.indices.tolist()]
+        return list(zip(map(str.encode, names), packed, strict=True)) if packed[0].cp_size > 1 else []
+    names = [f"micro-batch {number}, group {group.first_rank}" for number, group in enumerate(step.groups)]
+    return list(zip(map(str.encode, names), packed, strict=True))
+
+
+def _check_cuts(batches: Sequence[tuple[bytes, PackedBatch]], group: dist.ProcessGroup | None) -> None:
+    """Raises unless all ranks of a micro-batch cut it alike."""
+    mine = b"".join(_hash(name) + _hash(batch.shard.digest().encode()) for name, batch in batches)
+    cuts: dict[bytes, dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for group_rank, theirs in enumerate(_gathered(mine, group)):
+        for entry in theirs.reshape(-1, 2 * _HASH):
+            cuts[entry[:_HASH].tobytes()][entry[_HASH:].tobytes()].append(_global(group_rank, group))
+    different = [(name, held) for name, held in cuts.items() if len(held) > 1]
+    if not different:
         return
-    steps = {int.from_bytes(held[32:], "little", signed=True) for held in holders}
+    name, held = min(different, key=lambda item: (sorted(item[1].values()), item[0]))
+    parts = [f"ranks {ranks} cut it as {digest[:4].hex()}" for digest, ranks in _sorted(held)]
+    of_mine = {_hash(known): known.decode() for known, _ in batches}
+    raise error(
+        "shard",
+        f"differs between the ranks of {len(different)} micro-batches: of one, {'; '.join(parts)}. Give collate the "
+        "same strategy, kernel_model, cp_size and padding on all of them",
+        value=of_mine.get(name),
+    )
+
+
+def _gathered(mine: bytes, group: dist.ProcessGroup | None) -> NDArray[np.uint8]:
+    """The bytes of every rank: uint8 [ranks, bytes]."""
+    device = device_of(group)
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    ranks = dist.get_world_size(group)
+    everyone = torch.empty(ranks * sent.numel(), dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(everyone, sent, group=group)
+    gathered: NDArray[np.uint8] = everyone.cpu().view(ranks, -1).numpy()
+    return gathered
+
+
+def _holders(everyone: NDArray[np.uint8], group: dist.ProcessGroup | None) -> dict[bytes, list[int]]:
+    holders: dict[bytes, list[int]] = defaultdict(list)
+    for group_rank, theirs in enumerate(everyone):
+        holders[theirs.tobytes()].append(_global(group_rank, group))
+    return holders
+
+
+def _named(holders: Mapping[bytes, list[int]]) -> str:
+    """Who holds what: plans, steps and layouts, as far as they differ."""
+    steps = {held[2 * _HASH :] for held in holders}
+    plans = {held[:_HASH] for held in holders}
     parts = []
-    for held, ranks in sorted(holders.items(), key=lambda item: (-len(item[1]), item[1])):
-        of_step = f" of step {int.from_bytes(held[32:], 'little', signed=True)}" if len(steps) > 1 else ""
-        parts.append(f"ranks {ranks} hold {held[:4].hex()}{of_step}")
-    raise error("plan", "differs between ranks: " + "; ".join(parts), value=digest)
+    for held, ranks in _sorted(holders):
+        part = f"ranks {ranks} hold {held[:4].hex()}"
+        if len(steps) > 1:
+            part += f" of step {int.from_bytes(held[2 * _HASH :], 'little', signed=True)}"
+        if len(plans) == len(steps) == 1:
+            part += f" for ranks and micro-batches of their own ({held[_HASH : _HASH + 4].hex()})"
+        parts.append(part)
+    if len(plans) == len(steps) == 1:
+        parts.append("give all loaders the dp and cp ranks of the same mesh")
+    return "; ".join(parts)
+
+
+def _sorted(holders: Mapping[bytes, list[int]]) -> list[tuple[bytes, list[int]]]:
+    """Most ranks first."""
+    return sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
+
+
+def _global(group_rank: int, group: dist.ProcessGroup | None) -> int:
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_HASH).digest()

@@ -17,6 +17,7 @@ PEAK_BF16 = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H200 NVL": 835e12,
+    "H200 PCIe": 835e12,  # the NVL form, by its connector
     "GH200": 989e12,
 }
 

@@ -103,7 +103,7 @@ def _of_real(balance: Callable[..., Any], real: int) -> Callable[..., Any]:
             return balance(gate_logits, *args, **kwargs)
         rows = [logits.reshape(-1, logits.shape[-1]) for logits in gate_logits]
         if not real:
-            total: Tensor = sum(logits.sum() for logits in rows) * 0.0  # type: ignore[assignment]
+            total: Tensor = sum(logits.sum() for logits in rows) * 0.0
             return total
         return balance(tuple(logits[:real] for logits in rows), *args, **kwargs)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wlb._errors import error
+from wlb.torch.agreement import check_agreement
 from wlb.torch.data.batch import AHEAD, IGNORE, WEIGHTS, PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
@@ -75,18 +76,22 @@ def train_step(
         counts.
 
     Raises:
-        WlbError: other ranks than `group` share the step, or a wrapper exchanges gradients between others; gradients
+        WlbError: ranks have other plans, or cut a micro-batch otherwise (:func:`check_agreement`, the same on all
+            ranks); other ranks than `group` share the step, or a wrapper exchanges gradients between others; gradients
             are there already; a wrapper is not known (:func:`sum_gradients`); or the model gives something else than
             logits.
 
     Complexity:
-        Beside the model's own work one all-reduce of a number a part of the step before, and one of a number after.
+        Beside the model's own work one all-reduce of a number a part of the step before, and one of a number after; and
+        what :func:`check_agreement` costs.
     """
     group = ranks_of_step(step, group)
     several = step.num_ranks > 1
-    _prepare(model, group, several)
     device = next(model.parameters()).device
     where = meeting_place(group, device)
+    if several:
+        check_agreement(step, group=group)
+    _prepare(model, group, several)
     valid = count_valid_tokens(step, group=group)
     total = torch.zeros((), device=device)
     if valid == 0:

@@ -83,8 +83,24 @@ class Hardware:
         gb200    2.5 PFLOP/s   189,471 MiB  72         900           18 x 40.1   NDR, 400 Gb/s  0.84
         =======  ============  ===========  =========  ============  ==========  =============  =========
 
-        SXM modules; GB/s and Gb/s each way. Sources:
+        ==========  ============  ===========  =========  ============  ==========  =============  =========
+        name        dense bf16    memory       GPUs/node  links, GB/s   of it used  network        attention
+        ==========  ============  ===========  =========  ============  ==========  =============  =========
+        a100-40gb   312 TFLOP/s   40,960 MiB   8          300           12 x 20.0   HDR, 200 Gb/s  0.90
+        h800        989 TFLOP/s   81,559 MiB   8          200           8 x 20.6    NDR, 400 Gb/s  0.85
+        h20         148 TFLOP/s   97,871 MiB   8          450           18 x 20.6   NDR, 400 Gb/s  0.85
+        l40s        362 TFLOP/s   46,068 MiB   8          32 (PCIe)     1 x 24.0    EDR, 100 Gb/s  0.90
+        b300        2.25 PFLOP/s  275,040 MiB  8          900           18 x 40.1   XDR, 800 Gb/s  0.93
+        gb300       2.5 PFLOP/s   265,121 MiB  72         900           18 x 40.1   XDR, 800 Gb/s  0.84
+        mi300x      1.31 PFLOP/s  196,592 MiB  8          448           7 x 50.0    NDR, 400 Gb/s  0.46
+        ==========  ============  ===========  =========  ============  ==========  =============  =========
 
+        A name is read in any case. SXM modules, but for L40S (PCIe) and MI300X (OAM); GB/s and Gb/s each way. Sources:
+
+        - The second table: data sheets of A100 40GB, H800, H20 and L40S (362 dense), of HGX B300 and GB300 NVL72
+          (memory of the latter: 20 TB for 72), and of AMD Instinct MI300X (1,307.4 dense; 7 links of 64 GB/s each
+          way). H800 has 8 of H100's links. Of PCIe 4.0 x16 three quarters are used, of Infinity Fabric 0.78:
+          assumptions.
         - FLOP/s, NVLink: NVIDIA's data sheets, without sparsity: A100 80GB (2021), H100 and H200 Tensor
           Core GPU, HGX B200 (36 PFLOP/s sparse for 8) and GB200 NVL72 (360 PFLOP/s sparse for 72).
         - Memory: "memory total" of nvidia-smi; a data sheet's 80 GB are 80 GiB less what the driver keeps.
@@ -107,9 +123,10 @@ class Hardware:
         Raises:
             WlbError: there is no such name.
         """
-        if name not in _PRESETS:
+        known = _PRESETS.get(name.lower().replace("_", "-")) if isinstance(name, str) else None
+        if known is None:
             raise error("name", f"{name!r}: must be one of {', '.join(_PRESETS)}", value=name)
-        return _PRESETS[name]
+        return known
 
     @property
     def flops_per_second(self) -> float:
@@ -163,6 +180,15 @@ _GPUS = (
     _preset("h200", "h200", mebibytes=143771, **_HOPPER),
     _preset("b200", "b200", mebibytes=183359, gpus=8, attention=0.93, **_BLACKWELL),
     _preset("gb200", "b200", peak_flops=2.5e15, mebibytes=189471, gpus=72, attention=0.84, **_BLACKWELL),
+    _preset("a100-40gb", "a100", mebibytes=40960, gpus=8, links=12, link=20.0, network=200, attention=0.90),
+    _preset("h800", "h100", mebibytes=81559, **_HOPPER | {"links": 8}),
+    _preset("h20", "h20", mebibytes=97871, **_HOPPER),
+    _preset("l40s", "l40s", mebibytes=46068, gpus=8, links=1, link=24.0, network=100, attention=0.90),
+    _preset("b300", "b200", mebibytes=275040, gpus=8, attention=0.93, **_BLACKWELL | {"network": 800}),
+    _preset(
+        "gb300", "b200", peak_flops=2.5e15, mebibytes=265121, gpus=72, attention=0.84, **_BLACKWELL | {"network": 800}
+    ),
+    _preset("mi300x", "mi300x", mebibytes=196592, gpus=8, links=7, link=50.0, network=400, attention=0.46),
 )
 _PRESETS = {hardware.name: hardware for hardware, _ in _GPUS}
 GENERATIONS = {hardware.name: generation for hardware, generation in _GPUS}

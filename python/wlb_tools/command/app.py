@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from cyclopts import App, CycloptsError, Parameter
 
 import wlb
+from wlb_tools.command.commands.advise import advise
 from wlb_tools.command.commands.audit import audit
 from wlb_tools.command.commands.demo import demo
 from wlb_tools.command.commands.doctor import doctor
@@ -19,6 +20,7 @@ from wlb_tools.command.commands.profile import profile
 from wlb_tools.command.commands.simulate import simulate
 from wlb_tools.command.commands.tune import tune
 from wlb_tools.command.errors import CliError, in_options, option
+from wlb_tools.command.inputs.launch import with_launch_file
 from wlb_tools.command.words import readable
 
 app = App(
@@ -36,6 +38,7 @@ app = App(
 _COMMANDS: tuple[Callable[..., None], ...] = (
     demo,
     lengths,
+    advise,
     pack,
     profile,
     fit,
@@ -50,10 +53,14 @@ for place, command in enumerate(_COMMANDS):
 
 def run(argv: Sequence[str]) -> None:
     """Runs the command and exits: 0 done, 1 what was audited does not hold, 2 wrong input (one line on stderr)."""
+    typed = argv
     try:
+        argv, said = with_launch_file(argv)
+        for line in said:
+            print(line, file=sys.stderr)
         called, bound, injected = app.parse_args(argv, print_error=False, exit_on_error=False)
         if "command_line" in injected:
-            bound.arguments["command_line"] = shlex.join(["wlb", *map(readable, argv)])
+            bound.arguments["command_line"] = shlex.join(["wlb", *map(readable, typed)])
         called(*bound.args, **bound.kwargs)
     except wlb.WlbError as error:
         _refuse(in_options(error, _options(argv)))

@@ -11,6 +11,7 @@ _OPTIONS = {
     "cost_file": "cost-model",
     "gpu_count": "gpus",
     "kernel_model": "kernel-profile",
+    "launch_file": "from",
     "model_name": "model",
     "num_micro_batches": "micro-batches",
     "num_queues": "queues",

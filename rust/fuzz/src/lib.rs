@@ -285,6 +285,7 @@ fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
         max_documents: if u.ratio(1, 3)? { Some(u.int_in_range(1..=8)?) } else { None },
         max_cp_size: if u.arbitrary()? { Some(u.int_in_range(1..=world_size)?) } else { None },
         group_sizes: if u.arbitrary()? { GroupSizes::Any } else { GroupSizes::PowersOfTwo },
+        only_sizes: None,
         num_micro_batches,
         min_micro_batches,
         max_micro_batches,

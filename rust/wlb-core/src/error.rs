@@ -127,8 +127,8 @@ pub enum Error {
     /// More waits in a packer than its bounds allow.
     #[error(
         "{pending_tokens} tokens wait after this push, more than the {bound} of packer.bounds(): documents arrive \
-         faster than they fit into the micro-batches. Push no more than packer.admits(lengths) says, or raise \
-         max_tokens"
+         faster than they fit into the micro-batches. Push no more than packer.admits(lengths) says (push([]) trains \
+         of what waits), or raise max_tokens"
     )]
     #[allow(missing_docs)]
     Backlog { pending_tokens: i64, bound: i64 },

@@ -45,6 +45,60 @@ proptest! {
     }
 }
 
+/// Sizes of groups that some attention runs: those that 28 heads with 4 key heads can be shared by, or any, with 1.
+fn some_sizes() -> impl Strategy<Value = Vec<i64>> {
+    let any =
+        proptest::collection::btree_set(2_i64..40, 0..6).prop_map(|others| [1].into_iter().chain(others).collect());
+    prop_oneof![1 => Just(vec![1, 2, 4, 28]), 1 => Just(vec![1, 2, 4]), 4 => any]
+}
+
+proptest! {
+    #![proptest_config(config(300))]
+
+    /// Groups have just the sizes that were asked for; the rest is as ever.
+    #[test]
+    fn plans_have_the_sizes_that_were_asked_for(
+        (lengths, options) in steps(), many in lengths(300, 100_000), long in any::<bool>(), cost in cost_model(),
+        sizes in some_sizes(),
+    ) {
+        let options = options.of_sizes(&sizes).unwrap();
+        let small = is_small(&lengths, &options);
+        planned(&lengths, &options, &cost, small);
+        if long {
+            planned(&many, &options, &cost, false);
+        }
+    }
+
+    /// Powers of two without a gap are what they have always been.
+    #[test]
+    fn sizes_that_are_powers_of_two_give_the_plans_of_these(
+        (lengths, options) in steps(), cost in cost_model(), bits in 0_u32..6,
+    ) {
+        let sizes: Vec<i64> = (0..=bits).map(|bit| 1 << bit).collect();
+        let most = options.max_cp_size.unwrap_or(options.world_size).min(1 << bits);
+        let powers = DynamicCpOptions {
+            group_sizes: GroupSizes::PowersOfTwo, max_cp_size: Some(most), ..options.clone()
+        };
+        let of_sizes = plan_dynamic_cp(&checked(&lengths), None, &options.of_sizes(&sizes).unwrap(), &cost);
+        prop_assert_eq!(of_sizes, plan_dynamic_cp(&checked(&lengths), None, &powers, &cost));
+    }
+}
+
+#[test]
+fn sizes_begin_with_one_and_ascend() {
+    let error = |sizes: &[i64]| DynamicCpOptions::new(8, 1, 100).of_sizes(sizes).unwrap_err();
+    for (sizes, index) in [(&[][..], 0), (&[2, 4], 0), (&[1, 4, 4], 2), (&[1, 4, 2], 2), (&[0, 1], 0)] {
+        let error = error(sizes);
+        assert!(matches!(error, Error::Entry { argument: "group_sizes", index: at, .. } if at == index), "{error}");
+    }
+    // Documents of 28 heads with 4 key heads: on 8 ranks in groups of 4, 2 and 1 only.
+    let options = DynamicCpOptions::new(8, 1, 1000).of_sizes(&[1, 2, 4, 28]).unwrap();
+    let plan = plan_dynamic_cp(&of(&[2500, 2500, 900]), None, &options, &llama_7b()).unwrap();
+    assert!(plan.groups.iter().all(|group| [1, 2, 4].contains(&group.cp_size)));
+    let error = plan_dynamic_cp(&of(&[4001]), None, &options, &llama_7b()).unwrap_err();
+    assert!(matches!(error, Error::TooLong { limit: 4000, .. }), "{error}");
+}
+
 /// Costs of their own for some documents, whatever their lengths, and the part of each that is attention.
 fn given(documents: usize) -> impl Strategy<Value = (Vec<f64>, Vec<f64>)> {
     let cost = prop_oneof![1 => Just(0.0), 2 => 1.0..1e3, 1 => 1e3..1e6];
@@ -116,7 +170,7 @@ proptest! {
         ]),
         max_tokens in 20_i32..60, free in any::<bool>(), p2p_seconds in select(vec![0.0, 40.0]),
         (padding, max_documents) in shapes(40),
-        group_sizes in select(vec![GroupSizes::PowersOfTwo, GroupSizes::Any]), node in 0_usize..4,
+        group_sizes in select(vec![GroupSizes::PowersOfTwo, GroupSizes::Any]), node in 0_usize..4, few in any::<bool>(),
         v_shaped in proptest::option::weighted(0.3, select(vec![Schedule::ZbV, Schedule::DualPipeV])),
     ) {
         let (world_size, num_stages, m) = shape;
@@ -129,6 +183,7 @@ proptest! {
             options.node = Some(node).filter(|&ranks| ranks > 0).map(inside);
         }
         options.group_sizes = group_sizes;
+        options.only_sizes = Some(vec![1, 3]).filter(|_| few && group_sizes == GroupSizes::Any);
         (options.padding, options.max_documents) = (padding, max_documents);
         if let Some(schedule) = v_shaped.filter(|&schedule| schedule == Schedule::ZbV || m >= 2 * num_stages) {
             (options.num_virtual_stages, options.schedule) = (2, Some(schedule));

@@ -5,6 +5,7 @@ mod common;
 mod golden;
 
 mod admission;
+mod changed;
 mod columns;
 mod cost;
 mod cost_stream;

@@ -76,6 +76,7 @@ arguments! {
     global_batches: usize = count(MAX_MICRO_BATCHES);
     group_offsets: Vec<i64> = integers();
     group_seconds: Vec<f64> = floats();
+    group_sizes: Vec<i64> = integers();
     groups: Vec<i64> = integers();
     ids: Vec<i64> = integers();
     key_lengths: Lengths = read_lengths();

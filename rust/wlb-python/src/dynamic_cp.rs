@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use wlb_core::Lengths;
 use wlb_core::cost::DocumentCosts;
-use wlb_core::dynamic_cp::{self as core, Communication, Costs, DynamicCpOptions, Node};
+use wlb_core::dynamic_cp::{self as core, Communication, Costs, DynamicCpOptions, GroupSizes, Node};
 use wlb_core::packing::{Padding, Pricing};
 
 use crate::arguments;
@@ -13,6 +13,21 @@ use crate::error::{raise, refuse};
 use crate::gil::run;
 use crate::plain::{Array, Tuple, column};
 use crate::results::answer;
+
+/// Which groups there may be: by a name, or just those of some sizes.
+pub(crate) enum Sizes {
+    Named(GroupSizes),
+    Only(Vec<i64>),
+}
+
+impl Sizes {
+    fn read(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        match object.extract::<&str>() {
+            Ok(name) => Ok(Self::Named(choice(name)?)),
+            Err(_) => Ok(Self::Only(arguments::group_sizes(object)?)),
+        }
+    }
+}
 
 /// Plans one step with dynamic context parallelism: every micro-batch divides the ranks into groups as its
 /// documents need.
@@ -45,8 +60,9 @@ use crate::results::answer;
 ///     sync: where the ranks of a stage wait for each other: "step", once a step; or "micro_batch", in each (FSDP,
 ///         ZeRO-3, experts over all of them), so that a micro-batch takes all of them as long as its slowest group.
 ///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two where groups are.
-///     group_sizes: "powers_of_two", each from a multiple of its size on; or "any": any number of neighbours, which
-///         worlds of 24 or 48 ranks want, and memory that the longest documents fill.
+///     group_sizes: "powers_of_two", each from a multiple of its size on; "any": any number of neighbours, which
+///         worlds of 24 or 48 ranks want, and memory that the longest documents fill; or int[s], the only sizes there
+///         are, ascending from 1: those that attention runs, from ``wlb.torch.cp_sizes``.
 ///     ranks_per_node: ranks of a stage on each node, if exchange is cheaper inside one: rank ``r`` is in node ``r
 ///         // ranks_per_node``.
 ///     max_documents: most documents of a group in a micro-batch, so that its ``cu_seqlens`` have a fixed number of
@@ -93,10 +109,17 @@ use crate::results::answer;
 ///     >>> plan.seconds
 ///     1000.0
 #[pyfunction]
+#[pyo3(text_signature = "(lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model=None, costs=None, \
+                      attention_costs=None, num_virtual_stages=1, schedule=None, sync='step', max_cp_size=None, \
+                      group_sizes='powers_of_two', ranks_per_node=None, max_documents=None, multiple_of_tokens=1, \
+                      token_buckets=None, num_micro_batches=None, min_micro_batches=None, max_micro_batches=None, \
+                      cp_seconds_per_token=0.0, cp_seconds_per_exchange=0.0, cp_seconds_per_token_in_node=None, \
+                      cp_seconds_per_exchange_in_node=None, cp_overlap=1.0, p2p_seconds=0.0, \
+                      micro_batch_seconds=0.0, ids=None)")]
 #[pyo3(signature = (
     lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model = None, costs = None, attention_costs =
     None, num_virtual_stages = 1, schedule = None, sync = "step", max_cp_size = None, group_sizes =
-    "powers_of_two", ranks_per_node = None, max_documents = None, multiple_of_tokens = 1, token_buckets = None,
+    Sizes::Named(GroupSizes::PowersOfTwo), ranks_per_node = None, max_documents = None, multiple_of_tokens = 1, token_buckets = None,
     num_micro_batches = None, min_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = 0.0,
     cp_seconds_per_exchange = 0.0, cp_seconds_per_token_in_node = None, cp_seconds_per_exchange_in_node = None,
     cp_overlap = 1.0, p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids = None
@@ -115,7 +138,7 @@ pub(crate) fn plan_dynamic_cp<'py>(
     schedule: Option<&str>,
     sync: &str,
     #[pyo3(from_py_with = arguments::optional::max_cp_size)] max_cp_size: Option<usize>,
-    group_sizes: &str,
+    #[pyo3(from_py_with = Sizes::read)] group_sizes: Sizes,
     #[pyo3(from_py_with = arguments::optional::ranks_per_node)] ranks_per_node: Option<usize>,
     #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
     #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
@@ -144,7 +167,6 @@ pub(crate) fn plan_dynamic_cp<'py>(
         padding: Some(padding).filter(|padding| !padding.is_none()),
         max_documents,
         max_cp_size,
-        group_sizes: choice(group_sizes)?,
         num_micro_batches,
         min_micro_batches,
         max_micro_batches,
@@ -156,6 +178,11 @@ pub(crate) fn plan_dynamic_cp<'py>(
         node: node(ranks_per_node, cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node)?,
         p2p_seconds,
         micro_batch_seconds,
+        ..DynamicCpOptions::new(world_size, num_stages, max_tokens_per_rank)
+    };
+    let options = match group_sizes {
+        Sizes::Named(group_sizes) => DynamicCpOptions { group_sizes, ..options },
+        Sizes::Only(sizes) => options.of_sizes(&sizes).map_err(raise)?,
     };
     let costs = costs.map(|costs| floats("costs", costs)).transpose()?;
     let costs = costs.map(|costs| DocumentCosts::new(costs, lengths.len(), 1, &[]).map_err(raise)).transpose()?;

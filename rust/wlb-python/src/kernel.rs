@@ -107,7 +107,7 @@ impl KernelModel {
     /// A documented default where nothing was measured: an assumption, and ``source`` says so.
     ///
     /// Args:
-    ///     generation: "a100", "h100", "h200" or "b200".
+    ///     generation: "a100", "h100", "h200", "b200", "h20", "l40s" or "mi300x".
     ///     num_heads: query heads of one GPU.
     ///     num_kv_heads: key/value heads of one GPU, which divide them; default ``num_heads``. Not used.
     ///     head_dim: width of a head.

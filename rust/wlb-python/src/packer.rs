@@ -193,8 +193,7 @@ impl Packer {
         if self.on_backlog == OnBacklog::Warn && self.warned.load(Ordering::Relaxed) {
             return false;
         }
-        let core = self.lock();
-        core.pending_size().saturating_add(core.size_of_new(lengths)) > core.bounds().tokens
+        self.lock().may_exceed(lengths)
     }
 
     /// How much a change has to do, for [`run`]; `new` pieces come to those that wait.
@@ -415,20 +414,22 @@ impl Packer {
         Ok(Self::new_from(core, self.on_backlog))
     }
 
-    /// What waits at most, and for how long, as long as no push brings more than the packer :meth:`admits`.
+    /// What waits at most, and how long, from now on, as long as no push brings more than the packer :meth:`admits`.
     ///
     /// Returns:
     ///     Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``;
-    ///     with "fifo" what the levels can hold and one such batch. docs/semantics.md has the proof.
+    ///     with "fifo" what the levels can hold and one such batch. After a state of another configuration was loaded,
+    ///     or more came than was admitted, what waits may be more, and older: the bounds are then larger, none of them
+    ///     rises, and after ``settles`` steps they are the former. docs/semantics.md has the proof. O(pending).
     ///
     /// Examples:
     ///     >>> import wlb
     ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
     ///     >>> wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost).bounds()
-    ///     Bounds(tokens=400, delay=16, drain=5)
+    ///     Bounds(tokens=400, delay=16, drain=5, settles=0)
     fn bounds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let bounds = self.lock().bounds();
-        answer!(py, "Bounds", bounds { tokens, delay, drain })
+        answer!(py, "Bounds", bounds { tokens, delay, drain, settles })
     }
 
     /// Packs one step of waiting documents at the end of a stream: as many as fit, long ones too.
@@ -608,10 +609,11 @@ impl Packer {
     /// Raises:
     ///     WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under
     ///         oversize="error", more than 2^23 cuts under oversize="split", or, under on_backlog="error", more waits
-    ///         afterwards than :meth:`bounds` allows. The packer is unchanged.
+    ///         afterwards than the :meth:`bounds` of an empty packer allow. The packer is unchanged. An empty push is
+    ///         never refused: it trains of what waits.
     ///
     /// Warns:
-    ///     BacklogWarning: more waits afterwards than :meth:`bounds` allows; once.
+    ///     BacklogWarning: documents were pushed, and more waits afterwards than those bounds allow; once.
     ///
     /// Takes as long as :func:`pack` does for the new, carried and released documents. Releases the GIL from 1,024
     /// pieces on, waiting ones included.
@@ -727,9 +729,9 @@ impl Packer {
     /// Args:
     ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
     ///     allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
-    ///         anew, and those that are no outliers any more are emitted first. Another ``num_micro_batches``,
-    ///         ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the first ``tokens_per_batch`` beside a
-    ///         ``max_step_cost``, which meant another number of tokens without it.
+    ///         anew, and those that are no outliers any more are emitted first. :meth:`bounds` says what that does to
+    ///         waits. Another ``num_micro_batches``, ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the
+    ///         first ``tokens_per_batch`` beside a ``max_step_cost``, which meant another number of tokens without it.
     ///
     /// Raises:
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration

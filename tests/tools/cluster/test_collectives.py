@@ -22,13 +22,18 @@ collectives = st.sampled_from(COLLECTIVES)
 
 
 def test_presets() -> None:
-    assert presets() == ["a100", "h100", "h200", "b200", "gb200"]
+    assert presets()[:5] == ["a100", "h100", "h200", "b200", "gb200"]
+    assert presets()[5:] == ["a100-40gb", "h800", "h20", "l40s", "b300", "gb300", "mi300x"]
     for name in presets():
         hardware = wlb_tools.Hardware.preset(name)
         assert hardware.name == name
+        assert wlb_tools.Hardware.preset(name.upper()) == hardware
         # NCCL counts on less than the data sheet's NVLink, and NVLink outruns the network.
-        sheet = {"a100": 300e9, "h100": 450e9, "h200": 450e9, "b200": 900e9, "gb200": 900e9}[name]
-        assert 0.75 * sheet < hardware.intra_node.bandwidth < sheet
+        sheet = {"a100": 300e9, "h100": 450e9, "h200": 450e9, "b200": 900e9, "gb200": 900e9}
+        sheet |= {"a100-40gb": 300e9, "h800": 200e9, "h20": 450e9, "l40s": 32e9, "b300": 900e9, "gb300": 900e9}
+        sheet |= {"mi300x": 448e9}
+        rate = sheet[name]
+        assert 0.75 * rate <= hardware.intra_node.bandwidth < rate
         assert hardware.inter_node.bandwidth < hardware.intra_node.bandwidth
     with pytest.raises(wlb.WlbError, match="'v100': must be one of a100"):
         wlb_tools.Hardware.preset("v100")

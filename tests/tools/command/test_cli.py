@@ -927,7 +927,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("tune", npy, *SMALL, "--max-tokens", 1000): "--max-tokens 1,000: below --context 1,024",
         ("tune", npy, *SMALL, "--model", "pp=4/config.json"): "config 'pp=4/config.json' is not a JSON object",
         ("tune", npy, "--tp", 3): "--tp = 3: does not divide num_heads = 32",
-        ("demo", npy, "--tokenizer", "t.json"): "--tokenizer has nothing to read",
+        ("demo", npy, "--tokenizer", "t.json"): "--tokenizer t.json: no such tokenizer file",
         ("demo", "empty.txt", "--tokenizer", "t.json"): "t.json: no such tokenizer file",
     }
     for arguments, expected in cases.items():
@@ -956,7 +956,8 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         assert result.err.count("\n") == 1
 
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert 'pip install "wlb[tokenizers]"' in run("demo", "empty.txt", "--tokenizer", "bad.jsonl").err
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    assert 'pip install "wlb[tokenizers]"' in run("demo", "empty.txt", "--tokenizer", "tokenizer.json").err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("demo")
     assert (result.code, result.err) == (2, 'wlb: matplotlib not installed; run: pip install "wlb[cli]"\n')

@@ -238,7 +238,7 @@ class _Balanced(Trainer):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Counts the tokens of documents, where the Trainer is to leave padding out."""
         if self.args.include_num_input_tokens_seen != "non_padding":
-            super()._track_num_input_tokens(inputs)
+            super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
             return
         real = torch.tensor(inputs.get(REAL, inputs["input_ids"].numel()), device=self.args.device)
         self.state.num_input_tokens_seen += int(self.accelerator.gather(real).sum())

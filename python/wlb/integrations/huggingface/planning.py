@@ -196,11 +196,13 @@ class Planner:
             if measured.shape != (len(rows),):
                 message = f"has shape {measured.shape}, but there are {len(rows)} documents"
                 raise error("lengths", message, value=measured.shape)
+            rows.planned_by(measured, "by lengths=")
             return measured
         key = (dataset, trainer.data_collator)
         known = self._measured
         if known is None or (known[0][0] is not key[0] or known[0][1] is not key[1] or known[1].size != len(rows)):
             self._measured = known = key, rows.lengths()
+        rows.planned_by(known[1], "when its length was read")
         return known[1]
 
     def _streamed(self, trainer: Trainer, limits: Limits, own: Mapping[str, int]) -> Streamed:

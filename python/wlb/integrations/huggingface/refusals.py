@@ -42,6 +42,7 @@ def check_trainer(trainer: Any) -> None:
         raise error("trainer", message, value=transformers.__version__)
     if trainer.train_dataset is None:
         raise error("train_dataset", "is None: there is nothing to train")
+    _check_examples(trainer)
     _check_class(trainer)
     _check_model(trainer)
     _check_arguments(trainer.args)
@@ -89,6 +90,30 @@ def check_repeated(trainer: Any) -> None:
             "last batch cannot be told from others; leave it out, or give the data set a length"
         )
         raise error("dispatch_batches", message, value=False)
+
+
+# Columns of which trainers of TRL make several sequences an example.
+_PREFERENCES = ("chosen", "rejected", "chosen_ids", "chosen_input_ids", "rejected_input_ids", "completion_input_ids")
+
+
+def _check_examples(trainer: Any) -> None:
+    """Refuses trainers whose examples are several sequences: DPO, KTO, reward models.
+
+    Raises:
+        wlb.WlbError: It names the trainer, and what plans their micro-batches.
+    """
+    columns = getattr(trainer.train_dataset, "column_names", None) or ()
+    names = [cls.__name__ for cls in type(trainer).__mro__]
+    paired = next((name for name in names if name in ("DPOTrainer", "KTOTrainer", "RewardTrainer")), None)
+    found = [name for name in _PREFERENCES if name in columns]
+    if paired is None and not found:
+        return
+    what = f"is a {paired}" if paired else f"trains examples of {', '.join(found)}"
+    message = (
+        f"{what}: several sequences are one example, whose loss is no sum over tokens, and a packed row cannot keep "
+        "them together. Plan its micro-batches with wlb.integrations.rl.plan(groups=)"
+    )
+    raise error("trainer", message, value=paired or found)
 
 
 def _check_class(trainer: Trainer) -> None:

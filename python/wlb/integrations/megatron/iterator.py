@@ -298,8 +298,17 @@ class DataIterator:
             sent = self._sharing.weights(given, sum(sizes))
             weights = weights if sent is None else torch.split(sent, sizes)
         batches = [
-            batch_of(row, self._ranks, *values, self._hidden(row, size), pad=self._pad_token, device=device)
-            for row, size, *values in zip(header.rows, sizes, *columns, weights, strict=True)
+            batch_of(
+                row,
+                self._ranks,
+                tokens,
+                labels,
+                weight,
+                self._hidden(row, size),
+                pad=self._pad_token,
+                device=device,
+            )
+            for row, size, tokens, labels, weight in zip(header.rows, sizes, *columns, weights, strict=True)
         ]
         return MegatronStep(
             number=header.number,

@@ -27,7 +27,14 @@ from wlb.torch.metrics import StepMetrics
 
 _STATE: Final = "wlb"  # one text, whatever it holds: checkpoints ask for the keys before they load
 _FILLER: Final = 128  # filler is cut into documents of one block of an attention kernel: it costs next to nothing
-_PARTS: Final = {"documents", "streams", "lengths", "cost_model", "group"}  # objects, which no command line has
+_PARTS: Final = {
+    "documents",
+    "streams",
+    "weights",
+    "lengths",
+    "cost_model",
+    "group",
+}  # objects, which no command line has
 
 
 class WlbDataLoader(BaseDataLoader):
@@ -54,6 +61,7 @@ class WlbDataLoader(BaseDataLoader):
         steps: Where the micro-batches come from.
         step: The one of which micro-batches were given last.
         before_first: Gets the first step, before anything of it is given.
+        given: Steps that were given, those before a resume included.
         figures: What its plan says, by the names of :class:`wlb.torch.StepMetrics`.
 
     Raises:
@@ -115,6 +123,9 @@ class WlbDataLoader(BaseDataLoader):
         streams: Annotated[Any, tyro.conf.Suppress] = None
         """Instead: iterables of documents, as `wlb.torch.BalancedStream` takes them; or one of Hugging Face's."""
 
+        weights: Annotated[Any, tyro.conf.Suppress] = None
+        """float [streams], the share of each stream in a step, as `wlb.torch.BalancedStream` takes them."""
+
         lengths: Annotated[Any, tyro.conf.Suppress] = None
         """int [documents] tokens of each, if they are known. Else they are read, once."""
 
@@ -129,6 +140,9 @@ class WlbDataLoader(BaseDataLoader):
 
         give_lengths: Annotated[bool, tyro.conf.Suppress] = False
         """Also gives "lengths", int [documents] with the filler, which context parallelism shards by."""
+
+        give_filler: Annotated[bool, tyro.conf.Suppress] = False
+        """Also gives "filler", the number of tokens at the end of the row that fill it up, for what counts tokens."""
 
         def most_tokens(self) -> int:
             """The longest micro-batch: `max_tokens`, down to one of the lengths that are allowed.
@@ -189,6 +203,7 @@ class WlbDataLoader(BaseDataLoader):
                 streams(config, tokenizer),
                 packer=packer,
                 collate_fn=packed,
+                weights=config.weights,
                 group=_group(config, dp_world_size),
             )
         else:
@@ -208,6 +223,7 @@ class WlbDataLoader(BaseDataLoader):
         self._metrics = StepMetrics(self.steps)
         self.step: Step[PackedBatch] | None = None
         self.before_first: Callable[[Step[PackedBatch]], None] | None = None
+        self.given = 0  # steps, also before a resume: the Trainer takes each of them
         self._inside = 0  # micro-batches that were given of a step that was not given whole
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -220,6 +236,7 @@ class WlbDataLoader(BaseDataLoader):
                     before, self.before_first = self.before_first, None
                     before(step)
                 self.step = step
+                self.given += 1
                 self.figures = self._metrics.end_step(step)
                 for done, batch in enumerate(step.micro_batches, start=1):
                     self._inside = done % len(step.micro_batches)
@@ -237,7 +254,7 @@ class WlbDataLoader(BaseDataLoader):
             message += "rank takes in a step: gradient accumulation times pipeline micro-batches"
             raise error("micro_batches", message, value=self.config.micro_batches)
         try:
-            return {_STATE: json.dumps(self.steps.state_dict())}
+            return {_STATE: json.dumps({"given": self.given, "steps": self.steps.state_dict()})}
         except TypeError as cause:
             raise error("streams", f"have states that JSON does not hold: {cause}") from cause
 
@@ -255,8 +272,20 @@ class WlbDataLoader(BaseDataLoader):
             if isinstance(cause, wlb.WlbError):
                 raise
             raise error("state_dict", f"is cut or changed: {cause}") from cause
-        self.steps.load_state_dict(saved)
-        self._inside = 0
+        given = field_of(saved, "given", int)
+        self.steps.load_state_dict(field_of(saved, "steps", dict))
+        self._inside, self.given = 0, given
+
+    def check_begin(self, step: int) -> None:
+        """Whether the data stand after the step at which the Trainer goes on.
+
+        Raises:
+            wlb.WlbError: They do not: its checkpoint was loaded without the state of the data, say.
+        """
+        if self.given != step:
+            message = f"goes on after step {step}, but the data stand after step {self.given}: load the state of "
+            message += '"dataloader" too, from a checkpoint that was saved with it'
+            raise error("checkpoint", message, value=step)
 
     def close(self) -> None:
         """Ends what reads streams."""
@@ -281,6 +310,8 @@ class WlbDataLoader(BaseDataLoader):
         if self.config.give_lengths:
             documents = batch.shard.lengths[: batch.document_ids.numel()].tolist()
             row["lengths"] = documents + [min(self._filler, filler - at) for at in range(0, filler, self._filler)]
+        if self.config.give_filler:
+            row["filler"] = filler
         return row, pad(batch.labels[:tokens], (0, filler), value=IGNORE).unsqueeze(0)
 
 

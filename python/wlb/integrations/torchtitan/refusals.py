@@ -12,6 +12,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
 
 from wlb._errors import error
+from wlb.integrations.torchtitan.experts import check_experts
 
 _HOOKS = ("init_distributed", "post_dataloading_process", "train_step", "close")
 
@@ -33,6 +34,7 @@ def check_config(config: Any) -> None:
     _check_model(config)
     _check_parallelism(config)
     _check_shapes(config)
+    check_experts(config)
 
 
 def check_dataloader(loader: Any) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.distributed.spmd_types import annotate_input_spmd_types
@@ -16,6 +17,7 @@ from torchtitan.tools.logging import logger
 
 from wlb.integrations.torchtitan.context_parallel import shard_for_flex, shard_for_varlen, with_document_attention
 from wlb.integrations.torchtitan.costs import cost_of_model
+from wlb.integrations.torchtitan.experts import RealTokens
 from wlb.integrations.torchtitan.loader import WlbDataLoader
 from wlb.integrations.torchtitan.pipeline import over_unequal_micro_batches, token_shares
 from wlb.integrations.torchtitan.proof import prove
@@ -32,6 +34,7 @@ class BalancedTrainer(_Trainer):
     """Goes in front of a trainer's own class."""
 
     _wlb_loader: WlbDataLoader
+    _wlb_real: RealTokens
 
     def __init__(self, config: Any) -> None:
         check_config(config)
@@ -43,6 +46,7 @@ class BalancedTrainer(_Trainer):
         super().__init__(replace(config, model_spec=spec))
         loader: Any = self.dataloader
         self._wlb_loader = loader
+        self._wlb_real = RealTokens(self.model_parts)
         per_rank = self.config.dataloader.micro_batches
         self.gradient_accumulation_steps = per_rank // self.num_pipeline_parallel_microbatches
         logger.info(
@@ -66,22 +70,42 @@ class BalancedTrainer(_Trainer):
         self.config.dataloader = _for_ranks(self.config, ranks)
         return ranks
 
+    def batch_generator(self, data_iterable: Any) -> Any:
+        """Called once the checkpoint is loaded: the data have to stand at the same step.
+
+        Raises:
+            wlb.WlbError: They do not.
+        """
+        if data_iterable is self._wlb_loader:
+            self._wlb_loader.check_begin(self.step)
+        return super().batch_generator(data_iterable)
+
     def post_dataloading_process(
         self, input_dict: dict[str, Any], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Input of one context-parallel rank: masks of the whole row, then the rank's shard."""
+        """Input of one context-parallel rank: masks of the whole row, then the rank's shard.
+
+        Padding is counted neither as tokens nor as visits of experts.
+        """
+        input_dict = dict(input_dict)
+        filler, tokens = input_dict.pop("filler", 0), labels.shape[1]
+        self.metrics_processor.ntokens_since_last_log -= filler
+        padding = torch.arange(tokens, device=labels.device)[None] >= tokens - filler
         if not self.parallel_dims.cp_enabled:
+            self.ntokens_seen -= filler
+            self._wlb_real.padding = padding[0] if filler else None
             return super().post_dataloading_process(input_dict, labels)
         mesh = self.parallel_dims.get_mesh("cp")
-        rows: tuple[Tensor, ...] = (input_dict["input"], labels, input_dict["positions"])
+        rows: tuple[Tensor, ...] = (input_dict["input"], labels, input_dict["positions"], padding)
         inner = self.model_config.first_attention.inner_attention
         if isinstance(inner, FlexAttention.Config):
             masks = self.model_parts[0].get_attention_masks(positions=input_dict["positions"])
             rows, masks = shard_for_flex(mesh, rows, masks, input_dict["lengths"], block=_query_block(inner))
         else:
             rows, masks = shard_for_varlen(mesh, rows, input_dict["lengths"])
-        inputs, labels, positions = rows
-        self.ntokens_seen += labels.numel()
+        inputs, labels, positions, padding = rows
+        self._wlb_real.padding = padding[0] if filler else None
+        self.ntokens_seen += labels.numel() - (int(padding.sum()) if filler else 0)
         kwargs = {"positions": positions, "attention_masks": masks}
         return annotate_input_spmd_types(self.parallel_dims, inputs, labels, kwargs)
 
@@ -115,6 +139,7 @@ def _for_ranks(config: Any, ranks: Any) -> WlbDataLoader.Config:
         cost_model=cost_of_model(model) if loader.cost_model is None else loader.cost_model,
         group=ranks.get_mesh("batch").get_group() if ranks.dp_enabled and loader.group is None else loader.group,
         give_lengths=ranks.cp_enabled,
+        give_filler=True,
     )
 
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import wlb
+from wlb._errors import check_bool
 from wlb.torch.attention import arguments, kernels, routes
 from wlb.torch.attention.all_gather import AllGather
-from wlb.torch.attention.arguments import Transport, max_cp_size
+from wlb.torch.attention.arguments import Transport, cp_sizes
 from wlb.torch.attention.fetch import Fetch
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
-from wlb.torch.attention.merge import attention
-from wlb.torch.attention.recut import recut
+from wlb.torch.attention.merge import LSE_CHANNELS, attention
+from wlb.torch.attention.recut import halo, recut
 from wlb.torch.attention.ring import Ring
 
-__all__ = ["context_parallel_attention", "max_cp_size", "prepare_attention", "recut"]
+__all__ = ["context_parallel_attention", "cp_sizes", "halo", "prepare_attention", "recut"]
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -31,6 +32,38 @@ def _not_compiled(function: F) -> F:
     return cast(F, torch.compiler.disable(function, reason=reason))  # type: ignore[no-untyped-call]
 
 
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: wlb.Shard,
+    *,
+    group: dist.ProcessGroup | None = None,
+    transport: Transport = "all_gather",
+    ulysses_size: int | None = None,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    kernel: kernels.KernelName = "auto",
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: wlb.Shard,
+    *,
+    group: dist.ProcessGroup | None = None,
+    transport: Transport = "all_gather",
+    ulysses_size: int | None = None,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    kernel: kernels.KernelName = "auto",
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 @_not_compiled
 def context_parallel_attention(
     q: Tensor,
@@ -45,7 +78,8 @@ def context_parallel_attention(
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
     kernel: kernels.KernelName = "auto",
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a packed micro-batch whose tokens lie on the ranks of `group` as `shard` says. Differentiable.
 
     Tokens attend within their document only, to all before them and themselves, or to the whole document
@@ -71,6 +105,10 @@ def context_parallel_attention(
     does: every rank must run it, also one without tokens. What a rank has to do is derived from the shard once, and
     kept for all layers: by the first, or before it by `prepare_attention`.
 
+    Sinks (gpt-oss: a logit of each head that takes a share of the softmax) are composed with `return_lse`, gradients
+    included: `out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)`. Values of another width than keys (MLA)
+    are padded, which is exact. Scores are not capped (softcap): no composition of outputs does it.
+
     Tensors are computed in the dtype in which they come, also under `torch.autocast`, which is off inside. What is
     float32 there (a rotary embedding may be) must be cast before to run on a flash kernel.
 
@@ -79,7 +117,8 @@ def context_parallel_attention(
     Args:
         q: Queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.
         k: Keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
-        v: Values, like `k`.
+        v: Values `[tokens of this rank, kv_heads, value_dim]`; narrower ones than keys, or wider, are padded to them
+            with zeros, or these to them.
         shard: How the whole micro-batch lies on the ranks; the same on all.
         group: The context-parallel group, of `shard.cp_size` ranks. None: one process holds everything.
         transport: How keys and queries meet; see above.
@@ -90,12 +129,16 @@ def context_parallel_attention(
         kernel: `flash_attn` (2 or 3, must be installed), `varlen` (torch's own flash kernels), `reference` (softmax
             written out: exact, slow, any device and dtype), or `auto`: the fastest that can do it here.
 
+        return_lse: Also gives the log-sum-exp of the scores; the same on all ranks.
+
     Returns:
-        Output like `q`.
+        Output `[tokens of this rank, heads, value_dim]`; with `return_lse` it and the log-sum-exp, float `[tokens of
+        this rank, heads]` in the dtype of sums (float32 of half precision). Both are differentiable.
 
     Raises:
         WlbError: shapes, dtypes, devices, the group, or a combination of options do not fit.
     """
+    check_bool("return_lse", return_lse)
     rank, size = arguments.check_group(shard, group)
     degree = arguments.check_transport(transport, ulysses_size, size)
     arguments.check_tensors(q, k, v, shard, rank)
@@ -103,28 +146,44 @@ def context_parallel_attention(
     arguments.check_scores(q, softmax_scale, window, alibi_slopes)
     window = arguments.reach(window)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    value_dim = v.shape[2]
+    q, k, v = arguments.of_one_width(q, k, v)
     if alibi_slopes is not None:
         share = q.shape[1] // degree
         alibi_slopes = alibi_slopes[rank % degree * share :][:share]
     aligned = size == degree or (transport in ("all_gather", "fetch") and shard.causal)
-    chosen = kernels.choose(kernel, q, scale=scale, alibi_slopes=alibi_slopes, alibi_aligned=aligned)
+    chosen = kernels.choose(
+        kernel,
+        q,
+        width=q.shape[2] + return_lse * LSE_CHANNELS,
+        scale=scale,
+        alibi_slopes=alibi_slopes,
+        alibi_aligned=aligned,
+    )
+
+    def given(out: Tensor, lse: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        out = out[..., :value_dim]
+        return (out, lse) if return_lse else out
 
     biased = alibi_slopes is not None
     if transport == "all_gather":
         gather = AllGather(routes.gather_route(shard, rank, window=window, biased=biased, device=q.device), group)
-        return attention(q, k, v, gather, chosen)
+        return given(*attention(q, k, v, gather, chosen, with_lse=return_lse))
     if transport == "fetch":
         fetch = Fetch(routes.fetch_route(shard, rank, window=window, biased=biased, device=q.device), group)
-        return attention(q, k, v, fetch, chosen)
+        return given(*attention(q, k, v, fetch, chosen, with_lse=return_lse))
     heads_route, ring_route = routes.ring_route(
         shard, rank, degree=degree, window=window, biased=biased, device=q.device
     )
     ring = Ring(ring_route, range(rank % degree, size, degree), group)
     if heads_route is None:
-        return attention(q, k, v, ring, chosen)
+        return given(*attention(q, k, v, ring, chosen, with_lse=return_lse))
     block = rank - rank % degree
     heads = HeadsExchange(heads_route, range(block, block + degree), group)
-    return join_heads(attention(*split_heads(q, k, v, heads), ring, chosen), heads)
+    out, lse = attention(*split_heads(q, k, v, heads), ring, chosen, with_lse=return_lse)
+    if return_lse:
+        lse = join_heads(lse.unsqueeze(-1).contiguous(), heads).squeeze(-1)
+    return given(join_heads(out, heads), lse)
 
 
 def prepare_attention(

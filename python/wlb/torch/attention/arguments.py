@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 import wlb
 from wlb._core import MAX_TOKENS
-from wlb._errors import check_integer, error
+from wlb._errors import check_integer, check_positive, error, is_integer
 
 Transport = Literal["all_gather", "fetch", "ring", "ulysses", "usp"]
 
@@ -24,7 +24,7 @@ def check_shard(shard: wlb.Shard, name: str = "shard") -> None:
 
 def check_rank(rank: int, size: int) -> None:
     """It is one of a group of `size`."""
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
+    if not is_integer(rank) or not 0 <= rank < size:
         raise error("rank", f"= {rank!r}: the shard has ranks 0 to {size - 1}", value=rank)
 
 
@@ -48,10 +48,9 @@ def check_transport(transport: Transport, ulysses_size: int | None, size: int) -
         if ulysses_size is not None:
             raise error("ulysses_size", f"= {ulysses_size!r}: only for the transport 'usp'", value=ulysses_size)
         return size if transport == "ulysses" else 1
-    is_integer = isinstance(ulysses_size, int) and not isinstance(ulysses_size, bool)
-    if ulysses_size is None or not is_integer or ulysses_size < 1 or size % ulysses_size:
+    if not is_integer(ulysses_size) or ulysses_size < 1 or size % ulysses_size:
         raise error("ulysses_size", f"= {ulysses_size!r}: a divisor of the group's size {size}", value=ulysses_size)
-    return ulysses_size
+    return int(ulysses_size)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: wlb.Shard, rank: int) -> None:
@@ -64,8 +63,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: wlb.Shard, rank: int) 
             raise error(name, f"is {x.dtype}: floating point and one dtype for q, k and v ({q.dtype})", value=x.dtype)
         if x.device != q.device:
             raise error(name, f"is on {x.device}, q on {q.device}", value=x.device)
-        if x.shape[1] < 1 or x.shape[2] != q.shape[2] or x.shape[2] < 1:
-            raise error(name, f"is {list(x.shape)}, q {list(q.shape)}: at least one head, one head_dim", value=x.shape)
+        if x.shape[1] < 1 or x.shape[2] < 1 or (name != "v" and x.shape[2] != q.shape[2]):
+            message = f"is {list(x.shape)}, q {list(q.shape)}: at least one head, and keys have the head_dim of queries"
+            raise error(name, message, value=x.shape)
     if v.shape[1] != k.shape[1]:
         raise error("v", f"has {v.shape[1]} heads, k {k.shape[1]}", value=v.shape[1])
     if q.shape[1] % k.shape[1]:
@@ -75,6 +75,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: wlb.Shard, rank: int) 
         if x.shape[0] != held[rank]:
             message = f"has {x.shape[0]} tokens; the shard gives rank {rank} {held[rank]} of {shard.num_tokens}"
             raise error(name, message, value=x.shape[0])
+
+
+def of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as wide as the widest: with zeros behind, which change no score and no output."""
+    width = max(q.shape[2], v.shape[2])
+    q, k, v = (x if x.shape[2] == width else pad(x, (0, width - x.shape[2])) for x in (q, k, v))
+    return q, k, v
 
 
 def check_heads(transport: Transport, degree: int, heads: int, kv_heads: int) -> None:
@@ -88,10 +95,13 @@ def check_heads(transport: Transport, degree: int, heads: int, kv_heads: int) ->
         )
 
 
-def max_cp_size(transport: Transport, *, num_heads: int, num_kv_heads: int | None = None) -> int | None:
-    """The largest context-parallel group, a power of two, that the heads of a model allow: a limit for routes.
+def cp_sizes(
+    transport: Transport, *, num_heads: int, num_kv_heads: int | None = None
+) -> tuple[int, ...] | Literal["any"]:
+    """The sizes of context-parallel groups that attention runs: for `wlb.plan_dynamic_cp(group_sizes=...)`.
 
-    Smaller powers of two are then allowed as well. For `wlb.plan_dynamic_cp(max_cp_size=...)`.
+    `ulysses` shares the heads of a model among the ranks of a group, so that their number has to divide the heads, and
+    divide the key heads or be a multiple of them. Attention refuses all other sizes.
 
     Args:
         transport: As attention will be called. `usp` exchanges heads in blocks that are chosen apart: no limit.
@@ -99,22 +109,31 @@ def max_cp_size(transport: Transport, *, num_heads: int, num_kv_heads: int | Non
         num_kv_heads: Key heads on one rank; `num_heads` if None.
 
     Returns:
-        None where any group can do it.
+        Ascending from 1; "any" where a group of any size can do it.
 
     Raises:
-        WlbError: no such transport, or no heads.
+        WlbError: no such transport, or no heads; or key heads that do not divide the heads.
+
+    O(num_heads).
+
+    Example:
+        >>> import wlb.torch as wt
+        >>> wt.cp_sizes("ulysses", num_heads=28, num_kv_heads=4)
+        (1, 2, 4, 28)
+        >>> wt.cp_sizes("ring", num_heads=28, num_kv_heads=4)
+        'any'
     """
     if transport not in get_args(Transport):
         raise error("transport", f"= {transport!r}: one of {', '.join(get_args(Transport))}", value=transport)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
         check_integer(name, value, minimum=1)
+    if num_heads % num_kv_heads:
+        message = f"= {num_kv_heads}: key heads divide the heads ({num_heads}); give those of one rank"
+        raise error("num_kv_heads", message, value=num_kv_heads)
     if transport != "ulysses":
-        return None
-    size = 1
-    while _shared(2 * size, num_heads, num_kv_heads):
-        size *= 2
-    return size
+        return "any"
+    return tuple(size for size in range(1, num_heads + 1) if _shared(size, num_heads, num_kv_heads))
 
 
 def _shared(degree: int, heads: int, kv_heads: int) -> bool:
@@ -123,8 +142,8 @@ def _shared(degree: int, heads: int, kv_heads: int) -> bool:
 
 def check_scores(q: Tensor, softmax_scale: float | None, window: int | None, alibi_slopes: Tensor | None) -> None:
     """Checks scale, window and ALiBi slopes against the queries."""
-    if softmax_scale is not None and not (isinstance(softmax_scale, (int, float)) and 0 < softmax_scale < math.inf):
-        raise error("softmax_scale", f"= {softmax_scale!r}: a positive number, or None", value=softmax_scale)
+    if softmax_scale is not None:
+        check_positive("softmax_scale", softmax_scale)
     check_window(window)
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, q)
@@ -132,12 +151,12 @@ def check_scores(q: Tensor, softmax_scale: float | None, window: int | None, ali
 
 def reach(window: int | None) -> int | None:
     """The window, or None where it hides nothing: no sequence is longer than `MAX_TOKENS`, and kernels take int32."""
-    return None if window is None or window >= MAX_TOKENS else window
+    return None if window is None or window >= MAX_TOKENS else int(window)
 
 
 def check_window(window: int | None) -> None:
     """It is a number of tokens."""
-    if window is not None and not (isinstance(window, int) and not isinstance(window, bool) and window > 0):
+    if window is not None and not (is_integer(window) and window > 0):
         raise error("window", f"= {window!r}: a positive number of tokens, or None", value=window)
 
 

@@ -289,12 +289,21 @@ def _installed(module: str) -> Any:
         return None
 
 
-def choose(name: KernelName, q: Tensor, *, scale: float, alibi_slopes: Tensor | None, alibi_aligned: bool) -> Kernel:
+def choose(
+    name: KernelName,
+    q: Tensor,
+    *,
+    scale: float,
+    alibi_slopes: Tensor | None,
+    alibi_aligned: bool,
+    width: int | None = None,
+) -> Kernel:
     """The kernel for these tensors.
 
-    `alibi_aligned` says that every span's last query stands at its last key, so that a flash kernel measures true
-    distances. "auto" prefers flash-attn 3 (on Hopper), flash-attn 2, torch's varlen kernels, and takes the reference
-    kernel on the CPU, for float32 and float64, and for ALiBi where no flash kernel has it.
+    `width` is the head_dim of the widest call, that of `q` if None. `alibi_aligned` says that every span's last query
+    stands at its last key, so that a flash kernel measures true distances. "auto" prefers flash-attn 3 (on Hopper),
+    flash-attn 2, torch's varlen kernels, and takes the reference kernel on the CPU, for float32 and float64, and for
+    ALiBi where no flash kernel has it.
 
     Raises:
         WlbError: there is no such kernel, it is not installed, or has not what was asked for.
@@ -303,7 +312,7 @@ def choose(name: KernelName, q: Tensor, *, scale: float, alibi_slopes: Tensor | 
         raise error("kernel", f"= {name!r}: must be one of {', '.join(get_args(KernelName))}", value=name)
     if name == "reference":
         return ReferenceKernel(scale, alibi_slopes)
-    refusal = _flash_refusal(q)
+    refusal = _flash_refusal(q if width is None else q.new_empty((0, q.shape[1], width)))
     if name == "auto" and refusal:
         return ReferenceKernel(scale, alibi_slopes)
     if refusal:

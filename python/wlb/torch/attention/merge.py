@@ -9,9 +9,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from wlb.torch.attention.kernels import Kernel, accumulator
 from wlb.torch.attention.segments import Call
+
+LSE_CHANNELS = 8
+"""Channels that a head gets in its backward for the gradient of the log-sum-exp: flash kernels take multiples of 8."""
 
 
 class AttendBackward(Protocol):
@@ -116,7 +120,9 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     @_without_autocast
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel, with_lse: bool
+    ) -> tuple[Tensor, Tensor]:
         output = _Output(q)
 
         def attend(k: Tensor, v: Tensor, calls: Sequence[Call]) -> None:
@@ -127,14 +133,20 @@ class _Attention(torch.autograd.Function):
         exchange.forward(k, v, attend)
         out, lse = output.result()
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.exchange, ctx.kernel = exchange, kernel
-        return out
+        ctx.exchange, ctx.kernel, ctx.with_lse = exchange, kernel, with_lse
+        shown = lse.t().contiguous()
+        if not with_lse:
+            ctx.mark_non_differentiable(shown)
+        return out, shown
 
     @staticmethod
     @_without_autocast
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
+        dtypes, width = (q.dtype, k.dtype, v.dtype), q.shape[2]
+        if ctx.with_lse:
+            q, k, v, out, d_out = _with_lse(q, k, v, out, d_out, d_lse)
         d_out = d_out.contiguous()
         dq = _Gradient(q)
 
@@ -160,18 +172,42 @@ class _Attention(torch.autograd.Function):
             return dk.total(), dv.total()
 
         dk, dv = ctx.exchange.backward(k, v, attend)
-        return dq.total().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        gradients = [x[..., :width].to(dtype) for x, dtype in zip((dq.total(), dk, dv), dtypes, strict=True)]
+        return gradients[0], gradients[1], gradients[2], None, None, None
+
+
+def _with_lse(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What a kernel's backward takes so that its gradients are those of the output and of the log-sum-exp.
+
+    A kernel multiplies the weights by `d_out @ v.T - sum(d_out * out)`, and the gradient of the log-sum-exp belongs
+    behind it. So channels are added, of which the values are 0, the output is minus that gradient, and the gradient of
+    the output is 1: in three parts, which are exact together where one would be rounded to half precision.
+    """
+    padded = [pad(x, (0, LSE_CHANNELS)) for x in (q, k, v, out, d_out)]
+    rest = -d_lse
+    for channel in range(out.shape[2], out.shape[2] + 3):
+        part = rest.to(out.dtype)
+        padded[3][..., channel] = part
+        padded[4][..., channel] = 1
+        rest = rest - part.to(rest.dtype)
+    return padded[0], padded[1], padded[2], padded[3], padded[4]
 
 
 def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
-    """Attention of `q` over the keys and values that `exchange` brings.
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel, *, with_lse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attention of `q` over the keys and values that `exchange` brings, and its log-sum-exp `[queries, heads]`.
+
+    The log-sum-exp has a gradient only `with_lse`, which has to be the same on all ranks.
 
     Kept for the backward are q, k, v, the output and its log-sum-exp; other ranks' keys are exchanged again. Partial
     sums are float32 for half-precision inputs. Every rank must run the backward, in the same order: it communicates.
     """
-    result: Tensor = _Attention.apply(q, k, v, exchange, kernel)
+    result: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, exchange, kernel, with_lse)
     return result

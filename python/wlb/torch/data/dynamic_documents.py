@@ -34,7 +34,8 @@ def checked(row: Document | Any, index: int, reader: RowReader) -> list[Document
     numbers: dict[str, Any] = {"id": named.id, "start": named.start}
     if named.next_token is not None:
         numbers["next_token"] = named.next_token
-    return [replace(named, **{name: integer(value, "batches", name, index) for name, value in numbers.items()})]
+    checked_numbers: dict[str, Any] = {name: integer(value, "batches", name, index) for name, value in numbers.items()}
+    return [replace(named, **checked_numbers)]
 
 
 def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import check_integer, error
-from wlb.ledger import FORMAT, VERSION, Pieces, as_line, ledger_file
+from wlb.ledger import FORMAT, VERSION, Pieces, Share, as_line, ledger_file, plan_hash, read_line
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.state import Snapshot
 
@@ -77,6 +80,7 @@ class Ledger:
         check_integer("dp_rank", dp_rank, minimum=0, maximum=dp_size - 1)
         self._about = {"dp_rank": int(dp_rank), "dp_size": int(dp_size), **source.describe()}
         self._last: int | None = None
+        self._after: str | None = None  # the hash of the last line, once it is known
         self.path = ledger_file(Path(folder), dp_rank)
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -90,23 +94,25 @@ class Ledger:
                 made it keeps no states.
             OSError: The file cannot be written.
         """
-        lines = ""
+        lines: list[dict[str, Any]] = []
         snapshot, pieces = step.snapshot, step.pieces
         if snapshot is None:
             raise error("step", "has no state: its loader keeps none", value=step.number)
         if self._last is None or step.number <= self._last:
             begins = {"step": step.number, "previous": snapshot.previous}
-            lines = as_line({"format": FORMAT, "version": VERSION, **begins, **self._about})
+            lines.append({"format": FORMAT, "version": VERSION, **begins, **self._about})
         elif step.number != self._last + 1:
             message = f"{step.number} comes after {self._last}: record every step, also one in which nothing is learnt"
             raise error("step", message, value=step.number)
         progress = snapshot.progress
         packed = all(isinstance(batch, PackedBatch) for batch in step.micro_batches)
-        lines += as_line(
+        lines.append(
             {
                 "step": step.number,
                 "epoch": step.epoch,
                 "plan": step.plan.digest(),
+                "micro_batches": None,
+                "places": None,
                 "previous": snapshot.previous,
                 "state": snapshot.digest,
                 "read": progress.documents,
@@ -114,18 +120,63 @@ class Ledger:
                 "tokens": None if pieces is None else pieces.tokens,
                 "labels": sum(batch.num_valid_tokens for batch in step.micro_batches) if packed else None,
                 "pieces": None if pieces is None else pieces.encode(),
+                **self._planned(step),
             }
         )
         self._append(lines)
         self._last = step.number
 
-    def _append(self, lines: str) -> None:
+    def _planned(self, step: _Step) -> dict[str, Any]:
+        """What the hash of the plan is computed from again; nothing of a plan of groups, whose hash is its digest.
+
+        Raises:
+            wlb.WlbError: The step has the micro-batches of another rank.
+        """
+        plan, indices = step.plan, getattr(step, "indices", None)
+        if not isinstance(plan, wlb.Packing) or indices is None:
+            return {}
+        dp_rank, dp_size = self._about["dp_rank"], self._about["dp_size"]
+        deal = plan.deal(dp_size) if len(plan) % dp_size == 0 else np.empty((dp_size, 0), np.int64)
+        if not np.array_equal(deal[dp_rank], indices):
+            message = f"= {dp_rank} of {dp_size}: the step has micro-batches {indices.tolist()}, and this rank "
+            raise error("dp_rank", f"{message}{deal[dp_rank].tolist()}", value=dp_rank)
+        shares = [_share(plan, numbers) for numbers in deal]
+        return {"plan": plan_hash(shares), **shares[dp_rank].encode()}
+
+    def _append(self, contents: list[dict[str, Any]]) -> None:
         with self.path.open("ab+", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
+            text = ""
             if end:
                 file.seek(end - 1)
                 if file.read(1) != b"\n":  # killed in the middle of a line, or the disk was full
-                    lines = "\n" + lines
-            data = lines.encode()
+                    text = "\n"
+            if end and self._after is None:
+                self._after = _last_check(file, end)
+            after = self._after
+            for content in contents:
+                line, after = as_line(content, after)
+                text += line
+            data = text.encode()
             if file.write(data) != len(data):
                 raise OSError(f"{self.path}: a line could not be written whole")
+            self._after = after
+
+
+def _last_check(file: BinaryIO, end: int) -> str | None:
+    """The hash of the last whole line of a file of `end` bytes, read from its end; None if it has none."""
+    size = 0
+    while size < end:
+        size = min(max(2 * size, 1 << 16), end)
+        file.seek(end - size)
+        lines = file.read(size).split(b"\n")
+        for line in reversed(lines if size == end else lines[1:]):
+            if (whole := read_line(line)) is not None:
+                return whole[1]
+    return None
+
+
+def _share(plan: wlb.Packing, numbers: NDArray[np.int64]) -> Share:
+    """These micro-batches of a plan."""
+    parts = [plan[number] for number in numbers.tolist()]
+    return Share.of(numbers, [Pieces.of([part.document_ids], [part.starts], [part.lengths]) for part in parts])

@@ -144,8 +144,8 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         self._max_early = max_early
         self._longest = packer.max_document_tokens if packer.oversize == "truncate" else None
         self._collate = collate_fn
-        columns = packer.cost_columns or 0
-        of_document = None if costs is None else partial(costs_of, costs, columns)
+        cost_columns = packer.cost_columns or 0
+        of_document = None if costs is None else partial(costs_of, costs, cost_columns)
         self._streams = [OneStream(stream, self._longest, of_document, reader) for stream in streams]
         self._packer = packer.empty_copy()
         self._waiting: dict[int, Waiting] = {}

@@ -108,16 +108,16 @@ class Waiting:
         ):
             raise error("state", f"has a document of stream {stream} of which {left} tokens of {tokens.size} wait")
         costs = tuple(cost_row(field(saved, "costs", list), columns, "state", stream).tolist()) if columns else ()
-        columns = {}
+        further: dict[str, NDArray[Any]] = {}
         layout = []
         for key in sorted(key for key in saved if key.startswith(_COLUMN)):
             column, values = _column(key, field(saved, key, str), tokens.size, stream)
             layout.append(column)
-            columns[column[0]] = values
+            further[column[0]] = values
         waiting = cls(
             stream, tokens.size, labels is not None, left, length, start, None, None, costs, tuple(sorted(layout))
         )
-        return waiting.kept(Document(tokens, 0, labels=labels, columns=columns))
+        return waiting.kept(Document(tokens, 0, labels=labels, columns=further))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import wlb
-from wlb._errors import error
+from wlb._errors import error, is_integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def check(micro_batches: Sequence[PipelineMicroBatch]) -> None:
             name = type(micro_batch).__name__
             raise refuse(f"is a {name}, not a PipelineMicroBatch", micro_batch)
         tokens = micro_batch.tokens
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+        if not is_integer(tokens) or tokens < 0:
             raise refuse(f"has tokens={tokens!r}, not a count", tokens)
         if not micro_batch.args:
             raise refuse("has no args for the first stage", ())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ import wlb
 from wlb._errors import error
 from wlb.torch.pipeline.escape import escaping
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch
+
+_ONCE = "only allowed to backward once"  # of torch's selective checkpointing
 
 
 class VarlenPipelineStage(PipelineStage):
@@ -164,7 +166,7 @@ class VarlenPipelineStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with escaping(), self.timed(bwd_chunk_id):
+        with escaping(), self.timed(bwd_chunk_id), nullcontext() if full_backward else self._split(bwd_chunk_id):
             if not full_backward:
                 self._unshard()
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -179,7 +181,7 @@ class VarlenPipelineStage(PipelineStage):
 
     @override
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with escaping(), self.timed(bwd_chunk_id):
+        with escaping(), self.timed(bwd_chunk_id), self._split(bwd_chunk_id):
             self._unshard()
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
@@ -190,6 +192,24 @@ class VarlenPipelineStage(PipelineStage):
         else:
             for module in self._fsdp_modules():
                 module.reshard()
+
+    @contextmanager
+    def _split(self, micro_batch: int) -> Iterator[None]:
+        """Around either part of a split backward: names the checkpoints that allow one backward alone.
+
+        Both parts look at the same activations, so that `GraphExecGroup` does not help.
+        """
+        try:
+            yield
+        except RuntimeError as cause:
+            if _ONCE not in str(cause):
+                raise
+            message = (
+                f"of stage {self.stage_index} checkpoints selectively (context_fn), which allows one backward, and "
+                "this schedule runs two, for inputs and for weights: checkpoint without context_fn, or take one that "
+                'does not split it: "1f1b", "interleaved_1f1b", "gpipe"'
+            )
+            raise error("submodule", message, index=micro_batch) from cause
 
     def _unshard(self) -> None:
         """Gathers the weights that FSDP has sharded, for a backward in two parts.

@@ -1,4 +1,4 @@
-"""Proof, before the first step, that what is trained is what its documents teach: on your own model and loop."""
+"""Proves before the first step that packing, ranks and loop train what the documents teach."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["Check", "Proof", "verify"]
 
 @dataclass(frozen=True)
 class Proof:
-    """What :func:`verify` compared; printed it is a table."""
+    """The checks of :func:`verify`. Printed, a proof is a table."""
 
     checks: tuple[Check, ...]
 
@@ -59,67 +59,70 @@ def verify(
     dtype: torch.dtype | None = None,
     report: Callable[[Proof], None] | None = print,
 ) -> Proof:
-    """Proves on your own model and loop that a step trains what its documents, one at a time, would.
+    """Proves on your own model and training loop that a step trains what its documents, one at a time, would train.
 
-    A few documents of the step, shortened, are trained by `train` on the ranks, in the layout and in the mode of the
-    training, without dropout and without the optimizer: over data- and context-parallel ranks, groups of a dynamic plan
-    and stages of a pipeline. Each is run through the model alone, too, whole, on one rank. Compared are
+    `train` runs the step with a few short documents: on the ranks, in the layout and in the mode of the training, over
+    data- and context-parallel ranks, groups of a Dynamic-CP plan and stages of a pipeline. Then each document runs
+    through the model alone and whole, on one rank. These rows are compared:
 
-    - **documents**: the step's are those of its plan, each part on one rank. (A sampler that was wrapped twice gives
-      every rank a part of its part.)
-    - **weights**: those of all replicas are equal. (Ranks that were seeded apart.)
-    - **tied**, where the configuration says that embedding and head are one weight: they are.
-    - **mode**: the model trains in training mode, and its loop leaves weights to the optimizer.
-    - **loss**: the mean over all labels of all ranks.
-    - **gradient**: that of this mean, however many ranks there are.
-    - **evaluation**, with `evaluate`: the mean over labels.
-    - **resume**, with `loader`: a state saved after a step goes on with the next, whatever was fetched meanwhile.
+    - **documents**: The documents are those of the plan, and each part of the step is on one rank. A sampler that is
+      wrapped twice gives every rank a part of its part.
+    - **weights**: All replicas of the model are equal.
+    - **tied**: Embedding and head are one weight, if the configuration says so.
+    - **mode**: The model trains in training mode, and the loop leaves weights to the optimizer.
+    - **loss**: The loss is the mean over all labels of all ranks.
+    - **gradient**: The gradient is that of this mean, however many ranks there are.
+    - **evaluation**, with `evaluate`: The result is the mean over labels.
+    - **resume**, with `loader`: A state that was saved after a step goes on with the next step.
 
-    What is wrong is named by what explains it best. The gradient and loss that each known fault would give are computed
-    on your model: wrong divisors, means of means, labels that are shifted twice or not at all, masks of labels that are
-    left out, positions that go on or are local to a rank, attention that sees other documents or one rank alone,
-    gradients that are not exchanged, copies of a weight, statistics of batches. The nearest is named if it is as near
-    as rounding allows; otherwise the error says that none explains it.
+    If the gradient is wrong, `verify` computes the gradient that each known fault would give on your model, and names
+    the fault that explains what it saw. Known are wrong divisors, means of means, labels that are shifted twice or not
+    at all, ignored masks of labels, positions that go on or are local to a rank, attention that sees other documents or
+    one rank alone, gradients that ranks do not exchange, copies of one weight, and statistics of batches. If no fault
+    explains the gradient to rounding, the error says so.
 
-    Collective: every rank of `group`, and of the pipeline, calls it. Before the first step: gradients must not be
-    there, and are not there after it. It leaves no trace: parameters, buffers, hooks, divisors of wrappers, modes,
-    `requires_grad` and random states of Python, numpy and torch are as they were. Dropout and routers' losses, which
-    depend on what shares a row, are off meanwhile: attributes of modules and their `config` that hold a float and are
-    named so (`p` of Dropout, `*drop*`, `*aux_loss*`, `*z_loss*`), and `output_router_logits`.
+    Collective: every rank of `group`, and of the pipeline, calls it. Call it before the first step, without gradients.
+    It leaves no trace: weights, buffers, hooks, divisors of wrappers, modes, `requires_grad`, gradients and random
+    states of Python, numpy and torch are afterwards as they were.
+
+    Dropout, noise and routers' losses are off meanwhile: `verify` sets numbers of modules and of their `config` to 0 by
+    parts of their names (`drop`, `noise`, `jitter`, `aux_loss`, `z_loss`, and `p` of Dropout modules). Leave other
+    losses over whole rows out of `train`.
 
     Args:
-        model: the outermost wrapper, as it is trained; or the pipeline stages that this rank holds
-            (:class:`VarlenPipelineStage`), which need `train` and `alone`.
+        model: the outermost wrapper, as it is trained. Or the pipeline stages of this rank, ascending
+            (:class:`VarlenPipelineStage`); they need `train` and `alone`.
         step: what the loader gave.
-        train: forward and backward of a step, as you train it, without the optimizer; gives the mean loss of the step,
-            or None. By default `train_step(model, step, group=group, accelerator=accelerator)`.
-        evaluate: the mean loss of a step, as you evaluate.
-        alone: from the model (a stage's module) and a :class:`PackedBatch` of one row with `cp_size = 1` logits,
+        train: runs forward and backward of a step, as you train it, without the optimizer. Returns the mean loss of the
+            step, or None. Default: `train_step(model, step, group=group, accelerator=accelerator)`.
+        evaluate: returns the mean loss of a step, as you evaluate.
+        alone: runs a :class:`PackedBatch` of one row with `cp_size = 1` through the model. Returns logits,
             float[tokens, vocabulary], or the sum of the losses of its labels, a scalar. It calls the model as the loop
-            does, but without a context-parallel group. Of stages after the first, `batch.tokens` is what the stage
-            before gave, and only the last one gives logits. By default those of
-            `model(input_ids=..., use_cache=False)`, or of `model(batch)`. "rows", where no rank has all of the model or
-            of a document and none can be run alone: the same documents in rows of their own, trained by `train` too,
-            which does not find what is wrong with both, such as a divisor. All ranks there are take part then.
-        loader: makes the loader of steps anew, with all that stands between it and the training loop.
-        save: what a checkpoint of loader and last trained step holds of the data; by default `step.state`. It is given
-            to the new loader's `load_state_dict`.
+            does, but without a context-parallel group. For pipelines it gets a stage's module; after the first stage,
+            `batch.tokens` is the output of the stage before. Default: logits of
+            `model(input_ids=..., use_cache=False)`, or of `model(batch)`.
+            "rows" is for models that no rank can run alone (tensor parallelism): the reference is then `train` on rows
+            of single documents. It does not find what is wrong in both, such as a divisor, and all ranks of the world
+            take part.
+        loader: makes the loader of steps anew, with everything that stands between it and the training loop.
+        save: returns what a checkpoint of the loader and the last trained step holds of the data. Default:
+            `step.state`. The new loader's `load_state_dict` gets it.
         group: the ranks that share the global batch, data- and context-parallel; None for all.
         accelerator: as in :func:`train_step`.
-        dtype: what the model computes in, where that is coarser than its parameters (mixed precision); by default as
-            the accelerator says.
-        report: gets the proof before anything is raised; on every rank.
+        dtype: what the model computes in, if that is coarser than its parameters (mixed precision). Default: what the
+            accelerator says.
+        report: gets the proof before anything is raised, on every rank.
 
     Returns:
-        The proof; all of it passed.
+        The proof, in which every check passed.
 
     Raises:
-        WlbError: what is wrong, the same on every rank, and what to do about it; the step has no labels; or the model
-            cannot run a document alone.
+        WlbError: what is wrong, the same on every rank, and what to do about it. Also if the step has no labels, or if
+            the model cannot run a document alone.
 
     Complexity:
-        One such small step, and a forward and backward for each of its documents, shared out over the ranks. Where
-        something is wrong, as many again for each known fault. Memory of the weights and of two gradients.
+        One short step, and a forward and backward pass of each of its documents, shared out over the ranks. If
+        something is wrong, about twenty times as many passes. Memory of the weights that learn, and of two gradients.
 
     Example:
         >>> import torch, wlb, wlb.torch as wt

@@ -1,4 +1,4 @@
-"""Documents one at a time on one rank: what training is compared with."""
+"""Runs documents one at a time on one rank: the reference that training is compared with."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Gradients: TypeAlias = list[Tensor]
 
 
 class Model:
-    """What is trained: a model, or the stages of it that this rank has.
+    """The model that is trained, or the pipeline stages of this rank.
 
     Args:
-        given: the outermost wrapper, or the rank's stages.
-        ranks: all that take part.
-        alone: the logits of a run, or the sum of its losses.
+        given: the outermost wrapper, or this rank's stages.
+        ranks: all ranks that take part.
+        alone: gives the logits of a batch, or the sum of its losses.
     """
 
     def __init__(self, given: nn.Module | Sequence[Any], ranks: Ranks, alone: Alone) -> None:
@@ -60,24 +60,26 @@ class Model:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether no rank has all of it."""
+        """Whether each rank has some stages only."""
         return bool(self._stages)
 
     def taken(self) -> list[Tensor | None]:
-        """Gradients that are there, of this rank; none are, then."""
+        """Takes this rank's gradients out of the model."""
         found = [None if p.grad is None else local(p.grad).detach().clone() for p in self.parameters]
         self.whole.zero_grad(set_to_none=True)
         return found
 
     def alone(self, runs: Sequence[Run], *, copies: bool = True) -> tuple[float, Gradients]:
-        """Loss and gradients of all runs, each on one rank; the same on all ranks, but for what is sharded.
+        """Loss and gradients of all runs. Each run is on one rank; every rank gets the sums, of its own shards.
 
-        Neither the wrapper's averages nor its communication are trusted, but for what no rank has whole: that is told
-        to add up.
+        A model that a rank has whole runs without its wrapper, so that the wrapper's averages and communication are not
+        trusted. A wrapper that shards parameters is told to add up.
         """
         runs = list(runs)
         filler = replace(runs[0], document=teaching_nothing(runs[0].document))
-        runs += [filler] * (-len(runs) % self._ranks.size)  # as many on all ranks, for their wrappers meet
+        runs += [filler] * (
+            -len(runs) % self._ranks.size
+        )  # ranks meet in every run where parameters or experts are shared out
         total = 0.0
         with self._summed():
             for run in runs[self._ranks.rank :: self._ranks.size] or [filler]:
@@ -104,7 +106,7 @@ class Model:
                 yield
 
     def _run(self, run: Run) -> float:
-        """Forward and backward, through all stages; the loss."""
+        """Runs forward and backward, through all stages. Returns the loss."""
         batch = _batch(run).to(self._ranks.device)
         if not self._stages:
             part = self.whole if self.sharded else unwrapped(self.whole)
@@ -141,7 +143,7 @@ class Model:
             raise error("model", message) from cause
 
     def _loss(self, part: nn.Module, batch: PackedBatch) -> Tensor:
-        """The sum of the losses of labels."""
+        """Sum of the losses of all labels."""
         found = self._called(part, batch)
         if found.ndim == 0:
             return found
@@ -152,12 +154,12 @@ class Model:
 
 
 def logits_alone(model: nn.Module, batch: PackedBatch) -> Tensor:
-    """Logits of one document through the model, with nothing of ours where the model takes plain tokens."""
+    """Logits of one row. A model that takes `input_ids` gets plain tokens, with nothing that wlb made."""
     if not takes_input_ids(model):
         return logits_of(model, batch)[0]
     given: dict[str, Any] = {"input_ids": batch.tokens[None], "use_cache": False}
     if not torch.equal(batch.position_ids, torch.arange(batch.tokens.numel(), device=batch.tokens.device)):
-        # Told of all tokens, the model does not guess from positions where documents begin.
+        # With a mask, the model does not look for documents in position ids.
         positions = without_weights(batch).as_hf(plain=True)["position_ids"]
         others = {"position_ids": positions, "attention_mask": torch.ones_like(batch.tokens)[None]}
         known = inspect.signature(unwrapped(model).forward).parameters
@@ -167,7 +169,7 @@ def logits_alone(model: nn.Module, batch: PackedBatch) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

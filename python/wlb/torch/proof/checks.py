@@ -1,4 +1,4 @@
-"""What can be seen without a training step: documents, weights, states of loaders."""
+"""Checks that need no training step: documents, weights, tied weights, states of loaders."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Check:
 
 
 def documents(step: AnyStep, ranks: Ranks) -> Check:
-    """Are the documents of the micro-batches those of the plan, and does every rank have its own part of the step?"""
+    """Compares the documents of all ranks with the plan. Each part of the step must be on one rank."""
     if isinstance(step, DynamicCpStep):
         planned = [group.lengths for group in step.groups]
     else:
@@ -74,7 +74,7 @@ def documents(step: AnyStep, ranks: Ranks) -> Check:
 
 
 def weights(model: nn.Module, ranks: Ranks) -> list[Check]:
-    """Are the replicas of the model equal? Gradients that are the same would keep them as far apart as they are."""
+    """Compares the replicas of the model. Equal gradients would keep replicas as far apart as they begin."""
     apart: list[float] = []
     names: list[str] = []
     for name, mine, group in _replicated(model, ranks.share):
@@ -102,7 +102,7 @@ def weights(model: nn.Module, ranks: Ranks) -> list[Check]:
 
 
 def _replicated(model: nn.Module, share: Any) -> Iterator[tuple[str, Tensor, Any]]:
-    """Parameters that are to be the same on all ranks of a group, or what a rank has of them."""
+    """Parameters, or shards of them, that must be equal on all ranks of a group."""
     flat = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
     for module in flat:
         handle = module._handle
@@ -125,9 +125,9 @@ def _replicated(model: nn.Module, share: Any) -> Iterator[tuple[str, Tensor, Any
 
 
 def tied(parts: Sequence[nn.Module], stages: Sequence[Any]) -> list[Check]:
-    """Are embedding and head one weight, where the configuration of a model says so?
+    """Compares a model with `tie_word_embeddings` in its configuration: embedding and head must be one weight.
 
-    A checkpoint of such a model has one of them, and loads it as both.
+    A checkpoint of such a model holds one weight, and loads it as both.
     """
     bare: list[Any] = [unwrapped(part) for part in parts]
     if not any(getattr(getattr(part, "config", None), "tie_word_embeddings", False) for part in bare):
@@ -150,7 +150,7 @@ def tied(parts: Sequence[nn.Module], stages: Sequence[Any]) -> list[Check]:
 
 
 def resume(make: Callable[[], Any], save: Callable[[Any, Step[Any]], Mapping[str, Any]], ranks: Ranks) -> Check:
-    """Saves after the first step, when others may have been fetched, and goes on in a new loader."""
+    """Saves a state after the first step, and compares what a new loader gives next with the second step."""
     loader = make()
     steps = iter(loader)
     first = next(steps, None)

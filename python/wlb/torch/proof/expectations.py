@@ -1,7 +1,8 @@
-"""What loss and gradient would be under each known fault: one table.
+"""The table of known faults, and the loss and gradient that a model would have under each of them.
 
-Each expectation is the runs of documents alone, on one rank, whose losses add up to it. What training gives is compared
-with all of them; the nearest explains it, if it is as near as rounding allows.
+An expectation is a list of runs: rows that one rank runs alone. The sum of their losses, and its gradient, is what
+training would give under the fault. The fault whose gradient is the nearest explains what was seen, if it is as near as
+rounding allows.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class Run:
     """One row through the model, alone on one rank.
 
     Attributes:
-        document: What is in it, as if it were one document.
-        weight: By what the sum of its losses is multiplied.
-        lengths: Of the documents in it; one by default.
-        positions: int64 [tokens]; by default those of the document, from 0 on.
+        document: The tokens of the row.
+        weight: The factor of the sum of their losses.
+        lengths: Lengths of the documents in the row; by default it is one document.
+        positions: int64 [tokens]; by default the document's own, or from 0 on.
     """
 
     document: Document
@@ -44,11 +45,11 @@ class Expectation:
     """A fault: what it makes of a step, and what to do about it.
 
     Attributes:
-        name: In a word or two.
-        runs: Whose sum is what would be seen; but for a number, which `divided` explains.
-        remedy: Of what is wrong, and the way out. It follows "model".
-        copies: Whether gradients of weights that stages share are added up.
-        divided: Whether the fault needs documents that several context-parallel ranks share.
+        name: One or two words.
+        runs: Gives the runs whose sum training would show, up to a factor.
+        remedy: What is wrong, and the way out. The text follows the word "model".
+        copies: Whether gradients of weights that pipeline stages share are added up.
+        divided: Whether only steps with context-parallel ranks can have the fault.
     """
 
     name: str
@@ -59,24 +60,24 @@ class Expectation:
 
 
 def _mean(runs: list[Run]) -> list[Run]:
-    """Of all labels that count."""
+    """Weighs every label alike."""
     count = sum(run.document.num_labels for run in runs)
     return [replace(run, weight=1 / max(count, 1)) for run in runs]
 
 
 def right(rows: Sequence[Row]) -> list[Run]:
-    """Documents one by one, each label as much as any other."""
+    """What is right: documents one by one, with the same weight for every label."""
     return _mean([Run(document) for row in rows for document in row.documents])
 
 
 def _of_each_rank(row: Row) -> Iterator[tuple[int, Tensor]]:
-    """Context-parallel ranks, and which tokens of the row each has, in its order: int64."""
+    """Each context-parallel rank, with the places of its tokens in the row, in its order: int64 [tokens]."""
     for rank in range(row.shard.cp_size):
         yield rank, torch.from_numpy(row.shard.rank(rank).token_indices.astype(np.int64))
 
 
 def _means(unit: Callable[[Row, int, int], Hashable], *, parts: bool = False) -> Runs:
-    """The mean of the means of units, by row, context-parallel rank and place in the row."""
+    """The mean of the means of units. A unit is named by row, context-parallel rank and place in the row."""
 
     def runs(rows: Sequence[Row]) -> list[Run]:
         found: list[tuple[Hashable, Run]] = []
@@ -97,13 +98,13 @@ def _means(unit: Callable[[Row, int, int], Hashable], *, parts: bool = False) ->
 
 
 def _split(row: Row, values: Tensor) -> list[tuple[Document, Tensor]]:
-    """Values of a row by its documents."""
+    """Splits values of a row by its documents."""
     ends = np.cumsum([len(document) for document in row.documents]).tolist()
     return [(each, values[end - len(each) : end]) for each, end in zip(row.documents, ends, strict=True)]
 
 
 def _labelled(labels_of: Callable[[Row], Tensor]) -> Runs:
-    """Documents one by one, with other labels of a row."""
+    """Documents one by one, with other labels."""
 
     def runs(rows: Sequence[Row]) -> list[Run]:
         return _mean([Run(replace(each, labels=own)) for row in rows for each, own in _split(row, labels_of(row))])
@@ -112,7 +113,7 @@ def _labelled(labels_of: Callable[[Row], Tensor]) -> Runs:
 
 
 def _shifted(values: Callable[[Row], Tensor]) -> Callable[[Row], Tensor]:
-    """What stands one further on in the part of each context-parallel rank."""
+    """The next value in the part of each context-parallel rank."""
 
     def labels_of(row: Row) -> Tensor:
         given = values(row)
@@ -130,7 +131,7 @@ def _not_shifted(row: Row) -> Tensor:
 
 
 def _all_tokens(row: Row) -> Tensor:
-    """Those of prompts, too."""
+    """Every token predicts the next, also in prompts."""
     whole = joined(row.documents)
     labels = whole.tokens.roll(-1)
     ends = np.cumsum([len(document) for document in row.documents], dtype=np.int64) - 1
@@ -148,7 +149,7 @@ def _next_document(row: Row) -> Tensor:
 
 
 def _after_others(rows: Sequence[Row]) -> list[Run]:
-    """Positions go on over the row: a document that sees no other, behind as many tokens as are before it."""
+    """Positions go on over the row: each document stands behind another one, as long as all before it are."""
     result = []
     for row in rows:
         start = 0
@@ -163,7 +164,7 @@ def _after_others(rows: Sequence[Row]) -> list[Run]:
 
 
 def _local_positions(*, anew: bool) -> Runs:
-    """Positions count the tokens that a rank has: of its part of the row, or of each document."""
+    """Positions count the tokens of a rank: of its part of the row, or anew in each document."""
 
     def runs(rows: Sequence[Row]) -> list[Run]:
         result = []
@@ -180,13 +181,13 @@ def _local_positions(*, anew: bool) -> Runs:
 
 
 def _number_of_each(row: Row) -> Tensor:
-    """Of each token of a row the number of its document."""
+    """The number of the document of each token of a row."""
     lengths = torch.tensor([len(document) for document in row.documents], dtype=torch.int64)
     return torch.arange(lengths.numel()).repeat_interleave(lengths)
 
 
 def _counted(numbers: Tensor) -> Tensor:
-    """How many of the same came before each."""
+    """For each value, how often it occurred before."""
     result = torch.empty_like(numbers)
     for number in set(numbers.tolist()):
         here = numbers == number
@@ -195,7 +196,7 @@ def _counted(numbers: Tensor) -> Tensor:
 
 
 def _attention_of_a_rank(*, local: bool) -> Runs:
-    """Each rank's tokens of a document see no others; at their own positions, or at those that they have there."""
+    """Tokens see those of their rank and document alone, at right positions or at positions counted on the rank."""
 
     def runs(rows: Sequence[Row]) -> list[Run]:
         result = []
@@ -217,7 +218,7 @@ def _places(document: Document) -> Tensor:
 
 
 def _one_document(*, anew: bool) -> Runs:
-    """A row as if it were one document."""
+    """The row is one document, with positions that go on or begin anew."""
 
     def runs(rows: Sequence[Row]) -> list[Run]:
         result = []

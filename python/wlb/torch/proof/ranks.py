@@ -1,4 +1,4 @@
-"""What ranks tell each other while they verify."""
+"""Collectives of a proof."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from wlb.torch.training import meeting_place
 
 
 class Ranks:
-    """Those that share a step, and those that share a model.
+    """The ranks that share a step, and the ranks that share a model.
 
     Args:
-        share: the ranks that share the step, data- and context-parallel; None for one alone.
-        whole: the ranks that have a part of the model each, as the stages of a pipeline; None if each has all of it.
-        device: where the model is.
+        share: the data- and context-parallel ranks, which share the step; None for one process.
+        whole: the ranks that hold parts of one model, such as the stages of a pipeline; None if each holds all of it.
+        device: the device of the model.
     """
 
     def __init__(self, share: dist.ProcessGroup | None, whole: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -27,20 +27,20 @@ class Ranks:
         self.rank = 0 if share is None else dist.get_rank(share)
 
     def sums(self, *values: float) -> list[float]:
-        """Over the ranks that share the step."""
+        """Sums over the ranks that share the step."""
         return self._reduced(values, dist.ReduceOp.SUM, self.share)
 
     def sums_of_parts(self, *values: float) -> list[float]:
-        """Over the ranks that have a part of the model each."""
+        """Sums over the ranks that share the model."""
         return self._reduced(values, dist.ReduceOp.SUM, self.whole)
 
     def largest(self, *values: float) -> list[float]:
-        """Over all of them."""
+        """Maxima over all ranks."""
         of_step = self._reduced(values, dist.ReduceOp.MAX, self.share)
         return self._reduced(of_step, dist.ReduceOp.MAX, self.whole)
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """Over the ranks that share the step, in place."""
+        """Sums over the ranks that share the step, in place."""
         if self.size > 1:
             works = [dist.all_reduce(tensor, group=self.share, async_op=True) for tensor in tensors]
             for work in works:
@@ -48,15 +48,15 @@ class Ranks:
                     work.wait()
 
     def gathered(self, mine: Any) -> list[Any]:
-        """What each of the ranks that share the step gives."""
+        """Objects of all ranks that share the step."""
         return _gathered(mine, self.share)
 
     def gathered_of_parts(self, mine: Any) -> list[Any]:
-        """What each of the ranks that share the model gives."""
+        """Objects of all ranks that share the model."""
         return _gathered(mine, self.whole)
 
     def handed(self, value: Any, source: int) -> Any:
-        """What one of the ranks that share the model has, for all of them."""
+        """Hands an object of one rank to all ranks that share the model."""
         if self.whole is None:
             return value
         given = [value.cpu() if isinstance(value, Tensor) else value]

@@ -1,4 +1,4 @@
-"""A few short documents of a step, laid out on the ranks as it is."""
+"""Shortens the documents of a step, and lays them out on the ranks as the step does."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ _TOKENS = 64  # of a document, for each of two context-parallel ranks
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens, int64 [tokens], what each of them predicts, and its columns, [..., tokens] each.
+    """One document, on every rank.
 
-    Position ids that documents bring are a column, too.
+    Attributes:
+        tokens: int64 [tokens].
+        labels: int64 [tokens]: what each token predicts, or IGNORE.
+        columns: Further values of each token by name, [..., tokens]. A document's own position ids are one of them.
     """
 
     tokens: Tensor
@@ -45,20 +48,23 @@ class Document:
 
     @property
     def num_labels(self) -> int:
-        """How many of its tokens predict something that counts."""
+        """Number of labels that count."""
         return int((self.labels != IGNORE).sum())
 
     @property
     def goes_on(self) -> bool:
-        """Whether it is a piece, whose last token predicts what follows; that of a whole document predicts nothing."""
+        """Whether this is a piece whose last token predicts what follows. The end of a document predicts nothing."""
         return bool((self.labels[-1:] != IGNORE).any())
 
 
 @dataclass(frozen=True)
 class Row:
-    """The documents of one micro-batch, whole, and how they lie on its context-parallel ranks.
+    """One micro-batch: its documents, and their layout on its context-parallel ranks.
 
-    `first` is its first rank, of those that share the step.
+    Attributes:
+        documents: In packed order.
+        shard: Which tokens lie on which context-parallel rank.
+        first: The first of these ranks, counted among the ranks that share the step.
     """
 
     documents: tuple[Document, ...]
@@ -67,11 +73,12 @@ class Row:
 
 
 class Short:
-    """The step, with documents that every rank has whole.
+    """A step with a few short documents in each micro-batch. Every rank knows all of them.
 
-    Of unequal lengths, and where there are tokens at least two of every micro-batch. Those with labels are taken first,
-    around their first label, which may stand behind a long prompt; the last one has labels if any has. Of a micro-batch
-    with pieces, whose last tokens predict what follows in no row, the first with labels is a piece.
+    Lengths are unequal, so that a mean of means shows. Each micro-batch has two documents or more if it has the tokens,
+    so that documents could see each other. Documents with labels come first in the choice, then pieces of documents. A
+    document is cut around its first label, which may stand behind a long prompt. The last document of a micro-batch has
+    labels if any has.
     """
 
     def __init__(self, step: AnyStep, ranks: Ranks) -> None:
@@ -88,7 +95,7 @@ class Short:
         return any(row.shard.cp_size > 1 for row in self.rows)
 
     def step(self, change: Callable[[Sequence[Document]], Sequence[Document]] = list) -> AnyStep:
-        """This rank's part of it; of each micro-batch what `change` makes of its documents."""
+        """This rank's part of the step, after `change` of the documents of each micro-batch."""
         changed = {key: change(documents) for key, documents in self.documents.items()}
         batches = [
             self._batch(key, batch, changed[key])
@@ -158,7 +165,7 @@ class Short:
 
 
 def joined(documents: Sequence[Document]) -> Document:
-    """Documents one after the other, as one."""
+    """Concatenates documents."""
     empty = torch.empty(0, dtype=torch.int64)
     names = documents[0].columns if documents else ()
     return Document(
@@ -169,19 +176,19 @@ def joined(documents: Sequence[Document]) -> Document:
 
 
 def teaching_nothing(document: Document) -> Document:
-    """The same tokens, from which nothing is learnt."""
+    """The same tokens without labels."""
     return replace(document, labels=torch.full_like(document.labels, IGNORE))
 
 
 def _key(step: AnyStep, place: int) -> Key:
-    """Which micro-batch of the whole step it is; the ranks that share it have the same."""
+    """Names a micro-batch of the whole step. The ranks that share the micro-batch give it the same name."""
     if isinstance(step, DynamicCpStep):
         return 1, place, step.groups[place].first_rank
     return 0, int(step.indices[place]), 0
 
 
 def _labelled(batch: PackedBatch) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.bool_]]:
-    """Of each document its length, the first token here that predicts something, and whether the last one does."""
+    """Length of each document, its first token with a label on this rank, and whether its last token has a label."""
     lengths = batch.shard.lengths[: batch.document_ids.numel()]
     first, last = np.full(lengths.size, np.iinfo(np.int64).max), np.zeros(lengths.size, bool)
     labels = batch.labels.cpu().numpy()
@@ -197,7 +204,7 @@ def _labelled(batch: PackedBatch) -> tuple[NDArray[np.int32], NDArray[np.int64],
 def _windows(
     key: Key, cp_size: int, lengths: NDArray[np.int32], first: NDArray[np.int64], last: NDArray[np.bool_]
 ) -> list[tuple[int, int, bool]]:
-    """What is taken of a micro-batch: from where to where, and whether that predicts what follows it."""
+    """Chooses parts of a micro-batch: begin, end, and whether the last token predicts what follows."""
     learns = first < lengths
     order = np.lexsort((np.arange(lengths.size), ~last, ~learns))
     taken = [int(number) for number in order if lengths[number] > 1 or lengths.size == 1][:_DOCUMENTS]
@@ -219,7 +226,7 @@ def _windows(
 
 
 def _inside(batch: PackedBatch, windows: Sequence[tuple[int, int, bool]]) -> list[tuple[Tensor, Document]]:
-    """What this rank has of each window, and at which places of it."""
+    """The tokens that this rank has of each window, and their places in the window."""
     at = torch.from_numpy(batch.shard.rank(batch.cp_rank).token_indices.astype(np.int64))
     columns = dict(batch.columns) | ({"position_ids": batch.position_ids} if batch.own_positions else {})
     mine = Document(batch.tokens.cpu(), batch.labels.cpu(), {name: column.cpu() for name, column in columns.items()})
@@ -232,7 +239,7 @@ def _empty(size: int) -> Document:
 
 
 def _filled_in(document: Document, places: Tensor, part: Document) -> Document:
-    """The document with a part of it at these places."""
+    """Writes a part of a document at these places."""
     columns = dict(document.columns)
     for name, values in part.columns.items():
         columns.setdefault(name, values.new_zeros(*values.shape[:-1], len(document)))[..., places] = values

@@ -1,4 +1,4 @@
-"""A check leaves no trace, and sees nothing that is drawn at random."""
+"""Keeps a model as it was found, and free of random numbers, while it is checked."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from wlb.torch.training import untrained
 
 # Parts of names of numbers that modules or their configurations have: random numbers, and losses over whole rows.
 _OFF: Final = ("drop", "noise", "jitter", "aux_loss", "z_loss")
-_FLAGS: Final = ("output_router_logits",)
 
 
 class Still:
-    """A model during a check: what changes meanwhile is put back."""
+    """Puts back the weights and buffers of a model during a check.
+
+    Weights that do not learn are not copied: they may be most of the memory, and no optimizer changes them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._kept = [local(parameter).detach().clone() for parameter in self._parameters]
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._wrappers = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     @torch.no_grad()
     def restored(self) -> bool:
-        """Puts parameters and buffers back; whether no parameter was changed."""
+        """Puts weights and buffers back. Returns whether all weights had stayed the same."""
         same = True
         for parameter, before in zip(self._parameters, self._kept, strict=True):
             if not torch.equal(local(parameter), before):
@@ -47,10 +49,10 @@ class Still:
 
 @contextmanager
 def still(model: nn.Module) -> Iterator[Still]:
-    """Without dropout and router losses. Leaves all as it was found.
+    """Turns off dropout and router losses meanwhile, and leaves no trace.
 
-    That is modes, parameters, gradients, what needs them, buffers (what experts count, say), hooks, divisors of
-    wrappers and random states.
+    Modes, weights, gradients, `requires_grad`, buffers, hooks, divisors of wrappers and random states are afterwards as
+    they were.
     """
     modules = [(module, module.training, {**module._buffers}) for module in model.modules()]
     learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -93,17 +95,15 @@ def _without_chance(model: nn.Module) -> Iterator[None]:
 
 
 def _is_chance(owner: Any, name: str, value: object) -> bool:
-    """Whether it is what dropout, or a loss over a whole row, is multiplied by."""
-    if isinstance(value, bool):
-        return name in _FLAGS
-    if not isinstance(value, float) and not (isinstance(value, int) and "noise" in name):
+    """Whether a number is a rate of dropout or noise, or the weight of a loss over whole rows."""
+    if isinstance(value, bool) or not (isinstance(value, float) or (isinstance(value, int) and "noise" in name)):
         return False
     return any(part in name for part in _OFF) or (name == "p" and "Drop" in type(owner).__name__)
 
 
 @contextmanager
 def _random_states() -> Iterator[None]:
-    """Puts back those of Python, numpy and torch."""
+    """Puts back the random states of Python, numpy and torch."""
     python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  # what users draw from
     kind = torch.accelerator.current_accelerator()
     try:
@@ -115,7 +115,7 @@ def _random_states() -> Iterator[None]:
 
 
 def mixing_layers(model: nn.Module) -> str:
-    """Names of layers that mix documents unless told where one begins; empty if there are none."""
+    """Names of the layers that mix documents unless they are told where one begins."""
     return ", ".join(sorted({type(module).__name__ for module in model.modules() if _mixes(module)}))
 
 
@@ -126,5 +126,5 @@ def _mixes(module: nn.Module) -> bool:
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Layers whose statistics are those of whole rows, in this mode."""
+    """Layers that take statistics of whole rows in this mode."""
     return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]

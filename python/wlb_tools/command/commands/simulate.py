@@ -47,7 +47,7 @@ def simulate(
     scenario = cluster.scenario()
     names = tuple(chosen(defaults(scenario) if variants is None else variants))  # before long work: names may be wrong
     with output.progress() as bars:
-        stream = reading.stream(sources, scenario.setup(), bars, steps=steps)
+        stream = reading.stream(sources, scenario.setup(), bars, steps=steps, longest=cluster.context)
         output.folder("simulate")
         simulation = wlb_tools.simulate(
             stream.lengths, scenario, variants=names, progress=reporting(bars, "Simulating")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Annotated
 
-from cyclopts import Parameter, Token
 from cyclopts.types import PositiveInt
 from rich.progress import Progress
 
@@ -15,7 +14,7 @@ from wlb_tools.cluster.hardware import GIB
 from wlb_tools.command.errors import CliError, option
 from wlb_tools.command.inputs.cluster import Cluster
 from wlb_tools.command.inputs.model import Cost
-from wlb_tools.command.inputs.options import BATCHES, CommandLine, NotAnOption, Settings, options, settings
+from wlb_tools.command.inputs.options import BATCHES, CommandLine, NotAnOption, Settings, Tokens, options, settings
 from wlb_tools.command.inputs.packing import Batches, Delay, Held, Limits
 from wlb_tools.command.inputs.stream import Reading, Source, Stream
 from wlb_tools.command.output.console import Output, reporting
@@ -40,15 +39,6 @@ _WITHOUT_A_CLUSTER |= {"num_micro_batches", "num_queues"}
 """Options that mean the same on a cluster and without one; any other of :class:`TunedCluster` asks for a cluster."""
 
 
-def _tokens(type_: object, tokens: Sequence[Token]) -> int:
-    text = tokens[0].value
-    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
-    try:
-        return int(text if unit == 1 else text[:-1]) * unit
-    except ValueError:
-        raise CliError(f"--global-batch {text}: must be a number of tokens, such as 4194304 or 4M") from None
-
-
 @options("Cluster")
 class TunedCluster(Cluster):
     """A cluster whose thresholds are found; by default there is none.
@@ -59,7 +49,7 @@ class TunedCluster(Cluster):
             (--tp, --cp, --pp, --dp) are those of the own layout, to compare with.
     """
 
-    global_batch: Annotated[int | None, Parameter(converter=_tokens)] = None
+    global_batch: Annotated[int | None, Tokens] = None
     outlier_thresholds: Annotated[tuple[int, ...] | None, NotAnOption] = None
     noise: Annotated[float, NotAnOption] = 0.0
     noise_seed: Annotated[int, NotAnOption] = 0
@@ -97,6 +87,8 @@ def tune(
         by: on a cluster, what the best plan trains most of in a second: tokens, or FLOPs of the documents as they are
             trained, fewer where they are cut.
     """
+    if cluster.micro_batch_size > 1:
+        raise CliError("--micro-batch-size: tuning chooses how many tokens a micro-batch has; leave this out")
     if cluster.global_batch is not None:
         _search(sources, reading, steps, by, cluster, output, command_line)
         return

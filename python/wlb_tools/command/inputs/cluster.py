@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter, Token, validators
+from cyclopts.types import PositiveInt
 
 import wlb
 import wlb_tools
 from wlb_tools.cluster.hardware import GIB
 from wlb_tools.command.errors import CliError, in_options
 from wlb_tools.command.inputs.model import Cost
-from wlb_tools.command.inputs.options import Numbers, Options, options, plain, scaled, values_of
+from wlb_tools.command.inputs.options import BATCHES, Numbers, Options, options, plain, scaled, values_of
 from wlb_tools.command.inputs.packing import Limits
 
 
@@ -59,11 +60,17 @@ class Cluster(Cost, Limits):
         reserved_bytes: GiB of a GPU that are not available.
         kernel_model: what `wlb profile` measured, a name or a path, instead of the kernel that is assumed of the GPU.
             Its linear part counts, too, if it is that of this model's layer on a tensor-parallel rank.
+        launch_file: a launch file: a script or list of Megatron's arguments, a .toml of torchtitan, a .yaml of
+            axolotl or LLaMA-Factory. What it says become options, which typed ones override; what was taken and what
+            was left out is said.
+        micro_batch_size: sequences of --context tokens in a micro-batch; of `wlb simulate`.
         gpu_count: GPUs there are: dp is what tp, cp and pp leave of them, or where it is given the product is checked.
         gemm_efficiency: share of the GPU's peak that the linear part of a layer reaches; by default the preset's.
     """
 
     layout: Layout = Layout()
+    launch_file: Path | None = None
+    micro_batch_size: Annotated[PositiveInt, BATCHES] = 1
     gpu_count: int | None = None
     kernel_model: str | None = None
     gemm_efficiency: Annotated[float | None, Parameter(validator=validators.Number(gte=0.01, lte=1))] = None
@@ -80,7 +87,8 @@ class Cluster(Cost, Limits):
         layout = self.spread()
         self._check_profile()
         layout.check(world_size=self.gpu_count)
-        return plain(self, wlb_tools.Scenario, layout=layout, **self._named())
+        context = self.context * self.micro_batch_size
+        return plain(self, wlb_tools.Scenario, layout=layout, **self._named() | {"context": context})
 
     def spread(self) -> wlb_tools.ParallelLayout:
         """The layout, on all of the GPUs where their number is given and that of data-parallel ranks is not.

@@ -104,9 +104,10 @@ class Cost(Options):
 
     def preset(self) -> wlb_tools.Hardware:
         """The GPU by its name."""
-        if self.gpu not in gpus():
-            raise CliError(f"--gpu {self.gpu}: must be one of {', '.join(gpus())}")
-        return wlb_tools.Hardware.preset(self.gpu)
+        try:
+            return wlb_tools.Hardware.preset(self.gpu)
+        except wlb.WlbError:
+            raise CliError(f"--gpu {self.gpu}: must be one of {', '.join(gpus())}") from None
 
     def efficiency(self) -> float:
         """Attention's efficiency: as given, or as assumed of the GPU."""

@@ -171,6 +171,32 @@ Reals = commas(float, "numbers with commas between, such as 0.4,2.1")
 """Numbers with commas between."""
 
 
+def tokens_of(text: str) -> int:
+    """A number of tokens: 8192, 8k (of 1,024) or 4M (of 1,048,576).
+
+    Raises:
+        ValueError: it is none.
+    """
+    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
+    return int(text.replace("_", "") if unit == 1 else text[:-1]) * unit
+
+
+def _tokens(type_: object, tokens: Sequence[Token]) -> int:
+    token = tokens[0]
+    try:
+        found = tokens_of(token.value)
+    except ValueError:
+        message = "must be a number of tokens, such as 8192, 8k or 4M"
+        raise CliError(f"{token.keyword} {token.value}: {message}") from None
+    if found < 1:
+        raise CliError(f"{token.keyword} {token.value}: must be at least 1")
+    return found
+
+
+Tokens = Parameter(converter=_tokens)
+"""A number of tokens, as 8192, 8k or 4M."""
+
+
 def scaled(option: str, value: float, unit: int) -> int:
     """Converts an option in contexts or GiB to tokens or bytes."""
     if not math.isfinite(value * unit):

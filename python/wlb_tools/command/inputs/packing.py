@@ -11,7 +11,7 @@ from wlb._choices import Release
 from wlb._core import MAX_MEAN_DELAY
 from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.model import Cost
-from wlb_tools.command.inputs.options import PANELS, Numbers, Options, options, scaled
+from wlb_tools.command.inputs.options import PANELS, Numbers, Options, Tokens, options, scaled
 from wlb_tools.simulation.methods import Setup
 
 
@@ -25,8 +25,8 @@ class Limits(Options):
         memory_factor: the same as --max-tokens, in contexts.
     """
 
-    context: PositiveInt = 131072
-    max_tokens: int | None = None
+    context: Annotated[int, Tokens] = 131072
+    max_tokens: Annotated[int | None, Tokens] = None
     memory_factor: Annotated[float | None, Parameter(validator=validators.Number(gte=1, lte=1000))] = None
 
     def token_limit(self) -> int | None:

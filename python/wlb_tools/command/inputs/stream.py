@@ -136,10 +136,12 @@ class Reading(Texts):
         *,
         steps: int | None = None,
         columns: Columns | None = None,
+        longest: int | None = None,
     ) -> Stream:
         """The documents of `sources` in global batches, see :meth:`order`; with their costs, if they bring them."""
         documents = self.documents(sources, progress)
-        stream = self.order(documents, context=setup.context, tokens_per_batch=setup.tokens_per_batch, steps=steps)
+        context = setup.context if longest is None else longest
+        stream = self.order(documents, context=context, tokens_per_batch=setup.tokens_per_batch, steps=steps)
         if columns is None:
             return stream
         rows = np.searchsorted(documents.ids, stream.ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,19 @@ from wlb.models import presets
 from wlb_tools.command.output import loaders
 from wlb_tools.simulation import VARIANTS, Choice, Scenario, Tuning
 from wlb_tools.simulation.methods import bounded
+
+
+def model_code(name: str) -> str:
+    """Python that makes the model of `--model`: of a preset, of sizes, of a file, or of a name on the hub."""
+    if name in presets():
+        return f"wlb.ModelConfig.preset({json.dumps(name)})"
+    if "=" in name and not Path(name).exists():
+        sizes = (pair.partition("=") for pair in name.split(","))
+        return f"wlb.ModelConfig({', '.join(f'{key.strip()}={value.strip().title()}' for key, _, value in sizes)})"
+    path = json.dumps(name)
+    if not Path(name).exists():
+        path = f'huggingface_hub.hf_hub_download({path}, "config.json")'
+    return f"wlb.ModelConfig.from_hugging_face({path})"
 
 
 class _Code(str):
@@ -34,7 +48,6 @@ def packer_micro_batches(scenario: Scenario, choice: Choice) -> int:
 def _static(tuning: Tuning, model: str, profile: str | None) -> str:
     """A packer and a way to shard what it packs."""
     best, scenario = tuning.best, tuning.scenario
-    preset = "preset" if model in presets() else "from_hugging_face"
     costs = f"attention_efficiency={tuning.attention_efficiency:.3f}"
     if scenario.layout.recompute == "full":
         costs += ", recompute=True"
@@ -44,7 +57,7 @@ def _static(tuning: Tuning, model: str, profile: str | None) -> str:
         "",
         "import wlb",
         "",
-        f"model = wlb.ModelConfig.{preset}({_literal(model)})",
+        f"model = {model_code(model)}",
     ]
     if best.cuts:
         batch = {"num_micro_batches": scenario.micro_batches, "max_tokens": best.max_tokens, "cost_model": cost_model}

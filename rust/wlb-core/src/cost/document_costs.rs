@@ -87,7 +87,11 @@ impl DocumentCosts {
         match self.largest.iter().position(|&most| most == 0.0).filter(|_| !self.values.is_empty()) {
             None => Ok(()),
             Some(column) => {
-                let requirement = "is 0 for every document: leave this column out";
+                let requirement = if self.columns == 1 {
+                    "is 0 for every document: say what each costs, or give a cost_model instead"
+                } else {
+                    "is 0 for every document: leave this column out"
+                };
                 Err(Error::Column { argument: "costs", column, requirement })
             }
         }

@@ -56,7 +56,10 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
     size("max_cp_size", largest, world_size)?;
     let largest_group = match options.group_sizes {
         GroupSizes::PowersOfTwo => 1 << largest.ilog2(),
-        GroupSizes::Any => largest,
+        GroupSizes::Any => match &options.only_sizes {
+            None => largest,
+            Some(sizes) => sizes.iter().copied().take_while(|&size| size <= largest).last().unwrap_or(1),
+        },
     };
     if let Costs::Model(model) = costs {
         model.check_finite(lengths)?;

@@ -15,7 +15,7 @@ use super::cost::Load;
 use super::counts::{Counts, price, whole};
 use super::options::{DynamicCpOptions, GroupSizes};
 use super::plan::{Best, Draft, DraftGroup, Group};
-use super::problem::Problem;
+use super::problem::{Problem, at_most};
 use super::simulate::{self, fits_memory};
 
 /// So few documents are planned in these ways, and moved one by one.
@@ -168,7 +168,10 @@ impl<'a> Placed<'a> {
             let mut first = self.groups * size;
             while first < problem.world_size {
                 let left = problem.world_size - first;
-                let ranks = if problem.group_sizes == GroupSizes::Any { left } else { 1 << left.ilog2() };
+                let ranks = match problem.group_sizes {
+                    GroupSizes::Any => problem.only().map_or(left, |sizes| at_most(sizes, left)),
+                    GroupSizes::PowersOfTwo => 1 << left.ilog2(),
+                };
                 let (first_rank, cp_size, end) = (first as u32, ranks as u32, draft.documents.len() as u32);
                 draft.groups.push(DraftGroup { first_rank, cp_size, seconds: constant, end });
                 first += ranks;
@@ -185,6 +188,7 @@ impl Problem {
     fn single_sizes(&self) -> Vec<usize> {
         match self.group_sizes {
             GroupSizes::PowersOfTwo => self.base_sizes(),
+            GroupSizes::Any if self.only().is_some() => self.base_sizes(),
             GroupSizes::Any if self.world_size <= SMALL => (1..=self.largest_group).collect(),
             GroupSizes::Any => self.plain_sizes(),
         }

@@ -1,6 +1,6 @@
 //! The machine that Dynamic-CP plans for, and what a plan may do.
 
-use crate::error::{Result, check_range, named_choices};
+use crate::error::{Error, Result, check_range, named_choices};
 use crate::limits::MAX_TOKENS;
 use crate::packing::{Padding, Sync};
 use crate::pipeline::{PipelineOptions, Schedule};
@@ -42,6 +42,9 @@ pub struct DynamicCpOptions {
     pub max_cp_size: Option<usize>,
     /// Which groups there may be.
     pub group_sizes: GroupSizes,
+    /// With [`GroupSizes::Any`]: the only sizes that groups may have, ascending from 1, such as those that a model's
+    /// heads can be shared by; any if not given.
+    pub only_sizes: Option<Vec<usize>>,
     /// Micro-batches of the step; swept if not given.
     pub num_micro_batches: Option<usize>,
     /// The sweep tries no fewer: for schedules that need so many.
@@ -72,6 +75,7 @@ impl DynamicCpOptions {
             max_documents: None,
             max_cp_size: None,
             group_sizes: GroupSizes::default(),
+            only_sizes: None,
             num_micro_batches: None,
             min_micro_batches: None,
             max_micro_batches: None,
@@ -88,6 +92,51 @@ impl DynamicCpOptions {
         let least = i64::from(padding.least());
         check_range("max_tokens_per_rank", i64::from(self.max_tokens_per_rank), least, MAX_TOKENS)?;
         padding.most(self.max_tokens_per_rank)
+    }
+
+    /// Groups of just these sizes.
+    ///
+    /// # Errors
+    /// [`Error::Entry`] unless they ascend from 1: a rank that has no document is a group of its own.
+    pub fn of_sizes(self, sizes: &[i64]) -> Result<Self> {
+        let argument = "group_sizes";
+        let wrong = |index: usize, requirement| {
+            let value = sizes.get(index).map_or(f64::NAN, |&size| size as f64);
+            Err(Error::Entry { argument, index, value, requirement })
+        };
+        if sizes.first() != Some(&1) {
+            return wrong(0, "sizes begin with 1: a rank without documents is a group of its own");
+        }
+        if let Some(index) = sizes.windows(2).position(|pair| pair[0] >= pair[1]) {
+            return wrong(index + 1, "sizes ascend");
+        }
+        // Larger ones there are none.
+        let largest = self.max_cp_size.unwrap_or(self.world_size);
+        let sizes = sizes.iter().map(|&size| usize::try_from(size).unwrap_or(usize::MAX));
+        let sizes: Vec<usize> = sizes.take_while(|&size| size <= largest.max(1)).collect();
+        if sizes.iter().zip(0..).all(|(&size, bit)| Some(size) == 1_usize.checked_shl(bit)) {
+            // Those groups are aligned, and fewer.
+            let largest = sizes.last().copied().unwrap_or(1);
+            let max_cp_size = self.max_cp_size.unwrap_or(self.world_size).min(largest);
+            let (group_sizes, only_sizes) = (GroupSizes::PowersOfTwo, None);
+            return Ok(Self { max_cp_size: Some(max_cp_size), group_sizes, only_sizes, ..self });
+        }
+        Ok(Self { group_sizes: GroupSizes::Any, only_sizes: Some(sizes), ..self })
+    }
+
+    /// The options of plans whose groups are powers of two, and may be groups of this plan, too.
+    pub(super) fn of_powers(&self) -> Self {
+        let aligned = |sizes: &Vec<usize>| sizes.iter().take_while(|size| size.is_power_of_two()).count();
+        let powers = |sizes: &Vec<usize>| {
+            let powers = sizes[..aligned(sizes)].iter().zip(0..).take_while(|&(&size, bit)| size == 1 << bit);
+            powers.last().map_or(1, |(&size, _)| size)
+        };
+        let largest = self.only_sizes.as_ref().map(powers);
+        let max_cp_size = match (self.max_cp_size, largest) {
+            (Some(most), Some(largest)) => Some(most.min(largest)),
+            (most, largest) => most.or(largest.map(|largest| largest.min(self.world_size))),
+        };
+        Self { group_sizes: GroupSizes::PowersOfTwo, only_sizes: None, max_cp_size, ..self.clone() }
     }
 
     /// Whether it matters what part of the work is attention: it hides exchange.

@@ -29,6 +29,8 @@ pub(super) struct Problem {
     pub(super) cost: GroupCost,
     pub(super) world_size: usize,
     pub(super) group_sizes: GroupSizes,
+    /// The only sizes that groups may have, ascending from 1, up to the largest; none: all that `group_sizes` has.
+    only: Option<Vec<usize>>,
     pub(super) largest_group: usize,
     pub(super) max_tokens_per_rank: i64,
     /// Most documents of a group.
@@ -64,6 +66,10 @@ impl Problem {
             cost,
             world_size,
             group_sizes,
+            only: options
+                .only_sizes
+                .as_ref()
+                .map(|sizes| sizes.iter().copied().take_while(|&size| size <= largest_group).collect()),
             largest_group,
             max_tokens_per_rank,
             max_documents,
@@ -73,7 +79,28 @@ impl Problem {
     /// The same with another gain.
     pub(super) fn with_gain(&self, gain: f64) -> Self {
         let (documents, by_tokens) = (self.documents.clone(), self.by_tokens.clone());
-        Self { documents, by_tokens, gain, ..*self }
+        Self { documents, by_tokens, gain, only: self.only.clone(), ..*self }
+    }
+
+    /// The only sizes that groups may have, ascending from 1, if not all.
+    pub(super) fn only(&self) -> Option<&[usize]> {
+        self.only.as_deref()
+    }
+
+    /// Whether a group of any size may have so many ranks.
+    pub(super) fn is_size(&self, ranks: usize) -> bool {
+        self.only().is_none_or(|sizes| sizes.binary_search(&ranks).is_ok())
+    }
+
+    /// The least size from so many ranks on that a group of any size may have; more than the largest if there is none.
+    fn size_from(&self, ranks: usize) -> usize {
+        let found = |sizes: &[usize]| sizes.get(sizes.partition_point(|&size| size < ranks)).copied();
+        self.only().map_or(ranks, |sizes| found(sizes).unwrap_or(ranks.max(self.largest_group + 1)))
+    }
+
+    /// The sizes there are from `least` to `most`.
+    fn only_between(sizes: &[usize], least: usize, most: usize) -> impl Iterator<Item = usize> {
+        sizes.iter().copied().filter(move |size| (least..=most).contains(size))
     }
 
     /// Whether a document that costs more is longer, too.
@@ -127,26 +154,34 @@ impl Problem {
         let ranks = (load.tokens.max(1) as u64).div_ceil(self.max_tokens_per_rank as u64) as usize;
         match self.group_sizes {
             GroupSizes::PowersOfTwo => ranks.next_power_of_two(),
-            GroupSizes::Any => ranks,
+            GroupSizes::Any => self.size_from(ranks),
         }
     }
 
     /// Sizes of groups from the smallest that documents fit on, each grown from the one before, up to the largest.
     fn growing(&self, load: &Load, grown: impl Fn(usize) -> usize) -> impl Iterator<Item = usize> {
         let largest = self.largest_group;
-        let next = move |&size: &usize| Some(grown(size).min(largest)).filter(|_| size < largest);
+        let grow = move |size: usize| self.size_from(grown(size).min(largest)).min(largest);
+        let next = move |&size: &usize| Some(grow(size)).filter(|_| size < largest);
         std::iter::successors(Some(self.smallest(load)).filter(|&size| size <= largest), next)
     }
 
     /// Sizes of groups that documents may be on: all powers of two, or enough of any.
     pub(super) fn sizes_for(&self, load: &Load) -> impl Iterator<Item = usize> {
-        let any = self.group_sizes == GroupSizes::Any;
-        self.growing(load, move |size| if any { size + size.div_ceil(4) } else { 2 * size })
+        let (any, few) = (self.group_sizes == GroupSizes::Any, self.only.is_some());
+        self.growing(load, move |size| match (any, few) {
+            (true, true) => size + 1,
+            (true, false) => size + size.div_ceil(4),
+            (false, _) => 2 * size,
+        })
     }
 
     /// Sizes of blocks to try: powers of two and, where groups may have any size, one between each two of them.
     pub(super) fn base_sizes(&self) -> Vec<usize> {
         let largest = self.largest_group;
+        if let Some(sizes) = self.only() {
+            return sizes.to_vec();
+        }
         let powers = (0..=largest.ilog2()).map(|bit| 1 << bit);
         match self.group_sizes {
             GroupSizes::PowersOfTwo => powers.collect(),
@@ -164,7 +199,10 @@ impl Problem {
     pub(super) fn plain_sizes(&self) -> Vec<usize> {
         let size = |blocks: usize| match self.group_sizes {
             GroupSizes::PowersOfTwo => 1 << (self.world_size / blocks).ilog2(),
-            GroupSizes::Any => self.world_size / blocks,
+            GroupSizes::Any => {
+                let ranks = self.world_size / blocks;
+                self.only().map_or(ranks, |sizes| at_most(sizes, ranks))
+            }
         };
         let most = self.world_size.min(self.documents.len().max(1));
         let mut sizes: Vec<usize> = (1..=most).map(size).filter(|&size| size <= self.largest_group).collect();
@@ -183,6 +221,9 @@ impl Problem {
             GroupSizes::PowersOfTwo => std::iter::successors(Some(least), |size| Some(2 * size))
                 .take_while(|&size| size <= most)
                 .find(|&size| in_time(size)),
+            GroupSizes::Any if let Some(sizes) = self.only() => {
+                Self::only_between(sizes, least, most).find(|&size| in_time(size))
+            }
             // Up to the one on which they take least, more are faster.
             GroupSizes::Any => self.pieces(least, most).into_iter().flatten().find_map(|(least, most)| {
                 let best = self.quickest(load, least, most);
@@ -203,6 +244,9 @@ impl Problem {
             GroupSizes::PowersOfTwo => {
                 let sizes = std::iter::successors(Some(least), |size| Some(2 * size));
                 sizes.take_while(|&size| size <= most).map(on).fold(f64::INFINITY, f64::min)
+            }
+            GroupSizes::Any if let Some(sizes) = self.only() => {
+                Self::only_between(sizes, least, most).map(on).fold(f64::INFINITY, f64::min)
             }
             GroupSizes::Any => {
                 let pieces = self.pieces(least, most).into_iter().flatten();
@@ -226,8 +270,16 @@ impl Problem {
         first_that(least, most, |size| self.cost.seconds(load, size + 1) >= self.cost.seconds(load, size))
     }
 
-    /// Where to cut a block of any size in two: in the middle; between nodes if it reaches over them.
-    pub(super) fn half(&self, first: usize, size: usize) -> usize {
+    /// Where to cut a block of any size in two: in the middle; between nodes if it reaches over them; of only some
+    /// sizes, as near to that as two of them are as large as the block.
+    pub(super) fn half(&self, first: usize, size: usize) -> Option<usize> {
+        let middle = self.middle(first, size);
+        let Some(sizes) = self.only() else { return Some(middle) };
+        let both = sizes.iter().copied().filter(|&part| part < size && self.is_size(size - part));
+        both.min_by_key(|part| part.abs_diff(middle))
+    }
+
+    fn middle(&self, first: usize, size: usize) -> usize {
         let node = self.cost.ranks_of_node();
         let middle = first + size / 2;
         let boundary = middle - middle % node;
@@ -321,4 +373,9 @@ fn first_that(mut least: usize, mut most: usize, holds: impl Fn(usize) -> bool) 
         }
     }
     least
+}
+
+/// The largest of these sizes, which ascend from 1, that is at most so many ranks.
+pub(super) fn at_most(sizes: &[usize], ranks: usize) -> usize {
+    sizes.iter().copied().take_while(|&size| size <= ranks).last().unwrap_or(1)
 }

@@ -45,7 +45,16 @@ impl FreeRanks {
 
     /// Cuts what is left into blocks of about `base` ranks, `most` at most: of that many, and behind them smaller
     /// powers of two; or, where any size will do, equal ones of at least as many. In order, with first rank and size.
-    pub(super) fn cut(mut self, sizes: GroupSizes, base: usize, most: usize) -> Vec<(usize, usize)> {
+    ///
+    /// # Arguments
+    /// * `only` - the only sizes that blocks may have, ascending from 1, if not all.
+    pub(super) fn cut(
+        mut self,
+        sizes: GroupSizes,
+        only: Option<&[usize]>,
+        base: usize,
+        most: usize,
+    ) -> Vec<(usize, usize)> {
         self.parts.push(self.whole.clone());
         self.parts.retain(|part| !part.is_empty());
         self.parts.sort_unstable_by_key(|part| part.start);
@@ -69,7 +78,11 @@ impl FreeRanks {
                     while first < part.end {
                         let end = if inside { (first + 1).next_multiple_of(self.node) } else { part.end };
                         let ranks = end.min(part.end) - first;
-                        for size in near(ranks, base, most, unit) {
+                        let blocks_of = match only {
+                            None => near(ranks, base, most, unit),
+                            Some(only) => largest_of(only, ranks, base),
+                        };
+                        for size in blocks_of {
                             blocks.push((first, size));
                             first += size;
                         }
@@ -79,6 +92,16 @@ impl FreeRanks {
         }
         blocks
     }
+}
+
+/// So many ranks in blocks of `base` or fewer, each the largest of the sizes that there are.
+fn largest_of(only: &[usize], mut ranks: usize, base: usize) -> Vec<usize> {
+    let mut blocks = Vec::new();
+    for &size in only.iter().rev().filter(|&&size| size <= base) {
+        blocks.extend(std::iter::repeat_n(size, ranks / size));
+        ranks %= size;
+    }
+    blocks
 }
 
 /// So many ranks in blocks of `base` or somewhat more, at most `most`: equal ones, in whole units; or, if these are
@@ -120,7 +143,7 @@ mod tests {
                 prop_assert_eq!(many <= most, first.is_some());
                 blocks.extend(first.map(|first| (first, many)));
             }
-            let cut = free.cut(GroupSizes::Any, base, most);
+            let cut = free.cut(GroupSizes::Any, None, base, most);
             let small = cut.iter().filter(|_| base <= node);
             for &(first, size) in blocks.iter().chain(small) {
                 prop_assert!(size > node || first / node == (first + size - 1) / node, "{first} {size}");

@@ -258,7 +258,7 @@ impl Shares {
             seconds: problem.cost.micro_batch_seconds,
             documents: Vec::new(),
         };
-        groups.extend(free.cut(problem.group_sizes, most, most).into_iter().map(empty));
+        groups.extend(free.cut(problem.group_sizes, problem.only(), most, most).into_iter().map(empty));
         groups.sort_unstable_by_key(|group| group.first_rank);
         let seconds = groups.iter().map(|group| group.seconds).fold(0.0, f64::max);
         Some(Self { groups, seconds })

@@ -105,7 +105,7 @@ impl<'a> Blocks<'a> {
         let seconds = problem.cost.micro_batch_seconds;
         self.blocks.reserve(targets.len() * (problem.world_size / base + 1));
         for (j, free) in free.into_iter().enumerate() {
-            for (first, size) in free.cut(problem.group_sizes, base, problem.largest_group) {
+            for (first, size) in free.cut(problem.group_sizes, problem.only(), base, problem.largest_group) {
                 let (micro_batch, first_rank, cp_size) = (j as u32, first as u32, size as u32);
                 self.blocks.push(Block { micro_batch, first_rank, cp_size, load: Load::default(), seconds });
             }
@@ -369,12 +369,13 @@ impl<'a> Halving<'a> {
         if self.problem.group_sizes == GroupSizes::PowersOfTwo {
             return self.parts(block, documents, limit, size / 2);
         }
-        let half = self.problem.half(block.first_rank as usize, size);
+        let half = self.problem.half(block.first_rank as usize, size)?;
         self.parts(block, documents, limit, half).or_else(|| {
             // Or those that the costliest needs, and the others.
             let costliest = &self.problem.documents[documents[0] as usize].load;
             let needed = self.problem.smallest_in_time(costliest, 1, size - 1, limit)?;
-            if needed == half { None } else { self.parts(block, documents, limit, needed) }
+            let is_other = needed != half && self.problem.is_size(size - needed);
+            if is_other { self.parts(block, documents, limit, needed) } else { None }
         })
     }
 

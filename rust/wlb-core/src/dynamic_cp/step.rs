@@ -76,7 +76,7 @@ fn fastest(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
         return Ok(planned(lengths, options, costs, &[])?.plan);
     }
     // Among more groups the search sometimes ends at a slower plan: so that of fewer is one of them.
-    let of_powers = DynamicCpOptions { group_sizes: GroupSizes::PowersOfTwo, ..options.clone() };
+    let of_powers = options.of_powers();
     let paid = |plan: &DynamicCpPlan| price(options, plan.num_micro_batches(), plan.seconds);
     let fewer = planned(lengths, &of_powers, costs, &[]);
     let starts = fewer.as_ref().map_or(&[][..], |fewer| &fewer.others);

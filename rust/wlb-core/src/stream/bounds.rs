@@ -5,6 +5,8 @@
 //! refuse what was read; whoever reads asks first ([`Packer::admits`]), and then what waits stays within
 //! [`Packer::bounds`]. The proof stands in `docs/semantics.md`.
 
+use std::collections::VecDeque;
+
 use crate::error::{Error, Result, check_range, named_choices};
 use crate::ladder::Ladder;
 use crate::lengths::Lengths;
@@ -41,7 +43,11 @@ named_choices! {
     }
 }
 
-/// What a packer promises as long as no push brings more than it [`Packer::admits`].
+/// What a packer promises from now on, as long as no push brings more than it [`Packer::admits`].
+///
+/// A packer whose configuration changed while documents waited, or in which a push brought more, promises less, until
+/// these documents have left: after at most [`Bounds::settles`] steps the bounds are those of an empty packer. Until
+/// then no bound ever rises.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
     /// Most tokens that ever wait after a push. Where the number of documents is limited, each counts for its share of
@@ -53,16 +59,26 @@ pub struct Bounds {
     pub delay: Option<u64>,
     /// Most iterations that it takes to drain what waits.
     pub drain: u64,
+    /// Most steps until all of these are the bounds of an empty packer; 0 if they are.
+    pub settles: u64,
 }
 
 impl Bounds {
-    pub(super) fn of(config: &PackerConfig) -> Self {
+    /// Those of an empty packer.
+    pub(super) fn steady(config: &PackerConfig) -> Self {
+        let tokens = Self::steady_tokens(config);
+        let drain = placed_within(Self::steady_load(config), config.capacity());
+        let delay = match config.release {
+            Release::Adaptive => config.max_delay,
+            Release::Fifo => Self::queue_delay(config).map(|delay| delay.saturating_add(drain)),
+        };
+        Self { tokens, delay, drain, settles: 0 }
+    }
+
+    fn steady_tokens(config: &PackerConfig) -> i64 {
         let capacity = config.capacity();
         match config.release {
-            Release::Adaptive => {
-                let tokens = ADAPTIVE_BACKLOG * capacity;
-                Self { tokens, delay: config.max_delay, drain: service(tokens, capacity) }
-            }
+            Release::Adaptive => ADAPTIVE_BACKLOG * capacity,
             Release::Fifo => {
                 let ends = config.outlier_thresholds.iter().skip(1).map(|&next| next - 1);
                 let longest = ends.chain([config.max_document_tokens]).map(|longest| config.size(longest));
@@ -70,50 +86,145 @@ impl Bounds {
                 let kept = config.company() as i64 - 1;
                 let queued = config.outlier_thresholds.iter().zip(longest);
                 let queued = queued.fold(0_i64, |sum, (_, longest)| sum.saturating_add(kept.saturating_mul(longest)));
-                let tokens = queued.saturating_add(capacity);
-                let queue_delay = if config.outlier_thresholds.is_empty() { Some(0) } else { config.max_delay };
-                // Of each column with a limit as much may wait, in steps that are full of it.
-                let limited = config.limits.iter().flatten().flatten().count() as i64;
-                let levels = config.outlier_thresholds.len() as i64;
-                let full = kept.saturating_mul(levels).saturating_add(config.num_micro_batches as i64);
-                let full = full.saturating_mul(limited).saturating_mul(i64::from(config.max_tokens));
-                let drain = service(tokens.saturating_add(full), capacity);
-                Self { tokens, delay: queue_delay.map(|delay| delay.saturating_add(drain)), drain }
+                queued.saturating_add(capacity)
             }
         }
     }
+
+    /// How much of a column with a limit waits at most, in tokens of steps that are full of it.
+    fn steady_column(config: &PackerConfig) -> i64 {
+        let levels = config.outlier_thresholds.len() as i64;
+        let full = (config.company() as i64 - 1).saturating_mul(levels);
+        full.saturating_add(config.num_micro_batches as i64).saturating_mul(i64::from(config.max_tokens))
+    }
+
+    /// The most that [`Packer::pending_load`] is in an empty packer to which no more is brought than it admits.
+    pub(super) fn steady_load(config: &PackerConfig) -> i64 {
+        let limited = limited(config).count() as i64;
+        let columns = if limited > 0 { Self::steady_column(config).saturating_mul(limited) } else { 0 };
+        Self::steady_tokens(config).saturating_add(columns)
+    }
+
+    /// Most iterations until a document is tried; none if nothing limits it.
+    pub(super) fn queue_delay(config: &PackerConfig) -> Option<u64> {
+        let has_queue = config.release == Release::Adaptive || !config.outlier_thresholds.is_empty();
+        if has_queue { config.max_delay } else { Some(0) }
+    }
 }
 
-/// Most iterations until a document is placed that goes after fewer than `tokens` others: two in a row place `capacity`
-/// of them.
-fn service(tokens: i64, capacity: i64) -> u64 {
-    2 * (tokens / capacity) as u64 + 1
+/// Most iterations until a document is placed that goes after documents of less than this load: two in a row place
+/// `capacity` of it.
+pub(super) fn placed_within(load: i64, capacity: i64) -> u64 {
+    2 * (load / capacity) as u64 + 1
+}
+
+/// The columns with a limit, with it.
+fn limited(config: &PackerConfig) -> impl Iterator<Item = (usize, f64)> {
+    config.limits.iter().flatten().enumerate().filter_map(|(column, limit)| Some((column, (*limit)?)))
 }
 
 impl Packer {
-    /// What waits at most, and for how long, if no push brings more than the packer [`Packer::admits`].
+    /// What waits at most, and for how long, from now on, if no push brings more than the packer [`Packer::admits`].
+    ///
+    /// # Complexity
+    /// O(pending).
     pub fn bounds(&self) -> Bounds {
-        Bounds::of(&self.config)
+        let config = &self.config;
+        let steady = Bounds::steady(config);
+        let (size, load, capacity) = (self.pending_size(), self.pending_load(), config.capacity());
+        let column = |(column, limit)| self.column(column, limit, self.waiting()) > Bounds::steady_column(config) + 1;
+        let is_above = size > steady.tokens || limited(config).any(column);
+        let mut bounds = steady;
+        if is_above {
+            bounds.tokens = steady.tokens.max(size);
+            bounds.drain = steady.drain.max(placed_within(load, capacity));
+            bounds.settles = match (config.release, config.max_delay) {
+                // Above the bounds more than a step holds is carried over or released, so that nothing enters, and two
+                // steps in a row place what one holds.
+                (Release::Fifo, _) => {
+                    let least = if limited(config).next().is_some() {
+                        steady.tokens.min(Bounds::steady_column(config))
+                    } else {
+                        steady.tokens
+                    };
+                    2 * (load.saturating_sub(least) as u64).div_ceil(capacity as u64)
+                }
+                // All that waits is due by then.
+                (Release::Adaptive, Some(delay)) => {
+                    delay.saturating_add(placed_within(load, capacity)).saturating_add(1)
+                }
+                // Each step places a document at least.
+                (Release::Adaptive, None) => self.pending() as u64,
+            };
+        }
+        if let Some(changed) = self.changed {
+            bounds.delay = steady.delay.map(|delay| delay.max(changed.delay));
+            bounds.settles = bounds.settles.max(changed.until.saturating_sub(self.iteration));
+        }
+        bounds
     }
 
-    /// That more waits than the bounds allow, if so: for who warns, or takes back the push that brought too much.
+    /// That more waits than the bounds of an empty packer allow, if so: for who warns, or takes back the push that
+    /// brought too much. A push that brought nothing cannot be to blame.
     pub fn backlog(&self) -> Option<Error> {
-        let (pending_tokens, bound) = (self.pending_size(), self.bounds().tokens);
+        let (pending_tokens, bound) = (self.pending_size(), Bounds::steady_tokens(&self.config));
         (pending_tokens > bound).then_some(Error::Backlog { pending_tokens, bound })
+    }
+
+    /// Whether more would wait than that if all that waits and these documents did, O(pending + documents).
+    pub fn may_exceed(&self, lengths: &[i32]) -> bool {
+        !lengths.is_empty()
+            && self.pending_size().saturating_add(self.size_of_new(lengths)) > Bounds::steady_tokens(&self.config)
     }
 
     /// What of [`Bounds::tokens`] is used, O(pending): tokens, but where the number of documents is limited each counts
     /// for its share of a full micro-batch at least.
     pub fn pending_size(&self) -> i64 {
-        self.size_of(self.queue.levels().iter().flatten().chain(&self.carried))
+        self.size_of(self.waiting())
+    }
+
+    /// All that waits.
+    pub(super) fn waiting(&self) -> impl Iterator<Item = &Waiting> + Clone {
+        self.queue.levels().iter().flatten().chain(&self.carried)
+    }
+
+    /// What of steps that waits takes, in tokens: those of [`Packer::pending_size`], and where columns have limits as
+    /// many for each as the same share of its limit.
+    pub(super) fn pending_load(&self) -> i64 {
+        self.load_of(self.waiting())
+    }
+
+    /// The same of some of it.
+    pub(super) fn load_of<'a>(&self, all: impl IntoIterator<Item = &'a Waiting> + Clone) -> i64 {
+        limited(&self.config).fold(self.size_of(all.clone()), |sum, (column, limit)| {
+            sum.saturating_add(self.column(column, limit, all.clone()))
+        })
+    }
+
+    /// The same of one column.
+    fn column<'a>(&self, column: usize, limit: f64, all: impl IntoIterator<Item = &'a Waiting>) -> i64 {
+        let sum: f64 = all.into_iter().map(|waiting| self.costs(waiting)[column]).sum();
+        (sum / limit * f64::from(self.config.max_tokens)).ceil() as i64
+    }
+
+    /// What goes first in the next step, or leaves the queue then because enough others wait with it.
+    fn entering(&self) -> impl Iterator<Item = &Waiting> {
+        let company = match self.config.release {
+            Release::Adaptive => usize::MAX,
+            Release::Fifo => self.config.company(),
+        };
+        let together = move |level: &VecDeque<Waiting>| level.len() - level.len() % company;
+        let released = self.queue.levels().iter().flat_map(move |level| level.iter().take(together(level)));
+        self.carried.iter().chain(released)
     }
 
     /// Tokens that the next push may bring, each document counted as in [`Packer::pending_size`]; O(pending).
     pub fn room(&self) -> i64 {
         let room = match self.config.release {
-            Release::Adaptive => self.bounds().tokens - self.pending_size(),
-            // What the levels hold is bounded by themselves.
-            Release::Fifo => self.config.capacity() - self.size_of(&self.carried),
+            Release::Adaptive if !self.leaves_when_due() => 0,
+            Release::Adaptive => Bounds::steady_tokens(&self.config) - self.pending_size(),
+            // What else the levels hold is bounded by themselves.
+            Release::Fifo => self.config.capacity() - self.size_of(self.entering()),
         };
         room.max(0)
     }
@@ -133,6 +244,25 @@ impl Packer {
             Oversize::Error | Oversize::Truncate => 0,
         };
         lengths.len().saturating_add(added as usize)
+    }
+
+    /// Whether all that waits leaves when it is due, under [`Release::Adaptive`], if each push fits into a step by
+    /// itself: nothing is carried over, and what is due together fits into a step; without any delay what is new is due
+    /// with what waits. Not always so after a change, or after more came than was admitted.
+    fn leaves_when_due(&self) -> bool {
+        let Some(delay) = self.config.max_delay else { return true };
+        if delay == 0 {
+            return self.pending() == 0;
+        }
+        let due = |waiting: &Waiting| waiting.arrived.saturating_add(delay).max(self.iteration);
+        // A level is in order of arrival.
+        let mut levels = self.queue.levels().iter();
+        self.carried.is_empty()
+            && levels.all(|level| {
+                let waiting: Vec<&Waiting> = level.iter().collect();
+                let mut together = waiting.chunk_by(|before, after| due(before) == due(after));
+                together.all(|group| fit_alone(group.iter().map(|waiting| waiting.piece), &self.config))
+            })
     }
 
     fn size_of<'a>(&self, all: impl IntoIterator<Item = &'a Waiting>) -> i64 {
@@ -214,9 +344,8 @@ impl Packer {
     fn within_limits(&self, lengths: &[i32], costs: CostTable<'_>, counted: impl Fn(i32) -> i32) -> usize {
         let micro_batches = self.config.num_micro_batches as f64;
         let mut admitted = lengths.len();
-        let limits = self.config.limits.iter().flatten().enumerate();
-        for (column, limit) in limits.filter_map(|(column, limit)| Some((column, (*limit)?))) {
-            let carried: f64 = self.carried.iter().map(|waiting| self.costs(waiting)[column]).sum();
+        for (column, limit) in limited(&self.config) {
+            let carried: f64 = self.entering().map(|waiting| self.costs(waiting)[column]).sum();
             let mut room = micro_batches * limit - carried;
             let within = lengths.iter().enumerate().take_while(|&(index, &length)| {
                 room -= costs.row(index)[column] * share(counted(length), length);

@@ -17,20 +17,27 @@ use crate::packing::methods::columns::{Placed, Priced};
 /// of the second found no room in the first. In all three a document that finds no room was tried after documents that
 /// leave too little of it in every micro-batch: who was first in `order` waits for nobody behind.
 ///
+/// A placement that leaves one of the first documents, which are due, over is passed over where the one before it leaves
+/// none. Then they are nearly a half of the room by themselves, and the one before it holds as much, too.
+///
 /// Columns with a limit and the number of documents are kept too, and then nothing is said of how many tokens a step
 /// holds.
 ///
+/// # Arguments
+/// * `due` - how many of `order` must leave if that is possible.
+///
 /// # Complexity
 /// O(n log N); O(n N) where there are such columns.
-pub(super) fn fuller(given: Placed, priced: &Priced<'_>, order: &[usize], min_tokens: i64) -> Placed {
+pub(super) fn fuller(given: Placed, priced: &Priced<'_>, order: &[usize], due: usize, min_tokens: i64) -> Placed {
     let tokens = |placed: &Placed| placed.placement.tokens.iter().sum::<i64>();
+    let all_leave = |placed: &Placed| order[..due].iter().all(|&index| placed.placement.assignment[index] >= 0);
     let mut fullest = given;
     for other in [by_tokens, first_fit] {
         if tokens(&fullest) >= min_tokens {
             break;
         }
         let other = other(priced, order);
-        if tokens(&other) > tokens(&fullest) {
+        if tokens(&other) > tokens(&fullest) && (all_leave(&other) || !all_leave(&fullest)) {
             fullest = other;
         }
     }

@@ -11,17 +11,20 @@
 //! | `step`, `fuller` | one packing, made of the documents that leave |
 //! | `step_cost` | how much work a step may have |
 //! | `bounds` | how much may enter, so that what waits stays bounded, and how early |
+//! | `changed`, `promises` | what is still promised to what waits when the rules change |
 //! | `metrics` | balance, delay and memory so far |
 //! | `state` | a packer saved and loaded |
 
 mod bounds;
 mod brought_costs;
+mod changed;
 mod config;
 mod costs;
 mod fuller;
 mod level;
 mod metrics;
 mod packer;
+mod promises;
 mod push;
 mod queue;
 mod release_adaptive;

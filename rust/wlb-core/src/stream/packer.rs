@@ -3,6 +3,7 @@
 use crate::cost::CostModel;
 use crate::error::{Error, Result};
 
+use super::changed::Changed;
 use super::config::PackerConfig;
 use super::costs::CostRows;
 use super::metrics::Metrics;
@@ -54,6 +55,8 @@ pub struct Packer {
     /// What documents cost in the mean, where that bounds the work of a step.
     pub(super) arrived: Arrived,
     pub(super) metrics: Metrics,
+    /// Documents that wait since before the rules changed, if any do.
+    pub(super) changed: Option<Changed>,
 }
 
 impl Packer {
@@ -75,6 +78,7 @@ impl Packer {
             rows,
             arrived: Arrived::default(),
             metrics: Metrics::default(),
+            changed: None,
         })
     }
 

@@ -9,6 +9,7 @@ use crate::limits::MAX_ITERATION;
 use crate::packing::padding::Padding;
 use crate::packing::piece::Piece;
 
+use super::changed::{Changed, is_other};
 use super::config::PackerConfig;
 use super::costs::{CostRows, MOST_COST};
 use super::metrics::Metrics;
@@ -36,6 +37,9 @@ struct State {
     /// The cost model that the packer was made with, if it has another now.
     first_cost_model: Option<CostModel>,
     arrived: Arrived,
+    /// Left out where none waits that came before the rules changed.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    changed: Option<Changed>,
     /// A hash of all the rest: a flipped digit in a length is still a valid length.
     digest: String,
 }
@@ -74,6 +78,7 @@ impl Packer {
             metrics: self.metrics.clone(),
             first_cost_model: self.first_cost_model.clone(),
             arrived: self.arrived.clone(),
+            changed: self.changed,
             digest: String::new(),
         };
         state.digest = state.content_digest();
@@ -124,7 +129,11 @@ impl Packer {
         if config.shape.max_cost.is_none() {
             saved.arrived = Arrived::default();
         }
+        let is_other = is_other(&saved.config, &config);
         saved.config = config;
+        if is_other {
+            saved.note_change();
+        }
         *self = saved;
         Ok(())
     }
@@ -228,6 +237,9 @@ impl State {
         if let Some(problem) = self.arrived.problem(&self.config) {
             return wrong("arrived", problem);
         }
+        if let Some(problem) = self.changed.and_then(|changed| changed.problem(self.iteration)) {
+            return wrong("changed", problem);
+        }
         let mut rows = CostRows::new(self.config.limits.as_ref().map_or(0, Vec::len));
         let mut queue = OutlierQueue::of(&self.config);
         if self.queues.len() != queue.levels().len() {
@@ -266,6 +278,7 @@ impl State {
             carried,
             rows,
             arrived: self.arrived,
+            changed: self.changed,
             metrics: self.metrics,
         })
     }

@@ -113,6 +113,7 @@ impl Packer {
         let costs = self.costs_of(&pieces, &lengths);
         self.count_arrived(&pieces, &costs);
         let budget = self.arrived.budget(&self.config);
+        let is_over = self.exceeds_admission(&pieces);
         let config = &self.config;
         let priced = Priced {
             lengths: &lengths,
@@ -153,6 +154,7 @@ impl Packer {
         (packing.ranks, packing.padding) = (config.shape.ranks, config.shape.padding.clone());
         self.iteration += 1;
         self.keep_rows();
+        self.update_change(is_over);
         self.record(&packing, &pieces, &costs, occasion, budget);
         packing
     }
@@ -201,7 +203,9 @@ fn filled(placed: Placed, order: &Order<'_>, min_step_tokens: i64, may_wait: boo
     if is_full_enough || !placed.placement.assignment.contains(&-1) {
         return placed;
     }
-    let mut placed = fuller(placed, order.priced, &order.by_cost(order.urgent.len()), min_step_tokens);
+    // Queues promise that a document goes before those behind it; the adaptive rule, that what is due leaves.
+    let due = if may_wait { order.urgent.len() } else { 0 };
+    let mut placed = fuller(placed, order.priced, &order.by_cost(order.urgent.len()), due, min_step_tokens);
     if may_wait {
         // Only urgent documents are carried over; all others wait in the queue.
         let mut is_urgent = vec![false; order.is_due.len()];

@@ -150,6 +150,7 @@ impl Stream {
                             to_naive(&batch, &listing, plan),
                             &pieces(&listing),
                             &tried,
+                            &[],
                             tokens.unwrap_or(0),
                             config,
                             &one_column(&batch),
@@ -195,7 +196,8 @@ impl Stream {
             listing.iter().map(|w| naive::Waiting { piece: w.piece, arrived: w.arrived, turn: w.arrived }).collect();
         let (costs, by_cost) = (one_column(batch), &batch.tried(carried)[carried.len()..]);
         let plan = naive::adaptive(&waiting, carried, due, by_cost, self.iteration, budget, &self.config, &costs);
-        let plan = naive::fuller(plan, &pieces(listing), tried, min_tokens, &self.config, &costs);
+        let urgent = [carried, due].concat();
+        let plan = naive::fuller(plan, &pieces(listing), tried, &urgent, min_tokens, &self.config, &costs);
         let mut plan = of_naive(batch, plan, listing);
         plan.leftover.retain(|i| carried.contains(i) || due.contains(i));
         plan

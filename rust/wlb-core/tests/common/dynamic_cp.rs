@@ -147,7 +147,15 @@ pub(crate) fn most_tokens(options: &DynamicCpOptions) -> i64 {
 /// Ranks of the largest group there may be.
 fn largest_group(options: &DynamicCpOptions) -> usize {
     let most = options.max_cp_size.unwrap_or(options.world_size);
-    (1..=most).rfind(|&size| options.group_sizes == GroupSizes::Any || size.is_power_of_two()).unwrap()
+    (1..=most).rfind(|&size| may_be(size, options)).unwrap()
+}
+
+/// Whether a group may have so many ranks.
+fn may_be(size: usize, options: &DynamicCpOptions) -> bool {
+    match options.group_sizes {
+        GroupSizes::PowersOfTwo => size.is_power_of_two(),
+        GroupSizes::Any => options.only_sizes.as_ref().is_none_or(|sizes| sizes.contains(&size)),
+    }
 }
 
 /// Whether the pipeline takes that many micro-batches.
@@ -185,6 +193,7 @@ pub(crate) fn is_legal(plan: &DynamicCpPlan, lengths: &[i32], options: &DynamicC
             let Group { first_rank, cp_size, .. } = plan.groups[g];
             let aligned = cp_size.is_power_of_two() && first_rank % cp_size == 0;
             assert!(aligned || options.group_sizes == GroupSizes::Any, "group {g} is misaligned");
+            assert!(may_be(cp_size as usize, options), "no group has {cp_size} ranks");
             assert!(1 <= cp_size && cp_size as usize <= options.max_cp_size.unwrap_or(options.world_size));
             for rank in first_rank..first_rank + cp_size {
                 assert_eq!(owner[rank as usize].replace(g), None, "rank {rank} is in two groups of micro-batch {j}");
@@ -486,13 +495,14 @@ fn partitions(options: &DynamicCpOptions, first: usize) -> Vec<Vec<(u32, u32)>> 
     if first == options.world_size {
         return vec![Vec::new()];
     }
-    let may_be = |&size: &usize| {
+    let may_begin = |&size: &usize| {
         let aligned = size.is_power_of_two() && first.is_multiple_of(size);
-        first + size <= options.world_size && (aligned || options.group_sizes == GroupSizes::Any)
+        let placed = aligned || options.group_sizes == GroupSizes::Any;
+        first + size <= options.world_size && placed && may_be(size, options)
     };
     let with = |size: usize| {
         let rests = partitions(options, first + size).into_iter();
         rests.map(move |rest| [vec![(first as u32, size as u32)], rest].concat())
     };
-    (1..=largest_group(options)).filter(may_be).flat_map(with).collect()
+    (1..=largest_group(options)).filter(may_begin).flat_map(with).collect()
 }

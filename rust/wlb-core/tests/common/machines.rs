@@ -70,6 +70,7 @@ pub(crate) fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
                 schedule,
                 sync,
                 max_tokens_per_rank,
+                only_sizes: None,
                 padding,
                 max_documents,
                 max_cp_size: part.map(|part: f64| 1 + (part * (world_size - 1) as f64) as usize),

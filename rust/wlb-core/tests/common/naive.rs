@@ -650,6 +650,7 @@ pub(crate) fn fuller(
     given: Plan,
     pieces: &[Piece],
     order: &[usize],
+    due: &[usize],
     min_tokens: i64,
     config: &PackerConfig,
     costs: &Costs,
@@ -677,7 +678,9 @@ pub(crate) fn fuller(
             plan.assignment[i] = j as i32;
         }
         plan.list(pieces);
-        if tokens(&plan) > tokens(&fullest) {
+        // What is due leaves, if it can.
+        let leaves = |plan: &Plan| due.iter().all(|&i| plan.assignment[i] >= 0);
+        if tokens(&plan) > tokens(&fullest) && (leaves(&plan) || !leaves(&fullest)) {
             fullest = plan;
         }
     }
@@ -866,9 +869,37 @@ impl Packer {
         let capacity = num_micro_batches as i64 * i64::from(max_tokens);
         let holds = Holds::micro_batches(&self.config);
         let of = |all: &[Waiting]| all.iter().map(|waiting| holds.size(&waiting.piece)).sum::<i64>();
+        let fit_a_step = |pieces: &[Piece]| {
+            let mut tokens = vec![0_i64; num_micro_batches];
+            for index in longest_first(&pieces.iter().map(|piece| piece.length).collect::<Vec<_>>()) {
+                *tokens.iter_mut().min().unwrap() += holds.size(&pieces[index]);
+            }
+            tokens.iter().all(|&tokens| tokens <= i64::from(max_tokens))
+        };
         let room = match self.config.release {
-            Release::Adaptive => 2 * capacity - of(&self.pending()),
-            Release::Fifo => capacity - of(&self.carried),
+            Release::Adaptive => {
+                // All that waits leaves when it is due, or nothing enters.
+                let due = |waiting: &Waiting| {
+                    self.config.max_delay.map(|delay| (waiting.arrived + delay).max(self.iteration))
+                };
+                let waiting = self.pending();
+                let at = |step: u64| waiting.iter().filter(move |waiting| due(waiting) == Some(step));
+                let mut steps = waiting.iter().filter_map(due);
+                let leaves =
+                    steps.all(|step| fit_a_step(&at(step).map(|waiting| waiting.piece).collect::<Vec<Piece>>()));
+                let late = match self.config.max_delay {
+                    None => false,
+                    Some(0) => !waiting.is_empty(),
+                    Some(_) => !self.carried.is_empty(),
+                };
+                if late || !leaves { 0 } else { 2 * capacity - of(&waiting) }
+            }
+            Release::Fifo => {
+                // With what leaves the queues in the next step.
+                let company = self.config.shape.ranks.map_or(num_micro_batches, |ranks| ranks.dp_size);
+                let full = |level: &Vec<Waiting>| of(&level[..level.len() / company * company]);
+                capacity - of(&self.carried) - self.queues.iter().map(full).sum::<i64>()
+            }
         };
         let fits = |count: &usize| {
             let mut pieces = Vec::new();
@@ -876,14 +907,8 @@ impl Packer {
                 let kept = if self.config.oversize == Oversize::Truncate { length.min(limit) } else { length };
                 pieces.extend(split(Piece { id: 0, start: 0, length: kept }, limit));
             }
-            if pieces.iter().map(|piece| holds.size(piece)).sum::<i64>() > room {
-                return false;
-            }
-            let mut tokens = vec![0_i64; num_micro_batches];
-            for index in longest_first(&pieces.iter().map(|piece| piece.length).collect::<Vec<_>>()) {
-                *tokens.iter_mut().min().unwrap() += holds.size(&pieces[index]);
-            }
-            self.config.release == Release::Fifo || tokens.iter().all(|&tokens| tokens <= i64::from(max_tokens))
+            let size = pieces.iter().map(|piece| holds.size(piece)).sum::<i64>();
+            size <= room.max(0) && (self.config.release == Release::Fifo || fit_a_step(&pieces))
         };
         let most = (0..=lengths.len()).rev().find(fits).unwrap_or(0);
         if most > 0 || lengths.is_empty() {
@@ -932,7 +957,7 @@ impl Packer {
         }
         let mut plan = if config.release == Release::Fifo || flushed {
             let plan = algorithm_1(&pieces, &order, &Holds::micro_batches(config), &costs);
-            fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config, &costs)
+            fuller(plan, &pieces, &order, &[], min_step_tokens.unwrap_or(0), config, &costs)
         } else {
             let urgent: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 < 2).collect();
             let (carried, due) = urgent.split_at(is_carried.len());
@@ -942,7 +967,7 @@ impl Packer {
             let new = (0..listing.len()).filter(is_new).map(|i| (pieces[i].length, costs.of[i]));
             budget = self.arrived.budget(&new.collect::<Vec<_>>(), config);
             let mut plan = adaptive(&listing, carried, due, &by_cost, self.iteration, budget, config, &costs);
-            plan = fuller(plan, &pieces, &order, min_step_tokens.unwrap_or(0), config, &costs);
+            plan = fuller(plan, &pieces, &order, &urgent, min_step_tokens.unwrap_or(0), config, &costs);
             plan.leftover.retain(|piece| urgent.iter().any(|&i| pieces[i] == *piece));
             let waits = |i: &usize| plan.assignment[*i] < 0 && !urgent.contains(i);
             self.queues = vec![(0..listing.len()).filter(waits).map(|i| listing[i]).collect()];

@@ -143,10 +143,12 @@ fn searched(
 ) -> Result<Vec<Best>> {
     let parts = Parts { problem, slots: Slots::new(problem) };
     let mut walks = Walks::new(&parts, options, counts, bound)?;
+    let may_have = |count: usize| counts.contains(&count);
     for start in starts {
-        let layout = Layout::of(&start.draft, &start.order, &parts);
-        let filled = layout.and_then(|layout| layout.filled(&parts, |count| counts.contains(&count)));
-        if let Some(layout) = filled.filter(|layout| counts.contains(&usize::from(layout.count))) {
+        let Some(layout) = Layout::of(&start.draft, &start.order, &parts) else { continue };
+        // Micro-batches without documents go, or get some: a schedule may be faster with as many.
+        let [fewer, as_many] = [layout.filled(&parts, may_have), layout.filled(&parts, |_| false)];
+        for layout in [fewer, as_many].into_iter().flatten().filter(|layout| may_have(layout.count.into())) {
             walks.start_at(&layout)?;
         }
     }

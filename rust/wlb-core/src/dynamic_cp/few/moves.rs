@@ -2,7 +2,7 @@
 
 use crate::dynamic_cp::cost::Load;
 use crate::dynamic_cp::options::GroupSizes;
-use crate::dynamic_cp::problem::Problem;
+use crate::dynamic_cp::problem::{Problem, at_most};
 
 use super::anneal::SAME;
 use super::draw::Draw;
@@ -423,7 +423,9 @@ impl<'a> Neighbours<'a> {
             if apart > 0 && left > 1 {
                 size = size.min(1 + self.draw.below((2 * left).div_ceil(apart + 1).min(left)));
             }
-            if parts.problem.group_sizes == GroupSizes::PowersOfTwo {
+            if let Some(sizes) = parts.problem.only() {
+                size = at_most(sizes, size);
+            } else if parts.problem.group_sizes == GroupSizes::PowersOfTwo {
                 let aligned = if first == 0 { usize::MAX } else { 1 << first.trailing_zeros() };
                 size = aligned.min(1 << size.ilog2());
             }

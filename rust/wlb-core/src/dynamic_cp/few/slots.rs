@@ -34,7 +34,8 @@ impl Slots {
         for first in 0..world_size {
             for size in 1..=largest_group.min(world_size - first) {
                 let is_aligned = size.is_power_of_two() && first.is_multiple_of(size);
-                if group_sizes == GroupSizes::Any || is_aligned {
+                let is_any = group_sizes == GroupSizes::Any && problem.is_size(size);
+                if is_any || (group_sizes == GroupSizes::PowersOfTwo && is_aligned) {
                     ids[first * (world_size + 1) + size] = Some(all.len() as u16);
                     let ranks = (u64::MAX >> (64 - size)) << first;
                     all.push(Slot { first: first as u32, size: size as u32, ranks });

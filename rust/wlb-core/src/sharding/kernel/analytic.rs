@@ -18,6 +18,12 @@ named_choices! {
         H200 = "h200",
         /// Blackwell.
         B200 = "b200",
+        /// Hopper with a seventh of the FLOP/s.
+        H20 = "h20",
+        /// Ada, without `NVLink`.
+        L40S = "l40s",
+        /// CDNA 3.
+        MI300X = "mi300x",
     }
 }
 
@@ -36,13 +42,17 @@ impl Generation {
             Self::A100 => 312e12,
             Self::H100 | Self::H200 => 989e12,
             Self::B200 => 2250e12,
+            Self::H20 => 148e12,
+            Self::L40S => 362e12,
+            Self::MI300X => 1307e12,
         }
     }
 
     fn assumption(self) -> Assumption {
         match self {
-            Self::A100 => Assumption { efficiency: [0.70, 0.60], without_multicast: 1.0 },
-            Self::H100 | Self::H200 => Assumption { efficiency: [0.64, 0.575], without_multicast: 0.8 },
+            Self::A100 | Self::L40S => Assumption { efficiency: [0.70, 0.60], without_multicast: 1.0 },
+            Self::MI300X => Assumption { efficiency: [0.40, 0.30], without_multicast: 1.0 },
+            Self::H100 | Self::H200 | Self::H20 => Assumption { efficiency: [0.64, 0.575], without_multicast: 0.8 },
             Self::B200 => Assumption { efficiency: [0.70, 0.63], without_multicast: 0.8 },
         }
     }
@@ -57,7 +67,9 @@ impl KernelModel {
     /// computes 2.5 times the FLOPs. On H100 `c` and the efficiencies follow FlashAttention-3's published rates (head
     /// width 128, 16-bit: causal forward 423, 579 and 616 TFLOP/s at 1K, 4K and 16K tokens; backward without a mask
     /// 424, 542 and 561). A100: FlashAttention-2's "50 to 73 %" of the peak forward; B200: FlashAttention-4's 71 %, and
-    /// backward below it as on H100. That multicast costs 0.8 and a call 5 us (10 us backward) is a guess.
+    /// backward below it as on H100. L40S and H20 are taken to reach the shares of A100 and H100; MI300X 0.40 and 0.30,
+    /// a guess from AMD's reports of FlashAttention-2 on composable kernels. That multicast costs 0.8 and a call 5 us
+    /// (10 us backward) is a guess.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a size, [`Error::Combination`] for query heads that key/value heads do not divide.

@@ -1,0 +1,76 @@
+"""Mixtures of experts of torchtitan count the tokens of documents, not what fills rows up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchtitan.models.common.moe import MoE
+
+from wlb._errors import error
+
+
+class RealTokens:
+    """Takes padding out of the counts by which torchtitan moves the biases of experts.
+
+    Args:
+        parts: Of the model, on this rank.
+
+    Attributes:
+        padding: bool [tokens of this rank], True where a token of the row that runs next is padding; None: none is.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.padding: Tensor | None = None
+        for mixture in (module for part in parts for module in part.modules() if isinstance(module, MoE)):
+            counts = _Counts(self)
+            mixture.router.register_forward_hook(counts.note)
+            mixture.register_forward_hook(counts.leave_out)
+
+
+class _Counts:
+    """Of one mixture."""
+
+    def __init__(self, real: RealTokens) -> None:
+        self._real = real
+        self._chosen: Tensor | None = None  # int64 [1, tokens, experts per token]
+
+    def note(self, router: Any, args: Any, output: Any) -> None:
+        """Which experts the tokens visit."""
+        self._chosen = output[1]
+
+    def leave_out(self, mixture: Any, args: Any, output: Any) -> None:
+        """The mixture has counted all tokens."""
+        padding, chosen, self._chosen = self._real.padding, self._chosen, None
+        if padding is None or chosen is None or not mixture.training:
+            return
+        with torch.no_grad():
+            count = mixture.tokens_per_expert_E
+            each = padding.to(count.dtype).repeat_interleave(chosen.shape[-1])
+            count.sub_(torch.zeros_like(count).scatter_add_(0, chosen.reshape(-1).long(), each))
+
+
+def check_experts(config: Any) -> None:
+    """Refuses experts whose counts padding cannot be taken out of.
+
+    Raises:
+        wlb.WlbError: Their biases move by counts of tokens that lie on tensor-parallel ranks, or in pipeline stages,
+            where nobody says which micro-batch runs.
+    """
+    parallelism = config.parallelism
+    for index, layer in enumerate(config.model_spec.model.layers):
+        coefficient = getattr(getattr(layer, "moe", None), "load_balance_coeff", None)
+        if coefficient is None:
+            continue
+        for name, size in (
+            ("tensor_parallel_degree", parallelism.tensor_parallel_degree),
+            ("pipeline_parallel_degree", parallelism.pipeline_parallel_degree),
+        ):
+            if size > 1:
+                message = (
+                    f"has experts with load_balance_coeff = {coefficient}, and {name} = {size}: what fills rows up "
+                    "would be counted as visits of experts; make load_balance_coeff None, or the degree 1"
+                )
+                raise error("model_spec", message, index=index, value=coefficient)
