@@ -80,7 +80,7 @@ impl Layout {
                 let inside = &draft.documents[start..end as usize];
                 let documents = inside.iter().fold(0, |set, &document| set | 1 << document);
                 if documents != 0 {
-                    let slot = parts.slots.from_to(first_rank, first_rank + cp_size)?;
+                    let slot = parts.slots.between(first_rank, first_rank + cp_size)?;
                     layout.add(parts, place, slot, documents)?;
                 }
             }

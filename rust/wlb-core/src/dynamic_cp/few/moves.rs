@@ -268,7 +268,7 @@ impl<'a> Neighbours<'a> {
                 let (a, b) = self.beside(from)?;
                 let [first, second] = [a, b].map(|at| from.teams()[at]);
                 let end = parts.slots.get(second.slot).end();
-                let slot = parts.slots.from_to(parts.slots.get(first.slot).first, end)?;
+                let slot = parts.slots.between(parts.slots.get(first.slot).first, end)?;
                 next.put(parts, a, slot, first.documents | second.documents)?;
                 next.teams_mut()[b].documents = 0;
                 next.drop_empty(b);
@@ -319,7 +319,7 @@ impl<'a> Neighbours<'a> {
             return None;
         }
         let cut = slot.first + self.cut(slot.size);
-        let (first, second) = (self.parts.slots.from_to(slot.first, cut)?, self.parts.slots.from_to(cut, slot.end())?);
+        let (first, second) = (self.parts.slots.between(slot.first, cut)?, self.parts.slots.between(cut, slot.end())?);
         Some(if self.draw.one_in(2) { (first, second) } else { (second, first) })
     }
 
@@ -354,7 +354,7 @@ impl<'a> Neighbours<'a> {
         if cut <= start || cut >= end {
             return None;
         }
-        let (left, right) = (slots.from_to(start, cut)?, slots.from_to(cut, end)?);
+        let (left, right) = (slots.between(start, cut)?, slots.between(cut, end)?);
         let swap = self.draw.one_in(2);
         let (left, right) = if swap { (right, left) } else { (left, right) };
         next.put(self.parts, a, left, first.documents)?;
@@ -394,7 +394,7 @@ impl<'a> Neighbours<'a> {
             let start = slot.first.wrapping_add(shift);
             next.teams_mut()[at].micro_batch = to;
             if shift != 0 {
-                next.put(self.parts, at, slots.from_to(start, start + slot.size)?, team.documents)?;
+                next.put(self.parts, at, slots.between(start, start + slot.size)?, team.documents)?;
             }
         }
         if !moved {
@@ -429,7 +429,7 @@ impl<'a> Neighbours<'a> {
                 let aligned = if first == 0 { usize::MAX } else { 1 << first.trailing_zeros() };
                 size = aligned.min(1 << size.ilog2());
             }
-            groups[len].0 = parts.slots.from_to(first as u32, (first + size) as u32)?;
+            groups[len].0 = parts.slots.between(first as u32, (first + size) as u32)?;
             len += 1;
             first += size;
         }

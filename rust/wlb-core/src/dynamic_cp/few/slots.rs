@@ -58,7 +58,7 @@ impl Slots {
 
     /// The slot from one rank on up to another, if there is one.
     #[inline]
-    pub(super) fn from_to(&self, first: u32, end: u32) -> Option<u16> {
+    pub(super) fn between(&self, first: u32, end: u32) -> Option<u16> {
         let size = end.checked_sub(first)? as usize;
         self.ids.get(first as usize * (self.world_size + 1) + size).copied().flatten()
     }
