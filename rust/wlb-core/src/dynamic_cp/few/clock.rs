@@ -21,6 +21,8 @@ struct Step {
     part: f64,
     /// Whether it waits for what another stage sends.
     waits: bool,
+    /// Nobody waits for the gradient of weights.
+    is_waited_for: bool,
 }
 
 /// The ops of a step of so many micro-batches.
@@ -94,7 +96,8 @@ impl<'a> Clock<'a> {
                 forward.part += part;
                 continue;
             }
-            steps.push(Step { micro_batch: op.micro_batch as u16, stage: stage as u16, part, waits });
+            let is_waited_for = op.kind != Kind::WeightGradient;
+            steps.push(Step { micro_batch: op.micro_batch as u16, stage: stage as u16, part, waits, is_waited_for });
         }
         self.programs.push(Program { count, steps, price: price(self.options, count, 1.0) });
         Ok(())
@@ -170,9 +173,9 @@ impl<'a> Clock<'a> {
                     start = if arrival > start { arrival } else { start };
                 }
                 let ended = start + span.seconds * step.part;
-                for at in first..end {
-                    clocks[at] = ended;
-                    done[at] = ended;
+                clocks[first..end].fill(ended);
+                if step.is_waited_for {
+                    done[first..end].fill(ended);
                 }
             }
         }
