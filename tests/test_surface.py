@@ -181,6 +181,8 @@ METHODS_WITHOUT_EXAMPLES = {
     "CostModel.attention_cost",  # as `cost`
     "CostModel.from_json",  # in `to_json`
     "CostModel.linear_cost",  # as `cost`
+    "ForestPlan.digest",
+    "ForestShard.digest",
     "KernelModel.from_profile",  # as `CostModel.from_profile`
     "Packer.copy",
     "Packer.drain",  # in `flush`
@@ -188,6 +190,7 @@ METHODS_WITHOUT_EXAMPLES = {
     "Packer.from_state_dict",  # in `state_dict`
     "Packer.metrics",
     "Packing.digest",
+    "PrefixForest.digest",
     "Shard.digest",
 }
 

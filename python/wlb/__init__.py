@@ -1,9 +1,9 @@
 """wlb: balanced work for the GPUs of a long-context training run.
 
 Documents have unequal lengths and attention is quadratic, so micro-batches of equal token count have unequal work, and
-everyone waits for the slowest. wlb packs documents into micro-batches of equal *work* (:func:`pack`), may hold some for
-a few steps where that makes steps more even (:class:`Packer`), and shards every document over context-parallel ranks
-without padding (:func:`shard`).
+everyone waits for the slowest. wlb packs documents into micro-batches of equal *work* (`pack`), may hold some for
+a few steps where that makes steps more even (`Packer`), and shards every document over context-parallel ranks
+without padding (`shard`).
 
     cost = wlb.CostModel.from_flops(hidden_size=4096, ffn_hidden_size=11008, num_layers=32, num_heads=32,
                                     vocab_size=32000, attention_efficiency=0.55)
@@ -20,10 +20,15 @@ from wlb._core import (
     BUILD_PROFILE,
     BacklogWarning,
     CostModel,
+    ForestMicroBatch,
+    ForestPlan,
+    ForestRankShard,
+    ForestShard,
     KernelModel,
     MicroBatch,
     Packer,
     Packing,
+    PrefixForest,
     RankShard,
     Shard,
     StateError,
@@ -32,9 +37,11 @@ from wlb._core import (
     batch_offsets,
     order_micro_batches,
     pack,
+    pack_forest,
     pairs,
     plan_dynamic_cp,
     shard,
+    shard_forest,
     simulate_pipeline,
     simulate_steps,
     split_documents,
@@ -67,6 +74,10 @@ __all__ = [
     "CpGroup",
     "DynamicCpPlan",
     "DynamicMicroBatch",
+    "ForestMicroBatch",
+    "ForestPlan",
+    "ForestRankShard",
+    "ForestShard",
     "KernelModel",
     "MicroBatch",
     "ModelConfig",
@@ -75,6 +86,7 @@ __all__ = [
     "Packing",
     "PipelineSteps",
     "PipelineTimeline",
+    "PrefixForest",
     "RankShard",
     "Shard",
     "StateError",
@@ -85,9 +97,11 @@ __all__ = [
     "batch_offsets",
     "order_micro_batches",
     "pack",
+    "pack_forest",
     "pairs",
     "plan_dynamic_cp",
     "shard",
+    "shard_forest",
     "simulate_pipeline",
     "simulate_steps",
     "split_documents",

@@ -1,6 +1,6 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, final, overload
+from typing import Any, Literal, TypeAlias, TypeVar, final, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -51,10 +51,15 @@ __all__ = [
     "UNITS",
     "BacklogWarning",
     "CostModel",
+    "ForestMicroBatch",
+    "ForestPlan",
+    "ForestRankShard",
+    "ForestShard",
     "KernelModel",
     "MicroBatch",
     "Packer",
     "Packing",
+    "PrefixForest",
     "RankShard",
     "Shard",
     "StateError",
@@ -63,15 +68,20 @@ __all__ = [
     "batch_offsets",
     "dynamic_cp_seconds",
     "hand_down",
+    "keys_plan",
     "most_tokens",
+    "moves_plan",
     "order_micro_batches",
     "pack",
+    "pack_forest",
     "padded_tokens",
     "pairs",
     "pass_weights",
     "plan_dynamic_cp",
     "result",
+    "ring_plan",
     "shard",
+    "shard_forest",
     "simulate_pipeline",
     "simulate_steps",
     "split_documents",
@@ -135,7 +145,7 @@ class CostModel:
     Attention is quadratic in a document's length, everything else (GEMMs, collectives, element-wise work) linear.
     Layers of windowed or chunked attention have pairs of their own, closed forms of the length and exact. Costs must
     come from the user's model and GPU: a wrong cost model costs a hundred times more balance than a greedy packing
-    does. Build one from rates, :meth:`from_flops`, :meth:`from_tables` or :meth:`from_profile`. Immutable; picklable;
+    does. Build one from rates, ``from_flops``, ``from_tables`` or ``from_profile``. Immutable; picklable;
     equal models compare equal.
 
     Args:
@@ -149,7 +159,7 @@ class CostModel:
         document: cost of every document, whatever its length.
         micro_batch: cost of every micro-batch, whatever is in it: also of an empty one, since it is run.
         unit: what one unit of these is, "seconds" or "flops"; None where nobody says. What adds seconds to costs
-            (:func:`plan_dynamic_cp`) refuses "flops".
+            (``plan_dynamic_cp``) refuses "flops".
 
     Raises:
         WlbError: a rate is negative or not finite, or no document costs anything; a window or chunk below 1, or without
@@ -278,9 +288,9 @@ class CostModel:
             array([10055., 20210.])
         """
     def attention_cost(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """The part of :meth:`cost` that grows with the pairs, of all kinds. float64[n]."""
+        """The part of ``cost`` that grows with the pairs, of all kinds. float64[n]."""
     def linear_cost(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """The part of :meth:`cost` that grows with the tokens. float64[n]."""
+        """The part of ``cost`` that grows with the tokens. float64[n]."""
     @property
     def causal(self) -> bool:
         """Whether pairs are counted under a causal mask."""
@@ -324,7 +334,7 @@ class CostModel:
                 all.
             causal: mask.
             ranks: int[micro-batches], how many context-parallel ranks shared each, where that differs (Dynamic-CP):
-                pairs and tokens are divided by it, as in :func:`plan_dynamic_cp`. Default 1: rates are then those of
+                pairs and tokens are divided by it, as in ``plan_dynamic_cp``. Default 1: rates are then those of
                 the ranks that share one together.
 
         Returns:
@@ -346,7 +356,7 @@ class CostModel:
             (1.0, 1.0)
         """
     def to_json(self) -> str:
-        """The model as a JSON text, for a file: :meth:`from_json` reads it, and so does ``--cost-model`` of the ``wlb``
+        """The model as a JSON text, for a file: ``from_json`` reads it, and so does ``--cost-model`` of the ``wlb``
         command.
 
         Examples:
@@ -356,7 +366,7 @@ class CostModel:
         """
     @staticmethod
     def from_json(text: str) -> CostModel:
-        """The model that :meth:`to_json` wrote.
+        """The model that ``to_json`` wrote.
 
         Raises:
             WlbError: the text is none; says where.
@@ -389,6 +399,417 @@ class MicroBatch:
     def __len__(self) -> int: ...
 
 @final
+class PrefixForest:
+    """Which tokens samples share: plain data that can be printed, compared, pickled and sent.
+
+    Nodes are runs of tokens; a sample is the path from a root to the end of its node, and the node may have children.
+    Samples share tokens only from their beginning on, so that a shared token has the same position and sees the same
+    tokens before it in all of them. Every array is a fresh copy.
+
+    Example:
+        >>> import wlb
+        >>> forest = wlb.PrefixForest.from_prompts([100], 3, [30, 20, 10])
+        >>> forest
+        PrefixForest(samples=3, nodes=4, unique_tokens=160, raw_tokens=360)
+    """
+    @staticmethod
+    def from_tokens(
+        tokens: ArrayLike, offsets: ArrayLike, groups: ArrayLike | None = None, key: ArrayLike | None = None
+    ) -> PrefixForest:
+        """The forest of samples whose tokens are here.
+
+        Args:
+            tokens: int[R], of all samples, one behind the other; int32 and int64 arrays are read where they lie. Of an
+                Arrow list array: its ``values``.
+            offsets: int[n + 1], where each sample begins, then ``R``. Of an Arrow list array: its ``offsets``.
+            groups: int[n]: only samples with the same number can share (one prompt's rollouts).
+            key: int[n], likewise, for what else a model reads beside tokens and positions: an image's hash, an adapter.
+
+        Returns:
+            PrefixForest: nodes depth-first, siblings by their first sample.
+
+        Raises:
+            WlbError: offsets that do not fit the tokens, a sample without tokens, another number of groups or keys.
+
+        O(R + n log n) at worst: shared tokens are compared once, or twice, and the rest of a sample is not read. No
+        copy.
+
+        Example:
+            >>> import wlb
+            >>> forest = wlb.PrefixForest.from_tokens([7, 8, 1, 7, 8, 2, 2, 7, 8], [0, 3, 7, 9])
+            >>> forest.parents, forest.lengths, forest.ends
+            (array([-1,  0,  0], dtype=int32), array([2, 1, 2], dtype=int32), array([1, 2, 0], dtype=int32))
+        """
+    @staticmethod
+    def from_prompts(
+        prompt_lengths: ArrayLike, samples_per_prompt: int | ArrayLike, completion_lengths: ArrayLike
+    ) -> PrefixForest:
+        """A forest whose structure is known: each prompt, and the completions that were sampled for it. No tokens are
+        read.
+
+        Args:
+            prompt_lengths: int[p], tokens of each prompt.
+            samples_per_prompt: completions of each prompt, one number or int[p]; at least 1.
+            completion_lengths: int[n], tokens of each completion, those of the first prompt first. 0 is legal: such a
+                sample is its prompt.
+
+        Raises:
+            WlbError: a length out of range, numbers that do not fit.
+
+        O(n log n).
+
+        Example:
+            >>> import wlb
+            >>> forest = wlb.PrefixForest.from_prompts([100, 50], [2, 1], [30, 20, 10])
+            >>> forest.parents, forest.lengths
+            (array([-1,  0,  0, -1], dtype=int32), array([100,  30,  20,  60], dtype=int32))
+        """
+    @staticmethod
+    def from_parents(parents: ArrayLike, lengths: ArrayLike, ends: ArrayLike) -> PrefixForest:
+        """A forest from its nodes.
+
+        Args:
+            parents: int[m], node that each node continues, in any order; -1 for a root.
+            lengths: int[m], tokens of each node.
+            ends: int[n], node of each sample's last token.
+
+        Raises:
+            WlbError: a parent or end that is no node, parents in a circle, a node under which no sample ends.
+
+        O(m log m).
+
+        Example:
+            >>> import wlb
+            >>> wlb.PrefixForest.from_parents([-1, 0, 0], [100, 30, 20], [1, 2]).sample_lengths
+            array([130, 120], dtype=int32)
+        """
+    def check_tokens(self, tokens: ArrayLike, offsets: ArrayLike) -> None:
+        """Checks that tokens are what the forest says: samples of its lengths, equal where they share a node.
+
+        Args:
+            tokens, offsets: as for ``from_tokens``.
+
+        Raises:
+            WlbError: another number of samples, a sample of another length, or the first token in which a sample
+                differs from the one that it shares it with: which samples, and at which token.
+
+        O(R).
+
+        Example:
+            >>> import wlb
+            >>> forest = wlb.PrefixForest.from_prompts([2], 2, [1, 1])
+            >>> forest.check_tokens([7, 8, 1, 7, 8, 2], [0, 3, 6])  # or an error that names the token
+        """
+    @property
+    def num_samples(self) -> int:
+        """Number of samples, ``n``."""
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, ``m``."""
+    @property
+    def unique_tokens(self) -> int:
+        """Tokens of all nodes: what is computed, where one micro-batch holds all."""
+    @property
+    def raw_tokens(self) -> int:
+        """Tokens of all samples: what is computed without sharing."""
+    @property
+    def parents(self) -> NDArray[np.int32]:
+        """int32[m]: node that each node continues, -1 for a root."""
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """int32[m]: tokens of each node."""
+    @property
+    def starts(self) -> NDArray[np.int32]:
+        """int32[m]: tokens before each node on its path; the position of its first token."""
+    @property
+    def ends(self) -> NDArray[np.int32]:
+        """int32[n]: node of each sample's last token."""
+    @property
+    def sample_lengths(self) -> NDArray[np.int32]:
+        """int32[n]: tokens of each sample."""
+    def digest(self) -> str:
+        """Hex hash of the forest: equal on two ranks iff their forests are. O(m + n)."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+@final
+class ForestPlan:
+    """The micro-batches of a forest: plain data that can be printed, compared, pickled and sent.
+
+    Every array is a fresh copy that the caller may keep or change.
+    """
+    @property
+    def forest(self) -> PrefixForest:
+        """The forest whose samples these are."""
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches, ``M``; also ``len()``."""
+    @property
+    def max_tokens(self) -> int:
+        """Most unique tokens that a micro-batch was allowed."""
+    @property
+    def micro_batches(self) -> tuple[ForestMicroBatch, ...]:
+        """The micro-batches, a tuple of ``ForestMicroBatch``."""
+    @property
+    def unique_tokens(self) -> int:
+        """Unique tokens of all micro-batches: those of the forest, and those that are computed in several."""
+    @property
+    def raw_tokens(self) -> int:
+        """Tokens of all samples: what is computed without sharing."""
+    @property
+    def costs(self) -> NDArray[np.float64]:
+        """float64[M]: cost of each micro-batch, in the cost model's unit."""
+    @property
+    def step_cost(self) -> float:
+        """Time of the step where ranks meet: the heaviest rank under "step", the heaviest micro-batch of each round, in
+        all, under "micro_batch", the heaviest micro-batch without ranks.
+        """
+    @property
+    def imbalance(self) -> float:
+        """``step_cost`` over what it is if all that is computed were equal on those that wait for one another."""
+    @property
+    def lower_bound(self) -> float:
+        """No plan of these samples into as many micro-batches has a smaller ``step_cost``: an equal share of all nodes,
+        and of what ``max_tokens`` and ``max_documents`` force to be computed twice; the heaviest sample; the heaviest
+        group.
+        """
+    @property
+    def dp_size(self) -> int | None:
+        """Data-parallel ranks that it was made for; None where it may be dealt to any."""
+    @property
+    def sync(self) -> Sync | None:
+        """Where these ranks wait for each other, "step" or "micro_batch"; None without ranks."""
+    def digest(self) -> str:
+        """Hex hash of where every token goes: equal on two ranks iff their plans are. Where nothing is shared it is that
+        of ``pack``'s plan. O(samples and nodes).
+        """
+    def deal(self, dp_size: int) -> NDArray[np.int64]:
+        """Deals the micro-batches to data-parallel ranks: equal counts, balanced costs, in schedule order.
+
+        Returns:
+            int64[dp_size, M / dp_size]: micro-batch indices of each rank. A plan that was made for ranks is dealt as it
+            was made.
+
+        Raises:
+            WlbError: ``dp_size`` does not divide the number of micro-batches, or is not what the plan was made for.
+
+        Example:
+            >>> import wlb
+            >>> forest = wlb.PrefixForest.from_prompts([100, 100], 2, [30, 20, 40, 10])
+            >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+            >>> wlb.pack_forest(forest, num_micro_batches=2, max_tokens=200, cost_model=cost).deal(2)
+            array([[0],
+                   [1]])
+        """
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> ForestMicroBatch: ...
+    def __iter__(self) -> Iterator[ForestMicroBatch]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+@final
+class ForestMicroBatch:
+    """The samples of one micro-batch of a forest."""
+    @property
+    def sample_ids(self) -> NDArray[np.int64]:
+        """int64[k]: the samples, ascending."""
+    @property
+    def nodes(self) -> NDArray[np.int64]:
+        """int64[m]: nodes of the plan's forest that these samples have, in the order in which they lie in memory:
+        depth-first, of siblings the longest first, so that it continues its parent.
+        """
+    @property
+    def forest(self) -> PrefixForest:
+        """The forest of these samples alone: its nodes are ``nodes``, its samples ``sample_ids``, in their orders."""
+    @property
+    def unique_tokens(self) -> int:
+        """Tokens of the nodes: what the micro-batch computes."""
+    @property
+    def raw_tokens(self) -> int:
+        """Tokens of the samples."""
+    @property
+    def padded_tokens(self) -> int:
+        """Unique tokens when it runs, padded as ``multiple_of_tokens`` asks."""
+    @property
+    def cost(self) -> float:
+        """Cost of the micro-batch, in the cost model's unit."""
+    def __len__(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+def pack_forest(
+    forest: PrefixForest,
+    *,
+    num_micro_batches: int | None,
+    max_tokens: int,
+    cost_model: CostModel,
+    dp_size: int | None = None,
+    sync: Sync | None = None,
+    groups: ArrayLike | None = None,
+    equal_documents: bool = False,
+    max_documents: int | None = None,
+    multiple_of_tokens: int = 1,
+) -> ForestPlan:
+    """Packs the samples of a forest into micro-batches, in each of which a shared token is computed once.
+
+    A node of ``n`` tokens at depth ``p`` costs ``c(p + n) - c(p)``, where ``c`` is the cost model without its
+    constants: exact for causal pairs, windows and chunks, and for measured tables the definition. The constant of a
+    document counts once a sample, that of a micro-batch once. Where a tree is cut between micro-batches, its trunk is
+    computed in both: it is cut where that costs less than the imbalance that it saves, or where ``max_tokens`` asks for
+    it.
+
+    Args:
+        forest: the samples.
+        num_micro_batches: micro-batches of all ranks. None: as few as were found to hold the samples, and with
+            ``dp_size`` up to two more of each rank where each makes the step 1 % shorter.
+        max_tokens: most unique tokens of a micro-batch; a memory bound.
+        cost_model: what tokens cost; one of causal attention.
+        dp_size: data-parallel ranks that the plan is made for; ``plan.deal(dp_size)`` gives every rank's micro-batches,
+            which stand rank by rank in the plan. None: micro-batches are made equal.
+        sync: where these ranks wait for each other, "step" (the default) or "micro_batch", as for ``pack``.
+        groups: int[n], with ``dp_size``: samples with the same number stay on one rank.
+        equal_documents: with ``dp_size``, every rank has as many samples; they differ by one where ``dp_size`` does not
+            divide them. Groups whose sizes cannot be dealt so are refused.
+        max_documents: most samples of a micro-batch.
+        multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens, and ``max_tokens`` counts the
+            padding.
+
+    Returns:
+        ForestPlan. The same input gives the same plan, byte for byte, on every rank and machine. Where nothing is
+        shared it is the plan of ``pack``, with the same digest.
+
+    Raises:
+        WlbError: a sample over ``max_tokens``, a cost model with ``causal=False``, groups of another number, what needs
+            ``dp_size`` without it, samples that do not fit into the micro-batches.
+
+    O(n log n), O(micro-batches) for each tree or part of one, and a bounded number of exchanges. Releases the GIL from
+    1,024 samples on.
+
+    Example:
+        >>> import wlb
+        >>> forest = wlb.PrefixForest.from_prompts([100, 100], 2, [30, 20, 40, 10])
+        >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
+        >>> plan = wlb.pack_forest(forest, num_micro_batches=2, max_tokens=200, cost_model=cost)
+        >>> [batch.sample_ids.tolist() for batch in plan.micro_batches]
+        [[2, 3], [0, 1]]
+        >>> plan.unique_tokens, forest.raw_tokens
+        (300, 500)
+    """
+
+def shard_forest(micro_batch: ForestMicroBatch | PrefixForest, *, cp_size: int) -> ForestShard:
+    """Cuts a micro-batch of a forest for the ranks of a context-parallel group, without padding.
+
+    Long nodes are cut as documents are, into ``2 * cp_size`` chunks of which each rank has two whose pairs are level;
+    what is left over goes to ranks in turn. Short ones lie whole on one rank. Of all lengths from which on nodes are
+    cut it takes the one that moves fewest keys with ranks within 1 % of their mean pairs; if none is, the most level.
+
+    Args:
+        micro_batch: of a ``ForestPlan``; or a ``PrefixForest``, all of its samples.
+        cp_size: ranks of the group.
+
+    Returns:
+        ForestShard. Ranks differ by at most one token. The same input gives the same shard on every rank.
+
+    Raises:
+        WlbError: ``cp_size`` out of range, or more than 2^31 - 1 unique tokens.
+
+    O(m (log m + cp_size)) for ``m`` nodes, for each of at most 66 attempts.
+
+    Example:
+        >>> import wlb
+        >>> shard = wlb.shard_forest(wlb.PrefixForest.from_prompts([8], 2, [4, 4]), cp_size=2)
+        >>> shard.tokens_per_rank, shard.pairs_per_rank
+        (array([8, 8]), array([60, 60]))
+    """
+
+@final
+class ForestShard:
+    """Which tokens of a forest lie on which rank: plain data.
+
+    Nodes lie in memory depth-first, of siblings the longest first; a token's place there is its packed place.
+    """
+    @property
+    def forest(self) -> PrefixForest:
+        """The forest, its nodes in the order in which they lie in memory."""
+    @property
+    def cp_size(self) -> int:
+        """Ranks of the group."""
+    @property
+    def num_tokens(self) -> int:
+        """Unique tokens of all ranks."""
+    @property
+    def tokens_per_rank(self) -> NDArray[np.int64]:
+        """int64[cp_size]: tokens of each rank."""
+    @property
+    def pairs_per_rank(self) -> NDArray[np.int64]:
+        """int64[cp_size]: (query, key) pairs of each rank."""
+    @property
+    def keys_moved(self) -> NDArray[np.int64]:
+        """int64[cp_size]: keys that each rank's queries see and other ranks hold, each once."""
+    @property
+    def restore_indices(self) -> NDArray[np.int32]:
+        """int32[num_tokens]: ``rank_major[restore_indices] == packed``, where ``rank_major`` has the ranks' tokens one
+        behind the other.
+        """
+    def rank(self, rank: int) -> ForestRankShard:
+        """The arrays of one rank.
+
+        Raises:
+            WlbError: a rank that does not exist.
+
+        Example:
+            >>> import wlb
+            >>> forest = wlb.PrefixForest.from_prompts([8], 2, [4, 4])
+            >>> wlb.shard_forest(forest, cp_size=2).rank(0).token_indices
+            array([ 0,  1,  6,  7,  8,  9, 10, 11], dtype=int32)
+        """
+    def digest(self) -> str:
+        """Hex hash of which token lies where: equal on two ranks iff their shards are. O(segments)."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+@final
+class ForestRankShard:
+    """What one rank has of a forest: runs of tokens (segments), each in one node, and the keys that each sees.
+
+    Segment ``i`` has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1`` of the rank. Its keys are those
+    packed places ``key_starts[j]`` to ``key_ends[j] - 1`` with ``cu_intervals[i] <= j < cu_intervals[i + 1]``, one
+    interval behind the other: the last query sees all of them, each query before it one less (a causal mask, aligned at
+    the end).
+    """
+    @property
+    def token_indices(self) -> NDArray[np.int32]:
+        """int32[t]: packed place of each of the rank's tokens, ascending."""
+    @property
+    def position_ids(self) -> NDArray[np.int32]:
+        """int32[t]: position of each token: how many are before it on its path."""
+    @property
+    def nodes(self) -> NDArray[np.int32]:
+        """int32[s]: node of each segment, as the shard's forest has them."""
+    @property
+    def starts(self) -> NDArray[np.int32]:
+        """int32[s]: where in its node each segment begins."""
+    @property
+    def cu_seqlens_q(self) -> NDArray[np.int32]:
+        """int32[s + 1]: where each segment begins among the rank's tokens, then their number."""
+    @property
+    def cu_seqlens_k(self) -> NDArray[np.int64]:
+        """int64[s + 1]: the same for keys, where those of all segments are copied one behind the other."""
+    @property
+    def cu_intervals(self) -> NDArray[np.int32]:
+        """int32[s + 1]: where the intervals of each segment begin, then their number ``k``."""
+    @property
+    def key_starts(self) -> NDArray[np.int32]:
+        """int32[k]: packed place of the first key of each interval."""
+    @property
+    def key_ends(self) -> NDArray[np.int32]:
+        """int32[k]: packed place behind the last key of each interval."""
+
+@final
 class Packing:
     """The micro-batches of one global batch: plain data that can be printed, compared, pickled and sent.
 
@@ -410,7 +831,7 @@ class Packing:
         Args:
             lengths: int[n], tokens.
             assignment: int[n], micro-batch of each document; -1 leaves it over.
-            num_micro_batches, max_tokens, cost_model, costs, limits: as in :func:`pack`.
+            num_micro_batches, max_tokens, cost_model, costs, limits: as in ``pack``.
 
         Raises:
             WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
@@ -425,7 +846,7 @@ class Packing:
         """
     @property
     def method(self) -> str:
-        """How it was made: a method of :func:`pack`, or "assignment"."""
+        """How it was made: a method of ``pack``, or "assignment"."""
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches, ``M``; also ``len()``."""
@@ -437,11 +858,11 @@ class Packing:
         """Tokens of all micro-batches."""
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
-        """The micro-batches, a tuple of :class:`MicroBatch`. An empty one is legal."""
+        """The micro-batches, a tuple of ``MicroBatch``. An empty one is legal."""
     @property
     def assignment(self) -> NDArray[np.int32]:
         """int32[n]: micro-batch of each document passed in, -1 if it does not lie whole in one (left over, waiting, or
-        split). Empty for what :meth:`Packer.flush` returns.
+        split). Empty for what ``Packer.flush`` returns.
         """
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -464,8 +885,8 @@ class Packing:
         """
     @property
     def leftover(self) -> NDArray[np.int64]:
-        """int64[l]: ids of the documents that did not fit, in the order they were tried; empty for :func:`pack` unless its
-        ``leftover`` is "return". A :class:`Packer` carries them over to the next iteration.
+        """int64[l]: ids of the documents that did not fit, in the order they were tried; empty for ``pack`` unless its
+        ``leftover`` is "return". A ``Packer`` carries them over to the next iteration.
         """
     @property
     def leftover_starts(self) -> NDArray[np.int32]:
@@ -487,7 +908,7 @@ class Packing:
     @property
     def rank_imbalance(self) -> float:
         """How much longer a step takes than on equal ranks. Under "step" it takes the sum of the heaviest rank, under
-        "micro_batch" that of the heaviest micro-batch of each round. Without ranks it is the :attr:`imbalance`.
+        "micro_batch" that of the heaviest micro-batch of each round. Without ranks it is the ``imbalance``.
         """
     @property
     def lower_bound(self) -> float:
@@ -578,7 +999,7 @@ def pack(
         global_batches: with "fixed_length", the number of global batches in ``lengths``. They are packed together into
             ``global_batches * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
         multiple_of: with ``num_micro_batches=None``, what their number is a multiple of: the data-parallel ranks,
-            so that :meth:`Packing.deal` gives all of them as many.
+            so that ``Packing.deal`` gives all of them as many.
         dp_size: data-parallel ranks that the plan is made for: documents are exchanged between ranks, not only
             micro-batches dealt, and ``packing.deal(dp_size)`` gives every rank's. All ranks have as many
             micro-batches; they stand rank by rank in the packing. With "var_length" or "refined"; ``costs`` of one
@@ -595,7 +1016,7 @@ def pack(
             has the sizes; who makes the batches pads them.
         token_buckets: int[b], ascending: the only sizes that micro-batches run with, for steps compiled or captured
             once for each; padded up to the next, ``max_tokens`` as above.
-        leftover: what happens if documents do not fit: "error", or "return", and :attr:`Packing.leftover` lists
+        leftover: what happens if documents do not fit: "error", or "return", and ``Packing.leftover`` lists
             them: they are in no micro-batch, and will not be trained unless the caller sees to it.
 
     Returns:
@@ -649,26 +1070,26 @@ class Packer:
         limits: float64[cost_columns], most that a micro-batch may have in each column, infinite for no limit. A
             column with a limit is memory and takes no time.
         outlier_thresholds: int[q], tokens, ascending: lengths at which the levels of the queue begin.
-            :func:`tune_outlier_thresholds` finds them. ``None``, the default, is the adaptive rule; ``()``
+            ``tune_outlier_thresholds`` finds them. ``None``, the default, is the adaptive rule; ``()``
             holds nothing back.
         release: "adaptive" or "fifo". It follows from ``outlier_thresholds``, so it is needed only for "fifo"
             without thresholds, which holds nothing back.
         delay_price: price of waiting, for the adaptive rule: how much shorter a step must become, relative to
             an even step, to be worth one step of waiting for one context per micro-batch. The default is 0.03
             (3 %). A second step of waiting costs twice as much. A higher price means shorter waits.
-            :func:`tune_delay_price` finds the price for a mean wait that you accept.
+            ``tune_delay_price`` finds the price for a mean wait that you accept.
         max_delay: most steps that a document waits. ``None`` is 16 with the adaptive rule, and no limit with
-            queues. :meth:`bounds` says what keeps it.
+            queues. ``bounds`` says what keeps it.
         max_document_tokens: longest document: the context window. At most ``max_tokens``, which is the default.
         oversize: what happens to longer documents: "error", "split" into several documents, or "truncate".
         method: "var_length", or "refined": the same documents with further exchanges, never a heavier
             micro-batch, mostly in twice the time. It helps where ``max_tokens`` leaves little room.
-        dp_size: data-parallel ranks to plan every step for, as :func:`pack` does. It divides
+        dp_size: data-parallel ranks to plan every step for, as ``pack`` does. It divides
             ``num_micro_batches``; ``packing.deal(dp_size)`` gives each rank its micro-batches.
         sync: where these ranks wait for each other: "step" (default; once a step, as DDP does) or "micro_batch"
             (in every micro-batch, as FSDP does). With "step" fewer documents wait, because the other
             micro-batches of a rank make up for a heavy one.
-        max_documents: most documents of a micro-batch. In :attr:`room` and :meth:`bounds` each document then
+        max_documents: most documents of a micro-batch. In ``room`` and ``bounds`` each document then
             counts for at least ``max_tokens / max_documents`` tokens.
         multiple_of_tokens: micro-batches are padded to a multiple of this number, and ``max_tokens`` counts the
             padding. ``packing.padded_tokens`` has the sizes; ``wlb.torch.collate(multiple_of_tokens=)`` adds
@@ -681,8 +1102,8 @@ class Packer:
             steps that exceed the bound for them. ``None``: no bound.
         tokens_per_batch: tokens of a mean global batch, the unit of ``max_step_cost``; default
             ``num_micro_batches * max_document_tokens``. Samplers and streams read so many tokens for a step.
-        on_backlog: what happens when a push brings more than the packer :meth:`admits` and more waits than
-            :meth:`bounds` allows: "warn" once with a :class:`BacklogWarning`, or "error", which changes
+        on_backlog: what happens when a push brings more than the packer ``admits`` and more waits than
+            ``bounds`` allows: "warn" once with a ``BacklogWarning``, or "error", which changes
             nothing.
 
     Raises:
@@ -725,11 +1146,11 @@ class Packer:
     ) -> Packer: ...
     @staticmethod
     def from_state_dict(state: dict[str, Any], on_backlog: OnBacklog = "warn") -> Packer:
-        """Makes the packer that :meth:`state_dict` saved, with its configuration.
+        """Makes the packer that ``state_dict`` saved, with its configuration.
 
         Args:
-            state: what :meth:`state_dict` returned, also after a round trip through JSON.
-            on_backlog: as for :class:`Packer`; it is in no state.
+            state: what ``state_dict`` returned, also after a round trip through JSON.
+            on_backlog: as for ``Packer``; it is in no state.
 
         Raises:
             StateError: the state is corrupt, truncated, of another version, or not a packer's.
@@ -759,11 +1180,11 @@ class Packer:
                 documents itself. Default: 0, whole documents.
             costs: float64[n] or float64[n, cost_columns], cost of each document, exactly if the packer was made with
                 ``cost_columns``. Pieces of a split document share its cost by their tokens.
-            min_step_tokens: least tokens of the step. More documents are released to reach it, so the step is less even.
+            min_step_tokens: least tokens of the step. More documents are released to reach it; the step is less even.
                 It is reached unless fewer tokens are there, or they are more than ``num_micro_batches // 2 *
                 max_tokens`` (``limits`` may leave less room).
             early: int[n], from 0 to 1024: steps by which each document is pushed before its turn in the order of the
-                stream (:meth:`leads`), for the adaptive rule. Until its turn a document may be trained, and its waiting
+                stream (``leads``), for the adaptive rule. Until its turn a document may be trained, and its waiting
                 costs nothing. Delays count from the turn on.
 
         Returns:
@@ -773,13 +1194,13 @@ class Packer:
         Raises:
             WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under
                 oversize="error", more than 2^23 cuts under oversize="split", or, under on_backlog="error", more waits
-                afterwards than the :meth:`bounds` of an empty packer allow. The packer is unchanged. An empty push is
+                afterwards than the ``bounds`` of an empty packer allow. The packer is unchanged. An empty push is
                 never refused: it trains of what waits.
 
         Warns:
             BacklogWarning: documents were pushed, and more waits afterwards than those bounds allow; once.
 
-        Takes as long as :func:`pack` does for the new, carried and released documents. Releases the GIL from 1,024
+        Takes as long as ``pack`` does for the new, carried and released documents. Releases the GIL from 1,024
         pieces on, waiting ones included.
 
         Examples:
@@ -818,9 +1239,9 @@ class Packer:
             array([5, 0, 0, 0, 0, 0, 0])
         """
     def admits(self, lengths: ArrayLike, *, costs: ArrayLike | None = None) -> int:
-        """Number of these documents, from the first on, that the next push may bring so that :meth:`bounds` hold.
+        """Number of these documents, from the first on, that the next push may bring so that ``bounds`` hold.
 
-        Their tokens are at most :attr:`room`. Their costs in a column with a limit are at most the limit of a step less
+        Their tokens are at most ``room``. Their costs in a column with a limit are at most the limit of a step less
         what is carried over. With the adaptive rule they also fit into the micro-batches of one step by themselves,
         longest first where the tokens are fewest. If nothing waits, the answer is at least 1.
 
@@ -833,7 +1254,7 @@ class Packer:
 
         Raises:
             WlbError: wrong lengths or costs; or, under oversize="split", the first document has more pieces than a step
-                holds, so that it would never be admitted: cut it with :func:`split_documents`, and push its pieces step
+                holds, so that it would never be admitted: cut it with ``split_documents``, and push its pieces step
                 by step with ``starts``.
 
         O(n + pending); a sort, and log(n) placements where they do not all fit.
@@ -846,7 +1267,7 @@ class Packer:
             2
         """
     def bounds(self) -> Bounds:
-        """What waits at most, and how long, from now on, as long as no push brings more than the packer :meth:`admits`.
+        """What waits at most, and how long, from now on, as long as no push brings more than the packer ``admits``.
 
         Returns:
             Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``;
@@ -858,11 +1279,11 @@ class Packer:
             >>> import wlb
             >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
             >>> wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost).bounds()
-            Bounds(tokens=400, delay=16, drain=5, settles=0)
+            Bounds(tokens=400, delay=16, drain=6, settles=0)
         """
     @property
     def room(self) -> int:
-        """Tokens that the next push may bring so that :meth:`bounds` hold. :meth:`admits` answers for documents. With
+        """Tokens that the next push may bring so that ``bounds`` hold. ``admits`` answers for documents. With
         ``max_documents`` a document counts for at least its share of a full micro-batch. O(pending).
         """
     def drain(self) -> Packing:
@@ -970,7 +1391,7 @@ class Packer:
         """Uses another cost model from the next push on.
 
         Waiting documents are priced anew from their lengths. ``outlier_thresholds`` are lengths and ``delay_price`` is
-        relative, so both keep their meaning; but if they were tuned for a mean wait, they were tuned under the old costs.
+        relative, so both keep their meaning. If they were tuned for a mean wait, they were tuned under the old costs.
 
         A state holds both cost models. A packer that loads it is made with the *first* one, as in the run that saved
         it, and goes on with the present one. Equal costs are no change.
@@ -1015,9 +1436,9 @@ class Packer:
         """Resumes from a saved packer, under this packer's configuration.
 
         Args:
-            state: what :meth:`state_dict` returned, also after a round trip through JSON.
+            state: what ``state_dict`` returned, also after a round trip through JSON.
             allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
-                anew, and those that are no outliers any more are emitted first. :meth:`bounds` says what that does to
+                anew, and those that are no outliers any more are emitted first. ``bounds`` says what that does to
                 waits. Another ``num_micro_batches``, ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the
                 first ``tokens_per_batch`` beside a ``max_step_cost``, which meant another number of tokens without it.
 
@@ -1057,7 +1478,7 @@ def tune_outlier_thresholds(
     sync: Sync | None = None,
     max_documents: int | None = None,
 ) -> TuneResult:
-    """Finds thresholds for a :class:`Packer` on a sample of lengths.
+    """Finds thresholds for a ``Packer`` on a sample of lengths.
 
     Runs the packer over the sample under every combination of up to ``num_queues`` geometrically spaced thresholds,
     then around the best. Deterministic. Documents over ``max_document_tokens`` are split.
@@ -1065,15 +1486,15 @@ def tune_outlier_thresholds(
     Args:
         lengths: int[n], tokens, in arrival order; some tens of global batches or more.
         num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_documents: as for
-            :class:`Packer`.
+            ``Packer``.
         costs: float64[n] or float64[n, r], what each document costs, in place of ``cost_model``, for a packer with
             ``cost_columns=r``; imbalance is then that of a step over all columns that take time.
-        limits: float64[r], with ``costs``, as for :class:`Packer`.
+        limits: float64[r], with ``costs``, as for ``Packer``.
         num_queues: most levels, 0 to 4.
         max_mean_delay: most mean token delay, in iterations.
         tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Give one of
             the two: global batches that fill every micro-batch to ``max_tokens`` leave no room for balance.
-        dp_size, sync: as for :class:`Packer`; imbalance and lost time are then those of the ranks, where they wait
+        dp_size, sync: as for ``Packer``; imbalance and lost time are then those of the ranks, where they wait
             for each other.
 
     Returns:
@@ -1116,7 +1537,7 @@ def tune_delay_price(
     max_documents: int | None = None,
     max_early: int = 0,
 ) -> TuneResult:
-    """Finds the price of delay for a :class:`Packer` with ``release="adaptive"`` on a sample of lengths.
+    """Finds the price of delay for a ``Packer`` with ``release="adaptive"`` on a sample of lengths.
 
     Runs the packer over the sample at geometrically spaced prices and at the default, then at some where the mean
     delay passes the limit. The best of many on the same steps is the luckiest, so each half of the documents judges
@@ -1128,11 +1549,11 @@ def tune_delay_price(
     Args:
         lengths: int[n], tokens, in arrival order; some tens of global batches or more.
         num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_step_cost,
-            max_documents: as for :class:`Packer`.
+            max_documents: as for ``Packer``.
         costs: float64[n], what each document costs, in place of ``cost_model``, for a packer with
             ``cost_columns=1``.
         max_mean_delay: most mean token delay, in iterations.
-        tokens_per_batch, dp_size, sync: as for :func:`tune_outlier_thresholds`.
+        tokens_per_batch, dp_size, sync: as for ``tune_outlier_thresholds``.
         max_early: int from 0 to 1024, iterations that a document comes before its turn, as for
             ``BalancedBatchSampler``; delays are then of both, before the turn and after it. Needs ``cost_model``.
 
@@ -1313,19 +1734,20 @@ class Shard:
         """
     @property
     def keys_gathered(self) -> NDArray[np.int64]:
-        """int64[cp_size]: keys of each rank that an all-gather has to bring, because a segment on another rank sees
+        """int64[cp_size]: keys of each rank that an all-gather has to bring, because a query on another rank sees
         them. As many values come with them. Ranks send as many as the rank with most keys. Without a window;
         O(segments).
         """
     @property
     def tokens_split(self) -> NDArray[np.int64]:
-        """int64[cp_size]: all tokens of a rank that needs two calls of attention, because some of its segments find all
-        of their keys on the rank and others see gathered keys; else 0. Without a window; O(segments).
+        """int64[cp_size]: all tokens of a rank that needs two calls of attention, because some of its segments, an eighth
+        of its tokens or more, find all of their keys on the rank and others do not; else 0. Without a window;
+        O(segments).
         """
     @property
     def keys_picked(self) -> NDArray[np.int64]:
-        """int64[cp_size]: keys that each rank picks from the gathered keys: for every segment that sees a gathered key,
-        all keys that it sees. Without a window; O(segments).
+        """int64[cp_size]: keys that each rank picks, of its own and of those that arrive: for every segment of a call that
+        sees some of the latter, all keys that it sees. Without a window; O(segments).
         """
     @property
     def restore_indices(self) -> NDArray[np.int32]:
@@ -1386,7 +1808,7 @@ def shard(
             fastest: the least latency of the slowest rank, forward and backward; of equals "per_sequence" before
             "per_document", "auto" and "hybrid". The result's ``strategy`` and ``hybrid_threshold`` tell which.
             "contiguous" gives rank ``i`` the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that
-            mix neighbouring tokens: attention is uneven under it, see :func:`wlb.torch.recut`.
+            mix neighbouring tokens: attention is uneven under it, see ``wlb.torch.recut``.
         causal: mask; decides pairs and key ranges, not who gets which token.
         hybrid_threshold: tokens; with "hybrid" only.
         max_imbalance: with "auto", and with "adaptive" where it tries that: pairs of the rank with the most over
@@ -1423,7 +1845,7 @@ class KernelModel:
     """Latency of an attention kernel for the segments of a context-parallel rank, in seconds per transformer layer.
 
     A kernel computes whole tiles of queries; their FLOPs are divided by the rate at that (query length, key length),
-    from a table that was measured (:meth:`from_profile`) or is assumed (:meth:`analytic`); docs/semantics.md
+    from a table that was measured (``from_profile``) or is assumed (``analytic``); docs/semantics.md
     has the formulas. Immutable; picklable; equal models compare equal. WLB-LLM, section 5.2.
 
     Examples:
@@ -1593,7 +2015,7 @@ def simulate_pipeline(
 
     Args:
         costs: seconds; float64[m], micro-batches through the whole model, forward and backward
-            (:attr:`Packing.costs`): every stage takes an equal part, and of that a third each the forward and the
+            (``Packing.costs``): every stage takes an equal part, and of that a third each the forward and the
             gradients of input and weights. Or float64[m, stages], with ``stages = num_stages *
             num_virtual_stages``; or float64[m, stages, 3], with forward, input gradient and weight gradient apart.
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv" or
@@ -1636,12 +2058,12 @@ def simulate_steps(
 ) -> PipelineSteps:
     """Simulates many steps of data-parallel replicas of a pipeline, which wait for each other at the end of each step.
 
-    As :func:`simulate_pipeline`, with two dimensions before that of the micro-batches, and without single ops: a
+    As ``simulate_pipeline``, with two dimensions before that of the micro-batches, and without single ops: a
     few numbers a step, tens of millions of ops a second.
 
     Args:
         costs: seconds; float64[steps, dp, m], or that with [..., stages] or [..., stages, 3].
-        schedule: see :func:`simulate_pipeline`.
+        schedule: see ``simulate_pipeline``.
         num_stages: see there.
         num_virtual_stages: see there.
         p2p_seconds: one number, or float64[steps, dp, m].
@@ -1652,7 +2074,7 @@ def simulate_steps(
         PipelineSteps.
 
     Raises:
-        WlbError: no replicas; and see :func:`simulate_pipeline`.
+        WlbError: no replicas; and see ``simulate_pipeline``.
 
     O(ops), that is O(steps dp m p v).
 
@@ -1678,13 +2100,13 @@ def order_micro_batches(
     so that the slowest rank is done early.
 
     Deals by cost, then tries sorted orders, swaps and moves in the simulator: never slower than
-    :meth:`Packing.deal`, which knows no schedule.
+    ``Packing.deal``, which knows no schedule.
 
     Args:
         costs: seconds of all micro-batches of a step; float64[M], [M, stages] or [M, stages, 3] as for
-            :func:`simulate_pipeline`.
+            ``simulate_pipeline``.
         dp_size: data-parallel ranks; divides M.
-        schedule: see :func:`simulate_pipeline`.
+        schedule: see ``simulate_pipeline``.
         num_stages: see there.
         num_virtual_stages: see there.
         p2p_seconds: one number, or float64[M].
@@ -1694,10 +2116,10 @@ def order_micro_batches(
         ``costs[order]`` is what the ranks run. The same on every rank that has the same costs.
 
     Raises:
-        WlbError: ``dp_size`` does not divide M; and see :func:`simulate_pipeline`.
+        WlbError: ``dp_size`` does not divide M; and see ``simulate_pipeline``.
 
     Simulates about a million ops (milliseconds), or four orders of each rank if those are more: at most 2^24 ops
-    and one order. Ranks beyond that keep the order of :meth:`Packing.deal`.
+    and one order. Ranks beyond that keep the order of ``Packing.deal``.
 
     Examples:
         >>> import wlb
@@ -1706,6 +2128,29 @@ def order_micro_batches(
                [3, 2]])
     """
 
+_Rows: TypeAlias = tuple[int, int, bool]
+_Call: TypeAlias = tuple[_Rows, _Rows, int, int, int, int, tuple[int, int], bool]
+_Indices: TypeAlias = tuple[NDArray[np.int32], int]
+
+def keys_plan(
+    shard: Shard, rank: int, *, fetch: bool, window: int | None, biased: bool
+) -> tuple[
+    _Indices,
+    list[_Call],
+    list[_Call],
+    int,
+    tuple[_Rows, int],
+    list[int],
+    list[int],
+    bool,
+    tuple[_Rows, _Rows, _Rows, _Rows],
+]: ...
+def ring_plan(
+    shard: Shard, rank: int, degree: int, *, window: int | None, biased: bool
+) -> tuple[_Indices, list[list[_Call]], list[int], list[int], tuple[list[int], int, NDArray[np.int32]] | None]: ...
+def moves_plan(
+    before: Shard, after: Shard, rank: int
+) -> tuple[NDArray[np.int32], _Rows, list[int], _Rows, list[int]]: ...
 def dynamic_cp_seconds(
     group_seconds: ArrayLike,
     *,

@@ -36,7 +36,7 @@ def cost_settings(*, exact: bool = False) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def cost_models(*, exact: bool = False) -> st.SearchStrategy[wlb.CostModel]:
-    """Cost models with :func:`cost_settings`."""
+    """Cost models with `cost_settings`."""
     return cost_settings(exact=exact).map(lambda settings: wlb.CostModel(**settings))
 
 

@@ -1,4 +1,4 @@
-"""Runs the pieces, in order, within a budget: see :mod:`studies.gpu`.
+"""Runs the pieces, in order, within a budget: see `studies.gpu`.
 
     python -m studies.gpu                          # everything, in as many runs of nine minutes as it takes
     python -m studies.gpu parity transports        # some of it

@@ -26,6 +26,7 @@ from studies.gpu.emulated import Rank
 from studies.gpu.items import Item, Row
 from wlb.torch.attention import kernels
 from wlb.torch.attention.merge import attention
+from wlb.torch.attention.plan import pick
 
 STRATEGIES = ("per_sequence", "per_document", "hybrid", "auto", "adaptive")
 Lengths = NDArray[np.int64]
@@ -76,10 +77,8 @@ class Layer:
             attention(*(x.detach().requires_grad_() for x in inputs), exchange, kernel)[0].backward(d_out)
 
         calls = []
-        for call, gathered in made.calls:
-            q, d = (x if call.q_rows is None else x[call.q_rows] for x in (inputs[0], d_out))
-            keys = (exchange.k, exchange.v) if gathered else inputs[1:]
-            k, v = (x if call.k_rows is None else x[call.k_rows] for x in keys)
+        for call, k, v in made.calls(*inputs[1:], exchange.buffer):
+            q, d = (pick(x, call.q_rows) for x in (inputs[0], d_out))
             calls.append((d, q, k, v, *kernel.forward(q, k, v, call), call))
 
         def alone() -> None:

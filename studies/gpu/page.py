@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 import wlb
 from studies.gpu import parity, step
 from studies.gpu.items import Row
-from wlb.torch.attention import routes
 from wlb_tools.profiling import held_out_errors
 
 COMMAND = "python -m studies.gpu --report benches/records/gpu --page docs/results/gpu.md"
@@ -190,12 +188,20 @@ def _predicted(rows: list[Row], profile: str | Path) -> Iterator[str]:
 
 
 def empty_blocks(shard: wlb.Shard, rank: int, model: wlb.KernelModel) -> int:
-    """Thread blocks without work in the backward of a rank's calls, of 128 keys and a head each."""
-    route = routes.gather_route(shard, rank, window=None, biased=False, device=torch.device("cpu"))
+    """Thread blocks without work in the backward of a rank's calls, of 128 keys and a head each.
+
+    The records are of calls as they were made then: segments that find all of their keys on the rank had one of their
+    own, however few they were.
+    """
+    held = shard.rank(rank)
+    queries, keys = np.diff(held.cu_seqlens_q), np.diff(held.cu_seqlens_k)
+    first = np.searchsorted(held.documents, held.documents)
+    before = held.cu_seqlens_q[first] if len(first) else queries
+    here = held.cu_seqlens_q[1:] - before == keys
     total = 0
-    for call in (*route.local, *route.remote):
-        blocks = -(-(call.spans[:, 3] - call.spans[:, 2]) // 128)
-        total += model.num_heads * int(len(blocks) * blocks.max() - blocks.sum())
+    for call in (keys[here], keys[~here]):
+        blocks = -(-call // 128)
+        total += model.num_heads * int(len(blocks) * blocks.max(initial=0) - blocks.sum())
     return total
 
 

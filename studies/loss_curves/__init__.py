@@ -10,7 +10,7 @@ all ways of packing; compared are the differences within a seed.
   after as many steps as order of arrival takes; fewer tokens are trained then.
 
 A difference is graded by an interval, and by whether it is shown to lie within a margin that was named before: the test
-of equivalence in :mod:`studies.loss_curves.statistics`.
+of equivalence in `studies.loss_curves.statistics`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``make loss-curves``: see :mod:`studies.loss_curves`. Trains, writes a record, and prints the page that it makes.
+"""``make loss-curves``: see `studies.loss_curves`. Trains, writes a record, and prints the page that it makes.
 
     python -m studies.loss_curves --seeds 20 --batches 64
     python -m studies.loss_curves --summarize benches/records/loss_curves.jsonl    # trains nothing

@@ -1,6 +1,6 @@
 """The papers' tables and figures, side by side with ours.
 
-Each entry of :data:`RESULTS` makes one from a :class:`Study`. Nothing here decides anything: plans are those of
+Each entry of `RESULTS` makes one from a `Study`. Nothing here decides anything: plans are those of
 `wlb_tools.simulation`, on the paper's cluster (`published.py`) under stated inputs (`inputs.py`).
 """
 

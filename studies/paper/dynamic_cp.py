@@ -39,7 +39,7 @@ PP, CP = 8, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What the report leaves open beside :class:`Inputs`.
+    """What the report leaves open beside `Inputs`.
 
     Args:
         tp: tensor-parallel ranks; the report's example is "TP2CP8".
@@ -47,7 +47,7 @@ class Protocol:
         window: tokens of a packed sequence at CP 8, and of the longest document.
         hidden: share of attention that can hide the exchange of keys and values; usually
             all of it, says the report.
-        spread: of the logarithm of the lengths, of that of :data:`CORPORA`.
+        spread: of the logarithm of the lengths, of that of `CORPORA`.
     """
 
     tp: int = 2
@@ -189,7 +189,7 @@ def throughputs(
 ) -> tuple[float, float, dict[int, float]]:
     """TFLOP/s a GPU of packing only and of Dynamic-CP; and the share of documents by the size of their group.
 
-    Documents are of a corpus of :data:`CORPORA`, or of `source`.
+    Documents are of a corpus of `CORPORA`, or of `source`.
     """
     cluster = _cluster(inputs, protocol)
     generator = np.random.default_rng(inputs.seed)

@@ -1,10 +1,10 @@
 """What the paper does not publish and a reproduction needs, each with its value, its reason and its range.
 
 The central values were chosen before any result was seen, by one rule: what the paper says, else the default of
-`wlb_tools.simulate`. The band of a result is its least and greatest over :func:`points`: every value of :data:`SWEEP`
+`wlb_tools.simulate`. The band of a result is its least and greatest over `points`: every value of `SWEEP`
 alone, and draws of all of them together. After a first run `crossing` joined the sweep, since Fixed-4D turned out to
 compute more than Plain-4D, and so did the draws; no central value was changed. Later what the paper does say left the
-sweep (:data:`PUBLISHED`, one virtual stage, tensor-parallel communication that nothing hides): the bands became
+sweep (`PUBLISHED`, one virtual stage, tensor-parallel communication that nothing hides): the bands became
 narrower.
 """
 
@@ -93,7 +93,7 @@ class Input:
 
     @property
     def central(self) -> Any:
-        """The value of :class:`Inputs`."""
+        """The value of `Inputs`."""
         return getattr(Inputs(), self.field)
 
     @property

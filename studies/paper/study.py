@@ -99,7 +99,7 @@ class Study:
         return results
 
     def speedups(self, title: str, tasks: Sequence[Task]) -> list[dict[str, float]]:
-        """Throughput of :data:`METHODS` over Plain-4D's by name, for every configuration, inputs and names."""
+        """Throughput of `METHODS` over Plain-4D's by name, for every configuration, inputs and names."""
         missing = [task for task in tasks if task not in self._speedups]
         if missing:
             self._speedups |= zip(missing, self.map(title, speedups, missing), strict=True)
@@ -130,7 +130,7 @@ def run(
 def speedups(
     steps: int, source: Source, configuration: Configuration, inputs: Inputs, names: tuple[str, ...]
 ) -> dict[str, float]:
-    """Throughput of :data:`METHODS` over Plain-4D's, by name."""
+    """Throughput of `METHODS` over Plain-4D's, by name."""
     made = run(steps, source, configuration, inputs, {name: METHODS[name] for name in ("plain", *names)})
     return {name: made.speedup(name) for name in names}
 

@@ -1,7 +1,7 @@
 """``make proof``: is training faster on a clock, and does the simulation say by how much?
 
 A small model, whose attention weighs as a 7B model's does at 128K, trains on the lengths of real documents, scaled to
-its context, under every method. The plans are those of :func:`wlb_tools.simulate`; the clock, not a cost model, grades
+its context, under every method. The plans are those of `wlb_tools.simulate`; the clock, not a cost model, grades
 them:
 
 - *processes*: each plan is trained by the example trainer on as many processes as the layout has ranks;

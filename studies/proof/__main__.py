@@ -1,4 +1,4 @@
-"""``make proof``: see :mod:`studies.proof`. Writes the page, the picture and the record of every layout.
+"""``make proof``: see `studies.proof`. Writes the page, the picture and the record of every layout.
 
 A run that is cut off goes on with the layouts that it lacks when it is started again with the same options.
 """
@@ -309,7 +309,7 @@ def even_steps(bench: Bench, layout: Layout, turns: int) -> dict[str, processes.
 
 
 def even_seconds(seconds: Mapping[str, list[list[float]]]) -> Row:
-    """Seconds of :func:`even_steps`: "took" by repetition and turn, "even" the median of each sort."""
+    """Seconds of `even_steps`: "took" by repetition and turn, "even" the median of each sort."""
     took = {name: of for name, of in seconds.items() if name.startswith(PACE)}
     return {"took": took, "even": [float(np.median(of)) for of in took.values()]}
 

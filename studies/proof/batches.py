@@ -21,7 +21,7 @@ _TEXT_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Part:
-    """A :class:`wlb_tools.simulation.outcome.RankPart` by itself, to be sent to the process that trains it."""
+    """A `wlb_tools.simulation.outcome.RankPart` by itself, to be sent to the process that trains it."""
 
     documents: NDArray[np.int64]
     starts: NDArray[np.int64]

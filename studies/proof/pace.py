@@ -27,7 +27,7 @@ def of(took: Floats, predicted: Sequence[float]) -> float:
     """How many times as long as predicted everything takes: the geometric mean over sorts.
 
     Args:
-        took: float64[sorts] seconds of each of :data:`KINDS`.
+        took: float64[sorts] seconds of each of `KINDS`.
         predicted: seconds of each.
     """
     return float(np.exp(np.log(took / predicted).mean()))

@@ -53,7 +53,7 @@ def attention_share(bench: Bench, profile: Path) -> Row:
 
 
 def levels_of(busy: list[list[list[float]]], layout: Layout, *, dynamic: bool) -> dict[str, float]:
-    """See :func:`studies.proof.figures.levels`; with groups that a plan chose, dp and cp are not what they are else."""
+    """See `studies.proof.figures.levels`; with groups that a plan chose, dp and cp are not what they are else."""
     found = levels(busy, layout.sizes)
     return {name: found[name] for name in (("gpu", "pp") if dynamic else LEVELS)}
 

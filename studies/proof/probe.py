@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 REPEATS = 11
 ROUNDS = 200
 SMALL = 1e-4
-"""An error, of what is measured, that is no smaller than others to :func:`least_absolute`."""
+"""An error, of what is measured, that is no smaller than others to `least_absolute`."""
 
 _PASSES = ("forward", "backward")
 
@@ -86,7 +86,7 @@ def stages(
 
     Of each stage and pass the seconds beyond the profile's layers are a constant and so much for each token of the
     rank; of each layer a share of attention's seconds, and so much for each token that attends in two calls and for
-    each key that is picked from gathered ones (:attr:`wlb_tools.cluster.Overhead.copies`); for the least sum of
+    each key that is picked from gathered ones (`wlb_tools.cluster.Overhead.copies`); for the least sum of
     relative errors.
 
     Sharded document by document all tokens of a first rank attend in two calls, and no others do.
@@ -96,7 +96,7 @@ def stages(
         scenario: the layout, and the profile; without overhead.
         sizes: of groups of context-parallel ranks.
         device: where.
-        thread_clock: see :func:`studies.proof.slices.measure`.
+        thread_clock: see `studies.proof.slices.measure`.
     """
     count = scenario.layout.num_stages
     runner, text = Stages(bench, count, device, clock_of(device, thread=thread_clock)), Text()
@@ -130,7 +130,7 @@ def stages(
 
 
 def fit(measured: Floats, predicted: Floats, terms: Floats, layers: NDArray[np.int64]) -> Probed:
-    """See :func:`stages`.
+    """See `stages`.
 
     Args:
         measured: float64[parts, stages, 2] seconds of forward and backward.

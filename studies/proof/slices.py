@@ -2,7 +2,7 @@
 
 Every part of a micro-batch that a rank computes (its stage's forward, then its backward) runs by itself on one
 processor, methods taking turns step by step so that all see the same machine. How the ranks' times make a step is then
-for the schedule to say (:meth:`wlb_tools.simulation.Outcome.at_measured`); what they would send each other takes what
+for the schedule to say (`wlb_tools.simulation.Outcome.at_measured`); what they would send each other takes what
 the link's probe says.
 """
 
@@ -157,7 +157,7 @@ def as_measured(outcome: Outcome, seconds: Floats) -> Outcome:
 
     Args:
         outcome: of the simulation.
-        seconds: float64[parts, stages, 2], of repetitions that :func:`measure` gives.
+        seconds: float64[parts, stages, 2], of repetitions that `measure` gives.
     """
     forward, backward = np.moveaxis(seconds, -1, 0)
     # No schedule here splits the backward: where its time stands is all the same.
@@ -165,7 +165,7 @@ def as_measured(outcome: Outcome, seconds: Floats) -> Outcome:
 
 
 def even(outcome: Outcome, seconds: Floats) -> Outcome:
-    """The same work of each step, as if every rank had as much of it in every micro-batch. See :func:`as_measured`."""
+    """The same work of each step, as if every rank had as much of it in every micro-batch. See `as_measured`."""
     steps = np.array([part.step for part in outcome.parts()])
     totals = np.zeros((steps[-1] + 1, *seconds.shape[1:]))
     np.add.at(totals, steps, seconds)
@@ -178,7 +178,7 @@ def busy(outcome: Outcome, seconds: Floats) -> list[list[list[float]]]:
 
     Args:
         outcome: of the simulation.
-        seconds: see :func:`as_measured`.
+        seconds: see `as_measured`.
     """
     both = seconds.sum(axis=-1)
     steps = range(len(outcome.run.digests))

@@ -196,7 +196,7 @@ class ExpertLoad:
     """Counts visits on this rank's stages from now on.
 
     Args:
-        stages: modules with `layers` by number; those with a :class:`Mixture` as `ffn` are counted.
+        stages: modules with `layers` by number; those with a `Mixture` as `ffn` are counted.
         num_layers: of the whole model.
         ranks: the dp x cp ranks.
         pipeline: the pp ranks.

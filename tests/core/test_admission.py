@@ -76,7 +76,7 @@ def test_a_push_that_is_refused_for_its_backlog_changes_nothing(as_error: str) -
 def test_the_adaptive_rule_has_a_limit_by_default() -> None:
     assert (tight().max_delay, tight(release="fifo").max_delay, tight(max_delay=3).max_delay) == (16, None, 3)
     bounds = tight().bounds()
-    assert (bounds.delay, bounds.tokens, bounds.drain) == (16, 800, 5)
+    assert (bounds.delay, bounds.tokens, bounds.drain) == (16, 800, 6)
     assert tight(release="fifo", outlier_thresholds=(50,)).bounds().delay is None
 
 

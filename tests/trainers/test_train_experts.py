@@ -74,7 +74,7 @@ class Watched:
 
 
 def learnt(rank: int, settings: example.Settings) -> tuple[float, float, dict[str, np.ndarray], Visits]:
-    """As :func:`gradients`, and what visited which experts."""
+    """As `gradients`, and what visited which experts."""
     watched = Watched()
     result = gradients(rank, settings)
     if settings.pp > 1:  # other stages have other layers

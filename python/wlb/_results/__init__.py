@@ -1,6 +1,6 @@
 """What the core answers with: numbers and arrays in frozen dataclasses, which print, compare and pickle by themselves.
 
-The core makes them. It knows each class by its name, which :func:`wlb._core.result` tells it, and imports nothing.
+The core makes them. It knows each class by its name, which `wlb._core.result` tells it, and imports nothing.
 """
 
 from wlb._results.cost import CostFit

@@ -13,7 +13,7 @@ from wlb._core import CostModel, result
 @result
 @dataclass(frozen=True, eq=False, repr=False)
 class CostFit:
-    """Costs that measured times show: what :meth:`CostModel.fit` gives.
+    """Costs that measured times show: what `CostModel.fit` gives.
 
     Attributes:
         cost_model: what documents cost, in seconds.

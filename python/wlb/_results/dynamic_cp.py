@@ -1,4 +1,4 @@
-"""What :func:`wlb.plan_dynamic_cp` answers with."""
+"""What `wlb.plan_dynamic_cp` answers with."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class CpGroup(Copied):
 
 @dataclass(frozen=True, repr=False)
 class DynamicMicroBatch:
-    """One micro-batch of a :class:`DynamicCpPlan`: groups that share the ranks of a stage.
+    """One micro-batch of a `DynamicCpPlan`: groups that share the ranks of a stage.
 
     A pickle holds the whole plan: to send several micro-batches of one, send that.
     """

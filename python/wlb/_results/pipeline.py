@@ -116,9 +116,9 @@ class PipelineSteps(_Simulated):
         bubble: float64[steps]: idle before the own replica is done.
         dp_wait: float64[steps]: waiting for the slowest replica after that.
         pipeline_seconds: float64[steps, dp]: until each replica is done.
-        busy: float64[steps, dp, p]: see :attr:`PipelineTimeline.busy`.
-        spans: float64[steps, dp, p]: see :attr:`PipelineTimeline.spans`.
-        peak_activation: float64[steps, dp, p]: see :attr:`PipelineTimeline.peak_activation`.
+        busy: float64[steps, dp, p]: see `PipelineTimeline.busy`.
+        spans: float64[steps, dp, p]: see `PipelineTimeline.spans`.
+        peak_activation: float64[steps, dp, p]: see `PipelineTimeline.peak_activation`.
     """
 
     seconds: NDArray[np.float64]

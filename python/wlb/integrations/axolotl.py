@@ -7,7 +7,7 @@ In its YAML::
     wlb:
       max_tokens: 65536
 
-Arguments under `wlb:` are those of :func:`wlb.integrations.huggingface.balance`.
+Arguments under `wlb:` are those of `wlb.integrations.huggingface.balance`.
 """
 
 from __future__ import annotations

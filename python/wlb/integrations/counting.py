@@ -13,7 +13,7 @@ Collate = Callable[..., PackedBatch]
 def labelled_steps_left(
     sampler: BalancedBatchSampler, documents: Documents, collate_fn: Collate, num_epochs: int
 ) -> list[int]:
-    """Steps that :func:`wlb.integrations.labelled.labelled_steps` gives from where a sampler stands, epoch by epoch.
+    """Steps that `wlb.integrations.labelled.labelled_steps` gives from where a sampler stands, epoch by epoch.
 
     Args:
         sampler: any rank's; it stays where it is.

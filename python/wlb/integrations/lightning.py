@@ -49,7 +49,7 @@ class BalancedDataModule(LightningDataModule):
     """Micro-batches of equal work for Lightning, which trains, accumulates, checkpoints and resumes them as its own.
 
     `accumulate_grad_batches` becomes the micro-batches of a rank in a step. An epoch of Lightning is one of the data.
-    The loggers get each step's figures (:class:`wlb.torch.StepMetrics`). `trainer.estimated_stepping_batches` is the
+    The loggers get each step's figures (`wlb.torch.StepMetrics`). `trainer.estimated_stepping_batches` is the
     number of steps that have a label, of all `max_epochs`.
 
     A checkpoint holds the documents that wait after the last step that the optimizer took, whatever Lightning has
@@ -59,7 +59,7 @@ class BalancedDataModule(LightningDataModule):
 
     Args:
         dataset: `dataset[i]` gives row `i`: its tokens, or a mapping with `input_ids` and maybe `labels` (-100 where
-            nothing is learnt), `attention_mask`, `position_ids` and others (:class:`wlb.torch.RowReader`). Weights are
+            nothing is learnt), `attention_mask`, `position_ids` and others (`wlb.torch.RowReader`). Weights are
             refused by the default `row`: losses of Hugging Face's models take none.
         max_tokens: most tokens of a micro-batch: what the memory of a rank holds.
         tokens_per_batch: tokens of a step on all ranks.
@@ -69,15 +69,15 @@ class BalancedDataModule(LightningDataModule):
         row: makes what `training_step` gets of a micro-batch and the number that the sum of its losses is to be divided
             by; by default `batch.as_hf()` and `num_items_in_batch`.
         verify: prove before the first step of a `fit` that rows train what their documents do, by the module's own
-            `training_step` (:func:`wlb.torch.verify`); seconds.
-        **loading: of :class:`wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `lengths`,
+            `training_step` (`wlb.torch.verify`); seconds.
+        **loading: of `wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `lengths`,
             `num_epochs` (as the Trainer's `max_epochs`), ...
 
     Raises:
         wlb.WlbError: an argument makes no sense, or is unknown; or Lightning is older or newer than what this knows.
             In `fit`: `accumulate_grad_batches` was given, and is another, or changes; `limit_train_batches` cuts a
             global batch; dataloaders are reloaded; there are several optimizers, or one takes a step inside of a global
-            batch; a checkpoint has no state of the data, or that of another step; what :func:`wlb.torch.verify` finds.
+            batch; a checkpoint has no state of the data, or that of another step; what `wlb.torch.verify` finds.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from wlb.torch.training import meeting_place
 
 
 def prove(trainer: Any, step: Step[PackedBatch], divided: int, row: Callable[[PackedBatch, float], Any]) -> None:
-    """Runs :func:`wlb.torch.verify` on `training_step` and the strategy's backward, without hooks and callbacks.
+    """Runs `wlb.torch.verify` on `training_step` and the strategy's backward, without hooks and callbacks.
 
     What the step logs meanwhile is dropped, and metrics of torchmetrics are put back; other things that a module keeps
     of its training steps are seen a few times more.
@@ -33,7 +33,7 @@ def prove(trainer: Any, step: Step[PackedBatch], divided: int, row: Callable[[Pa
         row: makes what `training_step` gets, as `BalancedDataModule` has it.
 
     Raises:
-        wlb.WlbError: what :func:`wlb.torch.verify` finds.
+        wlb.WlbError: what `wlb.torch.verify` finds.
 
     Warns:
         UserWarning: the module steps its optimizers itself, so that there is nothing to compare before it does.

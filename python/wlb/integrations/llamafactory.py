@@ -19,7 +19,7 @@ def balanced(run_exp: Callable[..., None], **options: Any) -> Callable[..., None
 
     Args:
         run_exp: `llamafactory.train.tuner.run_exp`.
-        **options: of :func:`wlb.integrations.huggingface.balance`.
+        **options: of `wlb.integrations.huggingface.balance`.
 
     Raises:
         wlb.WlbError: an option is unknown, or LLaMA-Factory older than 0.9.5. In `run_exp`: LLaMA-Factory's own packing

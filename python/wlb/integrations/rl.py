@@ -53,7 +53,7 @@ def plan(
         All ranks have as many micro-batches, as few as were found. One is empty only on a rank with fewer samples.
 
     Raises:
-        WlbError: as :func:`wlb.pack`.
+        WlbError: as `wlb.pack`.
     """
     with renamed(equal_documents="equal_samples", max_documents="max_samples"):
         packing = wlb.pack(

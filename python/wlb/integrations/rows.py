@@ -40,7 +40,7 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
         return len(self.dataset) if self._index is None else self._index.rows.size
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
-        """Raises `wlb.WlbError` as :func:`row_of`, or if the document has not the tokens that it was planned with."""
+        """Raises `wlb.WlbError` as `row_of`, or if the document has not the tokens that it was planned with."""
         return self._as_planned(self._made(self.dataset[self._row_of(index)], index), index)
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, NDArray[Any]]]:

@@ -23,7 +23,7 @@ def streams_of(dataset: Any, collator: Collator = as_it_is, *, columns: Sequence
 
     Args:
         dataset: Hugging Face's `IterableDataset`, the whole of it on every rank; or any iterable of rows with
-            `input_ids` and maybe `labels`, `attention_mask` and other columns (:class:`wlb.torch.RowReader`).
+            `input_ids` and maybe `labels`, `attention_mask` and other columns (`wlb.torch.RowReader`).
         collator: Makes what is learnt of a list of one row, as a trainer's.
         columns: Names of further columns that are carried. Give them to the `BalancedStream` too.
 

@@ -1,4 +1,4 @@
-"""A :class:`wlb.Shard` as a load balancer of torch's own context parallelism over FlexAttention.
+"""A `wlb.Shard` as a load balancer of torch's own context parallelism over FlexAttention.
 
 torch permutes the packed sequence by a balancer, gives rank ``r`` the ``r``-th of equal chunks, gathers keys and values
 on every rank and runs FlexAttention with the document mask, rewritten for the permuted indices::
@@ -17,7 +17,7 @@ all ranks touches more of them than one that stays whole. Where all documents ar
 more blocks than under torch's head-tail balancer. Let documents stay whole whose chunks would be less than two blocks:
 ``strategy="hybrid", hybrid_threshold=4 * cp_size * 128``. What a rank computes is
 ``mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()`` of its sharded mask. For attention that is exact and
-balanced at any length, without blocks or padding, there is :func:`wlb.torch.context_parallel_attention`.
+balanced at any length, without blocks or padding, there is `wlb.torch.context_parallel_attention`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A file of two lines, say `balance.py`, and one variable put them in verl's place
     VERL_USE_EXTERNAL_MODULES=balance python -m verl.trainer.main_ppo ...
 
 verl deals samples to ranks first and then splits each rank's, every rank by itself. So it is here: a rank's
-micro-batches hold its own samples, and `max_token_len` is a hard limit. :func:`wlb.integrations.rl.plan` plans for all
+micro-batches hold its own samples, and `max_token_len` is a hard limit. `wlb.integrations.rl.plan` plans for all
 ranks at once, which is more even still.
 """
 

@@ -27,7 +27,7 @@ def check_version(package: str) -> None:
     """Refuses a package that has not what is needed.
 
     Args:
-        package: one of :data:`OLDEST`.
+        package: one of `OLDEST`.
 
     Raises:
         wlb.WlbError: it is missing, or older.

@@ -49,7 +49,7 @@ class ModelConfig:
         ffn_bias: the feed-forward block has biases.
         qk_norm: queries and keys are normalised, each head with the same weights (Qwen3).
         name: for reports.
-        layers: layers that are not those, in the order of the model; :attr:`stack` has them either way.
+        layers: layers that are not those, in the order of the model; `stack` has them either way.
         prediction_layers: one layer for each head of multi-token prediction: a projection of the row and of the next
             token's embedding, with three norms, that layer, and the output projection again (DeepSeek V3).
         vision: an encoder of images; what it costs is apart from what documents cost.
@@ -152,7 +152,7 @@ class ModelConfig:
 
     @classmethod
     def preset(cls, name: str) -> ModelConfig:
-        """A model by name, see :func:`presets`.
+        """A model by name, see `presets`.
 
         ========================  ==========================================================================
         ``llama2-7b`` ...         As published: ``llama2-7b``, ``-13b``, ``-70b``; ``llama3-8b``, ``-70b``, ``-405b``.
@@ -180,7 +180,7 @@ class ModelConfig:
         Args:
             config: a transformers config; a dict; a path of a `config.json` or of its folder. A type that no
                 family here describes is built by transformers on the meta device and counted module by module;
-                :attr:`assumptions` then says what was assumed.
+                `assumptions` then says what was assumed.
             multi_token_prediction: the heads of multi-token prediction that the config counts are trained as well.
 
         Raises:
@@ -265,10 +265,10 @@ class ModelConfig:
         return self.prediction_layers
 
     def shape(self) -> dict[str, Any]:
-        """Arguments of :meth:`wlb.CostModel.from_flops` and `wlb.torch.model_flops`, of a model of equal layers.
+        """Arguments of `wlb.CostModel.from_flops` and `wlb.torch.model_flops`, of a model of equal layers.
 
         Raises:
-            WlbError: the layers differ; :meth:`flops` and :meth:`cost_model` know them.
+            WlbError: the layers differ; `flops` and `cost_model` know them.
         """
         self._one_layer("shape()")
         names = ("hidden_size", "ffn_hidden_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size", "head_dim")
@@ -307,7 +307,7 @@ class ModelConfig:
     ) -> CostModel:
         """Cost of documents from FLOPs, with a term for all pairs, for pairs of each window and chunk, and for tokens.
 
-        For equal layers the same as :meth:`wlb.CostModel.from_flops`. Routers, convolutions and states are counted,
+        For equal layers the same as `wlb.CostModel.from_flops`. Routers, convolutions and states are counted,
         norms and biases are not. An encoder of images is not counted: its images are not documents.
 
         Args:
@@ -349,7 +349,7 @@ class ModelConfig:
     def flops(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """Model FLOPs of training each document, as MFU counts them: three times those of its forward.
 
-        Of the language model; :meth:`ImageEncoder.flops` of `vision` has those of images.
+        Of the language model; `ImageEncoder.flops` of `vision` has those of images.
 
         Args:
             lengths: int[n] tokens.

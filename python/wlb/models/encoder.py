@@ -19,7 +19,7 @@ class ImageEncoder:
 
     Args:
         hidden_size: width of its residual stream.
-        layers: their attention is :class:`Attention` with a bidirectional mask: over the whole image (of a video, over
+        layers: their attention is `Attention` with a bidirectional mask: over the whole image (of a video, over
             each frame), or over square windows of patches.
         patch_values: numbers in a patch: channels x frames x height x width.
         patch_bias: the embedding of patches has a bias.

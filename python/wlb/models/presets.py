@@ -35,5 +35,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def presets() -> list[str]:
-    """Names that :meth:`wlb.ModelConfig.preset` knows."""
+    """Names that `wlb.ModelConfig.preset` knows."""
     return list(PRESETS)

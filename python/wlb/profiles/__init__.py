@@ -1,6 +1,6 @@
 """Measured profiles: JSON files, one per GPU and attention kernel.
 
-:meth:`wlb.KernelModel.from_profile` and :meth:`wlb.CostModel.from_profile` read them; docs/semantics.md has the format.
+`wlb.KernelModel.from_profile` and `wlb.CostModel.from_profile` read them; docs/semantics.md has the format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def read(path_or_name: str | os.PathLike[str]) -> str:
     """The text of a profile.
 
     Args:
-        path_or_name: path of a ``.json`` file, or a name in :func:`names`.
+        path_or_name: path of a ``.json`` file, or a name in `names`.
 
     Raises:
         WlbError: there is no such file, or it cannot be read as text.

@@ -1,25 +1,27 @@
-"""Plans from :mod:`wlb` in a torch training step: data, context-parallel attention, unequal pipelines, loss.
+"""Plans from `wlb` in a torch training step: data, context-parallel attention, unequal pipelines, loss.
 
-Which documents share a micro-batch, a group of ranks or a rank is decided by :mod:`wlb`, on lengths alone. The loaders
+Which documents share a micro-batch, a group of ranks or a rank is decided by `wlb`, on lengths alone. The loaders
 here choose the documents of a global batch and call the packer and the planner for it, on every rank alike; everything
 else receives plans and runs them on torch.distributed.
 
 | what | where |
 | --- | --- |
-| documents to micro-batches, resumable | :mod:`wlb.torch.data` |
-| attention over the shards of a micro-batch | :mod:`wlb.torch.attention` |
-| pipeline stages for micro-batches of unequal length | :mod:`wlb.torch.pipeline` |
-| device mesh, context- and expert-parallel groups | :mod:`wlb.torch.groups` |
-| a global batch under any wrapper | :mod:`wlb.torch.training` |
-| weights that stages of a pipeline share | :mod:`wlb.torch.tied` |
-| routers of experts, and padding | :mod:`wlb.torch.routers` |
-| a loss per token, its gradients under any wrapper | :mod:`wlb.torch.loss`, `.gradients` |
-| what micro-batches take, costs learnt from it | :mod:`wlb.torch.timing`, `.tracker` |
-| figures for loggers | :mod:`wlb.torch.metrics` |
-| model FLOPs, agreement of plans | :mod:`wlb.torch.flops`, `.agreement` |
+| documents to micro-batches, resumable | `wlb.torch.data` |
+| attention over the shards of a micro-batch | `wlb.torch.attention` |
+| pipeline stages for micro-batches of unequal length | `wlb.torch.pipeline` |
+| device mesh, context- and expert-parallel groups | `wlb.torch.groups` |
+| a global batch under any wrapper | `wlb.torch.training` |
+| weights that stages of a pipeline share | `wlb.torch.tied` |
+| routers of experts, and padding | `wlb.torch.routers` |
+| a loss per token, its gradients under any wrapper | `wlb.torch.loss`, `.gradients` |
+| what micro-batches take, costs learnt from it | `wlb.torch.timing`, `.tracker` |
+| figures for loggers | `wlb.torch.metrics` |
+| model FLOPs, agreement of plans | `wlb.torch.flops`, `.agreement` |
 
 Needs torch 2.11 or newer: ``pip install "wlb[torch]"``.
 """
+
+from typing import TYPE_CHECKING
 
 from wlb.torch.agreement import check_agreement
 from wlb.torch.attention import context_parallel_attention, cp_sizes, halo, prepare_attention, recut
@@ -31,6 +33,7 @@ from wlb.torch.data import (
     Documents,
     DynamicCpLoader,
     DynamicCpStep,
+    ForestBatch,
     Ledger,
     Loading,
     PackedBatch,
@@ -40,18 +43,13 @@ from wlb.torch.data import (
     StepLoader,
     balanced_loader,
     collate,
+    collate_forest,
 )
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.gradients import all_reduce_gradients, sum_gradients
 from wlb.torch.groups import ContextParallelGroups, build_mesh, data_and_context, expert_ranks
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 from wlb.torch.metrics import StepMetrics
-from wlb.torch.pipeline import (
-    PipelineMicroBatch,
-    VarlenPipelineStage,
-    pipeline_step,
-    stages_of_rank,
-)
 from wlb.torch.proof import Proof, verify
 from wlb.torch.routers import real_tokens
 from wlb.torch.tied import TiedWeights
@@ -59,6 +57,9 @@ from wlb.torch.timing import StepTimer, TimedStep
 from wlb.torch.timings import LevelReport
 from wlb.torch.tracker import CostTracker, CostUpdate
 from wlb.torch.training import train_step
+
+if TYPE_CHECKING:
+    from wlb.torch.pipeline import PipelineMicroBatch, VarlenPipelineStage, pipeline_step, stages_of_rank
 
 __all__ = [
     "IGNORE",
@@ -71,6 +72,7 @@ __all__ = [
     "Documents",
     "DynamicCpLoader",
     "DynamicCpStep",
+    "ForestBatch",
     "Ledger",
     "LevelReport",
     "Loading",
@@ -91,6 +93,7 @@ __all__ = [
     "build_mesh",
     "check_agreement",
     "collate",
+    "collate_forest",
     "context_parallel_attention",
     "count_valid_tokens",
     "cp_sizes",
@@ -110,3 +113,17 @@ __all__ = [
     "train_step",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Names of :mod:`wlb.torch.pipeline`, imported when first asked for: torch's pipelining takes seconds."""
+    if name in ("PipelineMicroBatch", "VarlenPipelineStage", "pipeline_step", "stages_of_rank"):
+        from wlb.torch import pipeline
+
+        found = globals()[name] = getattr(pipeline, name)
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

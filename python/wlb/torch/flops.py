@@ -30,16 +30,16 @@ def model_flops(lengths: ArrayLike, model: wlb.ModelConfig | None = None, **shap
     """FLOPs of one training step over whole documents, as MFU counts them: three times those of the forward pass.
 
     From the sums of ``d`` and of ``d * (d + 1) / 2``, causal half, never from `max_seqlen`, which overstates. What a
-    kernel recomputes in its backward pass is no model FLOP (a :class:`wlb.CostModel` for packing does count it).
+    kernel recomputes in its backward pass is no model FLOP (a `wlb.CostModel` for packing does count it).
 
     Args:
         lengths: int[documents], tokens of each document of the step.
         model: its layers of any kind: windows, chunks, states and experts are counted as what they are.
-        **shape: instead of it, of a model of equal layers, as in :meth:`wlb.CostModel.from_flops`: `hidden_size`,
+        **shape: instead of it, of a model of equal layers, as in `wlb.CostModel.from_flops`: `hidden_size`,
             `ffn_hidden_size`, `num_layers`, `num_heads`, `num_kv_heads`, `vocab_size`, ...
 
     Raises:
-        WlbError: as :meth:`wlb.CostModel.from_flops`; for its arguments that are no shape; for a model and a shape.
+        WlbError: as `wlb.CostModel.from_flops`; for its arguments that are no shape; for a model and a shape.
     """
     if model is not None:
         for name, value in shape.items():
@@ -66,10 +66,10 @@ def model_flops_utilization(flops: float, *, seconds: float, num_devices: int, p
     """MFU: model FLOPs of a step over what its devices could have done meanwhile.
 
     Args:
-        flops: of the whole step, over all ranks (:func:`model_flops`).
+        flops: of the whole step, over all ranks (`model_flops`).
         seconds: wall time of the step.
         num_devices: all ranks.
-        peak: FLOP/s of one device (:func:`peak_flops`, which may give None).
+        peak: FLOP/s of one device (`peak_flops`, which may give None).
 
     Raises:
         WlbError: for a time, number or peak that is not positive, or a peak that is not known.

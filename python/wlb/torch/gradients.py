@@ -22,14 +22,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     bf16_compress_hook,
     fp16_compress_hook,
 )
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from wlb._errors import error
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
 from wlb.torch.groups import ranks_of_step
+from wlb.torch.lazy import dtensor, fsdp1, fsdp2
 
 # Wrappers of other libraries, by the module that their classes are from, and how to get the sum from them.
 _FOREIGN: Final = {
@@ -45,11 +44,11 @@ _ANOTHER: Final = (
     "do not call sum_gradients"
 )
 # What Lightning's strategies wrap a LightningModule in, once `fit` has begun.
-_STRATEGIES: Final[dict[str, type[nn.Module] | None]] = {
+_STRATEGIES: Final[dict[str, str | None]] = {
     "SingleDeviceStrategy": None,
     "ModelParallelStrategy": None,  # fully_shard, by the LightningModule itself
-    "DDPStrategy": DistributedDataParallel,
-    "FSDPStrategy": FullyShardedDataParallel,
+    "DDPStrategy": "DistributedDataParallel",
+    "FSDPStrategy": "FullyShardedDataParallel",
 }
 # Where `fully_shard` and FullyShardedDataParallel keep by what they divide.
 _REDUCTION: Final = ("gradient_divide_factor", "force_sum_reduction_for_comms")
@@ -75,7 +74,7 @@ def sum_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
     - `FullyShardedDataParallel`: its two divisors become 1, also with hybrid sharding; with `NO_SHARD`, as under DDP.
     - `fully_shard`, also over a 2-D mesh: it divides by 1, and reduces with a sum.
     - A model without a wrapper: nothing, for nothing is divided. Between several ranks nobody exchanges its gradients
-      either: call :func:`all_reduce_gradients` before each optimizer step.
+      either: call `all_reduce_gradients` before each optimizer step.
 
     Wrappers are found anywhere inside `model`, also under `torch.compile`.
 
@@ -125,7 +124,7 @@ def sum_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
 def check_wrappers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Refuses wrappers that exchange gradients between other ranks than those that share the global batch.
 
-    Experts that are sharded over "edp" of :func:`~wlb.torch.groups.expert_ranks` are an exception: the other ranks of
+    Experts that are sharded over "edp" of `expert_ranks` are an exception: the other ranks of
     the group send their tokens to them.
 
     Args:
@@ -187,7 +186,7 @@ def all_reduce_gradients(
             raise error("model", message, value=_name(module))
     _check_outermost(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if any(isinstance(parameter, DTensor) for parameter in parameters):
+    if any(isinstance(parameter, dtensor()) for parameter in parameters):
         raise error("model", "has parameters that are DTensors: what is sharded cannot be added up as it is")
     if group is None:
         return
@@ -203,8 +202,8 @@ def all_reduce_gradients(
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Takes back what :func:`sum_gradients` changes meanwhile: hooks of parameters, divisors and kinds of reduction."""
-    handles = [module._handle for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    """Takes back what `sum_gradients` changes meanwhile: hooks of parameters, divisors and kinds of reduction."""
+    handles = [module._handle for module in model.modules() if isinstance(module, fsdp1())]
     flat = [handle.flat_param for handle in handles if handle is not None]
     hooks = [(each, each._backward_hooks, dict(each._backward_hooks or {})) for each in [*model.parameters(), *flat]]
     settings = [(owner, name, getattr(owner, name)) for owner, name in _settings(model)]
@@ -222,7 +221,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
-    """Without what :func:`sum_gradients` multiplies by: a backward pass of the bare model leaves its own gradients."""
+    """Without what `sum_gradients` multiplies by: a backward pass of the bare model leaves its own gradients."""
     with unchanged(model):
         for parameter in model.parameters():
             hooks = parameter._backward_hooks or {}
@@ -234,9 +233,9 @@ def as_written(model: nn.Module) -> Iterator[None]:
 def _settings(model: nn.Module) -> Iterator[tuple[Any, str]]:
     """Attributes of wrappers that decide by what gradients are divided."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp2()):
             yield from ((group, name) for group in _param_groups(module) for name in _REDUCTION)
-        elif isinstance(module, FullyShardedDataParallel):
+        elif isinstance(module, fsdp1()):
             yield from ((module, name) for name in _DIVISORS)
 
 
@@ -285,9 +284,9 @@ def _change(module: nn.Module) -> Callable[[], None] | None:
     Raises:
         WlbError: It is a wrapper of which that is not known.
     """
-    if isinstance(module, FSDPModule):
+    if isinstance(module, fsdp2()):
         return _fully_shard(module)
-    if isinstance(module, FullyShardedDataParallel):
+    if isinstance(module, fsdp1()):
         return _fsdp1(module)
     if isinstance(module, DistributedDataParallel):
         return _ddp(module)
@@ -302,7 +301,7 @@ def _change(module: nn.Module) -> Callable[[], None] | None:
 
 def _exchanged_over(module: Any) -> tuple[list[list[int]], bool]:
     """Ranks between which a wrapper exchanges gradients, as the axes of a grid; and whether these are experts."""
-    if isinstance(module, FSDPModule):
+    if isinstance(module, fsdp2()):
         meshes = {id(group.mesh_info.mesh): group.mesh_info.mesh for group in _param_groups(module)}
         grids = [mesh.mesh.flatten().tolist() for mesh in meshes.values()]  # none where others hold all parameters
         return sorted(grids, key=len)[:1], all(mesh.mesh_dim_names == ("edp",) for mesh in meshes.values())
@@ -383,7 +382,7 @@ def _wrapped_by_lightning(model: nn.Module) -> nn.Module:
         fix = 'use strategy="ddp", "fsdp" or ModelParallelStrategy'
         raise error("model", f"is trained with Lightning's {names[0]}, which is not known here: {fix}", value=names[0])
     wrapped, expected = trainer.strategy.model, _STRATEGIES[known]
-    if expected is not None and not any(isinstance(module, expected) for module in _unwrapped(wrapped)):
+    if expected is not None and not any(_is_a(module, expected) for module in _unwrapped(wrapped)):
         message = f"is not wrapped yet by Lightning's {names[0]}: call sum_gradients in on_fit_start"
         raise error("model", message, value=names[0])
     return wrapped  # type: ignore[no-any-return]
@@ -408,8 +407,9 @@ def _check_outermost(model: nn.Module) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     inside = set(model.modules())
+    wrappers = (DistributedDataParallel, *fsdp1())
     for alive in gc.get_objects():
-        if not issubclass(type(alive), DistributedDataParallel | FullyShardedDataParallel) or alive in inside:
+        if not issubclass(type(alive), wrappers) or alive in inside:
             continue
         if any(module is model for module in alive.modules()):
             name = _name(alive)
@@ -421,7 +421,7 @@ def _unwrapped(model: nn.Module) -> list[nn.Module]:
     result = [model]
     while True:
         inner = getattr(result[-1], "_orig_mod", None)
-        if inner is None and isinstance(result[-1], DistributedDataParallel | FullyShardedDataParallel):
+        if inner is None and isinstance(result[-1], (DistributedDataParallel, *fsdp1())):
             inner = result[-1].module
         if inner is None:
             return result

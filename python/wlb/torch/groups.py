@@ -47,7 +47,7 @@ def data_and_context(mesh: DeviceMesh) -> DeviceMesh:
     """The dp and cp dimensions as one: the ranks that hold the same parameters, which FSDP shards over.
 
     Args:
-        mesh: from :func:`build_mesh`.
+        mesh: from `build_mesh`.
 
     Returns:
         A 1-D mesh named "dp_cp".
@@ -89,7 +89,7 @@ def expert_ranks(mesh: DeviceMesh, *, ep: int) -> DeviceMesh:
     the ranks of an ep group may have different documents, or parts of the same ones.
 
     Args:
-        mesh: from :func:`build_mesh`.
+        mesh: from `build_mesh`.
         ep: ranks among which a layer's experts are divided.
 
     Returns:
@@ -119,7 +119,7 @@ class ContextParallelGroups:
     kept: a communicator each, so a job that meets many of them needs the memory.
 
     Args:
-        mesh: from :func:`build_mesh`.
+        mesh: from `build_mesh`.
 
     Complexity:
         Collective: every rank calls it once, at the same point. At most 2 * world size groups, and at most half the

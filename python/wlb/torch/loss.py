@@ -29,16 +29,16 @@ def token_normalized_loss(
     """This rank's part of the mean cross-entropy over the whole global batch.
 
     The sum over all micro-batches, CP ranks and DP ranks is the mean: add gradients up, do not average them
-    (:func:`~wlb.torch.gradients.sum_gradients`). A mean for each micro-batch, then over micro-batches, would weigh
+    (`sum_gradients`). A mean for each micro-batch, then over micro-batches, would weigh
     tokens of short micro-batches more.
 
     Args:
         logits: float[tokens, vocabulary]; may have 0 tokens. Computed in fp32.
         labels: int64[tokens], `ignore_index` where there is nothing to predict.
-        num_valid_tokens: labels that count in the whole global batch (:func:`count_valid_tokens`). 0 if it has none:
+        num_valid_tokens: labels that count in the whole global batch (`count_valid_tokens`). 0 if it has none:
             then the loss and its gradients are 0, so that a rank may run such a batch with the others, and the
             optimizer is not to step. A tensor is not looked at, for that would wait for the device.
-        ignore_index: as in :func:`torch.nn.functional.cross_entropy`.
+        ignore_index: as in `torch.nn.functional.cross_entropy`.
         weights: float[tokens], by which the loss of each label is multiplied: `batch.columns.get("loss_weights")`. The
             sum is divided by the number of labels all the same.
 

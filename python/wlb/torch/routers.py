@@ -48,7 +48,7 @@ def real_tokens(model: nn.Module, batch: PackedBatch) -> Iterator[None]:
 
 @contextmanager
 def routed(model: nn.Module, real: int | None) -> Iterator[None]:
-    """As :func:`real_tokens`, of a row of which the first `real` tokens are those of documents; None: all."""
+    """As `real_tokens`, of a row of which the first `real` tokens are those of documents; None: all."""
     if real is None or not has_router_loss(model):
         yield
         return

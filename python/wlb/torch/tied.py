@@ -9,9 +9,9 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from wlb._errors import error
+from wlb.torch.lazy import dtensor
 
 _TIED: dict[str, WeakSet[TiedWeights]] = {}
 
@@ -33,7 +33,7 @@ class TiedWeights:
             optimizer.step()
 
     Making it copies the weight of the first stage that has it to the others. A norm over all stages counts the weight
-    once for each copy: leave it out on all stages but :attr:`is_first`.
+    once for each copy: leave it out on all stages but `is_first`.
 
     Args:
         parameter: this rank's copy, plain or sharded by `fully_shard`, which has to be the same on all stages; None on
@@ -106,7 +106,7 @@ def of_pipeline(group: dist.ProcessGroup | None) -> Iterable[TiedWeights]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, dtensor()) else tensor
 
 
 def _described(parameter: nn.Parameter) -> str:

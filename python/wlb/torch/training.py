@@ -50,9 +50,9 @@ def train_step(
             optimizer.step()
             optimizer.zero_grad()
 
-    - No wrapper: gradients are added up over `group` after the last micro-batch (:func:`all_reduce_gradients`).
+    - No wrapper: gradients are added up over `group` after the last micro-batch (`all_reduce_gradients`).
     - `DistributedDataParallel`, what `accelerator.prepare` returned, `fully_shard`, `FullyShardedDataParallel`: told to
-      add up where they average (:func:`sum_gradients`). DDP exchanges gradients with the last micro-batch alone.
+      add up where they average (`sum_gradients`). DDP exchanges gradients with the last micro-batch alone.
       Sharded models exchange them with each: to hold them back would keep them whole, at the memory of the model.
 
     A step of which no label counts on any rank is not run: it warns, and leaves gradients as they are. After
@@ -62,28 +62,28 @@ def train_step(
         model: the outermost wrapper. One whose `forward` takes `input_ids`, as Hugging Face's do, is called with
             `batch.as_hf()` without labels and gives `.logits` (float[1, tokens, vocabulary]); where it also gives
             `aux_loss`, that is added with `config.router_aux_loss_coef`, weighted by labels; padding does not count in
-            it (:func:`real_tokens`). Any other is called with the batch and gives logits, float[tokens, vocabulary];
+            it (`real_tokens`). Any other is called with the batch and gives logits, float[tokens, vocabulary];
             `batch.real` says which tokens are no padding. Where documents bring weights, losses are multiplied by
             them.
         step: what a loader gave; as many micro-batches on every rank. Moved to the model's device.
         group: the ranks that share the step, data- and context-parallel; None for all.
         accelerator: accelerate's, if `model` is from its `prepare`: its `backward` scales for mixed precision.
         loss: instead of all that: gives a micro-batch's part of the mean from model, batch and the number of labels of
-            the global batch; :func:`token_normalized_loss` for one.
+            the global batch; `token_normalized_loss` for one.
 
     Returns:
         The mean loss of the global batch, float32 scalar, the same on all ranks, without a graph; 0 where no label
         counts.
 
     Raises:
-        WlbError: ranks have other plans, or cut a micro-batch otherwise (:func:`check_agreement`, the same on all
+        WlbError: ranks have other plans, or cut a micro-batch otherwise (`check_agreement`, the same on all
             ranks); other ranks than `group` share the step, or a wrapper exchanges gradients between others; gradients
-            are there already; a wrapper is not known (:func:`sum_gradients`); or the model gives something else than
+            are there already; a wrapper is not known (`sum_gradients`); or the model gives something else than
             logits.
 
     Complexity:
         Beside the model's own work one all-reduce of a number a part of the step before, and one of a number after; and
-        what :func:`check_agreement` costs.
+        what `check_agreement` costs.
     """
     group = ranks_of_step(step, group)
     several = step.num_ranks > 1
@@ -120,7 +120,7 @@ def train_step(
 
 @contextmanager
 def untrained(model: nn.Module) -> Iterator[None]:
-    """Undoes the changes that :func:`train_step` makes to a model and its wrappers, except gradients."""
+    """Undoes the changes that `train_step` makes to a model and its wrappers, except gradients."""
     known = [models for models in (_summing, _bare) if model in models]
     try:
         with unchanged(model):

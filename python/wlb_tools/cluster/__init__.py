@@ -3,7 +3,7 @@
 Each file answers one question: `hardware` (on what), `parallel` (spread how), `memory` (how many bytes of each GPU),
 `capacity` (how many tokens fit, and what to change where too few do), `collectives` (how long communication takes),
 `data_parallel` (what replicas send each other, and when), `overhead` (what a trainer takes beside) and `step_time` (how
-long a micro-batch takes on each pipeline stage). What is trained is a :class:`wlb.ModelConfig`.
+long a micro-batch takes on each pipeline stage). What is trained is a `wlb.ModelConfig`.
 """
 
 from wlb._choices import Schedule

@@ -78,7 +78,7 @@ def _chunk_seconds(kernel: KernelModel, queries: Integers, keys: Integers, chunk
 
 
 def rank_seconds(kernel: KernelModel, shard: Shard, mask: Mask, *, passes: Passes) -> Floats:
-    """float64[cp]: seconds of every rank's segments under a mask, as :meth:`wlb.KernelModel.rank_seconds`."""
+    """float64[cp]: seconds of every rank's segments under a mask, as `wlb.KernelModel.rank_seconds`."""
     seconds = kernel.rank_seconds(shard, passes=passes)
     if mask.kind == "full":
         return seconds

@@ -40,8 +40,8 @@ def max_tokens(
         layout: how it is spread.
         hardware: `memory_bytes` of it.
         schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
-        num_micro_batches: as in :func:`wlb_tools.memory_per_rank`.
-        reserved_bytes: as in :func:`wlb_tools.memory_per_rank`.
+        num_micro_batches: as in `wlb_tools.memory_per_rank`.
+        reserved_bytes: as in `wlb_tools.memory_per_rank`.
         at_least: tokens that a micro-batch must be able to have, as the context window.
 
     Raises:
@@ -102,19 +102,19 @@ def lacking_bytes(
     schedule: Schedule | None = None,
     reserved_bytes: int = RESERVED_BYTES,
 ) -> float:
-    """Bytes that the fullest GPU lacks for micro-batches of so many tokens; 0 where :func:`max_tokens` has them fit.
+    """Bytes that the fullest GPU lacks for micro-batches of so many tokens; 0 where `max_tokens` has them fit.
 
     Args:
         model: its shape.
         layout: how it is spread.
         hardware: `memory_bytes` of it.
         tokens: of a micro-batch, over all context-parallel ranks.
-        num_micro_batches: as in :func:`wlb_tools.memory_per_rank`.
-        schedule: as in :func:`wlb_tools.memory_per_rank`.
-        reserved_bytes: as in :func:`wlb_tools.memory_per_rank`.
+        num_micro_batches: as in `wlb_tools.memory_per_rank`.
+        schedule: as in `wlb_tools.memory_per_rank`.
+        reserved_bytes: as in `wlb_tools.memory_per_rank`.
 
     Raises:
-        WlbError: as :func:`wlb_tools.memory_per_rank`.
+        WlbError: as `wlb_tools.memory_per_rank`.
     """
     options: dict[str, Any] = {"schedule": schedule, "num_micro_batches": num_micro_batches}
     memory = functools.partial(memory_per_rank, model, layout, reserved_bytes=reserved_bytes, **options)

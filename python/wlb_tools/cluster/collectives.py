@@ -59,7 +59,7 @@ class Communicator:
     def along(cls, axis: Axis, layout: ParallelLayout, hardware: Hardware) -> Communicator:
         """The ranks along an axis of a layout, "dp_cp" for those that hold the same parameters, "edp" the same experts.
 
-        Where they lie follows from the order of the axes, see :class:`wlb_tools.ParallelLayout`; of several groups, the
+        Where they lie follows from the order of the axes, see `wlb_tools.ParallelLayout`; of several groups, the
         one spread over most nodes.
         """
         nodes = layout.nodes(axis, gpus_per_node=hardware.gpus_per_node)

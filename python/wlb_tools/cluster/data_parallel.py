@@ -40,7 +40,7 @@ def data_parallel_seconds(
 
     A reduce-scatter of gradients and an all-gather of parameters, an all-reduce of gradients without FSDP; of experts
     one more, among the dp x cp / ep ranks that hold the same. Computation can hide all but the first and last layer's
-    share of it. What every micro-batch has of it is in :func:`micro_batch_seconds`, and not here.
+    share of it. What every micro-batch has of it is in `micro_batch_seconds`, and not here.
 
     Args:
         model: its shape.
@@ -54,7 +54,7 @@ def data_parallel_seconds(
         float64[pp], if nothing hides them.
 
     Raises:
-        WlbError: as :meth:`wlb_tools.ParallelLayout.check`; ZeRO-3 once a step.
+        WlbError: as `wlb_tools.ParallelLayout.check`; ZeRO-3 once a step.
     """
     layout.check(model=model)
     sync = check_sync(sync, layout)
@@ -86,15 +86,15 @@ def micro_batch_seconds(
         model: its shape.
         layout: how it is spread.
         hardware: what it runs on.
-        schedule: as in :func:`data_parallel_seconds`.
-        sync: as in :func:`data_parallel_seconds`.
+        schedule: as in `data_parallel_seconds`.
+        sync: as in `data_parallel_seconds`.
 
     Returns:
         float64[stages, 3]: of the forward and of the inputs' gradient parameters that ZeRO-3 gathers, of the weights'
         gradient its sum; zeros where ranks meet once a step.
 
     Raises:
-        WlbError: as :func:`data_parallel_seconds`.
+        WlbError: as `data_parallel_seconds`.
 
     Complexity:
         O(stages * kinds of layers).

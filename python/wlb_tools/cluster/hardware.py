@@ -43,7 +43,7 @@ class Hardware:
         inter_node: InfiniBand or RoCE, a network card for each GPU.
         launch_latency: seconds that a collective takes before anything is sent.
         gemm_efficiency: share of the peak that the linear part of a layer reaches, element-wise work included.
-        attention_efficiency: attention's FLOP rate relative to the linear part's, assumed as in :meth:`preset`.
+        attention_efficiency: attention's FLOP rate relative to the linear part's, assumed as in `preset`.
 
     Raises:
         WlbError: naming the first value that is not positive, or of another type.
@@ -111,14 +111,14 @@ class Hardware:
         - Latencies: NCCL's model of its ring with the Simple protocol (`src/graph/tuning.cc`, 2.18 and later): 8.4 us
           a collective, 3.4 us a hop on NVLink, 14 us a hop on the network.
         - Efficiencies are assumptions; `wlb profile` measures seconds that take their place
-          (:func:`wlb_tools.stage_seconds`, :meth:`wlb.CostModel.from_profile`). Of the peak, 65 % is what a transformer
+          (`wlb_tools.stage_seconds`, `wlb.CostModel.from_profile`). Of the peak, 65 % is what a transformer
           layer's matrix multiplications and element-wise work reach together where the multiplications alone reach 75
           to 80 %.
         - Attention (`attention_efficiency`, relative to those 65 %): forward and backward of causal documents of 8,192
-          tokens by :meth:`wlb.KernelModel.analytic`, which is FlashAttention-2's published rate on an A100,
+          tokens by `wlb.KernelModel.analytic`, which is FlashAttention-2's published rate on an A100,
           FlashAttention-3's on a H100 and FlashAttention-4's on a B200. Documents of 2,048 tokens are at 0.83 of that,
           those of 128K at 1.07; flash-attn 2 on a H100 reaches 0.55. A cluster with communication that nothing hides
-          has a higher ratio, since that is part of the rest: :meth:`wlb_tools.Scenario.fitted_efficiency`.
+          has a higher ratio, since that is part of the rest: `wlb_tools.Scenario.fitted_efficiency`.
 
         Raises:
             WlbError: there is no such name.
@@ -137,13 +137,13 @@ class Hardware:
         """Cost of documents on one of these GPUs, in seconds: the model's FLOPs at the assumed rates.
 
         A start for a packer, for which only the ratio of attention to the rest counts. Measured costs are better:
-        :meth:`wlb.CostModel.from_profile`.
+        `wlb.CostModel.from_profile`.
         """
         return model.cost_model(attention_efficiency=self.attention_efficiency, flops_per_second=self.flops_per_second)
 
 
 def presets() -> list[str]:
-    """Names that :meth:`Hardware.preset` knows."""
+    """Names that `Hardware.preset` knows."""
     return list(_PRESETS)
 
 

@@ -144,7 +144,7 @@ def visit_width(model: ModelConfig, layer: Layer) -> int:
 
 
 def ranks_of_stages(layout: ParallelLayout, *, schedule: Schedule | None = None) -> NDArray[np.int64]:
-    """int64[stages]: the pipeline rank of every stage in the order of the model, by :func:`wlb.simulate_pipeline`.
+    """int64[stages]: the pipeline rank of every stage in the order of the model, by `wlb.simulate_pipeline`.
 
     Raises:
         WlbError: the schedule cannot have that many virtual stages.
@@ -157,7 +157,7 @@ def in_flight(
 ) -> NDArray[np.float64]:
     """Micro-batches whose activations a pipeline rank holds at its peak, in units of all its stages.
 
-    ``PipelineTimeline.peak_activation`` of :func:`wlb.simulate_pipeline`, which holds a micro-batch from its forward to
+    ``PipelineTimeline.peak_activation`` of `wlb.simulate_pipeline`, which holds a micro-batch from its forward to
     its weight gradient.
 
     Args:
@@ -216,8 +216,8 @@ def memory_per_rank(
         model: its shape.
         layout: how it is spread.
         tokens: int[...] tokens of a micro-batch, over all context-parallel ranks; any shape.
-        schedule: of the pipeline, as in :func:`in_flight`.
-        num_micro_batches: of a step and data-parallel rank, as in :func:`in_flight`; default: enough to fill it.
+        schedule: of the pipeline, as in `in_flight`.
+        num_micro_batches: of a step and data-parallel rank, as in `in_flight`; default: enough to fill it.
         held_tokens: float64[..., pp] tokens of the micro-batches under way on each rank, where they are not all that
             large (``peak_activation`` of a simulated step); `tokens` is then the largest micro-batch, at work.
         reserved_bytes: not available.
@@ -280,7 +280,7 @@ def units_of_stages(
 
     Returns:
         of each stage, in the order of the model: how many such units there are, and of one its parameters on a GPU
-        apart from routed experts, and those of the experts. Together those of :func:`parameters_per_rank`.
+        apart from routed experts, and those of the experts. Together those of `parameters_per_rank`.
     """
     ranks = ranks_of_stages(layout, schedule=schedule)
     embedding = model.vocab_size * model.hidden_size / layout.tp

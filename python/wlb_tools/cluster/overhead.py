@@ -23,8 +23,8 @@ class Overhead:
             those for each token of a rank. They may be below 0 where a profile takes layers for slower than they are.
         backward: the same of the backward.
         copies: of forward and backward, seconds in a layer for each token of a rank that attends to its own keys while
-            others' are gathered (:attr:`wlb.Shard.tokens_split`): queries are picked for two calls, and their results
-            put together; and those for each key that it picks from the gathered ones (:attr:`wlb.Shard.keys_picked`).
+            others' are gathered (`wlb.Shard.tokens_split`): queries are picked for two calls, and their results
+            put together; and those for each key that it picks from the gathered ones (`wlb.Shard.keys_picked`).
         gather: seconds of each pass of a micro-batch whose group gathers keys, however many: what starting and awaiting
             collectives takes beside the link's latency.
         step: of every step: the optimizer, clipping, counting tokens, waiting for all ranks to begin.
@@ -66,7 +66,7 @@ class Overhead:
     def passes(self, tokens: ArrayLike, *, gathers: ArrayLike) -> NDArray[np.float64]:
         """float64[m, stages, 3]: of micro-batches with so many tokens on a rank, by whether their group gathers keys.
 
-        All of the backward is in the inputs' gradient. What attention copies is a rank's own: see :meth:`copying`.
+        All of the backward is in the inputs' gradient. What attention copies is a rank's own: see `copying`.
         """
         count, gathers = np.asarray(tokens, dtype=np.float64), np.asarray(gathers, dtype=bool)
         seconds = np.zeros((count.size, len(self.forward), 3))
@@ -79,7 +79,7 @@ class Overhead:
         """float64[2, ...]: seconds of forward and backward, in a layer, in which ranks copy so much.
 
         Args:
-            copied: int64[..., 2] of each rank, as :func:`copied` gives them.
+            copied: int64[..., 2] of each rank, as `copied` gives them.
         """
         return np.stack([np.asarray(copied) @ np.asarray(one) for one in self.copies])
 

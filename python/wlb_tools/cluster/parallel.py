@@ -51,7 +51,7 @@ class ParallelLayout:
             the activated gate.
         fused_loss: the output projection and the loss run in chunks and never hold all logits.
         stage_layers: layers of each stage in the order of the model, `pp * virtual_stages` numbers; default: as even as
-            possible, see :meth:`layers_of_stages`.
+            possible, see `layers_of_stages`.
         dtype: of the parameters that are multiplied, and of activations. Gradients are accumulated in float32.
         optimizer_bytes: state for a parameter; 12: float32 master weight and Adam's two moments.
 

@@ -1,10 +1,10 @@
 """What a micro-batch takes on each pipeline stage: the ingredients of a simulated step.
 
-Assumptions, all of them inputs of :func:`stage_seconds` or of the layout and hardware:
+Assumptions, all of them inputs of `stage_seconds` or of the layout and hardware:
 
 - Tensor-parallel ranks are equal; of the context-parallel ranks the slowest counts, for attention and, with the most
   tokens, for the rest. A stage takes compute plus the communication that nothing hides.
-- Linear part: measured where it is given; by default FLOPs (:attr:`ModelConfig.token_flops`) at
+- Linear part: measured where it is given; by default FLOPs (`ModelConfig.token_flops`) at
   ``Hardware.flops_per_second``, the backward two forwards. Half of the backward is the inputs' gradient, half the
   weights'. The output projection has the FLOP rate of a layer's linear part, pass by pass.
 - Attention's seconds are given, for one layer and a rank's share of the heads; its backward is part of the inputs'
@@ -26,7 +26,7 @@ Assumptions, all of them inputs of :func:`stage_seconds` or of the layout and ha
 - A stage sends its output, split over tensor-parallel ranks by sequence parallelism, to the next, and a gradient back.
   `p2p_overlap` of that travels beside what both compute, and stands apart (`p2p`), because a schedule decides what
   hides it. For the rest the receiving stage waits once it is free: 1F1B posts a receive when it has nothing else to do.
-- Data parallelism stands apart too (:mod:`wlb_tools.cluster.data_parallel`): once a step, or for all ranks that meet in
+- Data parallelism stands apart too (`wlb_tools.cluster.data_parallel`): once a step, or for all ranks that meet in
   a micro-batch.
 """
 
@@ -122,7 +122,7 @@ def stage_seconds(
 
     Raises:
         WlbError: naming an argument of another length, a negative entry, more keys than tokens, a share outside 0..1,
-            or as :meth:`wlb_tools.ParallelLayout.check`.
+            or as `wlb_tools.ParallelLayout.check`.
 
     Complexity:
         O(m * stages).

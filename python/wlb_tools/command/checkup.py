@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 PLANS: Final = "0618a8ce523c7281241f6690ecb4f3055491ec35fb3240008db233b61966cb32"
-"""What :func:`digest_of_plans` gives wherever this version of wlb runs."""
+"""What `digest_of_plans` gives wherever this version of wlb runs."""
 
 _EXTRAS: Final = ("", "cli", "tokenizers", "torch", "testing")
 """Of wlb's own, what a user has a use for; the first stands for wlb itself."""

@@ -29,7 +29,7 @@ def collect(
     thresholds: tuple[int, ...] = (),
     release: Release = "fifo",
 ) -> PackedRun:
-    """Runs a method over the stream, as :func:`wlb_tools.simulation.trained.collect`."""
+    """Runs a method over the stream, as `wlb_tools.simulation.trained.collect`."""
     tracked = bars.track(steps, total=stream.batches, description=f"Packing: {name}")
     return trained.collect(name, tracked, stream, thresholds, release)
 

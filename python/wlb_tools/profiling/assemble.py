@@ -109,10 +109,10 @@ class HeldOutErrors:
 
 
 def held_out_errors(profile: str | os.PathLike[str]) -> HeldOutErrors | None:
-    """The errors of :class:`wlb.KernelModel` on the segments that a profile holds out; None if it holds out none.
+    """The errors of `wlb.KernelModel` on the segments that a profile holds out; None if it holds out none.
 
     Raises:
-        WlbError: as :meth:`wlb.KernelModel.from_profile`.
+        WlbError: as `wlb.KernelModel.from_profile`.
     """
     model = wlb.KernelModel.from_profile(os.fspath(profile))
     held_out = json.loads(read_profile(profile)).get("held_out")

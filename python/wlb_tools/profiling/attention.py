@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from wlb._core import pass_weights
 from wlb.models import ModelConfig
 from wlb.torch.attention.kernels import Kernel, KernelName, choose
-from wlb.torch.attention.segments import Call
+from wlb.torch.attention.plan import Call
 from wlb_tools.cluster.memory import kv_width
 from wlb_tools.cluster.parallel import ParallelLayout
 from wlb_tools.profiling.device import Device
@@ -97,7 +96,8 @@ class AttentionBench:
         options: dict[str, Any] = {"dtype": self.device.dtype, "device": self.device.device}
         q, d_out = (torch.randn(queries, self.heads, self.head_dim, **options) for _ in range(2))
         k, v = (torch.randn(keys, self.kv_heads, self.head_dim, **options) for _ in range(2))
-        call = _call(segments, shape.tokens, shape.keys, self.device.device)
+        # Causal: the last query of each segment stands at its last key.
+        call = Call.of_lengths([shape.tokens] * segments, [shape.keys] * segments, (-1, 0), self.device.device)
         out, lse = self.kernel.forward(q, k, v, call)
         timed = self.device.time(
             {
@@ -107,21 +107,3 @@ class AttentionBench:
             seconds=seconds,
         )
         return {"segments_per_call": segments, **timed}
-
-
-def _call(segments: int, queries: int, keys: int, device: torch.device) -> Call:
-    """Equal segments, causal: the last query of each stands at its last key."""
-    ends = np.arange(segments + 1, dtype=np.int64)
-    q, k = ends * queries, ends * keys
-    return Call(
-        q_rows=None,
-        k_rows=None,
-        cu_seqlens_q=torch.from_numpy(q.astype(np.int32)).to(device),
-        cu_seqlens_k=torch.from_numpy(k.astype(np.int32)).to(device),
-        max_seqlen_q=queries,
-        max_seqlen_k=keys,
-        window=(-1, 0),
-        spans=np.stack([q[:-1], q[1:], k[:-1], k[1:]], axis=1),
-        shifts=np.zeros(segments, np.int64),
-        fresh=True,
-    )

@@ -19,7 +19,7 @@ from wlb._errors import error
 REPEATS = (5, 50)
 _WARM_UPS = 2
 LEAST_CALLS = _WARM_UPS + REPEATS[0]
-"""How often :meth:`Device.time` makes a call, at least."""
+"""How often `Device.time` makes a call, at least."""
 
 _SLEEP = 2.0  # times what the host took to enqueue the call when warming up
 _CYCLES_PER_SECOND = 3e9  # above the clock of today's GPUs: a slower one sleeps longer, which does no harm

@@ -38,7 +38,7 @@ class Profiler:
         model: its heads and widths are measured.
         tp: tensor-parallel ranks that heads and the feed-forward width are divided by.
         device: default the current CUDA device.
-        kernel: as in :func:`wlb.torch.context_parallel_attention`.
+        kernel: as in `wlb.torch.context_parallel_attention`.
         memory_bytes: what buffers may take; default 80 % of what is free.
 
     Raises:
@@ -93,15 +93,15 @@ class Profiler:
         Args:
             records: a file of one JSON object a line, made or continued. Its first line says what was measured on
                 what, each other line is a shape with the samples of a round; a run that is cut off goes on from there.
-            grid: default :meth:`Grid.default`.
+            grid: default `Grid.default`.
             budget_seconds: of wall time for this run. Repetitions follow it, between 5 and 50 of a shape in each of
-                :data:`ROUNDS`; rounds after the first end with it.
+                `ROUNDS`; rounds after the first end with it.
             progress: called with the number of measurements done, of all, and the next shape's name.
             skipped: called with what is left out for lack of memory.
 
         Returns:
             A profile as docs/semantics.md describes it, in plain JSON values, for
-            :meth:`wlb.KernelModel.from_profile` and :meth:`wlb.CostModel.from_profile`.
+            `wlb.KernelModel.from_profile` and `wlb.CostModel.from_profile`.
 
         Raises:
             WlbError: records of another GPU, kernel, version or model, named; or the budget is used up, or would be by

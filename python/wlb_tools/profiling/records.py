@@ -74,7 +74,7 @@ class Records:
 
     @classmethod
     def open(cls, path: Path, identity: dict[str, Any]) -> Records:
-        """Reads the file, or begins it: see :meth:`Lines.open`.
+        """Reads the file, or begins it: see `Lines.open`.
 
         Args:
             path: the file.

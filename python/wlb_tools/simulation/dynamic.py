@@ -93,7 +93,7 @@ class DynamicCpRun(Trained):
 def dynamic_steps(
     stream: GlobalBatches, options: Mapping[str, Any], reading: Reading | None = None
 ) -> Iterator[DynamicStep]:
-    """The global batches, planned one by one with these arguments of :func:`wlb.plan_dynamic_cp`.
+    """The global batches, planned one by one with these arguments of `wlb.plan_dynamic_cp`.
 
     With a packer in front (`reading`), what it releases in each iteration is planned; what it holds comes later.
     """
@@ -113,7 +113,7 @@ def dynamic_steps(
 
 
 def packer_before(scenario: Scenario, options: Mapping[str, Any], *, split: int) -> dict[str, Any]:
-    """Arguments of the packer whose releases are planned with these of :func:`wlb.plan_dynamic_cp`; not what waits.
+    """Arguments of the packer whose releases are planned with these of `wlb.plan_dynamic_cp`; not what waits.
 
     All ranks can share a document, so that one has to wait only where it is too much for all of them: the packer's
     micro-batches are as wide as the pipeline stage, and there are `dp` times fewer of them. Memory is the planner's
@@ -228,7 +228,7 @@ def attention_of_groups(run: DynamicCpRun, scenario: Scenario) -> Attention:
 def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured: Floats | None = None) -> Priced:
     """Every group on every stage, with the communication of its size. O(groups).
 
-    With `measured` seconds of every rank's part, see :meth:`Outcome.at_measured`, instead of those that the kernel
+    With `measured` seconds of every rank's part, see `Outcome.at_measured`, instead of those that the kernel
     model and the linear part predict.
     """
     sizes = run.cp_size
@@ -314,11 +314,11 @@ class DynamicOutcome(Outcome):
         return "rank"
 
     def at_attention_rate(self, rate: float) -> DynamicOutcome:
-        """See :meth:`Outcome.at_attention_rate`."""
+        """See `Outcome.at_attention_rate`."""
         return score_dynamic(self.title, self.run, self.scenario, self.priced.attention.at_rate(rate))
 
     def parts(self) -> Iterator[RankPart]:
-        """See :meth:`Outcome.parts`."""
+        """See `Outcome.parts`."""
         run = self.run
         # Every rank is in one group of a micro-batch, in the order of ranks.
         first = (np.cumsum(run.cp_size) - run.cp_size) % run.world_size
@@ -329,14 +329,14 @@ class DynamicOutcome(Outcome):
                 yield RankPart(step, pieces, made, rank, size, begin)
 
     def placement(self, step: int) -> Integers:
-        """See :meth:`Outcome.placement`."""
+        """See `Outcome.placement`."""
         world, count = self.run.world_size, int(self.run.micro_batches[step])
         first = int(self.run.micro_batches[:step].sum()) * world
         parts: Integers = np.arange(first, first + count * world).reshape(count, world).T
         return parts
 
     def at_measured(self, seconds: Floats) -> DynamicOutcome:
-        """See :meth:`Outcome.at_measured`."""
+        """See `Outcome.at_measured`."""
         priced = price(self.run, self.scenario, self.priced.attention, measured=seconds)
         return score_priced(self.title, self.run, self.scenario, priced)
 

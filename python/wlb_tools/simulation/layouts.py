@@ -61,7 +61,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class LayoutSearch:
-    """Result of a search over layouts; times are those of a long stream, as in :class:`Choice`."""
+    """Result of a search over layouts; times are those of a long stream, as in `Choice`."""
 
     by: Objective
     ranked: tuple[Choice, ...]  # the fastest layouts, each with its best plan; `outcome.scenario` has the layout
@@ -149,7 +149,7 @@ def search_layouts(
     contexts; and Dynamic-CP with and without release. Dynamic-CP divides context- and data-parallel ranks itself: it
     is tried once for each of the other sizes, with the fewest context-parallel ranks.
 
-    What is promising comes first, by a bound (:class:`Bounds`). What cannot be among the fastest :data:`RANKED` layouts
+    What is promising comes first, by a bound (`Bounds`). What cannot be among the fastest `RANKED` layouts
     by its bound is not simulated. Plans of unequal work can fall below the bound by chance; so it is lowered by as much
     as any simulated plan did. Deterministic.
 
@@ -162,15 +162,15 @@ def search_layouts(
         tokens_per_batch: of a global batch; as many contexts as it holds.
         context: tokens of the longest document.
         template: everything of a layout but its sizes: `fsdp`, `recompute` and the like; default: as
-            :class:`wlb_tools.ParallelLayout` has them, or as `own`.
+            `wlb_tools.ParallelLayout` has them, or as `own`.
         own: the layout that the caller has, to compare with.
-        by: see :func:`tune`.
+        by: see `tune`.
         max_mean_delay: iterations that a token may wait on average.
-        progress: see :func:`wlb_tools.simulate`.
-        scenario: further arguments of :class:`wlb_tools.Scenario`, such as `kernel_model` or `cp_overlap`.
+        progress: see `wlb_tools.simulate`.
+        scenario: further arguments of `wlb_tools.Scenario`, such as `kernel_model` or `cp_overlap`.
 
     Raises:
-        WlbError: see :func:`wlb_tools.simulate`; no layout is possible, and why; `own` has another number of GPUs, or
+        WlbError: see `wlb_tools.simulate`; no layout is possible, and why; `own` has another number of GPUs, or
             cannot be.
 
     Complexity:
@@ -392,7 +392,7 @@ class Bounds:
         self._masks: dict[int, float] = {}
 
     def fitted_efficiency(self, scenario: Scenario) -> float:
-        """:meth:`Scenario.fitted_efficiency`; attention is timed once for each tp."""
+        """`Scenario.fitted_efficiency`; attention is timed once for each tp."""
         layout = scenario.layout
         if layout.tp not in self._masks:
             self._masks[layout.tp] = scenario.attention_seconds(self._lengths[False])

@@ -1,4 +1,4 @@
-"""How each packing method turns a stream of global batches into training steps, all in one form: :class:`Step`."""
+"""How each packing method turns a stream of global batches into training steps, all in one form: `Step`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Step:
 def original(stream: GlobalBatches, setup: Setup, *, dealt: bool = True) -> Iterator[Step]:
     """Documents concatenated as they arrive and cut every `context` tokens.
 
-    Micro-batches go to data-parallel ranks by :meth:`wlb.Packing.deal`, or as they come.
+    Micro-batches go to data-parallel ranks by `wlb.Packing.deal`, or as they come.
     """
     for i in range(stream.batches):
         first, last = int(stream.offsets[i]), int(stream.offsets[i + 1])
@@ -103,7 +103,7 @@ def whole(stream: GlobalBatches, setup: Setup) -> Iterator[Step]:
     """Documents as they arrive, none of them cut: one that no longer fits a micro-batch of `context` begins the next.
 
     A step has as many micro-batches as a global batch; so the stream, of which less fits, has more steps. Micro-batches
-    go to data-parallel ranks by :meth:`wlb.Packing.deal`.
+    go to data-parallel ranks by `wlb.Packing.deal`.
     """
     n = setup.num_micro_batches
     owner = next_fit(stream.lengths, setup.context)
@@ -169,7 +169,7 @@ def var_length(
 ) -> Iterator[Step]:
     """WLB: whole documents, micro-batches of equal work and unequal tokens, outliers in waiting queues.
 
-    Documents enter as the loaders of `wlb.torch` read them, see :class:`Reading`; only their order matters here, not
+    Documents enter as the loaders of `wlb.torch` read them, see `Reading`; only their order matters here, not
     the stream's global batches. Where ranks wait for each other in every micro-batch, steps are planned for them.
     `options` are further arguments of the packer. Long documents come up to `max_early` iterations before their turn.
     """
@@ -198,7 +198,7 @@ def document_ids(micro_batches: Sequence[MicroBatch]) -> NDArray[np.int64]:
 
 
 def packer_options(setup: Setup) -> dict[str, Any]:
-    """Arguments of :class:`wlb.Packer` for a setup, and of what tunes it; all but what waits and how it is placed."""
+    """Arguments of `wlb.Packer` for a setup, and of what tunes it; all but what waits and how it is placed."""
     return {
         "num_micro_batches": setup.packed,
         "max_tokens": setup.max_tokens,
@@ -229,9 +229,9 @@ def tune_waiting(
 ) -> TuneResult:
     """The best of what may wait, for these documents and a packer with these arguments.
 
-    With `queues`, their thresholds, by :func:`wlb.tune_outlier_thresholds`; without, the price of delay of the adaptive
+    With `queues`, their thresholds, by `wlb.tune_outlier_thresholds`; without, the price of delay of the adaptive
     release within a bound on the work of steps, with documents up to `max_early` iterations before their turn, by
-    :func:`wlb.tune_delay_price`. `costs` and `limits` are those of
+    `wlb.tune_delay_price`. `costs` and `limits` are those of
     documents that bring them.
     """
     options = {**packer, "max_mean_delay": max_mean_delay, "costs": costs}

@@ -40,7 +40,7 @@ IDLE = ("ep_wait", "bubble", "dp_wait")
 
 
 def exposed_parts(made: StageSeconds) -> dict[str, Floats]:
-    """By :data:`ATTRIBUTION`, what stages wait for inside their passes; in all `made.exposed`."""
+    """By `ATTRIBUTION`, what stages wait for inside their passes; in all `made.exposed`."""
     return {
         "cp_communication": made.exposed_cp,
         "tp_communication": made.exposed_tp,
@@ -97,7 +97,7 @@ class Outcome(ABC):
 
     @property
     def pipelines(self) -> str:
-        """Unit of :meth:`timelines`: one pipeline per data-parallel rank, or one per rank."""
+        """Unit of `timelines`: one pipeline per data-parallel rank, or one per rank."""
         return "DP"
 
     @abstractmethod
@@ -108,25 +108,25 @@ class Outcome(ABC):
     def parts(self) -> Iterator[RankPart]:
         """Parts that are computed, rank by rank of every group, micro-batch after micro-batch.
 
-        The order of ranks is that of :meth:`at_measured`.
+        The order of ranks is that of `at_measured`.
         """
 
     @abstractmethod
     def placement(self, step: int) -> NDArray[np.int64]:
-        """int64[dp * cp, micro-batches]: which of :meth:`parts` every rank of a pipeline stage runs, in their order."""
+        """int64[dp * cp, micro-batches]: which of `parts` every rank of a pipeline stage runs, in their order."""
 
     @abstractmethod
     def at_measured(self, seconds: Floats) -> Outcome:
         """The same plan and shards with measured seconds of computation; communication stays as predicted.
 
         Args:
-            seconds: float64[parts, stages, 3] of every part of :meth:`parts` by itself: forward, inputs' and weights'
+            seconds: float64[parts, stages, 3] of every part of `parts` by itself: forward, inputs' and weights'
                 gradient (all of the backward in one of them, where the schedule does not split it).
         """
 
     @cached_property
     def swept(self) -> tuple[Swept, ...]:
-        """Times and balance of the same plan at each of :data:`ATTENTION_RATES`; it was made for the rate 1."""
+        """Times and balance of the same plan at each of `ATTENTION_RATES`; it was made for the rate 1."""
         graded = ((rate, self if rate == 1 else self.at_attention_rate(rate)) for rate in ATTENTION_RATES)
         return tuple(Swept(rate, of.total_seconds, of.steady_seconds, of.balance) for rate, of in graded)
 

@@ -19,7 +19,7 @@ _SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved_1f1b", *V_SHAPED)
 
 
 def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
-    """Arguments of :func:`wlb.plan_dynamic_cp` for a cluster; all but the lengths of a step.
+    """Arguments of `wlb.plan_dynamic_cp` for a cluster; all but the lengths of a step.
 
     The planner has one rate for attention, one for the linear part and one for each kind of communication. They are
     fitted to what the simulation knows: attention's to whole documents, the exchange of keys and values to the largest
@@ -32,7 +32,7 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
         lengths: int[n] tokens of the documents that attention's rate is fitted to, by `selector` where there is one.
 
     Raises:
-        WlbError: as :func:`check_planner`.
+        WlbError: as `check_planner`.
     """
     per_rank = check_planner(scenario)
     if np.size(lengths) == 0:

@@ -46,7 +46,7 @@ class Simulation:
         return self.baseline.total_seconds / self.outcomes[name].total_seconds
 
     def speedup_band(self, name: str) -> tuple[float, float]:
-        """The least and the most of it, were attention faster or slower than assumed (:data:`ATTENTION_RATES`).
+        """The least and the most of it, were attention faster or slower than assumed (`ATTENTION_RATES`).
 
         Plans and shards stay as they are: this is what they are worth by costs that they were not made by.
         """
@@ -91,11 +91,11 @@ def simulate(
 
     Args:
         lengths: int[n] tokens of the documents in arrival order, none longer than the context
-            (:func:`wlb.split_documents`). Whole documents arrive in global batches of at most
+            (`wlb.split_documents`). Whole documents arrive in global batches of at most
             `num_micro_batches * context` tokens; methods that cut documents get them in batches of exactly that.
         scenario: model, cluster, packing.
-        variants: names in :data:`wlb_tools.simulation.VARIANTS`, or own variants by name; the first is the baseline of
-            the speed-ups. Default: :func:`wlb_tools.simulation.defaults`.
+        variants: names in `wlb_tools.simulation.VARIANTS`, or own variants by name; the first is the baseline of
+            the speed-ups. Default: `wlb_tools.simulation.defaults`.
         progress: called with a variant's title, how many are done, and how many there are.
 
     Returns:

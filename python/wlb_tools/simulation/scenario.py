@@ -63,7 +63,7 @@ class Scenario:
         selector: the kernel model by which a sharding strategy is chosen, where it is not the one that predicts the
             times: a choice then pays for the errors of what it went by.
         max_tokens: `S_max`, the most tokens of a micro-batch of variable length; default: what fits into the GPUs'
-            memory, see :func:`wlb_tools.max_tokens`; where a method makes more micro-batches, of which more are under
+            memory, see `wlb_tools.max_tokens`; where a method makes more micro-batches, of which more are under
             way, no more than fits of these. Whether a given one fits is not checked; outcomes say what it takes.
         num_micro_batches: of a global batch, a multiple of `dp`; default: `pp * dp`, as in the paper.
         schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
@@ -327,7 +327,7 @@ class Scenario:
         fullest_tokens: ArrayLike | None = None,
         keys_gathered: ArrayLike | None = None,
     ) -> StageSeconds:
-        """:func:`wlb_tools.stage_seconds` on this cluster; another layout has groups of another size."""
+        """`wlb_tools.stage_seconds` on this cluster; another layout has groups of another size."""
         forward = backward = None
         if self.linear is not None:
             count = np.asarray(tokens)
@@ -406,7 +406,7 @@ class Scenario:
 
         Args:
             lengths: int[n] tokens of the documents.
-            attention_seconds: what :meth:`attention_seconds` gives for them, where it is known.
+            attention_seconds: what `attention_seconds` gives for them, where it is known.
 
         Raises:
             WlbError: there is no document.
@@ -424,7 +424,7 @@ class Scenario:
         return ratio * rest / attention
 
     def setup(self, *, fitted_to: ArrayLike | None = None, split: int = 1) -> Setup:
-        """Settings that the packing methods share; with costs fitted to documents, see :meth:`fitted_efficiency`.
+        """Settings that the packing methods share; with costs fitted to documents, see `fitted_efficiency`.
 
         Raises:
             WlbError: the schedule cannot have `split` times the micro-batches, or one context of each does not fit.
@@ -449,7 +449,7 @@ class Scenario:
 
         Args:
             tokens: of the largest micro-batch.
-            held: float64[pp], tokens of micro-batches under way, as :attr:`PipelineSteps.peak_activation` counts them.
+            held: float64[pp], tokens of micro-batches under way, as `PipelineSteps.peak_activation` counts them.
         """
         return memory_per_rank(
             self.model,

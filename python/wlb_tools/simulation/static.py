@@ -98,7 +98,7 @@ class StaticOutcome(Outcome):
 
     @property
     def cp_imbalance(self) -> float:
-        """Attention of the slowest context-parallel rank over the mean rank, see :attr:`Sharded.imbalance`."""
+        """Attention of the slowest context-parallel rank over the mean rank, see `Sharded.imbalance`."""
         return self.sharded.imbalance
 
     @property
@@ -117,11 +117,11 @@ class StaticOutcome(Outcome):
         return float(self.run.order.shape[2])
 
     def at_attention_rate(self, rate: float) -> StaticOutcome:
-        """See :meth:`Outcome.at_attention_rate`."""
+        """See `Outcome.at_attention_rate`."""
         return score(self.title, self.run, self.sharded.at_attention_rate(rate), self.scenario)
 
     def parts(self) -> Iterator[RankPart]:
-        """See :meth:`Outcome.parts`."""
+        """See `Outcome.parts`."""
         cp, width = self.scenario.layout.cp, self.run.tokens.shape[1]
         for index, pieces in enumerate(self.run.micro_batch_pieces()):
             made = best_shard(self.run.length[pieces], self.scenario, self.sharded.choice)
@@ -129,14 +129,14 @@ class StaticOutcome(Outcome):
                 yield RankPart(index // width, pieces, made, rank, cp, None)
 
     def placement(self, step: int) -> NDArray[np.int64]:
-        """See :meth:`Outcome.placement`."""
+        """See `Outcome.placement`."""
         cp, order = self.scenario.layout.cp, self.run.order[step]
         rows = step * self.run.tokens.shape[1] + order
         parts: NDArray[np.int64] = rows[:, None, :] * cp + np.arange(cp)[:, None]
         return parts.reshape(-1, order.shape[1])
 
     def at_measured(self, seconds: Floats) -> StaticOutcome:
-        """See :meth:`Outcome.at_measured`."""
+        """See `Outcome.at_measured`."""
         return score(self.title, self.run, self.sharded, self.scenario, measured=seconds)
 
     def timelines(self, step: int) -> list[PipelineTimeline]:
@@ -171,7 +171,7 @@ def score(
 ) -> StaticOutcome:
     """Times of every micro-batch on every stage, through the pipeline, to the end of every step.
 
-    With `measured` seconds of every context-parallel rank's part, see :meth:`Outcome.at_measured`, instead of those
+    With `measured` seconds of every context-parallel rank's part, see `Outcome.at_measured`, instead of those
     that the kernel model and the linear part predict.
     """
     layout, order = scenario.layout, run.order

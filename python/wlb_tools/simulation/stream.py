@@ -89,7 +89,7 @@ class Read:
 
 
 class Reading:
-    """Documents in order of arrival, on their way into a packer: the :class:`wlb.filling.Source` of a simulation.
+    """Documents in order of arrival, on their way into a packer: the `wlb.filling.Source` of a simulation.
 
     Read as by the loaders of `wlb.torch`, so that a simulation gives the plans that a run has (tested). What a packer
     does not admit waits outside and enters a later step; so a stream can have more steps than global batches.
@@ -128,7 +128,7 @@ class Reading:
         """int64[n]: the iteration in which each document came in order, of those read so far."""
 
     def offer(self, extra: int) -> Offer:
-        """See :class:`wlb.filling.Source`; the last offer leaves no rest of less than a step."""
+        """See `wlb.filling.Source`; the last offer leaves no rest of less than a step."""
         wanted = (1 + extra) * self._tokens_per_batch
         first, ends = self._read, self._ends
         before = int(ends[first] - self._lengths[first])
@@ -157,7 +157,7 @@ class Reading:
         return Offer(ids, None, self._lengths[ids], more=more, rest_waits=not more, costs=costs, early=turns.early)
 
     def advance(self, pieces: int) -> None:
-        """See :class:`wlb.filling.Source`."""
+        """See `wlb.filling.Source`."""
         entered, turns = self._offered[:pieces], self._turns
         self.turns[entered] = self._iteration
         if turns.early is not None:

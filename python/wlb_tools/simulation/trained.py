@@ -124,7 +124,7 @@ class PackedRun(Trained):
         return [Balance.of(costs).first(self.streamed) for costs in graded]
 
     def bands(self, cost_model: CostModel) -> dict[str, Any]:
-        """The least and the most of balance that :meth:`graded` finds, as plain JSON values."""
+        """The least and the most of balance that `graded` finds, as plain JSON values."""
         graded = self.graded(cost_model)
         return {
             "imbalance_band": list(band([float(balance.imbalance.mean()) for balance in graded])),
@@ -134,7 +134,7 @@ class PackedRun(Trained):
     def columns(self) -> list[dict[str, Any]]:
         """Sums and limits of each cost column, as plain JSON values.
 
-        Of a column that takes time, `share` is its part of the steps' time, and `lost_time` as :class:`Balance` has it;
+        Of a column that takes time, `share` is its part of the steps' time, and `lost_time` as `Balance` has it;
         `heaviest` is the most that a micro-batch has of it, in all steps.
         """
         if self.column_costs is None:

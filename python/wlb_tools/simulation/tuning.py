@@ -28,7 +28,7 @@ Kind = Literal[Cutting, "no_waiting", "queues", "adaptive_release", "early", "dy
 Objective = Literal["tokens", "flops"]
 
 CUTTING: tuple[Cutting, ...] = get_args(Cutting)
-"""Kinds that cut documents where a context ends: names in :data:`wlb_tools.simulation.VARIANTS`, the baseline first."""
+"""Kinds that cut documents where a context ends: names in `wlb_tools.simulation.VARIANTS`, the baseline first."""
 
 KINDS: dict[Kind, str] = {
     **{name: VARIANTS[name].title for name in CUTTING},
@@ -51,7 +51,7 @@ SPLITS = (1, 2, 4)
 """Times the scenario's micro-batches that are made of a global batch."""
 
 PRICES = (DELAY_PRICE / 10, DELAY_PRICE, DELAY_PRICE * 10)
-"""Prices of delay that are tried with adaptive release, see :class:`wlb.Packer`; and the one that balances best within
+"""Prices of delay that are tried with adaptive release, see `wlb.Packer`; and the one that balances best within
 the limit of the mean delay."""
 
 EARLY = VARIANTS["early"].max_early
@@ -124,7 +124,7 @@ class Choice(Settings):
         return work * baseline.steady_seconds / self.outcome.steady_seconds
 
     def speedup_band(self, baseline: Outcome) -> tuple[float, float]:
-        """The least and the most of the speed-up, as :meth:`Simulation.speedup_band`, of a long stream."""
+        """The least and the most of the speed-up, as `Simulation.speedup_band`, of a long stream."""
         pairs = zip(baseline.swept, self.outcome.swept, strict=True)
         return band([before.steady_seconds / after.steady_seconds for before, after in pairs])
 
@@ -160,7 +160,7 @@ class Tuning:
     tried: tuple[Choice, ...]  # all plans at the chosen S_max
     thresholds: TuneResult  # at the chosen S_max
     simulation: Simulation  # `CUTTING`, then `by_plan` within the limits, by kind
-    planner: dict[str, Any] | None  # what :func:`wlb.plan_dynamic_cp` was told; None where it cannot plan
+    planner: dict[str, Any] | None  # what `wlb.plan_dynamic_cp` was told; None where it cannot plan
     best: Choice
 
     @property
@@ -202,14 +202,14 @@ def tune(
     tried for one plan only.
 
     One after the other, each with the best of those before: the packer's costs are fitted to the cluster
-    (:meth:`Scenario.fitted_efficiency`); `S_max` from one context up to what fits; the Pareto front of thresholds;
+    (`Scenario.fitted_efficiency`); `S_max` from one context up to what fits; the Pareto front of thresholds;
     the kinds of plan, their micro-batches and prices of delay; the sharding strategies of the best without Dynamic-CP.
     Of those within 0.3 % of the fastest so far the one with least memory, delay or machinery is taken. Throughput is
-    that of a long stream (:attr:`Outcome.steady_seconds`): the sample's flush at its end would say more about the
+    that of a long stream (`Outcome.steady_seconds`): the sample's flush at its end would say more about the
     sample's length.
 
     Args:
-        lengths: int[n] tokens of the documents in arrival order, see :func:`wlb_tools.simulate`. All of them are tuned
+        lengths: int[n] tokens of the documents in arrival order, see `wlb_tools.simulate`. All of them are tuned
             on, so give what is typical.
         scenario: model, cluster, limits. `max_mean_delay` is kept by what is chosen; before its turn
             counts as after. `max_tokens` is the most `S_max` that is tried, by default what fits into memory;
@@ -217,13 +217,13 @@ def tune(
             for.
         by: what counts as fast. "tokens": tokens a second, for which cutting documents pays, since their tokens then
             attend to less. "flops": FLOPs of the documents as they are trained.
-        progress: see :func:`wlb_tools.simulate`.
+        progress: see `wlb_tools.simulate`.
 
     Returns:
         Tuning.
 
     Raises:
-        WlbError: see :func:`wlb_tools.simulate`; `by` is none of these.
+        WlbError: see `wlb_tools.simulate`; `by` is none of these.
 
     Complexity:
         About fifty simulations of a variant, and as many as fourteen searches for thresholds or prices.

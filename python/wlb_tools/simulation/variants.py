@@ -1,6 +1,6 @@
 """What can be compared: a way to pack, and a way to shard what was packed.
 
-One entry of :data:`VARIANTS` makes a method part of every comparison.
+One entry of `VARIANTS` makes a method part of every comparison.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class Variant:
         title: for reports.
         packing: "original": as documents arrive, cut every context; "whole": as they arrive, uncut; "fixed_length":
             greedy with cuts; "var_length": whole documents, outliers wait in queues; "dynamic_cp": whole documents,
-            each on a group of ranks that :func:`wlb.plan_dynamic_cp` chooses, sharded one by one, with costs of its
+            each on a group of ranks that `wlb.plan_dynamic_cp` chooses, sharded one by one, with costs of its
             own.
         strategies: how a micro-batch is sharded over context-parallel ranks. Of several, the one whose slowest rank is
             predicted to be fastest, for each micro-batch (the paper chooses between the first two; "adaptive" also
             knows the hybrid of them).
         static: one of the strategies for the whole run, the one with which it is faster.
         window: global batches that "fixed_length" packs at a time.
-        dealt: the micro-batches of a step go to data-parallel ranks by their costs (:meth:`wlb.Packing.deal`), for
+        dealt: the micro-batches of a step go to data-parallel ranks by their costs (`wlb.Packing.deal`), for
             "original": otherwise as they come.
-        packer: further arguments of :class:`wlb.Packer` (`release`, `delay_price`, `method`, `max_step_cost`,
+        packer: further arguments of `wlb.Packer` (`release`, `delay_price`, `method`, `max_step_cost`,
             unless the scenario has one), for "var_length". With a release rule of its own no thresholds are given. For
             "dynamic_cp": of a packer whose releases are planned; with none, nothing waits.
         max_early: iterations that long documents may come before their turn, for `packer` with release="adaptive", as
-            :class:`wlb.torch.BalancedBatchSampler` reads them.
+            `wlb.torch.BalancedBatchSampler` reads them.
         fitted: the packer is told the cluster's ratio of attention to the rest, communication included, instead of
-            `Scenario.cost_model`; see :meth:`Scenario.fitted_efficiency`.
+            `Scenario.cost_model`; see `Scenario.fitted_efficiency`.
         split: so many times the micro-batches of a global batch, of the same documents, where they stay whole, with a
             smaller default of `S_max` where as large ones do not fit; of "dynamic_cp": of the packer.
     """
@@ -177,13 +177,13 @@ DEFAULT = tuple(name for name in VARIANTS if name not in _BY_NAME_ONLY)
 
 
 def defaults(scenario: Scenario) -> tuple[str, ...]:
-    """Names of :data:`DEFAULT`, without those that the cluster cannot have."""
+    """Names of `DEFAULT`, without those that the cluster cannot have."""
     missing = obstacles(scenario)
     return tuple(name for name in DEFAULT if name not in missing)
 
 
 def obstacles(scenario: Scenario) -> dict[str, WlbError]:
-    """Methods of :data:`DEFAULT` that the cluster cannot run, with the reason."""
+    """Methods of `DEFAULT` that the cluster cannot run, with the reason."""
     found = {name: VARIANTS[name].obstacle(scenario) for name in DEFAULT}
     return {name: reason for name, reason in found.items() if reason is not None}
 

@@ -66,6 +66,22 @@ pub enum Error {
     #[allow(missing_docs)]
     Mismatch { argument: &'static str, found: usize, other: &'static str, expected: usize },
 
+    /// Samples that are said to share a token have different ones.
+    #[error(
+        "{argument}[{index}] = {value}: token {position} of sample {sample} is {expected} in sample {other}, but the \
+         forest says that they share it; build it from tokens, or with other groups"
+    )]
+    #[allow(missing_docs)]
+    Unlike {
+        argument: &'static str,
+        index: usize,
+        value: i64,
+        sample: usize,
+        position: usize,
+        other: usize,
+        expected: i64,
+    },
+
     /// An id stands twice in one push, or belongs to a document that is still waiting.
     #[error("{argument}[{index}] = {value}: this id {clash}")]
     #[allow(missing_docs)]
@@ -170,6 +186,7 @@ impl Error {
             | Self::Column { argument, .. }
             | Self::Mismatch { argument, .. }
             | Self::DuplicateId { argument, .. }
+            | Self::Unlike { argument, .. }
             | Self::Choice { argument, .. }
             | Self::Combination { argument, .. }
             | Self::Indivisible { argument, .. }
@@ -192,6 +209,7 @@ impl Error {
             | Self::TooLong { index, .. }
             | Self::Entry { index, .. }
             | Self::DuplicateId { index, .. }
+            | Self::Unlike { index, .. }
             | Self::LeftOver { index, .. }
             | Self::NoBucket { index, .. }
             | Self::InfiniteCost { index, .. } => Some(*index),

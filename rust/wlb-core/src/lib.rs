@@ -9,6 +9,7 @@
 //! | what does a document cost? | [`cost`] | section 2.1, 3.1 |
 //! | which documents go together in a micro-batch? | [`packing`] | sections 3.2, 4 |
 //! | which data-parallel rank trains which documents? | [`ranks`] | |
+//! | which samples share their first tokens? | [`forest`] | |
 //! | which documents wait for others of their size? | [`stream`] | section 4.3, Algorithm 1 |
 //! | which documents should wait? | [`tune`] | section 4.3 |
 //! | which tokens go to which context-parallel rank? | [`sharding`] | section 5 |
@@ -34,6 +35,7 @@ mod costliest_first;
 mod digest;
 pub mod dynamic_cp;
 pub mod error;
+pub mod forest;
 mod ladder;
 pub mod lengths;
 pub mod limits;

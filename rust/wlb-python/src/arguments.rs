@@ -51,6 +51,7 @@ arguments! {
     attention_seconds: Vec<f64> = floats();
     causal: bool = flag();
     chunks: Vec<(i32, f64)> = rates_by_size();
+    completion_lengths: Vec<i64> = integers();
     cost_columns: usize = size(1, MAX_COLUMNS as i64);
     costs: Table = floats_by_row();
     cp_overlap: f64 = real();
@@ -65,6 +66,7 @@ arguments! {
     document: f64 = real();
     dp_size: i64 = integer();
     early: Vec<i64> = integers();
+    ends: Vec<i64> = integers();
     equal_documents: bool = flag();
     experts_per_token: i64 = integer();
     ffn_hidden_size: i64 = integer();
@@ -79,6 +81,7 @@ arguments! {
     group_sizes: Vec<i64> = integers();
     groups: Vec<i64> = integers();
     ids: Vec<i64> = integers();
+    key: Vec<i64> = integers();
     key_lengths: Lengths = read_lengths();
     lengths: Lengths = read_lengths();
     limits: Vec<f64> = floats();
@@ -109,8 +112,11 @@ arguments! {
     num_queues: usize = size(0, MAX_QUEUES as i64);
     num_stages: usize = count(MAX_STAGES);
     num_virtual_stages: usize = count(MAX_STAGES);
+    offsets: Vec<i64> = integers();
     outlier_thresholds: Vec<i32> = narrow("thresholds are int32");
     p2p_seconds: f64 = real();
+    parents: Vec<i64> = integers();
+    prompt_lengths: Lengths = read_lengths();
     query_lengths: Lengths = read_lengths();
     ranks_per_node: usize = count(MAX_WORLD_SIZE);
     recompute: bool = flag();

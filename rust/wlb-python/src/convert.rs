@@ -47,7 +47,10 @@ pub(crate) fn integers(argument: &'static str, object: &Bound<'_, PyAny>) -> PyR
 }
 
 /// An int64 array as it is, and what is none as one.
-fn int64_array<'py>(argument: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArrayDyn<i64>>> {
+pub(crate) fn int64_array<'py>(
+    argument: &'static str,
+    object: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyArrayDyn<i64>>> {
     match object.cast_exact::<PyArrayDyn<i64>>() {
         Ok(array) if array.ndim() == 1 && is_plain(array) => Ok(array.clone()),
         _ => Ok(declaration(object.py(), "wlb._arrays.integers")?.call1((argument, object))?.cast_into()?),
@@ -55,7 +58,7 @@ fn int64_array<'py>(argument: &'static str, object: &Bound<'py, PyAny>) -> PyRes
 }
 
 /// Whether numbers lie one behind the other in memory.
-fn is_plain<T: Element>(array: &Bound<'_, PyArrayDyn<T>>) -> bool {
+pub(crate) fn is_plain<T: Element>(array: &Bound<'_, PyArrayDyn<T>>) -> bool {
     // SAFETY: nothing is read. That the memory is aligned and contiguous is checked.
     array.is_c_contiguous() && unsafe { array.as_slice() }.is_ok()
 }

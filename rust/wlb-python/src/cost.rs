@@ -59,7 +59,7 @@ pub(crate) fn mask(causal: bool) -> Mask {
 /// Attention is quadratic in a document's length, everything else (GEMMs, collectives, element-wise work) linear.
 /// Layers of windowed or chunked attention have pairs of their own, closed forms of the length and exact. Costs must
 /// come from the user's model and GPU: a wrong cost model costs a hundred times more balance than a greedy packing
-/// does. Build one from rates, :meth:`from_flops`, :meth:`from_tables` or :meth:`from_profile`. Immutable; picklable;
+/// does. Build one from rates, ``from_flops``, ``from_tables`` or ``from_profile``. Immutable; picklable;
 /// equal models compare equal.
 ///
 /// Args:
@@ -73,7 +73,7 @@ pub(crate) fn mask(causal: bool) -> Mask {
 ///     document: cost of every document, whatever its length.
 ///     micro_batch: cost of every micro-batch, whatever is in it: also of an empty one, since it is run.
 ///     unit: what one unit of these is, "seconds" or "flops"; None where nobody says. What adds seconds to costs
-///         (:func:`plan_dynamic_cp`) refuses "flops".
+///         (``plan_dynamic_cp``) refuses "flops".
 ///
 /// Raises:
 ///     WlbError: a rate is negative or not finite, or no document costs anything; a window or chunk below 1, or without
@@ -136,7 +136,7 @@ impl CostModel {
         terms.into_py_dict(py)
     }
 
-    /// The model as a JSON text, for a file: :meth:`from_json` reads it, and so does ``--cost-model`` of the ``wlb``
+    /// The model as a JSON text, for a file: ``from_json`` reads it, and so does ``--cost-model`` of the ``wlb``
     /// command.
     ///
     /// Examples:
@@ -147,7 +147,7 @@ impl CostModel {
         self.0.to_json()
     }
 
-    /// The model that :meth:`to_json` wrote.
+    /// The model that ``to_json`` wrote.
     ///
     /// Raises:
     ///     WlbError: the text is none; says where.
@@ -333,14 +333,14 @@ impl CostModel {
         Ok(Array(self.0.costs(&lengths)))
     }
 
-    /// The part of :meth:`cost` that grows with the pairs, of all kinds. float64[n].
+    /// The part of ``cost`` that grows with the pairs, of all kinds. float64[n].
     #[pyo3(signature = (lengths))]
     fn attention_cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
         Ok(Array(lengths.iter().map(|&length| self.0.attention_cost(length)).collect()))
     }
 
-    /// The part of :meth:`cost` that grows with the tokens. float64[n].
+    /// The part of ``cost`` that grows with the tokens. float64[n].
     #[pyo3(signature = (lengths))]
     fn linear_cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
@@ -365,7 +365,7 @@ impl CostModel {
     ///         all.
     ///     causal: mask.
     ///     ranks: int[micro-batches], how many context-parallel ranks shared each, where that differs (Dynamic-CP):
-    ///         pairs and tokens are divided by it, as in :func:`plan_dynamic_cp`. Default 1: rates are then those of
+    ///         pairs and tokens are divided by it, as in ``plan_dynamic_cp``. Default 1: rates are then those of
     ///         the ranks that share one together.
     ///
     /// Returns:

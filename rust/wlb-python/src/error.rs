@@ -114,6 +114,7 @@ fn value(py: Python<'_>, error: &Error) -> PyResult<Py<PyAny>> {
         | Error::TooLong { value, .. }
         | Error::OutOfRange { value, .. }
         | Error::DuplicateId { value, .. }
+        | Error::Unlike { value, .. }
         | Error::Indivisible { value, .. }
         | Error::Schedule { value, .. }
         | Error::InfiniteCost { value, .. }

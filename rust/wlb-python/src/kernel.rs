@@ -14,7 +14,7 @@ use crate::plain::{Array, hashed_by, pickled_as_json};
 /// Latency of an attention kernel for the segments of a context-parallel rank, in seconds per transformer layer.
 ///
 /// A kernel computes whole tiles of queries; their FLOPs are divided by the rate at that (query length, key length),
-/// from a table that was measured (:meth:`from_profile`) or is assumed (:meth:`analytic`); docs/semantics.md
+/// from a table that was measured (``from_profile``) or is assumed (``analytic``); docs/semantics.md
 /// has the formulas. Immutable; picklable; equal models compare equal. WLB-LLM, section 5.2.
 ///
 /// Examples:

@@ -11,6 +11,8 @@ mod convert;
 mod cost;
 mod dynamic_cp;
 mod error;
+mod execution;
+mod forest;
 mod gil;
 mod kernel;
 mod packer;
@@ -42,6 +44,8 @@ mod _core {
     use super::{
         cost::{CostModel, pairs, pass_weights},
         dynamic_cp::{dynamic_cp_seconds, plan_dynamic_cp},
+        execution::{keys_plan, moves_plan, ring_plan},
+        forest::{ForestMicroBatch, ForestPlan, ForestRankShard, ForestShard, PrefixForest, pack_forest, shard_forest},
         kernel::KernelModel,
         packer::Packer,
         packing::{MicroBatch, Packing, batch_offsets, most_tokens, pack, padded_tokens, split_documents},

@@ -47,26 +47,26 @@ use crate::results::answer;
 ///     limits: float64[cost_columns], most that a micro-batch may have in each column, infinite for no limit. A
 ///         column with a limit is memory and takes no time.
 ///     outlier_thresholds: int[q], tokens, ascending: lengths at which the levels of the queue begin.
-///         :func:`tune_outlier_thresholds` finds them. ``None``, the default, is the adaptive rule; ``()``
+///         ``tune_outlier_thresholds`` finds them. ``None``, the default, is the adaptive rule; ``()``
 ///         holds nothing back.
 ///     release: "adaptive" or "fifo". It follows from ``outlier_thresholds``, so it is needed only for "fifo"
 ///         without thresholds, which holds nothing back.
 ///     delay_price: price of waiting, for the adaptive rule: how much shorter a step must become, relative to
 ///         an even step, to be worth one step of waiting for one context per micro-batch. The default is 0.03
 ///         (3 %). A second step of waiting costs twice as much. A higher price means shorter waits.
-///         :func:`tune_delay_price` finds the price for a mean wait that you accept.
+///         ``tune_delay_price`` finds the price for a mean wait that you accept.
 ///     max_delay: most steps that a document waits. ``None`` is 16 with the adaptive rule, and no limit with
-///         queues. :meth:`bounds` says what keeps it.
+///         queues. ``bounds`` says what keeps it.
 ///     max_document_tokens: longest document: the context window. At most ``max_tokens``, which is the default.
 ///     oversize: what happens to longer documents: "error", "split" into several documents, or "truncate".
 ///     method: "var_length", or "refined": the same documents with further exchanges, never a heavier
 ///         micro-batch, mostly in twice the time. It helps where ``max_tokens`` leaves little room.
-///     dp_size: data-parallel ranks to plan every step for, as :func:`pack` does. It divides
+///     dp_size: data-parallel ranks to plan every step for, as ``pack`` does. It divides
 ///         ``num_micro_batches``; ``packing.deal(dp_size)`` gives each rank its micro-batches.
 ///     sync: where these ranks wait for each other: "step" (default; once a step, as DDP does) or "micro_batch"
 ///         (in every micro-batch, as FSDP does). With "step" fewer documents wait, because the other
 ///         micro-batches of a rank make up for a heavy one.
-///     max_documents: most documents of a micro-batch. In :attr:`room` and :meth:`bounds` each document then
+///     max_documents: most documents of a micro-batch. In ``room`` and ``bounds`` each document then
 ///         counts for at least ``max_tokens / max_documents`` tokens.
 ///     multiple_of_tokens: micro-batches are padded to a multiple of this number, and ``max_tokens`` counts the
 ///         padding. ``packing.padded_tokens`` has the sizes; ``wlb.torch.collate(multiple_of_tokens=)`` adds
@@ -79,8 +79,8 @@ use crate::results::answer;
 ///         steps that exceed the bound for them. ``None``: no bound.
 ///     tokens_per_batch: tokens of a mean global batch, the unit of ``max_step_cost``; default
 ///         ``num_micro_batches * max_document_tokens``. Samplers and streams read so many tokens for a step.
-///     on_backlog: what happens when a push brings more than the packer :meth:`admits` and more waits than
-///         :meth:`bounds` allows: "warn" once with a :class:`BacklogWarning`, or "error", which changes
+///     on_backlog: what happens when a push brings more than the packer ``admits`` and more waits than
+///         ``bounds`` allows: "warn" once with a ``BacklogWarning``, or "error", which changes
 ///         nothing.
 ///
 /// Raises:
@@ -205,7 +205,7 @@ impl Packer {
 
 #[pymethods]
 impl Packer {
-    /// Tokens that the next push may bring so that :meth:`bounds` hold. :meth:`admits` answers for documents. With
+    /// Tokens that the next push may bring so that ``bounds`` hold. ``admits`` answers for documents. With
     /// ``max_documents`` a document counts for at least its share of a full micro-batch. O(pending).
     #[getter]
     fn room(&self) -> i64 {
@@ -386,11 +386,11 @@ impl Packer {
 
 #[pymethods]
 impl Packer {
-    /// Makes the packer that :meth:`state_dict` saved, with its configuration.
+    /// Makes the packer that ``state_dict`` saved, with its configuration.
     ///
     /// Args:
-    ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
-    ///     on_backlog: as for :class:`Packer`; it is in no state.
+    ///     state: what ``state_dict`` returned, also after a round trip through JSON.
+    ///     on_backlog: as for ``Packer``; it is in no state.
     ///
     /// Raises:
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's.
@@ -414,7 +414,7 @@ impl Packer {
         Ok(Self::new_from(core, self.on_backlog))
     }
 
-    /// What waits at most, and how long, from now on, as long as no push brings more than the packer :meth:`admits`.
+    /// What waits at most, and how long, from now on, as long as no push brings more than the packer ``admits``.
     ///
     /// Returns:
     ///     Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``;
@@ -426,7 +426,7 @@ impl Packer {
     ///     >>> import wlb
     ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
     ///     >>> wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost).bounds()
-    ///     Bounds(tokens=400, delay=16, drain=5, settles=0)
+    ///     Bounds(tokens=400, delay=16, drain=6, settles=0)
     fn bounds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let bounds = self.lock().bounds();
         answer!(py, "Bounds", bounds { tokens, delay, drain, settles })
@@ -595,11 +595,11 @@ impl Packer {
     ///         documents itself. Default: 0, whole documents.
     ///     costs: float64[n] or float64[n, cost_columns], cost of each document, exactly if the packer was made with
     ///         ``cost_columns``. Pieces of a split document share its cost by their tokens.
-    ///     min_step_tokens: least tokens of the step. More documents are released to reach it, so the step is less even.
+    ///     min_step_tokens: least tokens of the step. More documents are released to reach it; the step is less even.
     ///         It is reached unless fewer tokens are there, or they are more than ``num_micro_batches // 2 *
     ///         max_tokens`` (``limits`` may leave less room).
     ///     early: int[n], from 0 to 1024: steps by which each document is pushed before its turn in the order of the
-    ///         stream (:meth:`leads`), for the adaptive rule. Until its turn a document may be trained, and its waiting
+    ///         stream (``leads``), for the adaptive rule. Until its turn a document may be trained, and its waiting
     ///         costs nothing. Delays count from the turn on.
     ///
     /// Returns:
@@ -609,13 +609,13 @@ impl Packer {
     /// Raises:
     ///     WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under
     ///         oversize="error", more than 2^23 cuts under oversize="split", or, under on_backlog="error", more waits
-    ///         afterwards than the :meth:`bounds` of an empty packer allow. The packer is unchanged. An empty push is
+    ///         afterwards than the ``bounds`` of an empty packer allow. The packer is unchanged. An empty push is
     ///         never refused: it trains of what waits.
     ///
     /// Warns:
     ///     BacklogWarning: documents were pushed, and more waits afterwards than those bounds allow; once.
     ///
-    /// Takes as long as :func:`pack` does for the new, carried and released documents. Releases the GIL from 1,024
+    /// Takes as long as ``pack`` does for the new, carried and released documents. Releases the GIL from 1,024
     /// pieces on, waiting ones included.
     ///
     /// Examples:
@@ -688,9 +688,9 @@ impl Packer {
         Ok(PyArray1::from_vec(py, leads.map_err(raise)?))
     }
 
-    /// Number of these documents, from the first on, that the next push may bring so that :meth:`bounds` hold.
+    /// Number of these documents, from the first on, that the next push may bring so that ``bounds`` hold.
     ///
-    /// Their tokens are at most :attr:`room`. Their costs in a column with a limit are at most the limit of a step less
+    /// Their tokens are at most ``room``. Their costs in a column with a limit are at most the limit of a step less
     /// what is carried over. With the adaptive rule they also fit into the micro-batches of one step by themselves,
     /// longest first where the tokens are fewest. If nothing waits, the answer is at least 1.
     ///
@@ -703,7 +703,7 @@ impl Packer {
     ///
     /// Raises:
     ///     WlbError: wrong lengths or costs; or, under oversize="split", the first document has more pieces than a step
-    ///         holds, so that it would never be admitted: cut it with :func:`split_documents`, and push its pieces step
+    ///         holds, so that it would never be admitted: cut it with ``split_documents``, and push its pieces step
     ///         by step with ``starts``.
     ///
     /// O(n + pending); a sort, and log(n) placements where they do not all fit.
@@ -727,9 +727,9 @@ impl Packer {
     /// Resumes from a saved packer, under this packer's configuration.
     ///
     /// Args:
-    ///     state: what :meth:`state_dict` returned, also after a round trip through JSON.
+    ///     state: what ``state_dict`` returned, also after a round trip through JSON.
     ///     allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
-    ///         anew, and those that are no outliers any more are emitted first. :meth:`bounds` says what that does to
+    ///         anew, and those that are no outliers any more are emitted first. ``bounds`` says what that does to
     ///         waits. Another ``num_micro_batches``, ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the
     ///         first ``tokens_per_batch`` beside a ``max_step_cost``, which meant another number of tokens without it.
     ///
@@ -762,7 +762,7 @@ impl Packer {
     /// Uses another cost model from the next push on.
     ///
     /// Waiting documents are priced anew from their lengths. ``outlier_thresholds`` are lengths and ``delay_price`` is
-    /// relative, so both keep their meaning; but if they were tuned for a mean wait, they were tuned under the old costs.
+    /// relative, so both keep their meaning. If they were tuned for a mean wait, they were tuned under the old costs.
     ///
     /// A state holds both cost models. A packer that loads it is made with the *first* one, as in the run that saved
     /// it, and goes on with the present one. Equal costs are no change.

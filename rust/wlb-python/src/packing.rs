@@ -43,7 +43,7 @@ use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pick
 ///     global_batches: with "fixed_length", the number of global batches in ``lengths``. They are packed together into
 ///         ``global_batches * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
 ///     multiple_of: with ``num_micro_batches=None``, what their number is a multiple of: the data-parallel ranks,
-///         so that :meth:`Packing.deal` gives all of them as many.
+///         so that ``Packing.deal`` gives all of them as many.
 ///     dp_size: data-parallel ranks that the plan is made for: documents are exchanged between ranks, not only
 ///         micro-batches dealt, and ``packing.deal(dp_size)`` gives every rank's. All ranks have as many
 ///         micro-batches; they stand rank by rank in the packing. With "var_length" or "refined"; ``costs`` of one
@@ -60,7 +60,7 @@ use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pick
 ///         has the sizes; who makes the batches pads them.
 ///     token_buckets: int[b], ascending: the only sizes that micro-batches run with, for steps compiled or captured
 ///         once for each; padded up to the next, ``max_tokens`` as above.
-///     leftover: what happens if documents do not fit: "error", or "return", and :attr:`Packing.leftover` lists
+///     leftover: what happens if documents do not fit: "error", or "return", and ``Packing.leftover`` lists
 ///         them: they are in no micro-batch, and will not be trained unless the caller sees to it.
 ///
 /// Returns:
@@ -193,7 +193,7 @@ pickled_as_json!(Packing(core::Packing));
 
 #[pymethods]
 impl Packing {
-    /// How it was made: a method of :func:`pack`, or "assignment".
+    /// How it was made: a method of ``pack``, or "assignment".
     #[getter]
     fn method(&self) -> &'static str {
         self.0.method.map_or("assignment", Method::as_str)
@@ -223,14 +223,14 @@ impl Packing {
         self.0.num_tokens()
     }
 
-    /// The micro-batches, a tuple of :class:`MicroBatch`. An empty one is legal.
+    /// The micro-batches, a tuple of ``MicroBatch``. An empty one is legal.
     #[getter]
     fn micro_batches(&self) -> Tuple<MicroBatch> {
         Tuple((0..self.0.num_micro_batches()).map(|index| self.micro_batch(index)).collect())
     }
 
     /// int32[n]: micro-batch of each document passed in, -1 if it does not lie whole in one (left over, waiting, or
-    /// split). Empty for what :meth:`Packer.flush` returns.
+    /// split). Empty for what ``Packer.flush`` returns.
     #[getter]
     fn assignment(&self) -> Array<&[i32]> {
         Array(&self.0.assignment)
@@ -270,8 +270,8 @@ impl Packing {
         self.0.step_cost()
     }
 
-    /// int64[l]: ids of the documents that did not fit, in the order they were tried; empty for :func:`pack` unless its
-    /// ``leftover`` is "return". A :class:`Packer` carries them over to the next iteration.
+    /// int64[l]: ids of the documents that did not fit, in the order they were tried; empty for ``pack`` unless its
+    /// ``leftover`` is "return". A ``Packer`` carries them over to the next iteration.
     #[getter]
     fn leftover(&self) -> Array<Vec<i64>> {
         Array(ids(&self.0.leftover))
@@ -309,7 +309,7 @@ impl Packing {
     }
 
     /// How much longer a step takes than on equal ranks. Under "step" it takes the sum of the heaviest rank, under
-    /// "micro_batch" that of the heaviest micro-batch of each round. Without ranks it is the :attr:`imbalance`.
+    /// "micro_batch" that of the heaviest micro-batch of each round. Without ranks it is the ``imbalance``.
     #[getter]
     fn rank_imbalance(&self) -> f64 {
         self.0.rank_imbalance()
@@ -370,7 +370,7 @@ impl Packing {
     /// Args:
     ///     lengths: int[n], tokens.
     ///     assignment: int[n], micro-batch of each document; -1 leaves it over.
-    ///     num_micro_batches, max_tokens, cost_model, costs, limits: as in :func:`pack`.
+    ///     num_micro_batches, max_tokens, cost_model, costs, limits: as in ``pack``.
     ///
     /// Raises:
     ///     WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
@@ -563,7 +563,7 @@ pub(crate) fn batch_offsets(
 ///
 /// Args:
 ///     tokens: of its documents.
-///     multiple_of_tokens: as for :func:`pack`.
+///     multiple_of_tokens: as for ``pack``.
 ///     token_buckets: likewise.
 ///
 /// Returns:
@@ -587,7 +587,7 @@ pub(crate) fn padded_tokens(
 ///
 /// Args:
 ///     max_tokens: most tokens of a micro-batch.
-///     multiple_of_tokens: as for :func:`pack`.
+///     multiple_of_tokens: as for ``pack``.
 ///     token_buckets: likewise.
 ///
 /// Raises:

@@ -146,7 +146,7 @@ impl Question {
 ///
 /// Args:
 ///     costs: seconds; float64[m], micro-batches through the whole model, forward and backward
-///         (:attr:`Packing.costs`): every stage takes an equal part, and of that a third each the forward and the
+///         (``Packing.costs``): every stage takes an equal part, and of that a third each the forward and the
 ///         gradients of input and weights. Or float64[m, stages], with ``stages = num_stages *
 ///         num_virtual_stages``; or float64[m, stages, 3], with forward, input gradient and weight gradient apart.
 ///     schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv" or
@@ -222,12 +222,12 @@ pub(crate) fn simulate_pipeline<'py>(
 
 /// Simulates many steps of data-parallel replicas of a pipeline, which wait for each other at the end of each step.
 ///
-/// As :func:`simulate_pipeline`, with two dimensions before that of the micro-batches, and without single ops: a
+/// As ``simulate_pipeline``, with two dimensions before that of the micro-batches, and without single ops: a
 /// few numbers a step, tens of millions of ops a second.
 ///
 /// Args:
 ///     costs: seconds; float64[steps, dp, m], or that with [..., stages] or [..., stages, 3].
-///     schedule: see :func:`simulate_pipeline`.
+///     schedule: see ``simulate_pipeline``.
 ///     num_stages: see there.
 ///     num_virtual_stages: see there.
 ///     p2p_seconds: one number, or float64[steps, dp, m].
@@ -238,7 +238,7 @@ pub(crate) fn simulate_pipeline<'py>(
 ///     PipelineSteps.
 ///
 /// Raises:
-///     WlbError: no replicas; and see :func:`simulate_pipeline`.
+///     WlbError: no replicas; and see ``simulate_pipeline``.
 ///
 /// O(ops), that is O(steps dp m p v).
 ///
@@ -302,13 +302,13 @@ pub(crate) fn simulate_steps<'py>(
 /// so that the slowest rank is done early.
 ///
 /// Deals by cost, then tries sorted orders, swaps and moves in the simulator: never slower than
-/// :meth:`Packing.deal`, which knows no schedule.
+/// ``Packing.deal``, which knows no schedule.
 ///
 /// Args:
 ///     costs: seconds of all micro-batches of a step; float64[M], [M, stages] or [M, stages, 3] as for
-///         :func:`simulate_pipeline`.
+///         ``simulate_pipeline``.
 ///     dp_size: data-parallel ranks; divides M.
-///     schedule: see :func:`simulate_pipeline`.
+///     schedule: see ``simulate_pipeline``.
 ///     num_stages: see there.
 ///     num_virtual_stages: see there.
 ///     p2p_seconds: one number, or float64[M].
@@ -318,10 +318,10 @@ pub(crate) fn simulate_steps<'py>(
 ///     ``costs[order]`` is what the ranks run. The same on every rank that has the same costs.
 ///
 /// Raises:
-///     WlbError: ``dp_size`` does not divide M; and see :func:`simulate_pipeline`.
+///     WlbError: ``dp_size`` does not divide M; and see ``simulate_pipeline``.
 ///
 /// Simulates about a million ops (milliseconds), or four orders of each rank if those are more: at most 2^24 ops
-/// and one order. Ranks beyond that keep the order of :meth:`Packing.deal`.
+/// and one order. Ranks beyond that keep the order of ``Packing.deal``.
 ///
 /// Examples:
 ///     >>> import wlb

@@ -36,7 +36,7 @@ use crate::plain::{Array, Pickle, hashed_by, pickled_as_part};
 ///         fastest: the least latency of the slowest rank, forward and backward; of equals "per_sequence" before
 ///         "per_document", "auto" and "hybrid". The result's ``strategy`` and ``hybrid_threshold`` tell which.
 ///         "contiguous" gives rank ``i`` the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that
-///         mix neighbouring tokens: attention is uneven under it, see :func:`wlb.torch.recut`.
+///         mix neighbouring tokens: attention is uneven under it, see ``wlb.torch.recut``.
 ///     causal: mask; decides pairs and key ranges, not who gets which token.
 ///     hybrid_threshold: tokens; with "hybrid" only.
 ///     max_imbalance: with "auto", and with "adaptive" where it tries that: pairs of the rank with the most over
@@ -201,7 +201,7 @@ impl Shard {
         Array(self.ranks().map(|rank| self.plan.keys_moved(rank)).collect())
     }
 
-    /// int64[cp_size]: keys of each rank that an all-gather has to bring, because a segment on another rank sees
+    /// int64[cp_size]: keys of each rank that an all-gather has to bring, because a query on another rank sees
     /// them. As many values come with them. Ranks send as many as the rank with most keys. Without a window;
     /// O(segments).
     #[getter]
@@ -209,15 +209,16 @@ impl Shard {
         Array(self.plan.keys_gathered())
     }
 
-    /// int64[cp_size]: all tokens of a rank that needs two calls of attention, because some of its segments find all
-    /// of their keys on the rank and others see gathered keys; else 0. Without a window; O(segments).
+    /// int64[cp_size]: all tokens of a rank that needs two calls of attention, because some of its segments, an eighth
+    /// of its tokens or more, find all of their keys on the rank and others do not; else 0. Without a window;
+    /// O(segments).
     #[getter]
     fn tokens_split(&self) -> Array<Vec<i64>> {
         Array(self.ranks().map(|rank| self.plan.tokens_split(rank)).collect())
     }
 
-    /// int64[cp_size]: keys that each rank picks from the gathered keys: for every segment that sees a gathered key,
-    /// all keys that it sees. Without a window; O(segments).
+    /// int64[cp_size]: keys that each rank picks, of its own and of those that arrive: for every segment of a call that
+    /// sees some of the latter, all keys that it sees. Without a window; O(segments).
     #[getter]
     fn keys_picked(&self) -> Array<Vec<i64>> {
         Array(self.ranks().map(|rank| self.plan.keys_picked(rank)).collect())

@@ -15,7 +15,7 @@ use crate::packing::ranks;
 use crate::plain::Tuple;
 use crate::results::answer;
 
-/// Finds thresholds for a :class:`Packer` on a sample of lengths.
+/// Finds thresholds for a ``Packer`` on a sample of lengths.
 ///
 /// Runs the packer over the sample under every combination of up to ``num_queues`` geometrically spaced thresholds,
 /// then around the best. Deterministic. Documents over ``max_document_tokens`` are split.
@@ -23,15 +23,15 @@ use crate::results::answer;
 /// Args:
 ///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
 ///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_documents: as for
-///         :class:`Packer`.
+///         ``Packer``.
 ///     costs: float64[n] or float64[n, r], what each document costs, in place of ``cost_model``, for a packer with
 ///         ``cost_columns=r``; imbalance is then that of a step over all columns that take time.
-///     limits: float64[r], with ``costs``, as for :class:`Packer`.
+///     limits: float64[r], with ``costs``, as for ``Packer``.
 ///     num_queues: most levels, 0 to 4.
 ///     max_mean_delay: most mean token delay, in iterations.
 ///     tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Give one of
 ///         the two: global batches that fill every micro-batch to ``max_tokens`` leave no room for balance.
-///     dp_size, sync: as for :class:`Packer`; imbalance and lost time are then those of the ranks, where they wait
+///     dp_size, sync: as for ``Packer``; imbalance and lost time are then those of the ranks, where they wait
 ///         for each other.
 ///
 /// Returns:
@@ -88,7 +88,7 @@ pub(crate) fn tune_outlier_thresholds<'py>(
     result(py, &listening(py, tune)?)
 }
 
-/// Finds the price of delay for a :class:`Packer` with ``release="adaptive"`` on a sample of lengths.
+/// Finds the price of delay for a ``Packer`` with ``release="adaptive"`` on a sample of lengths.
 ///
 /// Runs the packer over the sample at geometrically spaced prices and at the default, then at some where the mean
 /// delay passes the limit. The best of many on the same steps is the luckiest, so each half of the documents judges
@@ -100,11 +100,11 @@ pub(crate) fn tune_outlier_thresholds<'py>(
 /// Args:
 ///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
 ///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_step_cost,
-///         max_documents: as for :class:`Packer`.
+///         max_documents: as for ``Packer``.
 ///     costs: float64[n], what each document costs, in place of ``cost_model``, for a packer with
 ///         ``cost_columns=1``.
 ///     max_mean_delay: most mean token delay, in iterations.
-///     tokens_per_batch, dp_size, sync: as for :func:`tune_outlier_thresholds`.
+///     tokens_per_batch, dp_size, sync: as for ``tune_outlier_thresholds``.
 ///     max_early: int from 0 to 1024, iterations that a document comes before its turn, as for
 ///         ``BalancedBatchSampler``; delays are then of both, before the turn and after it. Needs ``cost_model``.
 ///

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import wlb
 from tests.profiles import profile as example
 from wlb.torch.attention.kernels import VarlenKernel
+from wlb.torch.attention.plan import Call
 from wlb_tools.profiling import Grid, Profiler, Shape, held_out_errors
 from wlb_tools.profiling import device as device_module
 from wlb_tools.profiling import profiler as profiler_module
@@ -59,7 +60,7 @@ def test_both_models_read_what_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text(json.dumps(profile))
     kernel = wlb.KernelModel.from_profile(path)
-    assert kernel.source == "measured: CPU ReferenceKernel"
+    assert kernel.source == "measured: CPU CpuFlashKernel"
     assert (kernel.num_heads, kernel.num_kv_heads, kernel.head_dim, kernel.causal) == (4, 2, 8, True)
     assert (wlb.CostModel.from_profile(path).cost([16, 64]) > 0).all()
 
@@ -119,10 +120,8 @@ def test_errors_are_those_of_the_model(tmp_path: Path) -> None:
 def test_what_a_call_computes() -> None:
     """Segments of a call are apart, each causal with its last query at its last key."""
     bench = AttentionBench.of(MODEL, tp=1, device=Device.open("cpu"), kernel="auto")
-    from wlb_tools.profiling.attention import _call
-
     q, k, v = torch.randn(6, 4, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)
-    out, _ = bench.kernel.forward(q, k, v, _call(2, 3, 5, torch.device("cpu")))
+    out, _ = bench.kernel.forward(q, k, v, Call.of_lengths([3, 3], [5, 5], (-1, 0), "cpu"))
     mask = torch.ones(3, 5, dtype=torch.bool).tril(2)
     for i in range(2):
         rows = [x.transpose(0, 1) for x in (q[3 * i : 3 * i + 3], k[5 * i : 5 * i + 5], v[5 * i : 5 * i + 5])]
@@ -131,13 +130,13 @@ def test_what_a_call_computes() -> None:
 
 
 def test_queries_are_rounded_up_to_what_the_kernel_computes_together() -> None:
-    """A flash kernel computes 128 queries together, the reference kernel those that there are."""
-    reference = AttentionBench.of(MODEL, tp=1, device=Device.open("cpu"), kernel="auto")
-    flash = replace(reference, kernel=VarlenKernel(1.0))
-    assert (reference.identity()["tiles"], flash.identity()["tiles"]) == ([1, 1], [128, 128])
+    """A flash kernel of a GPU computes 128 queries together, that of the CPU those that there are."""
+    on_cpu = AttentionBench.of(MODEL, tp=1, device=Device.open("cpu"), kernel="auto")
+    flash = replace(on_cpu, kernel=VarlenKernel(1.0))
+    assert (on_cpu.identity()["tiles"], flash.identity()["tiles"]) == ([1, 1], [128, 128])
     little_more, double = (Shape("attention", tokens, tokens) for tokens in (129, 256))
     pairs = 129 * 130 / (256 * 257)
-    for bench, share in ((reference, pairs), (flash, 1.0)):
+    for bench, share in ((on_cpu, pairs), (flash, 1.0)):
         segments = [bench.segments(shape) for shape in (little_more, double)]
         assert bench.flops(little_more) / segments[0] == pytest.approx(share * bench.flops(double) / segments[1])
 
@@ -323,7 +322,7 @@ def test_records_of_something_else_are_refused(tmp_path: Path) -> None:
     refused("measured with gpu 'NVIDIA H100', this is 'CPU'", header | {"gpu": "NVIDIA H100"}, shape)
     old = header | {"versions": header["versions"] | {"torch": "1.0"}}
     refused(f"measured with versions.torch '1.0', this is '{torch.__version__}'".replace("+", r"\+"), old, shape)
-    refused("measured with kernel 'FlashAttention3', this is 'ReferenceKernel'", header | {"kernel": "FlashAttention3"})
+    refused("measured with kernel 'FlashAttention3', this is 'CpuFlashKernel'", header | {"kernel": "FlashAttention3"})
     refused("measured with num_heads 4, this is 2", header, shape, tp=2)
     refused("not a file of records", {"format": "wlb.profile"})
     refused("not a file of records", "[1]")
@@ -513,13 +512,13 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 def test_the_command(run: Any, tmp_path: Path) -> None:
     code, out, err = run(*CLI)
     assert (code, err) == (0, "")
-    assert "CPU, ReferenceKernel" in out
+    assert "CPU, CpuFlashKernel" in out
     assert "Error of the model on 2 other segments: median" in out
     assert "says nothing about a GPU" in out
     code, out, err = run(*CLI, "--json")
     assert (code, err) == (0, "")
     summary = json.loads(out)
-    assert summary["source"] == "measured: CPU ReferenceKernel"
+    assert summary["source"] == "measured: CPU CpuFlashKernel"
     assert summary["held_out"]["segments"] == 2
     assert summary["skipped"] == []
     assert (tmp_path / summary["profile"]).exists()

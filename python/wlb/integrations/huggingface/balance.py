@@ -32,7 +32,7 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
 def check_named(options: Iterable[str]) -> None:
-    """Refuses options that :func:`balance` does not have.
+    """Refuses options that `balance` does not have.
 
     Raises:
         wlb.WlbError: naming the first.
@@ -69,7 +69,7 @@ def balance(
       all epochs are trained to their end. Where that changes the number of steps, a warning says so: a learning-rate
       schedule counts steps.
     - What the trainer logs of a step has its figures: `wlb/imbalance`, `wlb/lost_time`, `wlb/delay_max` and others
-      (:class:`wlb.torch.StepMetrics`), wherever it reports to.
+      (`wlb.torch.StepMetrics`), wherever it reports to.
     - Evaluation is a mean over tokens, on packed rows. With `compute_metrics`, or on data without a length, the
       trainer's own batches are kept; their losses are weighted by labels.
 
@@ -92,9 +92,9 @@ def balance(
         lengths: int[documents] tokens after tokenisation, if they are known: by default read from the data set.
         cost_model: what documents cost, instead of `wlb.ModelConfig.from_hugging_face(model.config)`.
         columns: names of further columns of documents that the model is given, numbers for each token
-            (:class:`wlb.torch.RowReader` says which are carried anyway).
+            (`wlb.torch.RowReader` says which are carried anyway).
         verify: prove on the first step, before the optimizer takes it, that the trainer's loss, gradients and
-            evaluation are those of documents alone (:func:`wlb.torch.verify`); seconds.
+            evaluation are those of documents alone (`wlb.torch.verify`); seconds.
         **packer: further arguments of `wlb.Packer`: `method`, `release`, `delay_price`; `multiple_of_tokens` and
             `token_buckets`, which fill rows up: what fills them is learnt by nothing, and counted by nothing.
 
@@ -106,7 +106,7 @@ def balance(
             by a sampler of its own, drops what is left, dispatches batches, or shards sequences; data without
             `input_ids`, or with a column that has no known meaning; a model of which the costs are not known, or whose
             routers would learn from padding. Nothing has changed then. In `train`: the same of what was changed since;
-            a checkpoint is of other data; what :func:`wlb.torch.verify` finds.
+            a checkpoint is of other data; what `wlb.torch.verify` finds.
 
     Complexity:
         O(documents), where lengths are not read from documents. Without `max_steps` all steps of the run are planned,

@@ -21,11 +21,11 @@ def balancing(*, check: Callable[[Trainer], None] = lambda trainer: None, **opti
 
     Args:
         check: gets a trainer before it is changed, to refuse it.
-        **options: of :func:`balance`.
+        **options: of `balance`.
 
     Raises:
         wlb.WlbError: an option is unknown; no trainer began to train, so that nothing was balanced: it has a loop of
-            its own, or trained in another process. In `train`: what :func:`balance` raises.
+            its own, or trained in another process. In `train`: what `balance` raises.
     """
     check_named(options)  # and not only once data and model are loaded
     own, began = Trainer.train, []

@@ -36,7 +36,7 @@ class MicroBatchLoader:
 
     Args:
         steps: Where the micro-batches come from. Those that are a `PackedBatch` are given as Hugging Face's models take
-            them (:meth:`PackedBatch.as_hf`).
+            them (`PackedBatch.as_hf`).
         plain: As there.
         before_first: Gets the first step before it is given.
 
@@ -60,7 +60,7 @@ class MicroBatchLoader:
         self._documents: int | None = steps.describe()["documents"]
 
     def __iter__(self) -> Iterator[Any]:
-        """The micro-batches of the rest of the epoch, but for steps without a label (:func:`labelled_steps`)."""
+        """The micro-batches of the rest of the epoch, but for steps without a label (`labelled_steps`)."""
         for step, _ in labelled_steps(self.steps):
             if self._before_first is not None:
                 self._before_first(step)
@@ -81,11 +81,11 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
     """Keeps in the Trainer's checkpoints the state of the last step trained, and goes on after it.
 
     A step counts as trained once the optimizer has taken it, however many micro-batches the Trainer, or what stands
-    between it and the :class:`MicroBatchLoader`, has fetched since. The Trainer asks one rank alone for the state,
+    between it and the `MicroBatchLoader`, has fetched since. The Trainer asks one rank alone for the state,
     which needs no communication.
 
     Attributes:
-        line: Figures of the last step that was trained (:class:`wlb.torch.StepMetrics`).
+        line: Figures of the last step that was trained (`wlb.torch.StepMetrics`).
     """
 
     def __init__(self) -> None:

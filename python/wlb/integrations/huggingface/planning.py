@@ -33,7 +33,7 @@ from wlb.torch.training import takes_keywords
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    """Arguments of :func:`wlb.integrations.huggingface.balance`; `dataset` is the one that `lengths` are of."""
+    """Arguments of `wlb.integrations.huggingface.balance`; `dataset` is the one that `lengths` are of."""
 
     max_tokens: int
     max_document_tokens: int | None
@@ -113,7 +113,7 @@ class Planner:
         """Reads data set, collator, model and arguments; changes nothing.
 
         Raises:
-            wlb.WlbError: as :func:`wlb.integrations.huggingface.balance`; or a checkpoint is of other data.
+            wlb.WlbError: as `wlb.integrations.huggingface.balance`; or a checkpoint is of other data.
         """
         check_trainer(trainer)
         limits = limits_of(trainer, self.options)

@@ -21,7 +21,7 @@ from wlb.torch.training import meeting_place
 
 
 def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
-    """Runs :func:`wlb.torch.verify` on the trainer's own training step and evaluation, wrapped as they are.
+    """Runs `wlb.torch.verify` on the trainer's own training step and evaluation, wrapped as they are.
 
     With data of known length also on what a checkpoint after the first step would hold.
 

@@ -2,12 +2,12 @@
 
 | what | in |
 | --- | --- |
-| :func:`data_iterator`, :func:`get_batch`, :func:`loss_func`: steps for `forward_backward_func` | `data`, `rows` |
-| :func:`pretraining`: the same for `megatron.training.pretrain` | `pretraining` |
-| :class:`IndexedDocuments`: `.bin` and `.idx` files | `documents` |
-| :func:`packed_layers`: wlb's attention in its layers; Dynamic-CP | `attention` |
-| :func:`install_schedulers`: plans in the place of Megatron-Core's schedulers | `scheduler`, `packing_scheduler` |
-| :func:`row_multiple`, :func:`required_multiple`: what its kernels want tokens to be multiples of | `multiples` |
+| `data_iterator`, `get_batch`, `loss_func`: steps for `forward_backward_func` | `data`, `rows` |
+| `pretraining`: the same for `megatron.training.pretrain` | `pretraining` |
+| `IndexedDocuments`: `.bin` and `.idx` files | `documents` |
+| `packed_layers`: wlb's attention in its layers; Dynamic-CP | `attention` |
+| `install_schedulers`: plans in the place of Megatron-Core's schedulers | `scheduler`, `packing_scheduler` |
+| `row_multiple`, `required_multiple`: what its kernels want tokens to be multiples of | `multiples` |
 """
 
 from wlb.integrations.megatron.attention import PackedCoreAttention, PackedSelfAttention, packed_layers

@@ -64,7 +64,7 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
 
 
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
-    """:func:`wlb.torch.context_parallel_attention` as a layer's `core_attention`: packed rows without a GPU kernel.
+    """`wlb.torch.context_parallel_attention` as a layer's `core_attention`: packed rows without a GPU kernel.
 
     Megatron-Core has no attention for packed rows but Transformer Engine's. Its arguments are those of Megatron-Core's
     `DotProductAttention`.
@@ -124,7 +124,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             attention_mask: Not looked at: documents are told by `packed_seq_params`.
             attn_mask_type: Not looked at either.
             attention_bias: None.
-            packed_seq_params: Of :func:`wlb.integrations.megatron.get_batch`, or Megatron-Core's own.
+            packed_seq_params: Of `wlb.integrations.megatron.get_batch`, or Megatron-Core's own.
 
         Returns:
             Like `query`; of "sbhd" `[tokens, 1, heads * head_dim]`.

@@ -61,30 +61,30 @@ def data_iterator(
 
     **Padding.** Documents are padded to multiples of `2 * context_parallel_size`, as Megatron-Core cuts them (with
     `dynamic_cp` by the largest group, which `max_cp_size` limits), and are not on one rank; rows to multiples of what
-    :func:`row_multiple` says: the tensor-parallel size for sequence parallelism, 16 or 32 for FP8, MXFP8 and FP4. The
+    `row_multiple` says: the tensor-parallel size for sequence parallelism, 16 or 32 for FP8, MXFP8 and FP4. The
     plan counts it. A row without documents holds padding of that size. `MegatronStep.padding_tokens` counts all of it.
     Nothing of it is learnt: `loss_mask` tells it to losses, those of multi-token prediction too, and `padding_mask` to
     routers of experts. A model that needs one of them and is not given it is stopped at its first forward pass; a
     configuration of experts that cannot be told is refused (capacities, sinkhorn, ...).
 
     Args:
-        dataset: `.bin` and `.idx` files: an `IndexedDataset`, :class:`IndexedDocuments`, or what they are called
+        dataset: `.bin` and `.idx` files: an `IndexedDataset`, `IndexedDocuments`, or what they are called
             without these endings. Or `dataset[i]` gives document `i`: its tokens, or a mapping with `input_ids` and
             maybe `labels` (-100 where nothing is learnt). The same on every rank; only those that read look at it.
         model: the model, or its chunks; or its `TransformerConfig`, with `cost_model` and without `dynamic_cp`.
         max_tokens_per_rank: most tokens of a micro-batch that a rank holds: what its memory takes.
         tokens_per_batch: tokens of a step, on all ranks.
         dynamic_cp: every document gets as many ranks as it needs, among all data-parallel ones
-            (:func:`wlb.plan_dynamic_cp`). Needs `initialize_model_parallel(hybrid_context_parallel=True)`, and layers
-            of :func:`packed_layers`.
+            (`wlb.plan_dynamic_cp`). Needs `initialize_model_parallel(hybrid_context_parallel=True)`, and layers
+            of `packed_layers`.
         pad_token: what padding consists of.
         each_rank_reads: instead of the first of those that train the same documents, so that nothing is sent: for a
             loop that takes a step inside of a schedule, as `pretrain` does, where stages must not wait for each other.
         multiple_of_tokens: a rank's rows are multiples of so many tokens beside what the configuration demands by
             itself: 128 for HybridEP, for one. Divides `max_tokens_per_rank`.
-        **options: of :class:`wlb.torch.Loading`: `max_document_tokens` (by default what the ranks of a micro-batch hold
+        **options: of `wlb.torch.Loading`: `max_document_tokens` (by default what the ranks of a micro-batch hold
             together), `oversize`, `max_delay`, `cost_model` (by default the model's FLOPs), `lengths` (of indexed files
-            known already), `num_epochs`, ...; and of :func:`wlb.plan_dynamic_cp`: `max_cp_size`, ...
+            known already), `num_epochs`, ...; and of `wlb.plan_dynamic_cp`: `max_cp_size`, ...
 
     Returns:
         An iterator of steps, the same number on every rank. To be closed.

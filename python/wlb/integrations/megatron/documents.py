@@ -94,7 +94,7 @@ class PaddedDocuments(Dataset[Document]):
         lengths: int [documents], tokens of each.
         multiple: of which all lengths shall be.
         token: what the padding consists of.
-        marked: whether documents bring a column :data:`PADDING` that is 1 where they are padded.
+        marked: whether documents bring a column `PADDING` that is 1 where they are padded.
 
     Attributes:
         lengths: int64 [documents], with padding.

@@ -36,7 +36,7 @@ def largest_group(world_size: int) -> int:
 
 
 def planned(lengths: Any, **options: Any) -> list[list[Group]]:
-    """The groups of each micro-batch, by :func:`wlb.plan_dynamic_cp`; those without samples are left out."""
+    """The groups of each micro-batch, by `wlb.plan_dynamic_cp`; those without samples are left out."""
     plan = wlb.plan_dynamic_cp(lengths, **options)
     return [
         [(group.cp_size, group.document_ids.tolist()) for group in part if len(group.document_ids)] for part in plan

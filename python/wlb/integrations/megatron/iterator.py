@@ -40,7 +40,7 @@ class MegatronStep:
         padding_tokens: Tokens of padding that kernels demand. Each is counted on one of the ranks that read: the sum
             over them is that of the step. 0 on the others.
         arguments: For `forward_backward_func(forward_step_func=..., model=..., **step.arguments)`.
-        figures: What its plan says, by the names of :class:`wlb.torch.StepMetrics`; on every rank, for Megatron's
+        figures: What its plan says, by the names of `wlb.torch.StepMetrics`; on every rank, for Megatron's
             writers are on the last one.
         source: Of a rank that reads, the step of its loader: with its plan, its pieces for a `wt.Ledger`, and its
             documents; None on the others.
@@ -58,7 +58,7 @@ class MegatronStep:
         """Writes its figures, by its number from 1 on, as Megatron counts iterations.
 
         Args:
-            *writers: what :class:`wlb.torch.StepMetrics` takes, such as `get_tensorboard_writer()` and
+            *writers: what `wlb.torch.StepMetrics` takes, such as `get_tensorboard_writer()` and
                 `get_wandb_writer()`, which are None but on the last rank: None is passed over.
 
         Raises:
@@ -70,7 +70,7 @@ class MegatronStep:
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """State to save after this step is trained; :meth:`DataIterator.load_state_dict` resumes after it.
+        """State to save after this step is trained; `DataIterator.load_state_dict` resumes after it.
 
         The same on all ranks that read (the first tensor-parallel one of the first stage, so rank 0 of the world),
         None on the others. Plain JSON values. Another number of data-parallel ranks may load it, and other stages; not
@@ -103,7 +103,7 @@ class Header:
 
 
 class DataIterator:
-    """The steps of a run, on every rank: made by :func:`data_iterator`, which says what they are.
+    """The steps of a run, on every rank: made by `data_iterator`, which says what they are.
 
     Every step is a collective of all ranks. Only those that read have documents, plans and a state; the others are sent
     what their part of the model takes. A failure of one that reads is raised on all.

@@ -22,7 +22,7 @@ from wlb.integrations.megatron.scheduler import DynamicCpScheduler
 def install_schedulers(*, cost_model: wlb.CostModel | None = None, **options: Any) -> list[str]:
     """Puts wlb's plans in the place of Megatron-Core's schedulers, of which a version has some.
 
-    - `BalancedCPScheduler`, of `hybrid_context_parallel`: :class:`DynamicCpScheduler`.
+    - `BalancedCPScheduler`, of `hybrid_context_parallel`: `DynamicCpScheduler`.
     - `DpBalancedScheduler`, of `sequence_packing_scheduler="dp_balanced"`: as few micro-batches as hold the samples of
       a step, of nearly equal work; it reads, moves and packs samples as before.
     - `DefaultDynamicCPScheduler`, of `"default_dynamic_cp"`, in its development: groups of ranks for every micro-batch,

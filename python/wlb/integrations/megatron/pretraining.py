@@ -30,7 +30,7 @@ def pretraining(
         provider.is_distributed = True
         pretrain(provider, model_provider, ModelType.encoder_or_decoder, forward_step)
 
-    where `forward_step` is that of :func:`data_iterator`. With several stages the model's provider begins with
+    where `forward_step` is that of `data_iterator`. With several stages the model's provider begins with
     `get_args().variable_seq_lengths = True`, for which `pretrain` has no argument. `--global-batch-size` counts
     micro-batches of `max_tokens_per_rank` tokens, which are filled to four fifths on average: so any documents can be
     balanced.
@@ -42,16 +42,16 @@ def pretraining(
     A collective of all ranks.
 
     Args:
-        dataset: as for :func:`data_iterator`.
+        dataset: as for `data_iterator`.
         max_tokens_per_rank: as there; `--global-batch-size` may hold so many on every rank.
         num_epochs: of the documents; `pretrain` fails where they end before `--train-iters`.
         validation: for validation: begins anew in every run, and writes no figures. Each evaluation takes the next
             documents.
-        **options: of :func:`data_iterator`, but `model`, `tokens_per_batch` and `each_rank_reads`: all do, for
+        **options: of `data_iterator`, but `model`, `tokens_per_batch` and `each_rank_reads`: all do, for
             `pretrain` takes micro-batches one by one, when a stage has nothing to send yet.
 
     Returns:
-        An iterator of :class:`wlb.integrations.megatron.rows.Batch`.
+        An iterator of `wlb.integrations.megatron.rows.Batch`.
 
     Raises:
         wlb.WlbError: an argument of the command line is against it, or no state was saved with the checkpoint.

@@ -161,7 +161,7 @@ def batch_of(
 def get_batch(data_iterator: Iterator[Batch]) -> Batch:
     """The next micro-batch of a step, on this rank's device: for the `forward_step` of a model.
 
-    Nothing is communicated: all ranks have a step once :class:`DataIterator` gives it.
+    Nothing is communicated: all ranks have a step once `DataIterator` gives it.
     """
     batch: Batch = next(data_iterator)
     return batch
@@ -171,7 +171,7 @@ def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[s
     """The losses of a micro-batch as Megatron-Core sums them over a step, with `calculate_per_token_loss`.
 
     Args:
-        loss_mask: of :func:`get_batch`.
+        loss_mask: of `get_batch`.
         output: float [1, tokens of this rank]: what the model gives for labels.
 
     Returns:
@@ -187,7 +187,7 @@ def mean_loss(reports: list[dict[str, Tensor]], *, group: dist.ProcessGroup | No
     """The mean loss over the labels of a step, from what Megatron-Core's `forward_backward_func` returns.
 
     Args:
-        reports: of :func:`loss_func`, one for each micro-batch; empty but on the last stage.
+        reports: of `loss_func`, one for each micro-batch; empty but on the last stage.
         group: the data x context ranks, over which it is summed; by default those of Megatron-Core.
 
     Returns:

@@ -38,7 +38,7 @@ class DynamicCpScheduler:
         max_seq_len_per_rank: tokens of a rank between two barriers.
         dp_cp_group: the data x context ranks.
         cost_model: what samples cost; by default from the model's configuration that
-            :meth:`get_groups_and_subsamples` is given, without the output layer, whose size that does not tell.
+            `get_groups_and_subsamples` is given, without the output layer, whose size that does not tell.
         **options: of `wlb.plan_dynamic_cp`: `max_cp_size`, `cp_seconds_per_token`, ...
 
     Raises:

@@ -6,7 +6,7 @@
         config = llama3_8b()                      # or any other of torchtitan's
         return balance(config, documents=documents, max_tokens=65536)
 
-`balance` gives the same configuration with a :class:`WlbDataLoader`, and a trainer whose context and pipeline parallel
+`balance` gives the same configuration with a `WlbDataLoader`, and a trainer whose context and pipeline parallel
 ranks take the micro-batches as they are: of unequal length, cut document by document.
 """
 

@@ -21,9 +21,9 @@ def balance(config: Any, *, max_tokens: int, **options: Any) -> Any:
     stays right; how many micro-batches these are follows from `max_tokens`, and gradient accumulation from that.
     `training.seq_len` is the context from now on: the longest document that is trained uncut.
 
-    Under context parallelism every micro-batch is sharded by :func:`wlb.shard`, document by document: FlexAttention
+    Under context parallelism every micro-batch is sharded by `wlb.shard`, document by document: FlexAttention
     through a load balancer of torch's, varlen attention, which torchtitan does not shard, as
-    :class:`DocumentAttention`. Pipeline stages are told the lengths of every step. Rows are filled up to what kernels
+    `DocumentAttention`. Pipeline stages are told the lengths of every step. Rows are filled up to what kernels
     and ranks demand, no further: a multiple of `cp * 128` tokens for FlexAttention, of `cp * tp` otherwise, and of the
     chunks of the loss.
 
@@ -33,7 +33,7 @@ def balance(config: Any, *, max_tokens: int, **options: Any) -> Any:
     Args:
         config: torchtitan's, as its registry makes it; it stays as it is.
         max_tokens: most tokens of a micro-batch: what the memory of a rank holds.
-        **options: of :class:`WlbDataLoader.Config`: `documents`, `streams` or `dataset` (by default the data set of
+        **options: of `WlbDataLoader.Config`: `documents`, `streams` or `dataset` (by default the data set of
             `config.dataloader`), `max_document_tokens`, `oversize`, `max_delay`, `tokens_per_batch`, `token_buckets`,
             `num_epochs`, `lengths`, `cost_model`, `verify`, ...
 

@@ -47,7 +47,7 @@ def shard_for_flex(mesh: DeviceMesh, rows: Rows, masks: Any, lengths: list[int],
 
 
 def shard_for_varlen(mesh: DeviceMesh, rows: Rows, lengths: list[int]) -> tuple[Rows, wlb.Shard]:
-    """This rank's part of rows, [1, tokens] each, and the shard, which :class:`DocumentAttention` takes for a mask."""
+    """This rank's part of rows, [1, tokens] each, and the shard, which `DocumentAttention` takes for a mask."""
     shard = wlb.shard(lengths, cp_size=mesh.size())
     indices = torch.from_numpy(shard.rank(mesh.get_local_rank()).token_indices).to(rows[0].device, torch.int64)
     return tuple(row[:, indices] for row in rows), shard
@@ -69,7 +69,7 @@ def with_document_attention(model: Any) -> Any:
 class DocumentAttention(Module):
     """Varlen attention whose rows lie on the ranks of a context-parallel group, in torchtitan's layers.
 
-    What torchtitan's `VarlenAttention` is on one rank, through :func:`wlb.torch.context_parallel_attention`: exact, in
+    What torchtitan's `VarlenAttention` is on one rank, through `wlb.torch.context_parallel_attention`: exact, in
     the dtype of its inputs, for documents of any length, none of them padded.
     """
 

@@ -62,7 +62,7 @@ class WlbDataLoader(BaseDataLoader):
         step: The one of which micro-batches were given last.
         before_first: Gets the first step, before anything of it is given.
         given: Steps that were given, those before a resume included.
-        figures: What its plan says, by the names of :class:`wlb.torch.StepMetrics`.
+        figures: What its plan says, by the names of `wlb.torch.StepMetrics`.
 
     Raises:
         wlb.WlbError: An argument makes no sense; the configuration names no documents, or several kinds of them.

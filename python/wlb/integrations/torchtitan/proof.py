@@ -23,7 +23,7 @@ from wlb.torch.proof import Proof, verify
 
 
 def prove(trainer: Any, step: Step[PackedBatch]) -> None:
-    """Runs :func:`wlb.torch.verify` on a trainer's own forward and backward of a step, wrapped as they are.
+    """Runs `wlb.torch.verify` on a trainer's own forward and backward of a step, wrapped as they are.
 
     Against logits of documents alone where a rank has the whole model and whole rows; under pipeline, tensor and
     context parallelism, and with a loss of another kind, against the same documents in rows of their own. The state is

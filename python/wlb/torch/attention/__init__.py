@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -11,25 +10,17 @@ from torch import Tensor
 
 import wlb
 from wlb._errors import check_bool
-from wlb.torch.attention import arguments, kernels, routes
-from wlb.torch.attention.all_gather import AllGather
+from wlb.torch.attention import arguments, kernels, plan
 from wlb.torch.attention.arguments import Transport, cp_sizes
-from wlb.torch.attention.fetch import Fetch
+from wlb.torch.attention.forest import forest_attention, forest_route
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
+from wlb.torch.attention.keys import KeysExchange, head_parts
 from wlb.torch.attention.merge import LSE_CHANNELS, attention
 from wlb.torch.attention.recut import halo, recut
 from wlb.torch.attention.ring import Ring
+from wlb.torch.lazy import not_compiled
 
 __all__ = ["context_parallel_attention", "cp_sizes", "halo", "prepare_attention", "recut"]
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _not_compiled(function: F) -> F:
-    """`torch.compiler.disable`, which would leave callers without the types."""
-    reason = "routes are made of shards, and kept for all layers"
-    return cast(F, torch.compiler.disable(function, reason=reason))  # type: ignore[no-untyped-call]
 
 
 @overload
@@ -37,7 +28,7 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard,
+    shard: wlb.Shard | wlb.ForestShard,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -64,12 +55,12 @@ def context_parallel_attention(
     kernel: kernels.KernelName = "auto",
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
-@_not_compiled
+@not_compiled
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard,
+    shard: wlb.Shard | wlb.ForestShard,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -119,7 +110,8 @@ def context_parallel_attention(
         k: Keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
         v: Values `[tokens of this rank, kv_heads, value_dim]`; narrower ones than keys, or wider, are padded to them
             with zeros, or these to them.
-        shard: How the whole micro-batch lies on the ranks; the same on all.
+        shard: How the whole micro-batch lies on the ranks; the same on all. That of a forest runs on `all_gather`: a
+            token attends to all tokens before it on its path.
         group: The context-parallel group, of `shard.cp_size` ranks. None: one process holds everything.
         transport: How keys and queries meet; see above.
         ulysses_size: For `usp`: ranks that share heads. Divides the group's size.
@@ -127,7 +119,8 @@ def context_parallel_attention(
         window: A token sees tokens less than this many positions away: with 1, itself. None, or from 2**31 - 1 on: any.
         alibi_slopes: float `[heads]`, without gradient: `slope * distance in the document` is subtracted from scores.
         kernel: `flash_attn` (2 or 3, must be installed), `varlen` (torch's own flash kernels), `reference` (softmax
-            written out: exact, slow, any device and dtype), or `auto`: the fastest that can do it here.
+            written out: exact, slow, any device and dtype), or `auto`: the fastest that can do it here (on a CPU
+            torch's flash attention for it).
 
         return_lse: Also gives the log-sum-exp of the scores; the same on all ranks.
 
@@ -151,7 +144,8 @@ def context_parallel_attention(
     if alibi_slopes is not None:
         share = q.shape[1] // degree
         alibi_slopes = alibi_slopes[rank % degree * share :][:share]
-    aligned = size == degree or (transport in ("all_gather", "fetch") and shard.causal)
+    causal = isinstance(shard, wlb.ForestShard) or shard.causal
+    aligned = size == degree or (transport in ("all_gather", "fetch") and causal)
     chosen = kernels.choose(
         kernel,
         q,
@@ -161,27 +155,29 @@ def context_parallel_attention(
         alibi_aligned=aligned,
     )
 
-    def given(out: Tensor, lse: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        out = out[..., :value_dim]
-        return (out, lse) if return_lse else out
+    def given(out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        if value_dim < out.shape[2]:
+            out = out[..., :value_dim]
+        return out if lse is None else (out, lse)
 
+    if isinstance(shard, wlb.ForestShard):
+        arguments.check_forest(transport, size, return_lse)
+        path = forest_route(shard, rank, window=window, device=q.device)
+        return forest_attention(q, k, v, path, group, chosen)[..., :value_dim]
     biased = alibi_slopes is not None
-    if transport == "all_gather":
-        gather = AllGather(routes.gather_route(shard, rank, window=window, biased=biased, device=q.device), group)
-        return given(*attention(q, k, v, gather, chosen, with_lse=return_lse))
-    if transport == "fetch":
-        fetch = Fetch(routes.fetch_route(shard, rank, window=window, biased=biased, device=q.device), group)
-        return given(*attention(q, k, v, fetch, chosen, with_lse=return_lse))
-    heads_route, ring_route = routes.ring_route(
-        shard, rank, degree=degree, window=window, biased=biased, device=q.device
-    )
-    ring = Ring(ring_route, range(rank % degree, size, degree), group)
-    if heads_route is None:
+    if transport in ("all_gather", "fetch"):
+        fetch = transport == "fetch"
+        keys = plan.keys_plan(shard, rank, fetch=fetch, window=window, biased=biased, device=q.device)
+        exchange = KeysExchange(keys, fetch, group, parts=1 if biased else head_parts(keys, k))
+        return given(*attention(q, k, v, exchange, chosen, with_lse=return_lse))
+    in_block, over_blocks = plan.ring_plan(shard, rank, degree=degree, window=window, biased=biased, device=q.device)
+    ring = Ring(over_blocks, range(rank % degree, size, degree), group)
+    if in_block is None:
         return given(*attention(q, k, v, ring, chosen, with_lse=return_lse))
     block = rank - rank % degree
-    heads = HeadsExchange(heads_route, range(block, block + degree), group)
+    heads = HeadsExchange(in_block, range(block, block + degree), group)
     out, lse = attention(*split_heads(q, k, v, heads), ring, chosen, with_lse=return_lse)
-    if return_lse:
+    if lse is not None:
         lse = join_heads(lse.unsqueeze(-1).contiguous(), heads).squeeze(-1)
     return given(join_heads(out, heads), lse)
 
@@ -199,9 +195,10 @@ def prepare_attention(
     """Derives what `rank` has to do for a micro-batch ahead of time, so that its first layer does not wait for it.
 
     To be called for the next micro-batch while the device works on this one; from any thread, as nothing is sent to
-    other ranks. `context_parallel_attention` with the same options then finds the route, if few others came between:
-    the last 128 are kept. It costs milliseconds of CPU time, in segments times ranks and in tokens of this rank; index
-    arrays go to `device` in one copy, on its current stream there, which must be the one that attention runs on.
+    other ranks. `context_parallel_attention` with the same options then finds the plan, if few others came between:
+    the last 128 are kept. It costs a fraction of a millisecond of CPU time, without the GIL, in segments of all ranks
+    and in tokens of this rank; index arrays go to `device` in one copy, on its current stream there, which must be the
+    one that attention runs on.
 
     Args:
         shard: How the micro-batch will lie on the ranks.
@@ -209,7 +206,7 @@ def prepare_attention(
         device: Where the queries will be.
         transport: As attention will be called.
         ulysses_size: As attention will be called.
-        window: As attention will be called. Layers with different windows have routes of their own: one call for each.
+        window: As attention will be called. Layers with different windows have plans of their own: one call for each.
         alibi: Whether attention will be called with `alibi_slopes`.
 
     Raises:
@@ -221,9 +218,8 @@ def prepare_attention(
     arguments.check_window(window)
     window = arguments.reach(window)
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
-    if transport == "all_gather":
-        routes.gather_route(shard, rank, window=window, biased=alibi, device=device)
-    elif transport == "fetch":
-        routes.fetch_route(shard, rank, window=window, biased=alibi, device=device)
+    if transport in ("all_gather", "fetch"):
+        fetch = transport == "fetch"
+        plan.keys_plan(shard, rank, fetch=fetch, window=window, biased=alibi, device=device)
     else:
-        routes.ring_route(shard, rank, degree=degree, window=window, biased=alibi, device=device)
+        plan.ring_plan(shard, rank, degree=degree, window=window, biased=alibi, device=device)

@@ -28,9 +28,21 @@ def check_rank(rank: int, size: int) -> None:
         raise error("rank", f"= {rank!r}: the shard has ranks 0 to {size - 1}", value=rank)
 
 
-def check_group(shard: wlb.Shard, group: dist.ProcessGroup | None) -> tuple[int, int]:
+def check_forest(transport: Transport, size: int, return_lse: bool) -> None:
+    """A forest's shard runs on this transport; on one rank all are alike."""
+    if transport != "all_gather" and size > 1:
+        message = (
+            f"= {transport!r}: the shard of a forest runs on 'all_gather', since a run's keys lie in several places"
+        )
+        raise error("transport", message, value=transport)
+    if return_lse:
+        raise error("return_lse", "is not there for the shard of a forest", value=return_lse)
+
+
+def check_group(shard: wlb.Shard | wlb.ForestShard, group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This process's rank in the group and the group's size, which is the shard's."""
-    check_shard(shard)
+    if not isinstance(shard, wlb.ForestShard):
+        check_shard(shard)
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     if rank < 0:
         raise error("group", "does not contain this process", value=group)
@@ -53,7 +65,7 @@ def check_transport(transport: Transport, ulysses_size: int | None, size: int) -
     return int(ulysses_size)
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: wlb.Shard, rank: int) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: wlb.Shard | wlb.ForestShard, rank: int) -> None:
     """The tensors fit each other and, at last, this rank of the shard."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 3:

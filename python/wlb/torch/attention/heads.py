@@ -6,46 +6,21 @@ of `degree` neighbouring ranks of the group, which exchange nothing with the oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.torch.attention.segments import Segments, ranges
-
-
-@dataclass(frozen=True)
-class HeadsRoute:
-    """How `degree` ranks exchange heads so that each has all of their tokens."""
-
-    counts: list[int]  # tokens of each rank of the block
-    place: int  # of this rank in the block
-    ascending: Tensor  # int32: tokens in packed order from those in order of ranks
-    by_rank: Tensor  # int32: the inverse
-
-    @classmethod
-    def make(cls, held: Sequence[Segments], place: int) -> HeadsRoute:
-        """The route of the rank at `place` of the block in which rank `i` holds `held[i]`; tensors on the host."""
-        together = Segments.concatenate(held)
-        order = together.packed_order()
-        length = together.length[order]
-        ascending = ranges(together.row[order], length, np.int32)
-        row = np.empty_like(length)
-        row[order] = np.cumsum(length) - length
-        by_rank = ranges(row, together.length, np.int32)
-        counts = [segments.num_tokens for segments in held]
-        return cls(counts, place, torch.from_numpy(ascending), torch.from_numpy(by_rank))
+from wlb.torch.attention.plan import HeadsPlan
 
 
 @dataclass(frozen=True)
 class HeadsExchange:
     """The all-to-all of one block; `block` are its ranks in `group`."""
 
-    route: HeadsRoute
+    plan: HeadsPlan
     block: range
     group: dist.ProcessGroup | None
 
@@ -54,14 +29,14 @@ class HeadsExchange:
         degree = len(self.block)
         tokens, heads, dim = x.shape
         send = x.view(tokens, degree, heads // degree, dim).transpose(0, 1).reshape(-1, heads // degree, dim)
-        counts = self.route.counts
+        counts = self.plan.counts
         received = self._all_to_all(send, [tokens] * degree, counts)
-        return received.index_select(0, self.route.ascending)
+        return received.index_select(0, self.plan.ascending)
 
     def join_heads(self, x: Tensor) -> Tensor:
         """The inverse of `split_heads`."""
-        degree, tokens = len(self.block), self.route.counts[self.route.place]
-        received = self._all_to_all(x.index_select(0, self.route.by_rank), self.route.counts, [tokens] * degree)
+        degree, tokens = len(self.block), self.plan.counts[self.plan.place]
+        received = self._all_to_all(x.index_select(0, self.plan.by_rank), self.plan.counts, [tokens] * degree)
         _, heads, dim = x.shape
         return received.view(degree, tokens, heads, dim).transpose(0, 1).reshape(tokens, degree * heads, dim)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from wlb._errors import error
-from wlb.torch.attention.segments import Call
+from wlb.torch.attention.plan import Call
 
 KernelName = Literal["auto", "flash_attn", "varlen", "reference"]
 
@@ -51,8 +51,11 @@ class Kernel(Protocol):
 
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of `q`, `k`, `v`, where `out` and `lse` are over all keys of a query, not only this call's."""
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of `q`, and of `k` and `v` as one tensor `[keys, 2, kv_heads, head_dim]`.
+
+        `out` and `lse` are over all keys of a query, not only this call's.
+        """
         ...
 
 
@@ -60,9 +63,8 @@ class Kernel(Protocol):
 class ReferenceKernel:
     """Softmax written out, span by span and in tiles of queries: exact, on any device, in any dtype.
 
-    torch's own SDPA gives no log-sum-exp, knows no window, aligns its causal mask top-left, and masks otherwise with a
-    matrix of all queries by all keys. Here memory is bounded by the tile, and keys outside the mask are not touched.
-    Scores are float32 for half-precision inputs.
+    Beside a mask by position, other kernels need a matrix of all queries by all keys. Here memory is bounded by the
+    tile, and keys outside the mask are not touched. Scores are float32 for half-precision inputs.
     """
 
     scale: float
@@ -88,9 +90,11 @@ class ReferenceKernel:
 
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        dq, dk, dv = (torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in (q, k, v))
+        dq = torch.zeros(q.shape, dtype=accumulator(q.dtype), device=q.device)
+        d_keys = k.new_zeros((k.shape[0], 2, *k.shape[1:]), dtype=accumulator(k.dtype))
+        dk, dv = d_keys.unbind(1)
         kv_heads = k.shape[1]
         for rows, keys, distance, hidden in self._tiles(call, q.shape[1]):
             q_tile, k_tile, v_tile = _stack(q[rows], kv_heads), _by_head(k[keys]), _by_head(v[keys])
@@ -102,7 +106,7 @@ class ReferenceKernel:
             ds = (d_tile @ v_tile.mT).sub_(delta).mul_(p).mul_(self.scale)
             dq[rows] = _unstack(ds @ k_tile, q[rows].shape)
             dk[keys] += (ds.mT @ q_tile).transpose(0, 1)
-        return dq, dk, dv
+        return dq, d_keys
 
     def _scores(self, q: Tensor, k: Tensor, distance: Tensor | None, hidden: Tensor | None) -> Tensor:
         """Scaled, biased, masked scores `[kv_heads, group * queries, keys]`."""
@@ -142,6 +146,106 @@ class ReferenceKernel:
                 yield slice(q_from + i, q_from + i_end), slice(k_from + j, k_from + j_end), distance, hidden
 
 
+@dataclass(frozen=True)
+class CpuFlashKernel:
+    """torch's flash attention for the CPU, span by span: what its SDPA runs, with the log-sum-exp.
+
+    It aligns its causal mask top-left. A causal span of more keys than queries is therefore two parts, the keys that
+    all of its queries see and a square, merged by their log-sum-exps; its backward takes these, so that the two parts
+    add up. Windows are left to the reference kernel.
+    """
+
+    scale: float
+
+    @staticmethod
+    def tiles(head_dim: int) -> tuple[int, int]:
+        """As the reference kernel: what it computes goes with the queries."""
+        return 1, 1
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        spans = self._spans(call)
+        if spans is None:
+            return ReferenceKernel(self.scale).forward(q, k, v, call)
+        out = q.new_empty(q.shape)
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q.dtype))
+        for queries, parts in spans:
+            found = [self._forward(q[queries], k[keys], v[keys], causal) for keys, causal in parts]
+            part, part_lse = found[0]
+            for other, other_lse in found[1:]:
+                weight = torch.sigmoid(other_lse - part_lse).t().unsqueeze(-1)
+                part = torch.lerp(part.to(weight.dtype), other.to(weight.dtype), weight)
+                part_lse = torch.logaddexp(part_lse, other_lse)
+            out[queries], lse[:, queries] = part, part_lse
+        return out, lse
+
+    def backward(
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        spans = self._spans(call)
+        if spans is None:
+            return ReferenceKernel(self.scale).backward(d_out, q, k, v, out, lse, call)
+        dq, d_keys = _gradients(q, k)
+        for queries, parts in spans:
+            given = (d_out[queries], q[queries], out[queries], lse[:, queries])
+            found = []
+            for keys, causal in parts:
+                part, d_keys[keys, 0], d_keys[keys, 1] = self._backward(*given, k[keys], v[keys], causal)
+                found.append(part)
+            dq[queries] = found[0] if len(found) == 1 else torch.add(*(x.to(accumulator(x.dtype)) for x in found))
+        return dq, d_keys
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        group = q.shape[1] // k.shape[1]
+        tensors = _heads_first(q), *(_heads_first(x.repeat_interleave(group, 1)) for x in (k, v))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = flash(*tensors, 0.0, causal, scale=self.scale)
+        return out[0].transpose(0, 1), lse[0]
+
+    def _backward(
+        self, d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+        k, v = (_heads_first(x.repeat_interleave(group, 1)) for x in (k, v))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        options = (0.0, causal)
+        found = flash(
+            _heads_first(d_out), _heads_first(q), k, v, _heads_first(out), lse[None], *options, scale=self.scale
+        )
+        dq, dk, dv = (x[0].transpose(0, 1) for x in found)
+        if group > 1:
+            wide = accumulator(k.dtype)
+            dk, dv = (x.unflatten(1, (kv_heads, group)).sum(2, dtype=wide) for x in (dk, dv))
+        return dq, dk, dv
+
+    @staticmethod
+    def _spans(call: Call) -> list[tuple[slice, list[tuple[slice, bool]]]] | None:
+        """Of each span its queries, and its keys by parts: which, and whether under the causal mask of a square.
+
+        None: a window cuts them.
+        """
+        if call.window not in ((-1, -1), (-1, 0)):
+            return None
+        spans = []
+        for q_from, q_to, k_from, k_to in call.spans.tolist():
+            square = k_to - (q_to - q_from)
+            parts = [(slice(k_from, k_to), False)]
+            if call.window == (-1, 0) and q_to - q_from > 1:
+                if square < k_from:  # queries that see no key
+                    return None
+                parts = [(slice(square, k_to), True)]
+                if square > k_from:
+                    parts.append((slice(k_from, square), False))
+            spans.append((slice(q_from, q_to), parts))
+        return spans
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """`[tokens, heads, head_dim]` as a batch of one, `[1, heads, tokens, head_dim]`."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
 def _by_head(x: Tensor) -> Tensor:
     """`[tokens, heads, head_dim]` as `[heads, tokens, head_dim]` to compute with."""
     return x.transpose(0, 1).to(accumulator(x.dtype))
@@ -174,9 +278,9 @@ def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
     return call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, most
 
 
-def _like(*tensors: Tensor) -> list[Tensor]:
-    """Gradients to be filled in."""
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+def _gradients(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of queries, and of keys and values, to be filled in."""
+    return torch.empty_like(q, memory_format=torch.contiguous_format), k.new_empty((k.shape[0], 2, *k.shape[1:]))
 
 
 class FlashTiles:
@@ -209,13 +313,13 @@ class VarlenKernel(FlashTiles):
 
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         given = (d_out, q, k, v, out, lse, *_spans(call), 0.0, call.window == (-1, 0))
         # The state of a dropout that is not there.
         nothing = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(*given, *nothing, scale=self.scale, **_window(call))
-        return dq, dk, dv
+        return dq, torch.stack((dk, dv), 1)
 
 
 @dataclass(frozen=True)
@@ -233,13 +337,14 @@ class FlashAttention2(FlashTiles):
 
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        dq, dk, dv = _like(q, k, v)
+        dq, d_keys = _gradients(q, k)
+        dk, dv = d_keys.unbind(1)
         softcap, deterministic = 0.0, torch.are_deterministic_algorithms_enabled()
         options = (0.0, self.scale, call.window == (-1, 0), *call.window, softcap, self.alibi_slopes, deterministic)
         _flash_attn_2()._flash_attn_varlen_backward(d_out, q, k, v, out, lse, dq, dk, dv, *_spans(call), *options)
-        return dq, dk, dv
+        return dq, d_keys
 
 
 @dataclass(frozen=True)
@@ -257,13 +362,14 @@ class FlashAttention3(FlashTiles):
 
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        dq, dk, dv = _like(q, k, v)
+        dq, d_keys = _gradients(q, k)
+        dk, dv = d_keys.unbind(1)
         options = {"is_causal": call.window == (-1, 0), **self._options(call)}
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         _flash_attn_3()._flash_attn_backward(d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options)
-        return dq, dk, dv
+        return dq, d_keys
 
     def _options(self, call: Call) -> dict[str, Any]:
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -302,8 +408,8 @@ def choose(
 
     `width` is the head_dim of the widest call, that of `q` if None. `alibi_aligned` says that every span's last query
     stands at its last key, so that a flash kernel measures true distances. "auto" prefers flash-attn 3 (on Hopper),
-    flash-attn 2, torch's varlen kernels, and takes the reference kernel on the CPU, for float32 and float64, and for
-    ALiBi where no flash kernel has it.
+    flash-attn 2, torch's varlen kernels; on the CPU it takes torch's flash attention for that, and the reference kernel
+    for float32 and float64 on a GPU, and for ALiBi where no flash kernel has it.
 
     Raises:
         WlbError: there is no such kernel, it is not installed, or has not what was asked for.
@@ -314,7 +420,8 @@ def choose(
         return ReferenceKernel(scale, alibi_slopes)
     refusal = _flash_refusal(q if width is None else q.new_empty((0, q.shape[1], width)))
     if name == "auto" and refusal:
-        return ReferenceKernel(scale, alibi_slopes)
+        flash_on_cpu = q.device.type == "cpu" and alibi_slopes is None
+        return CpuFlashKernel(scale) if flash_on_cpu else ReferenceKernel(scale, alibi_slopes)
     if refusal:
         raise error("kernel", f"{name!r} {refusal}; 'reference' can do without", value=name)
 

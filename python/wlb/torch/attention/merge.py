@@ -2,45 +2,114 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from wlb.torch.attention.kernels import Kernel, accumulator
-from wlb.torch.attention.segments import Call
+from wlb.torch.attention.plan import Call, Rows, add, pick
 
 LSE_CHANNELS = 8
 """Channels that a head gets in its backward for the gradient of the log-sum-exp: flash kernels take multiples of 8."""
 
+Keys = Tensor | tuple[Tensor, Tensor]
+"""Keys with their values: `[keys, 2, kv_heads, head_dim]`, or two tensors `[keys, kv_heads, head_dim]`."""
 
-class AttendBackward(Protocol):
-    """Computes the gradients of a block of keys."""
 
-    def __call__(
-        self, k: Tensor, v: Tensor, calls: Sequence[Call], into: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of `k` and `v`, in the dtype of sums (`accumulator`): in new tensors, or written over `into`."""
-        ...
+class Heads(NamedTuple):
+    """One of equal parts of the heads."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, x: Tensor) -> Tensor:
+        """Its heads of `[tokens, heads, head_dim]`."""
+        return x if self.count == 1 else x.chunk(self.count, 1)[self.index]
+
+
+ALL_HEADS = Heads()
+
+Attend = Callable[[Keys, Sequence[Call], Heads], None]
+"""Attends with these heads of the queries to keys that have their heads."""
+
+AttendBackward = Callable[[Keys, Sequence[Call], Heads], list[Tensor]]
+"""Gradients of the keys and values of each call, `[keys of the call, 2, kv_heads, head_dim]`."""
 
 
 class KeyExchange(Protocol):
     """Brings this rank's queries together with keys of other ranks, and the keys' gradients home."""
 
-    def forward(self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], None]) -> None:
-        """Calls `attend(k, v, calls)` for every block of keys, overlapping it with what is still under way."""
+    @property
+    def once(self) -> bool:
+        """Whether no query is in two calls: their outputs then need no merging."""
         ...
 
-    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> tuple[Tensor, Tensor]:
-        """Passes the same blocks to `attend`, which gives their gradients; returns those of `k` and `v`."""
+    def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
+        """Calls `attend(keys, calls, heads)` for every block of keys, overlapping it with what is still under way.
+
+        Parts of the heads come one after the other.
+        """
+        ...
+
+    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> Tensor:
+        """Passes the same blocks to `attend`, which gives their gradients; returns that of own keys and values.
+
+        Returns:
+            `[tokens, 2, kv_heads, head_dim]`.
+        """
         ...
 
 
-class _Output:
+def _place(like: Tensor, parts: Sequence[tuple[Rows, Tensor]]) -> Tensor:
+    """A tensor like this that has each part in its rows, all of them together every row once."""
+    if len(parts) == 1 and parts[0][0] is None:
+        return parts[0][1].to(like.dtype)
+    spans = [rows for rows, _ in parts if isinstance(rows, slice)]
+    starts = [rows.start for rows in spans]
+    if parts and len(spans) == len(parts) and starts == sorted(starts):
+        return torch.cat([part.to(like.dtype) for _, part in parts])
+    result = like.new_empty(like.shape)
+    for rows, part in parts:
+        if isinstance(rows, Tensor):
+            result.index_copy_(0, rows, part.to(result.dtype))
+        else:
+            result[rows] = part
+    return result
+
+
+class _Parts:
+    """Outputs of calls, no query in two of them, by parts of the heads; or gradients of queries."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._parts: list[list[tuple[Rows, Tensor]]] = []
+        self._whole: list[Tensor] = []
+
+    def add(self, heads: Heads, rows: Rows, part: Tensor) -> None:
+        while len(self._parts) <= heads.index:
+            self._close()
+            self._parts.append([])
+        self._count = heads.count
+        self._parts[heads.index].append((rows, part))
+
+    def _close(self) -> None:
+        """Puts the parts of the last heads together, so that they are held once."""
+        if self._parts:
+            self._whole.append(_place(Heads(0, self._count).of(self._like), self._parts[-1]))
+            self._parts[-1] = []
+
+    def result(self) -> Tensor:
+        if not self._parts:
+            return torch.empty_like(self._like)
+        self._close()
+        return self._whole[0] if len(self._whole) == 1 else torch.cat(self._whole, 1)
+
+
+class _Merged:
     """Attention over the keys seen so far. It begins as what is added first, if that is for all queries.
 
     Sums of log-sum-exps are float64: their rounding, in units of their size, is a relative error of the weights.
@@ -51,57 +120,69 @@ class _Output:
         self._parts: tuple[Tensor, Tensor] | None = None
 
     def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
-        if call.fresh and call.q_rows is None:
+        if self._parts is None and call.q_rows is None:
             self._parts = out, lse
             return
-        total, total_lse = self._parts or (self._q.new_zeros(self._q.shape), self._no_keys())
-        self._parts = total, total_lse = total.to(accumulator(total.dtype)), total_lse.double()
-        rows = slice(None) if call.q_rows is None else call.q_rows
+        total, total_lse = self._so_far()
+        rows = call.q_rows
         if call.fresh:
-            total[rows] = out.to(total.dtype)
-            total_lse[:, rows] = lse.double()
+            _write(total, 0, rows, out)
+            _write(total_lse, 1, rows, lse)
             return
-        before = total_lse[:, rows]
-        weight = torch.sigmoid(lse - before).t().unsqueeze(-1)
-        total[rows] = total[rows].lerp(out.to(total.dtype), weight.to(total.dtype))
-        total_lse[:, rows] = torch.logaddexp(before, lse.double())
+        if isinstance(rows, Tensor):
+            before, part = total_lse.index_select(1, rows), total.index_select(0, rows)
+        else:
+            before, part = (total_lse, total) if rows is None else (total_lse[:, rows], total[rows])
+        weight = torch.sub(lse, before).sigmoid_().t().unsqueeze(-1)
+        part.lerp_(out.to(part.dtype), weight.to(part.dtype))
+        torch.logaddexp(before, lse.double(), out=before)
+        if isinstance(rows, Tensor):
+            total.index_copy_(0, rows, part)
+            total_lse.index_copy_(1, rows, before)
+
+    def _so_far(self) -> tuple[Tensor, Tensor]:
+        """In the dtypes of sums; what no call has yet been for is 0, and its log-sum-exp -inf."""
+        dtype = accumulator(self._q.dtype)
+        if self._parts is None:
+            tokens, heads, _ = self._q.shape
+            lse = self._q.new_full((heads, tokens), -torch.inf, dtype=torch.float64)
+            self._parts = self._q.new_zeros(self._q.shape, dtype=dtype), lse
+        total, lse = self._parts
+        self._parts = total.to(dtype), lse.double()
+        return self._parts
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Output like the queries, and log-sum-exp; where no key was seen these are 0 and -inf."""
-        out, lse = self._parts or (self._q.new_zeros(self._q.shape), self._no_keys())
+        """Output like the queries, and log-sum-exp."""
+        out, lse = self._parts or self._so_far()
         return out.to(self._q.dtype), lse.to(accumulator(self._q.dtype))
 
-    def _no_keys(self) -> Tensor:
-        tokens, heads, _ = self._q.shape
-        return self._q.new_full((heads, tokens), -torch.inf, dtype=torch.float64)
+
+def _write(x: Tensor, dim: int, rows: Rows, part: Tensor) -> None:
+    if isinstance(rows, Tensor):
+        x.index_copy_(dim, rows, part.to(x.dtype))
+    elif rows is None:
+        x.copy_(part)
+    else:
+        x.narrow(dim, rows.start, rows.stop - rows.start).copy_(part)
 
 
-class _Gradient:
-    """A sum of gradients by row, in `into` if given. It begins as what is added first, if that is for all rows."""
+class _Sum:
+    """A sum of gradients by row, in the dtype of sums. It begins as what is added first, if that is for all rows."""
 
-    def __init__(self, like: Tensor, into: Tensor | None = None) -> None:
+    def __init__(self, like: Tensor) -> None:
         self._like = like
-        self._into = into
-        self._sum: Tensor | None = None
+        self._total: Tensor | None = None
 
-    def add(self, rows: Tensor | None, part: Tensor) -> None:
-        if rows is None and self._sum is None:
-            self._sum = part if self._into is None else self._into.copy_(part)
-            return
-        total = self.total()
-        if rows is None:
-            total += part
+    def add(self, rows: Rows, part: Tensor) -> None:
+        if self._total is None and rows is None:
+            self._total = part.to(accumulator(part.dtype))
         else:
-            total.index_add_(0, rows, part.to(total.dtype))
+            add(self.total(), rows, part)
 
     def total(self) -> Tensor:
-        dtype = accumulator(self._like.dtype)
-        if self._sum is None and self._into is not None:
-            self._sum = self._into.zero_()
-        elif self._sum is None:
-            self._sum = self._like.new_zeros(self._like.shape, dtype=dtype)
-        self._sum = self._sum.to(dtype)
-        return self._sum
+        if self._total is None:
+            self._total = self._like.new_zeros(self._like.shape, dtype=accumulator(self._like.dtype))
+        return self._total
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,11 +191,21 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(ctx: Any, x: Tensor, *args: Any) -> Any:
         device = x.device.type
-        known = torch.amp.is_autocast_available(device)
-        with torch.autocast(device, enabled=False) if known else contextlib.nullcontext():
+        if not torch.is_autocast_enabled(device) if torch.amp.is_autocast_available(device) else True:
+            return function(ctx, x, *args)
+        with torch.autocast(device, enabled=False):
             return function(ctx, x, *args)
 
     return run
+
+
+def _keys(keys: Keys, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Keys and values of a call."""
+    if isinstance(keys, tuple):
+        k, v = keys
+        return pick(k, rows), pick(v, rows)
+    k, v = pick(keys, rows).unbind(1)
+    return k, v
 
 
 class _Attention(torch.autograd.Function):
@@ -122,58 +213,77 @@ class _Attention(torch.autograd.Function):
     @_without_autocast
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel, with_lse: bool
-    ) -> tuple[Tensor, Tensor]:
-        output = _Output(q)
+    ) -> tuple[Tensor, Tensor | None]:
+        merged = None if exchange.once else _Merged(q)
+        parts = _Parts(q)
+        lses: list[Tensor] = []
+        shown = _Parts(q.new_empty(q.shape[:2], dtype=accumulator(q.dtype))) if with_lse else None
 
-        def attend(k: Tensor, v: Tensor, calls: Sequence[Call]) -> None:
+        def attend(keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
+            queries = heads.of(q)
             for call in calls:
-                parts = _rows(q, call.q_rows), _rows(k, call.k_rows), _rows(v, call.k_rows)
-                output.add(call, *kernel.forward(*parts, call))
+                out, lse = kernel.forward(pick(queries, call.q_rows), *_keys(keys, call.k_rows), call)
+                if merged is not None:
+                    merged.add(call, out, lse)
+                else:
+                    parts.add(heads, call.q_rows, out)
+                    lses.append(lse)
+                    if shown is not None:
+                        shown.add(heads, call.q_rows, lse.t())
 
         exchange.forward(k, v, attend)
-        out, lse = output.result()
-        ctx.save_for_backward(q, k, v, out, lse)
+        if merged is None:
+            out = parts.result()
+        else:
+            out, lse = merged.result()
+            lses.append(lse)
+        ctx.save_for_backward(q, k, v, out, *lses)
         ctx.exchange, ctx.kernel, ctx.with_lse = exchange, kernel, with_lse
-        shown = lse.t().contiguous()
-        if not with_lse:
-            ctx.mark_non_differentiable(shown)
-        return out, shown
+        if shown is None:
+            return out, None
+        return out, (lses[0].t() if merged is not None else shown.result()).contiguous()
 
     @staticmethod
     @_without_autocast
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q, k, v, out, lse = ctx.saved_tensors
-        dtypes, width = (q.dtype, k.dtype, v.dtype), q.shape[2]
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        q, k, v, out, *lses = ctx.saved_tensors
+        dtypes, width = (q.dtype, k.dtype), q.shape[2]
         if ctx.with_lse:
+            assert d_lse is not None
             q, k, v, out, d_out = _with_lse(q, k, v, out, d_out, d_lse)
+        once = ctx.exchange.once
         d_out = d_out.contiguous()
-        dq = _Gradient(q)
+        parts = _Parts(q)
+        total = _Sum(q)
+        in_turn = iter(lses)  # in the order of the forward
 
-        def attend(
-            k: Tensor, v: Tensor, calls: Sequence[Call], into: tuple[Tensor, Tensor] | None = None
-        ) -> tuple[Tensor, Tensor]:
-            dk, dv = (_Gradient(k), _Gradient(v)) if into is None else (_Gradient(k, into[0]), _Gradient(v, into[1]))
+        def attend(keys: Keys, calls: Sequence[Call], heads: Heads) -> list[Tensor]:
+            gradients = []
+            mine = [heads.of(x) for x in (d_out, q, out)]
             for call in calls:
-                mine, theirs = call.q_rows, call.k_rows
-                call_lse = lse if mine is None else lse[:, mine]
-                dq_part, dk_part, dv_part = ctx.kernel.backward(
-                    _rows(d_out, mine),
-                    _rows(q, mine),
-                    _rows(k, theirs),
-                    _rows(v, theirs),
-                    _rows(out, mine),
-                    call_lse,
-                    call,
-                )
-                dq.add(mine, dq_part)
-                dk.add(theirs, dk_part)
-                dv.add(theirs, dv_part)
-            return dk.total(), dv.total()
+                rows = call.q_rows
+                if once:
+                    lse = next(in_turn)
+                else:
+                    (lse,) = lses
+                    if rows is not None:
+                        lse = lse.index_select(1, rows) if isinstance(rows, Tensor) else lse[:, rows].contiguous()
+                call_d_out, call_q, call_out = (pick(x, rows) for x in mine)
+                dq, d_keys = ctx.kernel.backward(call_d_out, call_q, *_keys(keys, call.k_rows), call_out, lse, call)
+                if once:
+                    parts.add(heads, rows, dq)
+                else:
+                    total.add(rows, dq)
+                gradients.append(d_keys)
+            return gradients
 
-        dk, dv = ctx.exchange.backward(k, v, attend)
-        gradients = [x[..., :width].to(dtype) for x, dtype in zip((dq.total(), dk, dv), dtypes, strict=True)]
-        return gradients[0], gradients[1], gradients[2], None, None, None
+        d_keys = ctx.exchange.backward(k, v, attend)
+        dq = parts.result() if once else total.total()
+        if ctx.with_lse:
+            dq, d_keys = dq[..., :width], d_keys[..., :width]
+        dk, dv = d_keys.to(dtypes[1]).unbind(1)
+        return dq.to(dtypes[0]), dk, dv, None, None, None
 
 
 def _with_lse(
@@ -195,19 +305,15 @@ def _with_lse(
     return padded[0], padded[1], padded[2], padded[3], padded[4]
 
 
-def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x.index_select(0, rows)
-
-
 def attention(
     q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel, *, with_lse: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Attention of `q` over the keys and values that `exchange` brings, and its log-sum-exp `[queries, heads]`.
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of `q` over the keys and values that `exchange` brings.
 
-    The log-sum-exp has a gradient only `with_lse`, which has to be the same on all ranks.
+    `with_lse` also gives its log-sum-exp `[queries, heads]`, which has a gradient, too; the same on all ranks.
 
     Kept for the backward are q, k, v, the output and its log-sum-exp; other ranks' keys are exchanged again. Partial
     sums are float32 for half-precision inputs. Every rank must run the backward, in the same order: it communicates.
     """
-    result: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, exchange, kernel, with_lse)
+    result: tuple[Tensor, Tensor | None] = _Attention.apply(q, k, v, exchange, kernel, with_lse)
     return result

@@ -9,58 +9,19 @@ convolution needs of the rank before is its halo.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 import wlb
 from wlb._errors import check_integer, error
 from wlb.torch.attention import arguments
-from wlb.torch.attention.routes import KEPT, on_device
-
-
-@dataclass(frozen=True)
-class RecutRoute:
-    """Rows that one rank sends and receives."""
-
-    sent: Tensor  # int32: its rows before, by destination
-    sent_rows: list[int]  # how many to each rank
-    placed: Tensor  # int32: of each of its rows after, the place among those that arrive
-    arriving_rows: list[int]  # how many from each rank
-
-    @classmethod
-    def make(cls, before: wlb.Shard, after: wlb.Shard, rank: int) -> RecutRoute:
-        """The route of `rank`; tensors on the host. What two ranks exchange is in packed order."""
-        size = before.cp_size
-        to = _owner(after)[before.rank(rank).token_indices]
-        origin = _owner(before)[after.rank(rank).token_indices]
-        arrival = np.argsort(origin, kind="stable")
-        placed = np.empty(arrival.size, np.int32)
-        placed[arrival] = np.arange(arrival.size, dtype=np.int32)
-        return cls(
-            sent=torch.from_numpy(np.argsort(to, kind="stable").astype(np.int32)),
-            sent_rows=np.bincount(to, minlength=size).tolist(),
-            placed=torch.from_numpy(placed),
-            arriving_rows=np.bincount(origin, minlength=size).tolist(),
-        )
-
-
-def _owner(shard: wlb.Shard) -> NDArray[np.int64]:
-    """int64[tokens]: the rank that holds each token of the packed sequence."""
-    owner = np.empty(shard.num_tokens, np.int64)
-    for rank in range(shard.cp_size):
-        owner[shard.rank(rank).token_indices] = rank
-    return owner
-
-
-@functools.lru_cache(maxsize=KEPT)
-def _route(before: wlb.Shard, after: wlb.Shard, rank: int, device: torch.device) -> RecutRoute:
-    return on_device(RecutRoute.make(before, after, rank), device)
+from wlb.torch.attention.plan import KEPT, moves_plan, pick
+from wlb.torch.lazy import not_compiled
 
 
 class _Recut(torch.autograd.Function):
@@ -79,14 +40,14 @@ class _Recut(torch.autograd.Function):
 
 
 def _moved(x: Tensor, before: wlb.Shard, after: wlb.Shard, rank: int, group: dist.ProcessGroup | None) -> Tensor:
-    route = _route(before, after, rank, x.device)
-    arrived = x.new_empty((sum(route.arriving_rows), *x.shape[1:]))
-    send = x.index_select(0, route.sent)
-    dist.all_to_all_single(arrived, send, route.arriving_rows, route.sent_rows, group=group)
-    return arrived.index_select(0, route.placed)
+    plan = moves_plan(before, after, rank, x.device)
+    arrived = x.new_empty((sum(plan.arriving_rows), *x.shape[1:]))
+    send = pick(x, plan.sent).contiguous()
+    dist.all_to_all_single(arrived, send, plan.arriving_rows, plan.sent_rows, group=group)
+    return pick(arrived, plan.placed)
 
 
-@functools.partial(torch.compiler.disable, reason="routes are made of shards, and kept for all layers")
+@not_compiled
 def recut(x: Tensor, before: wlb.Shard, after: wlb.Shard, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """The tokens of this rank under another cut of the same micro-batch. Differentiable; the gradient goes back.
 
@@ -99,14 +60,14 @@ def recut(x: Tensor, before: wlb.Shard, after: wlb.Shard, *, group: dist.Process
         x = recut(x, runs, even, group=group)
 
     What crosses the border of two ranks inside a document: the last tokens before it, for a convolution, are
-    :func:`halo`; a state the layer passes on itself: `runs.rank(r).position_ids` begin above 0 where a rank goes on
+    `halo`; a state the layer passes on itself: `runs.rank(r).position_ids` begin above 0 where a rank goes on
     with the document of the one before it.
 
     Args:
         x: `[tokens, ...]`, row `i` being token `before.rank(r).token_indices[i]`, where `r` is this rank in `group`.
         before: how `x` is cut.
         after: how the result is cut; of the same documents for as many ranks.
-        group: of context-parallel ranks, as for :func:`context_parallel_attention`; None: one process.
+        group: of context-parallel ranks, as for `context_parallel_attention`; None: one process.
 
     Returns:
         `[tokens, ...]`, row `i` being token `after.rank(r).token_indices[i]`.
@@ -116,7 +77,8 @@ def recut(x: Tensor, before: wlb.Shard, after: wlb.Shard, *, group: dist.Process
             number of tokens.
 
     Complexity:
-        One all-to-all of every token that changes its rank; the route is made once, O(tokens), and kept for all layers.
+        One all-to-all of every token that changes its rank; the plan is made once, in the core, O(tokens), and kept for
+        all layers.
     """
     arguments.check_shard(before, name="before")
     rank, size = arguments.check_group(before, group)
@@ -186,7 +148,8 @@ class HaloRoute:
 
 @functools.lru_cache(maxsize=KEPT)
 def _halo_route(shard: wlb.Shard, tokens: int, rank: int, device: torch.device) -> HaloRoute:
-    return on_device(HaloRoute.make(shard, tokens, rank), device)
+    route = HaloRoute.make(shard, tokens, rank)
+    return replace(route, sent=route.sent.to(device))
 
 
 class _Halo(torch.autograd.Function):
@@ -211,7 +174,7 @@ class _Halo(torch.autograd.Function):
         return total.index_add_(0, route.sent, arrived), None, None
 
 
-@functools.partial(torch.compiler.disable, reason="routes are made of shards, and kept for all layers")
+@not_compiled
 def halo(x: Tensor, shard: wlb.Shard, *, tokens: int, group: dist.ProcessGroup | None = None) -> Tensor:
     """The tokens before this rank's first one that a causal convolution sees of its document. Differentiable.
 

@@ -2,11 +2,13 @@
 
 As in ring attention (Liu et al., 2023), with the documents' masks as segments: a step is the varlen calls over those
 spans of this position's queries and that block's keys that exist, never a mask over the sequence. The next block is
-received into a second buffer meanwhile. Memory does not grow with the number of positions.
+received into a second buffer meanwhile. Memory does not grow with the number of positions. A block goes no farther than
+the last position that computes over it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,103 +17,147 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.torch.attention.kernels import accumulator
-from wlb.torch.attention.merge import AttendBackward
-from wlb.torch.attention.segments import UNLIMITED, Call, Calls, Segments, meet
+from wlb.torch.attention.merge import ALL_HEADS, Attend, AttendBackward
+from wlb.torch.attention.plan import Call, RingPlan, add
 
-
-@dataclass(frozen=True)
-class RingRoute:
-    """One rank's part in a ring: `steps[s]` are the kernel calls on keys of position `self - s`."""
-
-    position: int
-    steps: list[list[Call]]
-    rows: list[int]  # keys of every position
-
-    @classmethod
-    def make(
-        cls,
-        held: Sequence[Segments],
-        position: int,
-        *,
-        left: int,
-        right: int,
-        positions_matter: bool,
-    ) -> RingRoute:
-        """The route of `position`, where position `i` holds `held[i]`, in packed order. Its tensors are on the host.
-
-        A query sees `left` tokens before and `right` tokens after itself.
-        """
-        calls = Calls(held[position].num_tokens, positions_matter=positions_matter)
-        steps = []
-        for step in range(len(held)):
-            q, k = held[position], held[(position - step) % len(held)]
-            if step == 0 and left == UNLIMITED and not positions_matter:
-                # Among its own tokens only their order counts: one call, a square for each document.
-                q = k = q.closed_up()
-            steps.append(calls.add(meet(q, k, left, right), num_keys=k.num_tokens))
-        return cls(position, steps, [segments.num_tokens for segments in held])
+_CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Exchanges keys around a ring by send and receive, keys and values together; gradients travel with their keys.
+    """Exchanges keys around a ring by send and receive, keys and values together; gradients follow their keys.
 
-    `peers` are the ranks of the positions in `group`. A position without keys sends nothing, and none waits for it.
+    `peers` are the ranks of the positions in `group`.
     """
 
-    route: RingRoute
+    plan: RingPlan
     peers: Sequence[int]
     group: dist.ProcessGroup | None
 
-    def forward(self, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Sequence[Call]], None]) -> None:
+    @property
+    def once(self) -> bool:
         """See `KeyExchange`."""
-        if len(self.peers) == 1:
-            attend(k, v, self.route.steps[0])
+        return self.plan.once
+
+    def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
+        """See `KeyExchange`."""
+        if not any(self.plan.last):
+            attend((k, v), self.plan.steps[0], ALL_HEADS)
             return
-        block = torch.stack((k, v))
-        for step, calls in enumerate(self.route.steps):
-            arrive = self._pass_on(block, step) if step + 1 < len(self.peers) else None
-            attend(block[0], block[1], calls)
-            if arrive is not None:
-                block = arrive()
+        self._connect(k.device)
+        block: Tensor | None = torch.stack((k, v), 1)
+        for step, calls in enumerate(self.plan.steps):
+            arrive = self._pass_on(block, step, k)
+            if block is not None:
+                attend(block, calls, ALL_HEADS)
+            block = arrive()
 
-    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> tuple[Tensor, Tensor]:
-        """See `KeyExchange`. A gradient is sent on while the next block's is computed, and ends at its owner."""
-        if len(self.peers) == 1:
-            return attend(k, v, self.route.steps[0])
-        block = torch.stack((k, v))
-        gradient: Callable[[], Tensor] | None = None  # of the keys of this step, from the positions they were at before
-        for step, calls in enumerate(self.route.steps):
-            arrive = self._pass_on(block, step) if step + 1 < len(self.peers) else None
-            total = block.new_empty(block.shape, dtype=accumulator(block.dtype))
-            attend(block[0], block[1], calls, (total[0], total[1]))
-            if gradient is not None:
-                total += gradient()
-            gradient = self._pass_on(total, step)
-            if arrive is not None:
-                block = arrive()
-        assert gradient is not None
-        dk, dv = gradient()
-        return dk, dv
+    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> Tensor:
+        """See `KeyExchange`.
 
-    def _pass_on(self, block: Tensor, step: int) -> Callable[[], Tensor]:
-        """Sends the block of this step to the next position; call the result to wait for the block of the next step."""
-        size, position = len(self.peers), self.route.position
-        following = self.route.rows[(position - step - 1) % size]
-        received = block.new_empty((2, following, *block.shape[2:]))
+        A gradient goes on with its keys while the next block's is computed; the last that adds to it sends it home.
+        """
+        plan = self.plan
+        if not any(plan.last):
+            return self._added(k, plan.steps[0], attend((k, v), plan.steps[0], ALL_HEADS), None)
+        self._connect(k.device)
+        block: Tensor | None = torch.stack((k, v), 1)
+        own = k.new_empty(0)
+        home: Tensor | None = None  # what others add to it
+        coming: Callable[[], Tensor | None] = _nothing  # the gradient of this step's keys, from positions before
+        for step, calls in enumerate(plan.steps):
+            arrive = self._pass_on(block, step, k)
+            total = None
+            if block is None:
+                coming()  # what was sent has arrived
+            else:
+                gradients = attend(block, calls, ALL_HEADS)
+                total = self._added(block, calls, gradients, coming())
+            if step == 0:
+                assert total is not None
+                own, total = total, None
+            coming, returned = self._return(total, step, own)
+            home = returned if home is None else home
+            block = arrive()
+        coming()
+        if home is not None:
+            own += home
+        return own
+
+    @staticmethod
+    def _added(keys: Tensor, calls: Sequence[Call], gradients: Sequence[Tensor], rest: Tensor | None) -> Tensor:
+        """The gradients of calls over these keys and what others have added, by row, in the dtype of sums."""
+        dtype = accumulator(keys.dtype)
+        if len(calls) == 1 and calls[0].k_rows is None:
+            total = gradients[0].to(dtype)
+            return total if rest is None else total.add_(rest)
+        total = rest
+        if total is None:
+            total = keys.new_zeros((keys.shape[0], 2, *keys.shape[-2:]), dtype=dtype)
+        for call, gradient in zip(calls, gradients, strict=True):
+            add(total, call.k_rows, gradient)
+        return total
+
+    def _pass_on(self, block: Tensor | None, step: int, like: Tensor) -> Callable[[], Tensor | None]:
+        """Sends this step's keys on if a later position needs them; call the result to wait for the next step's."""
+        plan, size, position = self.plan, len(self.peers), self.plan.position
+        of, following = (position - step) % size, (position - step - 1) % size
         operations = []
-        if block.shape[1]:
-            to = self.peers[(position + 1) % size]
-            operations.append(dist.P2POp(dist.isend, block, group=self.group, group_peer=to))
-        if following:
-            source = self.peers[(position - 1) % size]
-            operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=source))
-        works = dist.batch_isend_irecv(operations) if operations else []
+        if block is not None and step < plan.last[of]:
+            operations.append(self._operation(dist.isend, block, position + 1))
+        received = None
+        if step < plan.last[following]:
+            received = like.new_empty((plan.rows[following], 2, *like.shape[1:]))
+            operations.append(self._operation(dist.irecv, received, position - 1))
+        return _wait(operations, received)
 
-        def arrive() -> Tensor:
-            for work in works:
-                work.wait()
-            operations.clear()  # until here they kept alive what was being sent
-            return received
+    def _return(
+        self, total: Tensor | None, step: int, own: Tensor
+    ) -> tuple[Callable[[], Tensor | None], Tensor | None]:
+        """Sends the gradient of this step's keys on, or home from the last that adds to it.
 
-        return arrive
+        Returns:
+            What waits for all of it and gives the gradient of the next step's keys; and this position's own, if it
+            comes in this step.
+        """
+        plan, size, position = self.plan, len(self.peers), self.plan.position
+        of, following = (position - step) % size, (position - step - 1) % size
+        operations = []
+        if total is not None and step <= plan.last[of]:
+            operations.append(self._operation(dist.isend, total, position + 1 if step < plan.last[of] else of))
+        coming = home = None
+        if 0 < step < plan.last[following]:
+            coming = own.new_empty((plan.rows[following], *own.shape[1:]))
+            operations.append(self._operation(dist.irecv, coming, position - 1))
+        if 0 < step == plan.last[position]:
+            home = torch.empty_like(own)
+            operations.append(self._operation(dist.irecv, home, position + step))
+        return _wait(operations, coming), home
+
+    def _operation(self, kind: Callable[..., object], tensor: Tensor, position: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, group=self.group, group_peer=self.peers[position % len(self.peers)])
+
+    def _connect(self, device: torch.device) -> None:
+        """NCCL makes the connections of a group in its first collective, in which all of its ranks must take part."""
+        group = self.group or dist.group.WORLD
+        assert group is not None
+        if device.type == "cuda" and group not in _CONNECTED:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            _CONNECTED.add(group)
+
+
+def _nothing() -> None:
+    """Nothing comes."""
+
+
+def _wait(operations: list[dist.P2POp], received: Tensor | None) -> Callable[[], Tensor | None]:
+    """Starts these; call the result to wait for them."""
+    works = dist.batch_isend_irecv(operations) if operations else []
+
+    def arrive() -> Tensor | None:
+        while works:
+            works.pop().wait()
+        operations.clear()  # until here they kept alive what was being sent
+        return received
+
+    return arrive

@@ -52,7 +52,7 @@ def collate(
 
     Args:
         documents: Each a `Document`; or bare token ids: array, tensor, bytes or sequence of integers, [n], n >= 1; or a
-            mapping with `"input_ids"`, and maybe `"labels"` and other columns (:class:`wlb.torch.RowReader` says what
+            mapping with `"input_ids"`, and maybe `"labels"` and other columns (`wlb.torch.RowReader` says what
             they mean). None at all is legal: the batch is empty.
         cp_rank: This rank in the context-parallel group.
         cp_size: Ranks of that group.

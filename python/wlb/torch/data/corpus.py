@@ -35,7 +35,7 @@ class Corpus:
     def of(cls, lengths: ArrayLike, *, longest: int | None) -> Corpus:
         """Reads all lengths once, a block at a time; not even once if they are mapped from a file that is known.
 
-        Of an array that is mapped read-only, what is found is kept beside its file (:class:`Sidecar` says what is
+        Of an array that is mapped read-only, what is found is kept beside its file (`Sidecar` says what is
         trusted).
 
         Complexity:

@@ -22,7 +22,7 @@ class Documents(Dataset[Document]):
 
     Args:
         dataset: `dataset[i]` gives row `i`: a one-dimensional array, tensor or sequence of token ids; or a mapping
-            with these as `"input_ids"`, and maybe `"labels"` and other columns (:class:`wlb.torch.RowReader` says what
+            with these as `"input_ids"`, and maybe `"labels"` and other columns (`wlb.torch.RowReader` says what
             they mean), such as a row of Hugging Face's datasets. Those are read from their Arrow tables as arrays,
             whatever format they are set to, unless a function of your own (`set_transform`) makes the rows.
         columns: Names of further columns that are carried.
@@ -30,7 +30,7 @@ class Documents(Dataset[Document]):
         argument: What a user calls `dataset`, in errors.
 
     Raises:
-        wlb.WlbError: `columns` or `labels_ahead` make no sense. When a row is read: as :class:`wlb.torch.RowReader`.
+        wlb.WlbError: `columns` or `labels_ahead` make no sense. When a row is read: as `wlb.torch.RowReader`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Documents(Dataset[Document]):
         """Reads the first row, whose columns are most likely those of all: a run fails before it begins.
 
         Raises:
-            wlb.WlbError: As :class:`wlb.torch.RowReader`.
+            wlb.WlbError: As `wlb.torch.RowReader`.
         """
         if len(self.dataset):
             self[0]
@@ -74,7 +74,7 @@ class Documents(Dataset[Document]):
 
         Raises:
             wlb.WlbError: The document ends before the piece does: its length in the plan is not the data set's. Or it
-                has not as many labels as tokens, or as :class:`wlb.torch.RowReader`.
+                has not as many labels as tokens, or as `wlb.torch.RowReader`.
         """
         [row] = self._rows_of([index])
         return self._made(self.dataset[row] if self._rows is None else self._rows([row])[0], index)

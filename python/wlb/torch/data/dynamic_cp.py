@@ -80,7 +80,7 @@ class DynamicCpStep(Generic[T]):
 
     @property
     def parts(self) -> NDArray[np.int64]:
-        """Index of the part of the step that this rank trains; see :attr:`Step.parts`."""
+        """Index of the part of the step that this rank trains; see `Step.parts`."""
         return np.array([self.rank])
 
     @property
@@ -159,7 +159,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         group: The data x context ranks: `data_and_context(mesh).get_group()`. None: one process.
         prepare: Gets every micro-batch in the thread, and gives what the step will hold: to call `prepare_attention`,
             or `PackedBatch.pin_memory`. The CUDA device is the one in use when the loader was made, if CUDA was.
-        columns: Names of further columns of rows that are carried (:class:`wlb.torch.RowReader` says which are anyway).
+        columns: Names of further columns of rows that are carried (`wlb.torch.RowReader` says which are anyway).
         labels_ahead: How many tokens ahead every token predicts (`collate`).
 
     Attributes:

@@ -48,7 +48,7 @@ class Loading:
         shuffle: another order in every epoch.
         seed: of these orders.
         num_workers: processes that read.
-        columns: names of further columns of rows that are carried (:class:`wlb.torch.RowReader` says which are anyway).
+        columns: names of further columns of rows that are carried (`wlb.torch.RowReader` says which are anyway).
         labels_ahead: how many tokens ahead every token predicts (`collate`).
 
     Raises:
@@ -123,7 +123,7 @@ class Loading:
         """The documents of a data set, and their lengths.
 
         Raises:
-            wlb.WlbError: as :func:`wlb.torch.data.dataset.measured`.
+            wlb.WlbError: as `wlb.torch.data.dataset.measured`.
         """
         return measured(dataset, self.lengths, argument, columns=self.columns, labels_ahead=self.labels_ahead)
 
@@ -168,12 +168,12 @@ def balanced_loader(
     Args:
         dataset: `dataset[i]` gives row `i`: its tokens, or a mapping with `input_ids` and maybe `labels` (-100 where
             nothing is learnt), `attention_mask`, `position_ids`, `completion_mask`, `loss_weights` and others
-            (:class:`wlb.torch.RowReader`).
+            (`wlb.torch.RowReader`).
         max_tokens: most tokens of a micro-batch: what the memory of a rank holds.
         tokens_per_batch: tokens of a step on all ranks.
         config: that of a Hugging Face model, for what documents cost; or give `cost_model`.
         group: data-parallel ranks; None for all there are, or a single process.
-        **options: of :class:`wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `cost_model`,
+        **options: of `wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `cost_model`,
             `lengths`, `num_epochs`, `shuffle`, `seed`, `num_workers`, `columns`, `labels_ahead`; and of `wlb.Packer`:
             `method`, `release`, `delay_price`, `max_step_cost`, ...
 

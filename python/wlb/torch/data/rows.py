@@ -159,7 +159,7 @@ class RowReader:
         """The documents of a row as mappings of arrays that mean the same, in as few columns as possible.
 
         Raises:
-            wlb.WlbError: As :meth:`documents`.
+            wlb.WlbError: As `documents`.
         """
         given = {name: value for name, value in row.items() if value is not None}
         kept = ("input_ids", *self.columns)
@@ -443,7 +443,7 @@ def _cut_value(value: Any, start: int, end: int, size: int) -> Any:
 
 
 def joined_row(parts: Sequence[Part]) -> Part:
-    """Documents of :meth:`RowReader.parts` as one row with `seq_lengths`."""
+    """Documents of `RowReader.parts` as one row with `seq_lengths`."""
     sizes = [part["input_ids"].size for part in parts]
 
     def column(name: str, part: Part) -> NDArray[Any]:

@@ -92,7 +92,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             stream gives, `lambda row: [encoder(row["patches"]), language(len(row["input_ids"]))]` say, to a float or
             floats. Called once, in the thread of the rank that reads it; the others are told. A piece of a document has
             the share of its tokens. What waits keeps its costs, in states too.
-        columns: Names of further columns of rows that are carried (:class:`wlb.torch.RowReader` says which are anyway).
+        columns: Names of further columns of rows that are carried (`wlb.torch.RowReader` says which are anyway).
         labels_ahead: How many tokens ahead every token predicts (`collate`).
 
     Attributes:

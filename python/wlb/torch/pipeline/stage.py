@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 import wlb
 from wlb._errors import error
+from wlb.torch.lazy import dtensor, fsdp2
 from wlb.torch.pipeline.escape import escaping
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch
 
@@ -151,7 +150,7 @@ class VarlenPipelineStage(PipelineStage):
         if self.is_last:
             return output
         shape = self._shapes[self._running]
-        if not isinstance(output, Tensor) or isinstance(output, DTensor):
+        if not isinstance(output, Tensor) or isinstance(output, dtensor()):
             raise self._refused(f"returned a {type(output).__name__}, not one plain tensor", type(output))
         if output.shape != shape or output.dtype != self.dtype:
             message = f"returned {list(output.shape)} {output.dtype}, the plan says {list(shape)} {self.dtype}"
@@ -219,8 +218,8 @@ class VarlenPipelineStage(PipelineStage):
         for module in self._fsdp_modules():
             module.unshard()
 
-    def _fsdp_modules(self) -> list[FSDPModule]:
-        return [module for module in self.submod.modules() if isinstance(module, FSDPModule)]
+    def _fsdp_modules(self) -> list[Any]:
+        return [module for module in self.submod.modules() if isinstance(module, fsdp2())]
 
     # Between stages: receive into buffers of our own.
 

@@ -29,7 +29,7 @@ __all__ = ["Check", "Proof", "verify"]
 
 @dataclass(frozen=True)
 class Proof:
-    """The checks of :func:`verify`. Printed, a proof is a table."""
+    """The checks of `verify`. Printed, a proof is a table."""
 
     checks: tuple[Check, ...]
 
@@ -91,12 +91,12 @@ def verify(
 
     Args:
         model: the outermost wrapper, as it is trained. Or the pipeline stages of this rank, ascending
-            (:class:`VarlenPipelineStage`); they need `train` and `alone`.
+            (`VarlenPipelineStage`); they need `train` and `alone`.
         step: what the loader gave.
         train: runs forward and backward of a step, as you train it, without the optimizer. Returns the mean loss of the
             step, or None. Default: `train_step(model, step, group=group, accelerator=accelerator)`.
         evaluate: returns the mean loss of a step, as you evaluate.
-        alone: runs a :class:`PackedBatch` of one row with `cp_size = 1` through the model. Returns logits,
+        alone: runs a `PackedBatch` of one row with `cp_size = 1` through the model. Returns logits,
             float[tokens, vocabulary], or the sum of the losses of its labels, a scalar. It calls the model as the loop
             does, but without a context-parallel group. For pipelines it gets a stage's module; after the first stage,
             `batch.tokens` is the output of the stage before. Default: logits of
@@ -108,7 +108,7 @@ def verify(
         save: returns what a checkpoint of the loader and the last trained step holds of the data. Default:
             `step.state`. The new loader's `load_state_dict` gets it.
         group: the ranks that share the global batch, data- and context-parallel; None for all.
-        accelerator: as in :func:`train_step`.
+        accelerator: as in `train_step`.
         dtype: what the model computes in, if that is coarser than its parameters (mixed precision). Default: what the
             accelerator says.
         report: gets the proof before anything is raised, on every rank.

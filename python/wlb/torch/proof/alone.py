@@ -11,13 +11,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 import wlb
 from wlb._errors import error
 from wlb.torch.data.batch import WEIGHTS, PackedBatch
 from wlb.torch.gradients import as_written, sum_gradients, unchanged, unwrapped
+from wlb.torch.lazy import dtensor, fsdp
 from wlb.torch.loss import token_normalized_loss
 from wlb.torch.proof.expectations import Run
 from wlb.torch.proof.ranks import Ranks
@@ -53,9 +52,9 @@ class Model:
             every = ranks.gathered_of_parts(sorted(self._stages))
             self._owners = {index: rank for rank, indices in enumerate(every) for index in indices}
         self.parameters = list(self.whole.parameters())
-        wrappers = (FSDPModule, FullyShardedDataParallel)
+        wrappers = fsdp()
         self.sharded = any(isinstance(module, wrappers) for module in self.whole.modules()) or any(
-            isinstance(parameter, DTensor) for parameter in self.parameters
+            isinstance(parameter, dtensor()) for parameter in self.parameters
         )
 
     @property
@@ -170,7 +169,7 @@ def logits_alone(model: nn.Module, batch: PackedBatch) -> Tensor:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, dtensor()) else tensor
 
 
 def _batch(run: Run) -> PackedBatch:

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from wlb._errors import error
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
 from wlb.torch.gradients import unwrapped
+from wlb.torch.lazy import dtensor, fsdp1
 from wlb.torch.proof.ranks import Ranks
 from wlb.torch.proof.short import AnyStep
 from wlb.torch.tied import is_tied
@@ -103,7 +102,7 @@ def weights(model: nn.Module, ranks: Ranks) -> list[Check]:
 
 def _replicated(model: nn.Module, share: Any) -> Iterator[tuple[str, Tensor, Any]]:
     """Parameters, or shards of them, that must be equal on all ranks of a group."""
-    flat = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    flat = [module for module in model.modules() if isinstance(module, fsdp1())]
     for module in flat:
         handle = module._handle
         if handle is not None:
@@ -115,7 +114,7 @@ def _replicated(model: nn.Module, share: Any) -> Iterator[tuple[str, Tensor, Any
     for name, parameter in model.named_parameters():
         if id(parameter) in inside:
             continue
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, dtensor()):
             mesh = parameter.device_mesh
             for dim, placement in enumerate(parameter.placements):
                 if placement.is_replicate() and mesh.size(dim) > 1:

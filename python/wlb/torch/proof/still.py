@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from wlb.torch.lazy import fsdp2
 from wlb.torch.proof.alone import local
 from wlb.torch.timing import untimed
 from wlb.torch.training import untrained
@@ -30,7 +30,7 @@ class Still:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._kept = [local(parameter).detach().clone() for parameter in self._parameters]
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        self._wrappers = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._wrappers = [module for module in model.modules() if isinstance(module, fsdp2())]
 
     @torch.no_grad()
     def restored(self) -> bool:

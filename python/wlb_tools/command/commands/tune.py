@@ -36,7 +36,7 @@ _SEARCHED = 1 << 26
 _SEARCH = {option(name) for name in SIZES} | {"gpus", "global-batch", "steps"}
 _WITHOUT_A_CLUSTER = {field.name for of in (Cost, Limits, Delay) for field in fields(of)} - {"gpu"}
 _WITHOUT_A_CLUSTER |= {"num_micro_batches", "num_queues"}
-"""Options that mean the same on a cluster and without one; any other of :class:`TunedCluster` asks for a cluster."""
+"""Options that mean the same on a cluster and without one; any other of `TunedCluster` asks for a cluster."""
 
 
 @options("Cluster")

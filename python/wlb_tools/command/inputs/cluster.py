@@ -82,7 +82,7 @@ class Cluster(Cost, Limits):
 
         Raises:
             CliError: a name that there is not, or options that contradict each other.
-            WlbError: as :class:`wlb_tools.Scenario`.
+            WlbError: as `wlb_tools.Scenario`.
         """
         layout = self.spread()
         self._check_profile()
@@ -95,7 +95,7 @@ class Cluster(Cost, Limits):
 
         Raises:
             CliError: experts cannot be divided among so many ranks; says which sizes can have that.
-            WlbError: as :class:`wlb_tools.ParallelLayout`.
+            WlbError: as `wlb_tools.ParallelLayout`.
         """
         layout, dp = self.layout, self.layout.dp
         others = layout.tp * layout.cp * layout.pp
@@ -113,7 +113,7 @@ class Cluster(Cost, Limits):
             raise CliError(f"{in_options(reason)}; it would with {', or with '.join([*fixes, more])}") from None
 
     def search(self) -> dict[str, Any]:
-        """Arguments of :func:`wlb_tools.simulation.search_layouts`, except the layout and the global batch.
+        """Arguments of `wlb_tools.simulation.search_layouts`, except the layout and the global batch.
 
         Raises:
             CliError: a name that there is not.

@@ -1,7 +1,7 @@
 """Dataclasses as options: every field is one, with the name, type, default and help that its class gives it.
 
 `options(of=...)` takes the fields of a class of the library, so that they are declared there and nowhere else. The
-object of that class is made of the options by :func:`plain`, and checks its values then. cyclopts reads the classes.
+object of that class is made of the options by `plain`, and checks its values then. cyclopts reads the classes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Options:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """A field that :func:`options` took from a class of the library."""
+            """A field that `options` took from a class of the library."""
 
     given: frozenset[str]
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]

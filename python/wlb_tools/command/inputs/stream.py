@@ -138,7 +138,7 @@ class Reading(Texts):
         columns: Columns | None = None,
         longest: int | None = None,
     ) -> Stream:
-        """The documents of `sources` in global batches, see :meth:`order`; with their costs, if they bring them."""
+        """The documents of `sources` in global batches, see `order`; with their costs, if they bring them."""
         documents = self.documents(sources, progress)
         context = setup.context if longest is None else longest
         stream = self.order(documents, context=context, tokens_per_batch=setup.tokens_per_batch, steps=steps)

@@ -62,7 +62,7 @@ def packing_report(
         stream: what was packed.
         setup: what the plans have in common.
         plans: the first is the original order.
-        balance: of the last plan, see :func:`wlb_tools.command.packing.cp_balance`.
+        balance: of the last plan, see `wlb_tools.command.packing.cp_balance`.
         settings: of the command.
         remark: on the queues, in words.
         files: further files.

@@ -75,7 +75,7 @@ def write_chrome_trace(
     path: str | os.PathLike[str],
     pipelines: str = "DP rank",
 ) -> None:
-    """Writes :func:`chrome_trace` to a file.
+    """Writes `chrome_trace` to a file.
 
     Raises:
         WlbError: no timeline.

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 
 /// A document, or the documents of a group.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Item {
-    pub(super) cost: f64,
-    pub(super) tokens: i64,
-    pub(super) documents: u32,
+pub(crate) struct Item {
+    pub(crate) cost: f64,
+    pub(crate) tokens: i64,
+    pub(crate) documents: u32,
     /// Index of the document or group.
-    pub(super) index: u32,
+    pub(crate) index: u32,
 }
 
 /// Sorts items from the costliest to the cheapest; of equals the longest first, then by index.

@@ -6,9 +6,13 @@ mod level;
 mod options;
 mod plan;
 mod rounds;
+mod share_out;
 mod shares;
 mod sums;
 
 pub(crate) use arrange::arrange;
+pub(crate) use items::Item;
 pub use options::RankOptions;
 pub use plan::pack_for_ranks;
+pub(crate) use rounds::{heaviest_together, rows_to_ranks};
+pub(crate) use share_out::{Shared, share_out};

@@ -36,7 +36,7 @@ impl RankOptions {
         self.ranks.map_or(Sync::Step, |ranks| ranks.sync)
     }
 
-    pub(super) fn check(&self, documents: usize) -> Result<()> {
+    pub(crate) fn check(&self, documents: usize, of: &'static str) -> Result<()> {
         let (most, dp_size) = (MAX_MICRO_BATCHES as i64, self.dp_size());
         check_range("dp_size", saturating_i64(dp_size), 1, most)?;
         check_range("multiple_of", saturating_i64(self.multiple_of), 1, most)?;
@@ -62,8 +62,8 @@ impl RankOptions {
             _ => {}
         }
         if !self.groups.is_empty() && self.groups.len() != documents {
-            let (found, other) = (self.groups.len(), "lengths");
-            return Err(Error::Mismatch { argument: "groups", found, other, expected: documents });
+            let found = self.groups.len();
+            return Err(Error::Mismatch { argument: "groups", found, other: of, expected: documents });
         }
         Ok(())
     }

@@ -25,13 +25,13 @@ const CLOSE: f64 = 1e-4;
 /// Sums of ranks are level once they differ by this part of their mean.
 const CLOSE_SUMS: f64 = 1e-5;
 /// Exchanges that are looked at to make micro-batches level, and as many for ranks: a tenth of a millisecond.
-const STEPS: usize = 1 << 15;
+pub(super) const STEPS: usize = 1 << 15;
 /// If ranks wait once a step, one micro-batch more on each rank must make the step shorter by this part.
 const WORTH_A_ROUND: f64 = 0.05;
 /// Rounds of unequal micro-batches are planned rank by rank as well, where they take so much more than is aimed at.
 const UNEVEN: f64 = 0.03;
 /// Partners that a rank tries to exchange groups with.
-const RANKS: usize = 12;
+pub(super) const RANKS: usize = 12;
 /// Rounds, or documents, without a limit: more than any batch has, and far from overflow.
 const ANY: i64 = 1 << 31;
 
@@ -85,7 +85,7 @@ const ANY: i64 = 1 << 31;
 /// ```
 pub fn pack_for_ranks<'a>(lengths: &Lengths, options: &RankOptions, costs: impl Into<Pricing<'a>>) -> Result<Packing> {
     let costs = costs.into();
-    options.check(lengths.len())?;
+    options.check(lengths.len(), "lengths")?;
     costs.check(lengths)?;
     check_fit(lengths, options.max_tokens)?;
     let each = match costs {

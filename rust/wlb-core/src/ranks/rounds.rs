@@ -21,10 +21,10 @@ pub(super) fn targets(items: &[Item], dp_size: usize, rounds: usize) -> Vec<f64>
 }
 
 /// Micro-batches in rounds, heaviest first: `rounds[i]` has one for each rank, in order of ranks.
-pub(super) type Rounds = Vec<Vec<usize>>;
+pub(crate) type Rounds = Vec<Vec<usize>>;
 
 /// The rounds of least cost that these micro-batches make: each has the heaviest that are left.
-pub(super) fn heaviest_together(costs: &[f64], dp_size: usize) -> Rounds {
+pub(crate) fn heaviest_together(costs: &[f64], dp_size: usize) -> Rounds {
     let mut order: Vec<usize> = (0..costs.len()).collect();
     order.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]));
     order.chunks(dp_size).map(<[usize]>::to_vec).collect()
@@ -58,4 +58,10 @@ pub(super) fn deal(rounds: &mut Rounds, costs: &[f64], dp_size: usize) {
             rounds[round][rank] = micro_batch;
         }
     }
+}
+
+/// Those of each rank, round by round, after [`deal`] has given them out.
+pub(crate) fn rows_to_ranks(rounds: &mut Rounds, costs: &[f64], dp_size: usize) -> Vec<Vec<usize>> {
+    deal(rounds, costs, dp_size);
+    (0..dp_size).map(|rank| rounds.iter().map(|round| round[rank]).collect()).collect()
 }

@@ -1,5 +1,4 @@
-//! Which strategy is predicted to be fastest, decided without building any shard: its slowest rank takes least, with
-//! attention and with the keys that it fetches.
+//! Chooses the strategy with the fastest slowest rank, by attention and fetched keys, without building a shard.
 //!
 //! What makes every threshold of the hybrid affordable: longest first, the cursor of [`per_document`] has the same
 //! place at a document whatever comes after it. So the long documents of *any* threshold are cut as [`per_document`]
@@ -17,7 +16,7 @@ use super::options::{ShardOptions, Strategy};
 use super::shard::Segment;
 use super::{auto, hybrid, per_document, per_sequence};
 
-/// What was chosen.
+/// The chosen strategy.
 pub(super) struct Choice {
     pub(super) strategy: Strategy,
     pub(super) hybrid_threshold: Option<i64>,

@@ -1,18 +1,18 @@
-//! Where a strategy puts what it cuts.
+//! Receivers of the runs that a strategy cuts.
 
 use crate::cost::Mask;
 
 use super::options::Strategy;
 use super::shard::{Segment, Shard};
 
-/// Where a strategy puts the runs that it cuts: a shard, or the clock that only asks how long one would take.
-pub(super) trait Ranks {
+/// A receiver of runs: a shard, or a clock that only computes the time of one.
+pub(crate) trait Ranks {
     fn cp_size(&self) -> usize;
 
     /// Gives a run of a document to a rank, after all that the rank already has of earlier tokens. It may be empty.
     fn push(&mut self, rank: usize, document: usize, start: i32, length: i32);
 
-    /// Where it is known beforehand, how many runs each rank will be given at most.
+    /// Announces the most runs that each rank will get, if that is known.
     fn expect(&mut self, _runs: &[usize]) {}
 }
 
@@ -56,7 +56,7 @@ impl Builder {
         builder
     }
 
-    /// The same, for who will say how much to expect.
+    /// An empty shard for a strategy that announces its runs.
     pub(super) fn empty(lengths: &[i32], cp_size: usize) -> Self {
         let mut document_starts = Vec::with_capacity(lengths.len() + 1);
         let mut total = 0;

@@ -33,7 +33,7 @@ pub(super) fn cut(builder: &mut Builder, lengths: &[i32], threshold: i64) {
 ///
 /// `total % cp` ranks have one token more. They are taken first among those whose long documents gave them one
 /// more (what ranks hold of these differs by one at most): a share is then never below what a rank already holds.
-pub(super) fn fill_room(room: &mut Vec<i64>, held: &[i64], total: i64) {
+pub(crate) fn fill_room(room: &mut Vec<i64>, held: &[i64], total: i64) {
     let cp_size = held.len();
     let most = held.iter().copied().max().unwrap_or(0);
     room.clear();
@@ -48,7 +48,7 @@ pub(super) fn fill_room(room: &mut Vec<i64>, held: &[i64], total: i64) {
 /// Gives a short document to the rank with the most room, and what does not fit there to the next: `(rank, start,
 /// length)`.
 #[inline]
-pub(super) fn deal(room: &mut [i64], length: i32, mut place: impl FnMut(usize, i32, i32)) {
+pub(crate) fn deal(room: &mut [i64], length: i32, mut place: impl FnMut(usize, i32, i32)) {
     let mut start = 0;
     while start < length {
         // `max_by_key` keeps the last of equals: reversed, the lowest rank.

@@ -1,4 +1,4 @@
-//! How a micro-batch is cut.
+//! Options for cutting a micro-batch.
 
 use crate::cost::Mask;
 use crate::error::{Error, Result, check_range, named_choices, saturating_i64};
@@ -6,7 +6,7 @@ use crate::lengths::Lengths;
 use crate::limits::{MAX_CP_SIZE, MAX_TOKENS};
 
 named_choices! {
-    /// How a micro-batch is cut.
+    /// Strategy of cutting a micro-batch.
     #[derive(Default)]
     Strategy, "strategy" {
         /// Every document on as few ranks as balance allows.
@@ -21,20 +21,20 @@ named_choices! {
         /// The packed sequence in `cp` runs, in the order of ranks: for layers that mix neighbouring tokens.
         /// Attention is uneven under it.
         Contiguous = "contiguous",
-        /// Whichever of these a [`KernelModel`](crate::sharding::kernel::KernelModel) predicts to be fastest. A shard
-        /// is never of this one.
+        /// The strategy that a [`KernelModel`](crate::sharding::kernel::KernelModel) predicts to be fastest. No shard
+        /// has this value.
         Adaptive = "adaptive",
     }
 }
 
-/// How to cut a micro-batch.
+/// Options for cutting a micro-batch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ShardOptions {
     /// Ranks of the context-parallel group.
     pub cp_size: usize,
     /// How.
     pub strategy: Strategy,
-    /// Which keys a query attends to: decides pairs and key ranges, not who gets which token.
+    /// The mask: it decides pairs and key ranges, not the rank of a token.
     pub mask: Mask,
     /// Documents of at least this many tokens are long; with [`Strategy::Hybrid`] only.
     pub hybrid_threshold: Option<i64>,

@@ -29,20 +29,20 @@ pub(super) fn cursors(lengths: &[i32], cp_size: usize, documents: impl Iterator<
     cursors
 }
 
-/// Where the next document, longest first, is lengthened.
-pub(super) struct Cursor {
+/// Place of the next document, longest first, that gets longer chunks.
+pub(crate) struct Cursor {
     slots: u32,
     slot: u32,
 }
 
 impl Cursor {
-    pub(super) fn new(cp_size: usize) -> Self {
+    pub(crate) fn new(cp_size: usize) -> Self {
         Self { slots: 2 * cp_size as u32, slot: 0 }
     }
 
     /// The slot from which a document is lengthened; the next one goes on where that ends.
     #[inline]
-    pub(super) fn step(&mut self, length: i32) -> u32 {
+    pub(crate) fn step(&mut self, length: i32) -> u32 {
         let slot = self.slot;
         self.slot += length as u32 % self.slots;
         if self.slot >= self.slots {
@@ -54,7 +54,7 @@ impl Cursor {
 
 /// Pushes the chunks of one document, `length % (2*cp)` of them from slot `cursor` on one token longer.
 #[inline]
-pub(super) fn cut_document(ranks: &mut impl Ranks, document: usize, length: i32, cursor: u32) {
+pub(crate) fn cut_document(ranks: &mut impl Ranks, document: usize, length: i32, cursor: u32) {
     let cp_size = ranks.cp_size();
     let slots = 2 * cp_size as u32;
     let (base, longer) = (length as u32 / slots, length as u32 % slots);

@@ -1,4 +1,4 @@
-//! What a rank feeds its attention kernel, written out from its segments.
+//! Input of a rank's attention kernel, written out from its segments.
 
 use crate::cost::Mask;
 use crate::error::{Error, Result, check_range, saturating_i64};
@@ -11,12 +11,13 @@ use super::shard::{Segment, Shard};
 pub struct RankShard {
     /// Tokens of the rank.
     pub num_tokens: usize,
-    /// Where the queries of each segment begin among the rank's tokens; one entry more, their number.
+    /// First query of each segment among the rank's tokens, and the number of queries at the end.
     pub cu_seqlens_q: Vec<i32>,
-    /// The same for keys, when the keys of all segments are copied one after the other.
+    /// First key of each segment when the keys of all segments are copied one after the other, and their number at the
+    /// end.
     pub cu_seqlens_k: Vec<i32>,
-    /// Where the keys of each segment begin in the packed sequence. Causal: the document up to the segment's end.
-    /// Full: the whole document.
+    /// First key of each segment in the packed sequence. Causal: the document up to the segment's end. Full: the whole
+    /// document.
     pub k_starts: Vec<i32>,
     /// Longest segment.
     pub max_seqlen_q: i32,
@@ -77,7 +78,7 @@ impl Shard {
         Ok(&self.ranks[rank])
     }
 
-    /// Where each token of a rank stands in the packed sequence. Ascending.
+    /// Place of each of a rank's tokens in the packed sequence, ascending.
     ///
     /// # Errors
     /// As [`Shard::segments`].
@@ -88,7 +89,7 @@ impl Shard {
         Ok(write_out(self.segments(rank)?, |segment| self.packed_start(segment)))
     }
 
-    /// Where each token of a rank stands in its document.
+    /// Place of each of a rank's tokens in its document.
     ///
     /// # Errors
     /// As [`Shard::segments`].
@@ -99,7 +100,7 @@ impl Shard {
         Ok(write_out(self.segments(rank)?, |segment| segment.start))
     }
 
-    /// Where each packed token stands when the ranks' tokens are concatenated: `rank_major[restore] == packed`.
+    /// Place of each packed token among the concatenated tokens of all ranks: `rank_major[restore] == packed`.
     ///
     /// # Complexity
     /// O(tokens).

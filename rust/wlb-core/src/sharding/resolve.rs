@@ -1,4 +1,4 @@
-//! What a kernel model decides about how a micro-batch is cut.
+//! Decisions about cutting that a kernel model makes.
 
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;

@@ -36,13 +36,13 @@ struct Sight<'a> {
 /// A micro-batch cut for the ranks of a context-parallel group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shard {
-    /// How it was cut.
+    /// Strategy of the shard.
     pub strategy: Strategy,
-    /// Which keys a query attends to.
+    /// The mask: the keys that a query attends to.
     pub mask: Mask,
     /// Lengths of the documents, in packed order.
     pub lengths: Vec<i32>,
-    /// Where each document begins in the packed sequence; one entry more, the total.
+    /// First token of each document in the packed sequence, and the total at the end.
     pub document_starts: Vec<i32>,
     /// Segments of each rank, in packed order; no two of a rank touch.
     pub ranks: Vec<Vec<Segment>>,
@@ -94,53 +94,79 @@ impl Shard {
         moved
     }
 
-    /// Of each rank the keys that an all-gather has to bring: those of segments which see keys of other ranks. Exact.
-    ///
-    /// Of a document these are the keys up to the end of its last segment that does not find all of its keys on its own
-    /// rank, since a segment attends to all of its keys at once; of one that no other rank needs, none.
+    /// Of each rank the keys that an all-gather has to bring: those that some query of another rank sees. Exact.
     ///
     /// # Complexity
     /// O(segments + documents).
     pub fn keys_gathered(&self) -> Vec<i64> {
-        let mut needed = vec![0; self.lengths.len()];
-        for segments in &self.ranks {
-            for Sight { segment, sees, .. } in self.sights(segments).filter(|sight| !sight.here) {
-                let needed = &mut needed[segment.document as usize];
-                *needed = sees.max(*needed);
+        // Of each document the rank that sees the most of its keys, how many, and the most that another sees.
+        let mut most = vec![(usize::MAX, 0, 0); self.lengths.len()];
+        for (rank, segments) in self.ranks.iter().enumerate() {
+            for segment in segments {
+                let sees = match self.mask {
+                    Mask::Causal => segment.end(),
+                    Mask::Full => self.lengths[segment.document as usize],
+                };
+                let (first, seen, others) = &mut most[segment.document as usize];
+                if *first == rank {
+                    *seen = sees.max(*seen);
+                } else if sees > *seen {
+                    (*first, *seen, *others) = (rank, sees, *seen);
+                } else {
+                    *others = sees.max(*others);
+                }
             }
         }
-        let of_segment = |segment: &Segment| {
-            let end = segment.end().min(needed[segment.document as usize]);
-            i64::from((end - segment.start).max(0))
+        let of_rank = |(rank, segments): (usize, &Vec<Segment>)| {
+            let of_segment = |segment: &Segment| {
+                let (first, seen, others) = most[segment.document as usize];
+                let needed = if first == rank { others } else { seen };
+                i64::from((segment.end().min(needed) - segment.start).max(0))
+            };
+            segments.iter().map(of_segment).sum()
         };
-        self.ranks.iter().map(|segments| segments.iter().map(of_segment).sum()).collect()
+        self.ranks.iter().enumerate().map(of_rank).collect()
     }
 
-    /// Tokens of a rank that attends to its own keys while others' are gathered: all, if some of its segments find
-    /// their keys there and some do not; else none, since one call does it. Exact.
+    /// Tokens of a rank that attends to its own keys while others' arrive: all, if some of its segments find their keys
+    /// there, enough for a call of their own, and some do not; else none, since one call does it. Exact.
     ///
     /// # Complexity
     /// O(segments of the rank).
     pub fn tokens_split(&self, rank: usize) -> i64 {
-        let sights = || self.sights(&self.ranks[rank]);
-        let split = sights().any(|sight| sight.here) && sights().any(|sight| !sight.here);
-        if split { self.tokens(rank) } else { 0 }
+        if self.lacks_keys(rank) && self.has_local_call(rank) { self.tokens(rank) } else { 0 }
     }
 
-    /// Keys that a rank picks from those gathered: all that a segment sees which does not find them on its rank; one
-    /// that several segments see as often, but once where all of a document's segments see all of its keys. Exact.
+    /// Keys that a rank picks, its own and those that arrive, for segments that do not find theirs in place: all that a
+    /// segment sees; one that several segments see as often, but once where all of a document's segments see all of
+    /// its keys. Exact.
     ///
     /// # Complexity
     /// O(segments of the rank).
     pub fn keys_picked(&self, rank: usize) -> i64 {
+        if !self.lacks_keys(rank) {
+            return 0;
+        }
+        let apart = self.has_local_call(rank);
         let once = |sight: &Sight<'_>| self.mask == Mask::Causal || sight.first;
         self.sights(&self.ranks[rank])
-            .filter(|sight| !sight.here && once(sight))
+            .filter(|sight| !(sight.here && apart) && once(sight))
             .map(|sight| i64::from(sight.sees))
             .sum()
     }
 
-    /// What the segments of one rank see.
+    fn lacks_keys(&self, rank: usize) -> bool {
+        self.sights(&self.ranks[rank]).any(|sight| !sight.here)
+    }
+
+    /// Whether the segments that find all of their keys on their rank have a call of their own.
+    fn has_local_call(&self, rank: usize) -> bool {
+        let here = self.sights(&self.ranks[rank]).filter(|sight| sight.here);
+        let local: i64 = here.map(|sight| i64::from(sight.segment.length)).sum();
+        local > 0 && pays_alone(local, self.tokens(rank))
+    }
+
+    /// Keys that the segments of one rank see.
     fn sights<'a>(&'a self, segments: &'a [Segment]) -> impl Iterator<Item = Sight<'a>> {
         segments.chunk_by(|one, next| one.document == next.document).flat_map(move |of_document| {
             let length = self.lengths[of_document[0].document as usize];
@@ -181,4 +207,10 @@ impl Shard {
         }
         digest.finish()
     }
+}
+
+/// Whether `local` of a rank's `tokens`, whose keys are all there, get a call of attention of their own, while other
+/// ranks' keys arrive: two calls pick their queries and put their outputs together, one call does not.
+pub(super) fn pays_alone(local: i64, tokens: i64) -> bool {
+    8 * local >= tokens
 }

@@ -1,4 +1,4 @@
-//! How much may wait, and how much may therefore enter: what keeps every stream bounded.
+//! Bounds on waiting documents, and the admission that keeps them.
 //!
 //! Documents can arrive faster than they can be trained, however much memory there is: documents of 0.6 `max_tokens`
 //! fill 0.6 of every micro-batch, so a stream that brings full global batches is never caught up with. A packer cannot
@@ -27,12 +27,12 @@ use super::queue::Waiting;
 /// documents are trained as often before as after their turn.
 const LEAD: f64 = 2.0;
 
-/// How many full global batches (`N * max_tokens`) may wait under [`Release::Adaptive`]. Two are enough for the rule to
-/// choose from, and more makes it worse: what waits longer is forced out by `max_delay`, balanced or not.
+/// Full global batches (`N * max_tokens`) that may wait under [`Release::Adaptive`]. Two are enough for the rule to
+/// choose from. More makes balance worse: documents that wait longer are forced out by `max_delay`, balanced or not.
 const ADAPTIVE_BACKLOG: i64 = 2;
 
 named_choices! {
-    /// What is done about a push after which more waits than the packer's [`Bounds`] allow.
+    /// Reaction to a push after which more waits than the packer's [`Bounds`] allow.
     #[derive(Default)]
     OnBacklog, "on_backlog" {
         /// The caller is told once.
@@ -67,12 +67,12 @@ impl Bounds {
     /// Those of an empty packer.
     pub(super) fn steady(config: &PackerConfig) -> Self {
         let tokens = Self::steady_tokens(config);
-        let drain = placed_within(Self::steady_load(config), config.capacity());
+        let placed_within = placed_within(Self::steady_load(config), config.capacity());
         let delay = match config.release {
             Release::Adaptive => config.max_delay,
-            Release::Fifo => Self::queue_delay(config).map(|delay| delay.saturating_add(drain)),
+            Release::Fifo => Self::queue_delay(config).map(|delay| delay.saturating_add(placed_within)),
         };
-        Self { tokens, delay, drain, settles: 0 }
+        Self { tokens, delay, drain: placed_within + 1, settles: 0 }
     }
 
     fn steady_tokens(config: &PackerConfig) -> i64 {
@@ -112,7 +112,7 @@ impl Bounds {
     }
 }
 
-/// Most iterations until a document is placed that goes after documents of less than this load: two in a row place
+/// Most iterations that a document then waits that goes after documents of less than this load: two in a row place
 /// `capacity` of it.
 pub(super) fn placed_within(load: i64, capacity: i64) -> u64 {
     2 * (load / capacity) as u64 + 1
@@ -137,7 +137,7 @@ impl Packer {
         let mut bounds = steady;
         if is_above {
             bounds.tokens = steady.tokens.max(size);
-            bounds.drain = steady.drain.max(placed_within(load, capacity));
+            bounds.drain = steady.drain.max(placed_within(load, capacity) + 1);
             bounds.settles = match (config.release, config.max_delay) {
                 // Above the bounds more than a step holds is carried over or released, so that nothing enters, and two
                 // steps in a row place what one holds.
@@ -177,8 +177,8 @@ impl Packer {
             && self.pending_size().saturating_add(self.size_of_new(lengths)) > Bounds::steady_tokens(&self.config)
     }
 
-    /// What of [`Bounds::tokens`] is used, O(pending): tokens, but where the number of documents is limited each counts
-    /// for its share of a full micro-batch at least.
+    /// Used part of [`Bounds::tokens`], O(pending): tokens; with a limited number of documents, each counts for at
+    /// least its share of a full micro-batch.
     pub fn pending_size(&self) -> i64 {
         self.size_of(self.waiting())
     }
@@ -229,7 +229,7 @@ impl Packer {
         room.max(0)
     }
 
-    /// What documents count for there, before they are cut.
+    /// Size of new documents there, before they are cut.
     pub fn size_of_new(&self, lengths: &[i32]) -> i64 {
         match self.config.shape.max_documents {
             None => lengths.iter().map(|&length| i64::from(length)).sum(),
@@ -269,8 +269,7 @@ impl Packer {
         all.into_iter().map(|waiting| self.config.size(waiting.piece.length)).sum()
     }
 
-    /// How many of the first of these documents the next push may bring, so that the packer keeps its
-    /// [`Packer::bounds`].
+    /// Number of these documents, from the first on, that the next push may bring so that [`Packer::bounds`] hold.
     ///
     /// Their tokens are at most its [`Packer::room`], and their costs in each column with a limit what a step may have
     /// of it less what is carried over. Under [`Release::Adaptive`] they also fit into the micro-batches of one step by
@@ -339,8 +338,8 @@ impl Packer {
         Ok(admitted)
     }
 
-    /// How many of the first documents have no more of a limited column than a step may have beside what is carried
-    /// over; of a document the `counted` tokens enter.
+    /// Number of documents, from the first on, that have no more of a limited column than a step may have beside what
+    /// is carried over; `counted` gives the tokens of a document that enter.
     fn within_limits(&self, lengths: &[i32], costs: CostTable<'_>, counted: impl Fn(i32) -> i32) -> usize {
         let micro_batches = self.config.num_micro_batches as f64;
         let mut admitted = lengths.len();

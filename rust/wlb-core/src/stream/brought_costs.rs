@@ -8,12 +8,12 @@ use super::packer::Packer;
 use super::queue::Waiting;
 
 impl Packer {
-    /// What a piece costs that waits in this packer, in each column; empty where the cost model says it.
+    /// Costs of a waiting piece in each column; empty with a cost model.
     pub fn costs(&self, waiting: &Waiting) -> &[f64] {
         self.rows.row(waiting.row)
     }
 
-    /// What the documents of a step cost, brought or by the model.
+    /// Costs of a step's documents, given or by the model.
     pub(super) fn costs_of(&self, pieces: &[Waiting], lengths: &[i32]) -> DocumentCosts {
         let values = match &self.config.cost_model {
             Some(model) => model.costs(lengths),

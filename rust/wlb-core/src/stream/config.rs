@@ -1,4 +1,4 @@
-//! How a stream is packed, and what its steps have to keep for ranks and kernels.
+//! Configuration of a stream, and the shape of its steps for ranks and kernels.
 
 use serde::{Deserialize, Serialize};
 
@@ -17,7 +17,7 @@ pub(super) const DELAY_PRICE: f64 = 0.03;
 const ADAPTIVE_MAX_DELAY: u64 = 16;
 
 named_choices! {
-    /// Which waiting documents join a batch.
+    /// The rule that releases waiting documents.
     #[derive(Default)]
     Release, "release" {
         /// Each level lets its oldest `N` go while it holds that many (WLB-LLM).
@@ -46,7 +46,7 @@ impl Release {
 }
 
 named_choices! {
-    /// What happens to a document longer than `max_document_tokens`.
+    /// Treatment of documents longer than `max_document_tokens`.
     #[derive(Default)]
     Oversize, "oversize" {
         /// An error that names it.
@@ -54,13 +54,13 @@ named_choices! {
         Error = "error",
         /// It is cut into pieces, each a document of its own for attention.
         Split = "split",
-        /// Its first tokens are kept.
+        /// Keeps the first tokens.
         Truncate = "truncate",
     }
 }
 
 named_choices! {
-    /// How the documents that leave are placed.
+    /// Method that places the released documents.
     #[derive(Default)]
     StreamMethod, "method" {
         /// Longest first, each where the cost is least.
@@ -72,7 +72,7 @@ named_choices! {
     }
 }
 
-/// How a stream is packed.
+/// Configuration of a stream.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PackerConfig {
@@ -82,23 +82,23 @@ pub struct PackerConfig {
     pub max_tokens: i32,
     /// Longest document, at most `max_tokens`: the model's context length.
     pub max_document_tokens: i32,
-    /// What happens to longer ones.
+    /// Treatment of longer documents.
     pub oversize: Oversize,
-    /// Where the levels of the queue begin, ascending; documents shorter than the first never wait. Empty under
-    /// [`Release::Adaptive`], where all that waits is in one level.
+    /// Lengths at which the levels of the queue begin, ascending; documents below the first never wait. Empty under
+    /// [`Release::Adaptive`], which has one level.
     pub outlier_thresholds: Vec<i32>,
-    /// Which waiting documents join a batch.
+    /// The rule that releases waiting documents.
     pub release: Release,
-    /// What it costs that a context for each micro-batch, `num_micro_batches * max_document_tokens` tokens, waits one
-    /// iteration, in units of imbalance. Given under [`Release::Adaptive`], and only there.
+    /// Price of one iteration of waiting for one context per micro-batch (`num_micro_batches * max_document_tokens`
+    /// tokens), in units of imbalance. Given exactly under [`Release::Adaptive`].
     pub delay_price: Option<f64>,
     /// A document that has waited for so many iterations leaves, however few wait with it.
     pub max_delay: Option<u64>,
-    /// How the documents that leave are placed.
+    /// Method that places the released documents.
     pub method: StreamMethod,
-    /// What documents cost by their lengths; none where they bring their costs.
+    /// Cost model; `None` if documents bring their costs.
     pub cost_model: Option<CostModel>,
-    /// Where documents bring their costs: the limit of each column, if it has one. In place of `cost_model`.
+    /// Limits of cost columns, if documents bring their costs in the place of `cost_model`.
     ///
     /// That belongs to the configuration, and not to the first push: ranks compare what they are before they begin, and
     /// what a packer cannot do with columns is refused before a document is read.
@@ -217,17 +217,17 @@ impl PackerConfig {
         self.num_micro_batches as i64 * i64::from(self.max_tokens)
     }
 
-    /// How many documents of a kind make an even step: one for each rank, or for each micro-batch.
+    /// Number of documents of a kind that make an even step: one for each rank, or for each micro-batch.
     pub(super) fn company(&self) -> usize {
         self.shape.ranks.map_or(self.num_micro_batches, |ranks| ranks.dp_size)
     }
 
-    /// What a piece of so many tokens counts for: these, and more where the number of documents is limited.
+    /// Size of a piece: its tokens, or more if the number of documents is limited.
     pub(super) fn size(&self, length: i32) -> i64 {
         Sizes::new(i64::from(self.max_tokens), self.shape.max_documents).of(length)
     }
 
-    /// The same of a document, cut into pieces of at most `max_document_tokens`.
+    /// Size of a document that is cut into pieces of at most `max_document_tokens`.
     pub(super) fn size_cut(&self, length: i32) -> i64 {
         if length <= self.max_document_tokens {
             return self.size(length); // almost all: no division
@@ -249,7 +249,7 @@ impl PackerConfig {
     }
 }
 
-/// What steps have to keep for the ranks and kernels that run them; by default nothing.
+/// Constraints of steps for the ranks and kernels that run them; by default none.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StepShape {
@@ -258,7 +258,7 @@ pub struct StepShape {
     pub ranks: Option<Ranks>,
     /// Most documents of a micro-batch.
     pub max_documents: Option<usize>,
-    /// What micro-batches are padded to when they run; `max_tokens` is then one of these sizes.
+    /// Padding of micro-batches; `max_tokens` is then a padded size.
     pub padding: Option<Padding>,
     /// Most work of a step, in mean global batches; only under [`Release::Adaptive`](super::Release::Adaptive).
     /// Documents that are due leave all the same, and it does not hold in a flush.
@@ -274,8 +274,8 @@ impl StepShape {
         self.ranks.is_some() || self.max_documents.is_some()
     }
 
-    /// As a fingerprint has it: without the number of ranks, the multiple of tokens that follows from it, and how much
-    /// they train in a step.
+    /// The shape as a fingerprint has it: without the number of ranks, the multiple of tokens that follows from it, and
+    /// the tokens of a step.
     pub(super) fn of_any_ranks(&self) -> Self {
         Self {
             ranks: self.ranks.map(|ranks| Ranks { dp_size: 0, ..ranks }),

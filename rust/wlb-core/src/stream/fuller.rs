@@ -17,8 +17,8 @@ use crate::packing::methods::columns::{Placed, Priced};
 /// of the second found no room in the first. In all three a document that finds no room was tried after documents that
 /// leave too little of it in every micro-batch: who was first in `order` waits for nobody behind.
 ///
-/// A placement that leaves one of the first documents, which are due, over is passed over where the one before it leaves
-/// none. Then they are nearly a half of the room by themselves, and the one before it holds as much, too.
+/// The first documents are due. A placement that leaves one of them over is skipped if the one before it leaves none.
+/// They are then nearly half of the room by themselves, so the one before it holds as much.
 ///
 /// Columns with a limit and the number of documents are kept too, and then nothing is said of how many tokens a step
 /// holds.
@@ -97,7 +97,7 @@ struct Rooms {
     /// The root is node 1, the children of `k` are `2 k` and `2 k + 1`; leaves that no micro-batch has are full.
     most: Vec<i32>,
     leaves: usize,
-    /// How many more documents each may have; of one that may have none the room is nothing.
+    /// Number of documents that each micro-batch may still take; one that may take none has no room.
     documents: Vec<usize>,
 }
 

@@ -12,9 +12,9 @@ use crate::packing::placement::Placement;
 pub(super) struct Level {
     pub(super) placement: Placement,
     max_tokens: i64,
-    /// Where their number is limited.
+    /// Number of documents, if it is limited.
     counts: Option<Counts>,
-    /// Those with room for the last document, by cost.
+    /// Micro-batches with room for the last document, by cost.
     open: Ladder,
     /// The others, by what room they have.
     full: BinaryHeap<(i64, Reverse<usize>)>,

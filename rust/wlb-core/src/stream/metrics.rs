@@ -1,4 +1,4 @@
-//! What a stream of packings did to balance, delay and memory.
+//! Figures of a stream of packings: balance, delay and memory.
 
 use std::collections::BTreeMap;
 
@@ -39,7 +39,7 @@ pub struct Metrics {
     pub padding: u64,
     backlog_sum: f64,
     pushes: u64,
-    /// What the documents of steps cost, since costs are what they are.
+    /// Work of the steps' documents under the present costs.
     work: Work,
     /// Push steps whose documents cost more than the bound on the work of a step.
     pub steps_over_max_cost: u64,
@@ -206,8 +206,7 @@ impl Metrics {
         (square_sum / steps as f64 - mean * mean).max(0.0).sqrt() / mean
     }
 
-    /// What the documents of the heaviest step cost over those of the mean one, since costs are what they are; 1 before
-    /// the first step.
+    /// Work of the heaviest step over that of the mean step, under the present costs; 1 before the first step.
     pub fn step_work_heaviest(&self) -> f64 {
         if self.work.sum == 0.0 { 1.0 } else { self.work.steps as f64 / self.work.sum }
     }

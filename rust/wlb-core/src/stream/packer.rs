@@ -1,4 +1,4 @@
-//! What a packer holds: documents that wait, and the cost model, which may change between steps.
+//! Contents of a packer: waiting documents, and the cost model, which may change between steps.
 
 use crate::cost::CostModel;
 use crate::error::{Error, Result};
@@ -48,11 +48,12 @@ pub struct Packer {
     /// `None` when int64 has no further one.
     pub(super) next_id: Option<i64>,
     pub(super) queue: OutlierQueue,
-    /// What did not fit in its iteration, in the order it was tried; goes first in the next.
+    /// Documents that did not fit in their iteration, in the order in which they were tried; they come first in the
+    /// next one.
     pub(super) carried: Vec<Waiting>,
-    /// What pieces that wait cost, where documents bring their costs.
+    /// Costs of waiting pieces, if documents bring their costs.
     pub(super) rows: CostRows,
-    /// What documents cost in the mean, where that bounds the work of a step.
+    /// Mean cost of documents, which bounds the work of a step.
     pub(super) arrived: Arrived,
     pub(super) metrics: Metrics,
     /// Documents that wait since before the rules changed, if any do.
@@ -82,7 +83,7 @@ impl Packer {
         })
     }
 
-    /// How the stream is packed.
+    /// Configuration of the stream.
     pub fn config(&self) -> &PackerConfig {
         &self.config
     }
@@ -118,7 +119,7 @@ impl Packer {
         &self.queue
     }
 
-    /// What did not fit and goes first in the next iteration.
+    /// Documents that did not fit; they come first in the next iteration.
     pub fn carried(&self) -> &[Waiting] {
         &self.carried
     }

@@ -23,15 +23,15 @@ const NO_DOCUMENT: u32 = u32::MAX;
 /// Iterations that a document comes before its turn, at most.
 pub const MAX_EARLY: i64 = 1024;
 
-/// What enters a packer in one iteration.
+/// Input of a packer in one iteration.
 #[derive(Clone, Copy, Debug)]
 pub struct Push<'a> {
     /// Tokens of the new documents.
     pub lengths: &'a Lengths,
     /// Their names, unique among these and the pending ones; by default a running number.
     pub ids: Option<&'a [i64]>,
-    /// Where each begins inside the document of its id, for a caller that cuts documents itself and lets their pieces
-    /// enter over several iterations; only with `ids`. By default all are whole documents.
+    /// First token of each piece inside the document of its id, for a caller that cuts documents itself; only with
+    /// `ids`. By default all are whole documents.
     pub starts: Option<&'a [i32]>,
     /// More leaves than the release rule lets go, if that is fewer tokens than these and more is there: for a step that
     /// must not be nearly empty and has nothing further to read. 0: as the rule says.
@@ -40,8 +40,8 @@ pub struct Push<'a> {
     /// comes; only under [`Release::Adaptive`]. Until its turn a document is not late: training it moves it, and
     /// waiting does not.
     pub early: Option<&'a [i64]>,
-    /// What each costs in every column, where documents bring their costs, and only there. A document that is cut
-    /// shares them among its pieces by their tokens; one that is truncated has the share of what is kept.
+    /// Costs of each document in every column, exactly if documents bring their costs. Pieces of a cut document share
+    /// its costs by their tokens; a truncated document has the share of what is kept.
     pub costs: Option<CostTable<'a>>,
 }
 

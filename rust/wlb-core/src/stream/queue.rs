@@ -9,13 +9,13 @@ use super::config::{PackerConfig, Release};
 /// A piece that waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Waiting {
-    /// What waits.
+    /// The waiting piece.
     pub piece: Piece,
     /// The iteration in which it was pushed.
     pub arrived: u64,
     /// The iteration in which it comes in order: later than that, if it came early.
     pub turn: u64,
-    /// Where its costs stand, if it brought some ([`Packer::costs`](super::Packer::costs)).
+    /// Row of its costs, if it brought some ([`Packer::costs`](super::Packer::costs)).
     pub(super) row: usize,
 }
 

@@ -43,11 +43,11 @@ use super::queue::Waiting;
 /// Values of `k` that are tried. More of them change almost nothing, and this bounds the time.
 const MOST_CUTS: usize = 8;
 
-/// What leaves without being asked, and in which order documents are placed.
+/// Documents that leave in any case, and the order in which documents are placed.
 pub(super) struct Tried<'a> {
-    /// What is carried over and what is due, in the order in which it is placed where it goes first.
+    /// Carried and due documents, in the order in which they are placed if they go first.
     pub(super) urgent: &'a [usize],
-    /// How many of these are carried over; they go first in any case.
+    /// Number of carried documents among these; they go first in any case.
     pub(super) carried: usize,
     /// All documents: so many of the urgent ones, as they are listed, then the others from the costliest to the
     /// cheapest.
@@ -158,7 +158,7 @@ fn place_after(
     bins.placement
 }
 
-/// What the rule makes level: micro-batches, or ranks with all of theirs.
+/// Units that the rule makes level: micro-batches, or ranks with all of theirs.
 #[derive(Clone, Copy)]
 struct Levelled {
     count: usize,
@@ -227,12 +227,12 @@ struct Document {
     due: bool,
     /// Tokens times the iterations that it would have waited; minus its tokens before its turn.
     debt: i128,
-    /// Of this one and all after it.
+    /// Sums over this document and all after it.
     from_here: Sums,
 }
 
 impl Document {
-    /// What its waiting costs, for its work.
+    /// Cost of waiting relative to its work.
     fn urgency(&self) -> f64 {
         self.debt as f64 / self.cost
     }
@@ -250,7 +250,7 @@ impl Document {
     }
 }
 
-/// Of some documents.
+/// Sums over some documents.
 #[derive(Clone, Copy, Default)]
 struct Sums {
     cost: f64,
@@ -259,7 +259,7 @@ struct Sums {
     early: i64,
 }
 
-/// Of the document at a place and all after it.
+/// Sums over the document at a place and all after it.
 fn sums_from(documents: &[Document], place: usize) -> Sums {
     documents.get(place).map_or_else(Sums::default, |document| document.from_here)
 }
@@ -269,7 +269,7 @@ fn sums_from(documents: &[Document], place: usize) -> Sums {
 struct Before {
     due_cost: f64,
     due_tokens: i64,
-    /// What the costliest of them costs.
+    /// Cost of the costliest due document.
     heaviest_due: f64,
     debt: i128,
 }
@@ -288,7 +288,7 @@ impl Before {
 
 /// The bound on the work of a step, and who is within it. What is due is placed already where there is one.
 struct Budget {
-    /// What the others may cost, beside what is urgent.
+    /// Rest of the bound for documents that are not urgent.
     left: f64,
     /// Places of documents, the most urgent for their work first.
     order: Vec<usize>,
@@ -309,7 +309,7 @@ impl Budget {
         Self { left, order, least_after }
     }
 
-    /// What all that leaves may cost together, if this document is the first.
+    /// Most cost of all that leaves, if this document is the first.
     fn most(&self, first: &Document) -> f64 {
         self.left.max(first.cost)
     }
@@ -322,8 +322,8 @@ impl Budget {
         if beyond > 0.0 { (beyond * self.least_after[place]) as i128 } else { 0 }
     }
 
-    /// Those from a place on that leave, and the debt of the others: the first, then whoever is most urgent for its
-    /// work as long as it is within the bound.
+    /// Documents from a place on that leave, and the debt of the others: the first document, then the most urgent for
+    /// its work, while the bound allows.
     fn within(&self, documents: &[Document], from: usize) -> (Vec<Document>, i128) {
         let (mut spent, mut debt) = (documents[from].cost, 0);
         let left = self.most(&documents[from]);
@@ -353,7 +353,7 @@ struct HoldSearch<'a> {
     documents: Vec<Document>,
     /// Tokens that all micro-batches hold beside what goes first and what is due.
     spare: i64,
-    /// Where the work of the step is bounded.
+    /// Bound on the work of the step, if there is one.
     budget: Option<Budget>,
     /// By how much two ways to sum the costs may differ in the loss.
     rounding: f64,

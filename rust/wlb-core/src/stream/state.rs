@@ -21,7 +21,7 @@ use super::step_cost::Arrived;
 const FORMAT: &str = "wlb.packer";
 const VERSION: u32 = 1;
 
-/// What a packer saves.
+/// Saved state of a packer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct State {
@@ -283,7 +283,7 @@ impl State {
         })
     }
 
-    /// Of a state whose digest is empty.
+    /// Digest of a state whose digest field is empty.
     fn content_digest(&self) -> String {
         Digest::of_json(self)
     }

@@ -42,7 +42,7 @@ struct Order<'a> {
     carried: usize,
     /// Whether a released document is due by `max_delay`; no other is.
     is_due: Vec<bool>,
-    /// What is carried over, as it is listed, then what is due, longest first.
+    /// Carried documents as they are listed, then due documents, longest first.
     urgent: Vec<usize>,
 }
 
@@ -63,8 +63,8 @@ impl<'a> Order<'a> {
         self.urgent[..first].iter().copied().chain(others.map(|(_, index)| index))
     }
 
-    /// The same with the others costliest first. Under a cost model the longest are the costliest, and lengths sort
-    /// faster.
+    /// Order with the other documents costliest first. Under a cost model the longest are the costliest, and lengths
+    /// sort faster.
     fn by_cost(&self, first: usize) -> Vec<usize> {
         match self.priced.cost_model {
             Some(_) => self.by_length(first).collect(),
@@ -215,7 +215,7 @@ fn filled(placed: Placed, order: &Order<'_>, min_step_tokens: i64, may_wait: boo
     placed
 }
 
-/// The same documents, better balanced: for ranks, where the step is planned for some, or by the method.
+/// The same documents in a better balance: for ranks, if the step is planned for some, or by the method.
 fn improved(placed: Placed, priced: &Priced<'_>, config: &PackerConfig) -> Placed {
     let (lengths, costs, max_tokens) = (priced.lengths, priced.costs.values(), config.max_tokens);
     if config.shape.is_arranged() {

@@ -12,7 +12,7 @@ use super::config::PackerConfig;
 /// stream whose documents get longer.
 const REMEMBERED: f64 = 256.0;
 
-/// What the documents that came lately cost.
+/// Costs of the documents that arrived lately.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Arrived {
@@ -21,7 +21,7 @@ pub(super) struct Arrived {
 }
 
 impl Arrived {
-    /// What is wrong with numbers that were read from a file.
+    /// Problem of numbers that were read from a file.
     pub(super) fn problem(&self, config: &PackerConfig) -> Option<&'static str> {
         let sound = |sum: f64| sum.is_finite() && sum >= 0.0;
         if !sound(self.cost) || !sound(self.tokens) {

@@ -33,45 +33,48 @@ pub(crate) fn keys_moved(owners: &Owners, cp: usize, mask: Mask) -> Vec<i64> {
     moved
 }
 
-/// Keys that some query sees which lacks a key, key by key: those that the rank of such a query is given, all at once.
+/// Keys of every rank that some query of another rank sees, key by key.
 pub(crate) fn keys_gathered(owners: &Owners, cp: usize, mask: Mask) -> Vec<i64> {
     let mut gathered = vec![0; cp];
     for owners in owners {
         let sees = |query: usize, key: usize| mask == Mask::Full || query >= key;
-        // The last query of a run, which sees all that the others do, decides for the run.
-        let ends = (0..owners.len()).filter(|&query| owners.get(query + 1) != Some(&owners[query]));
-        let remote: Vec<usize> = ends
-            .filter(|&query| (0..owners.len()).any(|key| sees(query, key) && owners[key] != owners[query]))
-            .collect();
         for (key, &owner) in owners.iter().enumerate() {
-            gathered[owner] += i64::from(remote.iter().any(|&query| sees(query, key)));
+            let others = (0..owners.len()).filter(|&query| owners[query] != owner);
+            gathered[owner] += i64::from(others.into_iter().any(|query| sees(query, key)));
         }
     }
     gathered
 }
 
-/// Of each rank the tokens, if some of its runs of a document lack a key and some lack none, and the keys that those
-/// which lack one see: token by token.
+/// Of each rank the tokens, if some of its runs of a document lack a key and the others have an eighth of its tokens or
+/// more, and the keys that the former see, or all where the others have fewer: token by token.
 pub(crate) fn tokens_split_and_keys_picked(owners: &Owners, cp: usize, mask: Mask) -> Vec<(i64, i64)> {
     let of_rank = |rank: usize| {
-        let (mut tokens, mut picked, mut complete, mut lacking) = (0, 0, false, false);
+        let (mut tokens, mut complete, mut lacking) = (0, 0, false);
+        // Keys seen by runs that lack none, and by the others.
+        let mut seen_keys = [0, 0];
         for owners in owners {
             tokens += owners.iter().filter(|&&owner| owner == rank).count() as i64;
             let ends = (0..owners.len()).filter(|&at| owners[at] == rank && owners.get(at + 1) != Some(&rank));
             for (run, end) in ends.enumerate() {
                 let seen = if mask == Mask::Full { &owners[..] } else { &owners[..=end] };
-                if seen.iter().all(|&owner| owner == rank) {
-                    complete = true;
-                    continue;
+                let here = seen.iter().all(|&owner| owner == rank);
+                lacking |= !here;
+                if here {
+                    complete += owners[..=end].iter().rev().take_while(|&&owner| owner == rank).count() as i64;
                 }
-                lacking = true;
                 // Runs that see the same keys are one to attention.
                 if mask == Mask::Causal || run == 0 {
-                    picked += seen.len() as i64;
+                    seen_keys[usize::from(!here)] += seen.len() as i64;
                 }
             }
         }
-        (if complete && lacking { tokens } else { 0 }, picked)
+        let apart = complete > 0 && 8 * complete >= tokens;
+        match (lacking, apart) {
+            (false, _) => (0, 0),
+            (true, true) => (tokens, seen_keys[1]),
+            (true, false) => (0, seen_keys[0] + seen_keys[1]),
+        }
     };
     (0..cp).map(of_rank).collect()
 }

@@ -9,7 +9,7 @@ use super::word::Word;
 pub(super) struct Attempts<'a, W> {
     layer: Layer<'a, W>,
     parts: Parts<'a>,
-    /// Of the last attempt, how many documents it laid, and the pairs of the heaviest rank.
+    /// Documents that the last attempt placed, and the pairs of its heaviest rank.
     last: Option<(usize, u64)>,
 }
 
@@ -18,8 +18,8 @@ impl<'a, W: Word> Attempts<'a, W> {
         Self { layer, parts, last: None }
     }
 
-    /// What the largest share lays under which no rank has more than `enough` pairs; else the evenest that any lays,
-    /// or none where `on_all`, the most pairs with every document on all ranks, are as few.
+    /// The layout with the largest share under which no rank has more than `enough` pairs; else the evenest layout; or
+    /// none if `on_all`, the most pairs with every document on all ranks, is as even.
     pub(super) fn first_even(mut self, max_imbalance: f64, enough: u64, on_all: impl FnOnce() -> u64) -> Option<Runs> {
         let mut tried = Vec::with_capacity(ATTEMPTS);
         for share in shares(max_imbalance) {

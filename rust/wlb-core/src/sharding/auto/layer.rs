@@ -17,7 +17,7 @@ pub(super) struct Layer<'a, W> {
     ranks: Vec<W>,
     /// The ranks of the document at hand.
     chosen: Vec<W>,
-    /// What was laid.
+    /// Runs that were placed.
     pub(super) runs: Runs,
 }
 

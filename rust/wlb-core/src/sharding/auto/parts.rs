@@ -18,7 +18,7 @@ pub(super) struct Parts<'a> {
     cp_size: usize,
     /// Pairs and tokens of the longest, over those of an even rank; all others are whole whatever the share.
     work: Vec<(f64, f64)>,
-    /// Of the longest; all others are whole under this share.
+    /// Ranks of the longest documents under this share; all others stay whole.
     pub(super) now: Vec<u32>,
     before: Vec<u32>,
 }

@@ -1,4 +1,4 @@
-//! What an attempt laid where.
+//! Runs that an attempt placed on each rank.
 
 use super::super::builder::Ranks;
 

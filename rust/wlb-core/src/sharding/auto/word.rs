@@ -41,7 +41,7 @@ macro_rules! words {
 // Up to two million tokens are always of the first kind; the other holds whatever a micro-batch may have.
 words!(u64, u128);
 
-/// Where the parts of a word lie.
+/// Positions of the parts of a word.
 #[derive(Clone, Copy)]
 pub(super) struct Format {
     /// Tokens of the rank that gets the most: what a word counts up to.
@@ -69,7 +69,7 @@ impl Format {
         W::new(0, (self.most_tokens - room) << self.rank_bits | rank as u64, self.shift)
     }
 
-    /// What a rank's word grows by.
+    /// Growth of a rank's word by pairs and tokens.
     #[inline]
     pub(super) fn growth<W: Word>(&self, pairs: u64, tokens: i32) -> W {
         W::new(pairs, (tokens as u64) << self.rank_bits, self.shift)

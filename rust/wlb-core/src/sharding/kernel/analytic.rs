@@ -1,4 +1,4 @@
-//! What is assumed of a GPU's attention kernel where nothing was measured.
+//! Assumptions about a GPU's attention kernel for which nothing was measured.
 
 use crate::cost::Mask;
 use crate::error::{Error, Result, check_range, named_choices};
@@ -27,7 +27,7 @@ named_choices! {
     }
 }
 
-/// What [`KernelModel::analytic`] assumes of a GPU.
+/// Assumptions of [`KernelModel::analytic`] about a GPU.
 struct Assumption {
     /// Share of the peak with unlimited keys, forward and backward.
     efficiency: [f64; 2],

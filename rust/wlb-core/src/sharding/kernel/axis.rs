@@ -1,6 +1,6 @@
 //! The grid of a kernel's tables: where a length lies between two that were measured.
 
-/// Where a length lies on an axis: between two grid points, and how far from the lower one.
+/// Position of a length on an axis: two grid points, and the distance from the lower one.
 #[derive(Clone, Copy)]
 pub(super) struct Point {
     pub(super) below: usize,

@@ -1,4 +1,4 @@
-//! What a description of a kernel must hold, entry by entry.
+//! Checks of a kernel's description, entry by entry.
 
 use crate::error::{Error, Result};
 use crate::limits::MAX_TOKENS;

@@ -1,4 +1,4 @@
-//! What is measured, or assumed, of an attention kernel.
+//! Measured or assumed times of an attention kernel.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,4 @@
-//! How long an attention kernel takes for the segments of a rank (section 5.2 of WLB-LLM).
+//! Time of an attention kernel for the segments of a rank (section 5.2 of WLB-LLM).
 //!
 //! A kernel computes whole tiles of queries, so a segment costs the pairs that it would have if its queries filled the
 //! last tile. How fast these are computed depends on how many queries share a load of keys and on how many keys there

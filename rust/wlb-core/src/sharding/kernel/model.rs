@@ -40,7 +40,7 @@ pub(super) struct Table {
     seconds_per_pair: Vec<f64>,
 }
 
-/// How a pass cuts the queries of a segment.
+/// Tiles into which a pass cuts the queries of a segment.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Tile {
     queries: u32,
@@ -96,7 +96,7 @@ impl KernelModel {
         })
     }
 
-    /// The same kernel with another number of query heads on a GPU: times in proportion, launches as they are.
+    /// The kernel with another number of query heads on a GPU: times are in proportion, launches stay.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a number of heads.
@@ -115,12 +115,12 @@ impl KernelModel {
         Self::new(description)
     }
 
-    /// What it was made of.
+    /// Description from which the model was made.
     pub fn description(&self) -> &KernelDescription {
         &self.description
     }
 
-    /// Which keys a query attends to.
+    /// The mask: the keys that a query attends to.
     pub fn mask(&self) -> Mask {
         self.mask
     }
@@ -199,7 +199,7 @@ impl KernelModel {
         }
     }
 
-    /// So many queries, in these tables of this model.
+    /// A number of queries, located in the tables of this model.
     pub(super) fn query(&self, tables: &[Table], length: i32) -> Query {
         let read = |table: &Table| {
             let end = table.tile.end(length).min(self.queries.next(length));

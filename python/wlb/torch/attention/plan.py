@@ -1,0 +1,239 @@
+"""Execution plans of the core as tensors: what a rank does in a layer, made once for all layers.
+
+A *segment* is a contiguous run of one document in a rank's tensors. Kernels compute *spans*: rows of queries against
+rows of keys, aligned bottom-right, the last query at the last key. Who computes which, in which calls, and who sends
+what to whom, is decided in the core (`wlb_core::sharding::execution`, which says how); here are the tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import wlb
+from wlb import _core
+
+KEPT = 128
+"""Plans of each kind: the micro-batches of a step, whose layers the backward may recompute, and those of the next,
+which are prepared beside it. Shards are compared by content; what a backward needs it holds itself."""
+
+Rows = slice | Tensor | None
+"""Rows of a tensor: neighbours, an int64 index, or all in order."""
+
+PlainRows = tuple[int, int, bool]
+
+
+def pick(x: Tensor, rows: Rows) -> Tensor:
+    """These rows of `x`: a view of it, but for an index."""
+    if rows is None:
+        return x
+    return x.index_select(0, rows) if isinstance(rows, Tensor) else x[rows]
+
+
+def add(total: Tensor, rows: Rows, part: Tensor) -> None:
+    """Adds to rows of `total`, which may be named more than once."""
+    if isinstance(rows, Tensor):
+        total.index_add_(0, rows, part.to(total.dtype))
+    else:
+        (total if rows is None else total[rows]).add_(part)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One varlen kernel call over rows of a rank's queries and of a tensor of keys."""
+
+    q_rows: Rows  # of the queries
+    k_rows: Rows  # of the keys
+    cu_seqlens_q: Tensor  # int32 [spans + 1]
+    cu_seqlens_k: Tensor  # int32 [spans + 1]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    window: tuple[int, int]  # left, right of the bottom-right diagonal; -1: unlimited
+    bounds: NDArray[np.int32]  # on the host: cu_seqlens_q, cu_seqlens_k, and the shift of each span
+    fresh: bool  # no earlier call of the plan had any of these queries
+
+    @classmethod
+    def of_lengths(
+        cls, q_lengths: Sequence[int], k_lengths: Sequence[int], window: tuple[int, int], device: torch.device | str
+    ) -> Call:
+        """A call over all rows of tensors that have the spans of these lengths one behind the other."""
+        cu = [np.append(0, np.cumsum(lengths)).astype(np.int32) for lengths in (q_lengths, k_lengths)]
+        bounds = np.concatenate([*cu, np.zeros(len(q_lengths), np.int32)])
+        cu_q, cu_k = (torch.from_numpy(edges).to(device) for edges in cu)
+        return cls(None, None, cu_q, cu_k, max(q_lengths), max(k_lengths), window, bounds, True)
+
+    @property
+    def spans(self) -> NDArray[np.int32]:
+        """[spans, 4]: rows of the call: queries from, to; keys from, to."""
+        count = self.cu_seqlens_q.numel()
+        q, k = self.bounds[:count], self.bounds[count : 2 * count]
+        return np.stack([q[:-1], q[1:], k[:-1], k[1:]], axis=1)
+
+    @property
+    def shifts(self) -> NDArray[np.int32]:
+        """[spans]: tokens from the last key to the last query; the true distance is the kernel's plus this."""
+        return self.bounds[2 * self.cu_seqlens_q.numel() :]
+
+
+class _Tensors:
+    """The numbers of a plan on the device: one copy; to a GPU from pinned memory, without waiting for it.
+
+    It is ordered with what the current stream runs before and after.
+    """
+
+    def __init__(self, indices: tuple[NDArray[np.int32], int], device: torch.device) -> None:
+        numbers, begin = indices
+        host = torch.from_numpy(numbers)
+        if device.type == "cuda":
+            host = host.pin_memory()
+        moved = host.to(device, non_blocking=True)
+        self._rows = moved[:begin].long()
+        self._bounds = moved[begin:]
+        self._host_bounds = numbers[begin:].copy() if begin else numbers
+
+    def rows(self, plain: PlainRows, total: int | None = None) -> Rows:
+        """Of a tensor of `total` rows: None if they are all."""
+        first, count, listed = plain
+        if listed:
+            return self._rows[first : first + count]
+        return None if first == 0 and count == total else slice(first, first + count)
+
+    def calls(self, plain: Iterable[Sequence[object]], queries: int, keys: int | None) -> list[Call]:
+        """Calls over `queries` rows of queries and a tensor of `keys` rows."""
+        calls = []
+        for q_rows, k_rows, begin, spans, longest_q, longest_k, window, fresh in plain:  # type: ignore[misc]
+            cu_q, cu_k = self._bounds[begin : begin + 2 * (spans + 1)].view(2, -1).unbind(0)
+            bounds = self._host_bounds[begin : begin + 3 * spans + 2]
+            rows = self.rows(q_rows, queries), self.rows(k_rows, keys)
+            calls.append(Call(*rows, cu_q, cu_k, longest_q, longest_k, window, bounds, fresh))
+        return calls
+
+
+@dataclass(frozen=True)
+class KeysPlan:
+    """What one rank does where keys come to the ranks that need them.
+
+    Its *buffer* has the rank's own keys, in its order, and behind them what arrives.
+    """
+
+    local: list[Call]  # over the rank's own keys, while others' arrive
+    remote: list[Call]  # over the buffer; no query is in two calls
+    tokens: int  # of all ranks
+    own_rows: int  # of the buffer, before those that arrive
+    sent: Rows  # of the buffer; by destination, or as many as every rank sends
+    needed: Rows  # those of them whose gradients come back, and
+    num_needed: int  # how many
+    sent_rows: list[int]  # to each rank; empty: as many to all
+    arriving_rows: list[int]  # from each rank
+    moves: bool  # whether any rank sends anything
+    # Of the gradients of keys, of all calls one behind the other: one for each row of the buffer, others beside them
+    # and the rows that they belong to, and the rows that get none.
+    gradients: Rows
+    more: Rows
+    more_rows: Rows
+    without: Rows
+
+    @property
+    def arriving(self) -> int:
+        """Rows of the buffer that arrive."""
+        return sum(self.arriving_rows)
+
+
+@functools.lru_cache(maxsize=KEPT)
+def keys_plan(
+    shard: wlb.Shard, rank: int, *, fetch: bool, window: int | None, biased: bool, device: torch.device
+) -> KeysPlan:
+    """What `rank` does. `biased`: scores have a bias by position; `fetch`: every rank gets just what it needs."""
+    indices, local, remote, own_rows, (sent, needed), sent_rows, arriving_rows, moves, gradients = _core.keys_plan(
+        shard, rank, fetch=fetch, window=window, biased=biased
+    )
+    tensors = _Tensors(indices, device)
+    queries = int(shard.tokens_per_rank[rank])
+    first, more, more_rows, without = gradients
+    no_more = more[1] == 0
+    rows = own_rows + sum(arriving_rows)
+    return KeysPlan(
+        local=tensors.calls(local, queries, queries),
+        remote=tensors.calls(remote, queries, rows),
+        tokens=shard.num_tokens,
+        own_rows=own_rows,
+        sent=tensors.rows(sent),
+        needed=tensors.rows((sent[0], needed, sent[2])),
+        num_needed=needed,
+        sent_rows=sent_rows,
+        arriving_rows=arriving_rows,
+        moves=moves,
+        gradients=tensors.rows(first, rows),
+        more=None if no_more else tensors.rows(more),
+        more_rows=None if no_more else tensors.rows(more_rows),
+        without=tensors.rows(without) if without[1] else None,
+    )
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """What one position of a ring does: `steps[s]` are the calls over the keys of position `self - s`."""
+
+    position: int
+    steps: list[list[Call]]
+    rows: list[int]  # keys of every position
+    last: list[int]  # of every position's keys the last step in which some position computes over them
+
+    @property
+    def once(self) -> bool:
+        """Whether no query is in two calls."""
+        return all(call.fresh for calls in self.steps for call in calls)
+
+
+@dataclass(frozen=True)
+class HeadsPlan:
+    """How the ranks of a block put their tokens together."""
+
+    counts: list[int]  # tokens of each rank of the block
+    place: int  # of this rank in the block
+    ascending: Tensor  # int64: tokens in packed order from those in order of ranks
+    by_rank: Tensor  # int64: the inverse
+
+
+@functools.lru_cache(maxsize=KEPT)
+def ring_plan(
+    shard: wlb.Shard, rank: int, *, degree: int, window: int | None, biased: bool, device: torch.device
+) -> tuple[HeadsPlan | None, RingPlan]:
+    """What `rank` does in blocks of `degree` ranks that exchange heads, with a ring over the blocks."""
+    indices, steps, rows, last, heads = _core.ring_plan(shard, rank, degree, window=window, biased=biased)
+    tensors = _Tensors(indices, device)
+    position = rank // degree
+    calls = [
+        tensors.calls(plain, rows[position], rows[(position - step) % len(rows)]) for step, plain in enumerate(steps)
+    ]
+    ring = RingPlan(position, calls, rows, last)
+    if heads is None:
+        return None, ring
+    counts, place, numbers = heads
+    ascending, by_rank = torch.from_numpy(numbers).to(device, non_blocking=True).long().view(2, -1).unbind(0)
+    return HeadsPlan(counts, place, ascending, by_rank), ring
+
+
+@dataclass(frozen=True)
+class MovesPlan:
+    """What one rank sends and receives when tokens move to another cut."""
+
+    sent: Rows  # its rows before, by destination
+    sent_rows: list[int]  # how many to each rank
+    placed: Rows  # of each of its rows after, the place among those that arrive
+    arriving_rows: list[int]  # how many from each rank
+
+
+@functools.lru_cache(maxsize=KEPT)
+def moves_plan(before: wlb.Shard, after: wlb.Shard, rank: int, device: torch.device) -> MovesPlan:
+    """What `rank` does when tokens move from one shard of a micro-batch to another."""
+    numbers, sent, sent_rows, placed, arriving_rows = _core.moves_plan(before, after, rank)
+    tensors = _Tensors((numbers, len(numbers)), device)
+    held = int(before.tokens_per_rank[rank])
+    return MovesPlan(tensors.rows(sent, held), sent_rows, tensors.rows(placed, sum(arriving_rows)), arriving_rows)

@@ -1,0 +1,273 @@
+"""Samples of one micro-batch of a forest become tensors, each shared token once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import wlb
+from wlb._core import padded_tokens
+from wlb._errors import check_integer, error
+from wlb.torch.data.batch import IGNORE
+from wlb.torch.data.documents import Document, as_arrays
+from wlb.torch.data.rows import RowReader
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class ForestBatch:
+    """The tokens of one micro-batch of a forest that lie on one context-parallel rank, each shared token once.
+
+    An *edge* is a prediction: from the token before, which lies on this rank, to the token that follows it on a path. A
+    token behind which samples part has several. A loss is computed once an edge, on `hidden[edge_rows]`; what each
+    sample does with it is its own: `to_samples` gives every sample the value of each of its predictions.
+
+    Attributes:
+        tokens: int64 [tokens_of_this_rank], in the order of `shard.rank(cp_rank)`.
+        position_ids: int64 [tokens_of_this_rank]: tokens before each on its path. Siblings have the same.
+        edge_rows: int64 [edges]: the row of `tokens` that predicts.
+        edge_targets: int64 [edges]: the token that it predicts.
+        edge_weights: int64 [edges]: in how many samples that counts. For cross-entropy, whose sums add up.
+        sample_edges: int64 [predictions]: edge of each prediction of this rank that counts, sample by sample, in the
+            order of tokens.
+        sample_of: int64 [predictions]: whose it is: a place in `sample_ids`.
+        sample_positions: int64 [predictions]: position in its sample of the token that is predicted.
+        sample_ids: int64 [samples], as the plan has them.
+        shard: How the tokens lie on all context-parallel ranks.
+        cp_rank: The rank whose tokens these are.
+        num_valid_tokens: Predictions that count, of all samples and context-parallel ranks together: as many as without
+            sharing.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    edge_rows: Tensor
+    edge_targets: Tensor
+    edge_weights: Tensor
+    sample_edges: Tensor
+    sample_of: Tensor
+    sample_positions: Tensor
+    sample_ids: Tensor
+    shard: wlb.ForestShard
+    cp_rank: int
+    num_valid_tokens: int
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks of its context-parallel group."""
+        return self.shard.cp_size
+
+    def to_samples(self, values: Tensor) -> Tensor:
+        """What each prediction of each sample has, from what each edge has. Differentiable: gradients add up.
+
+        Args:
+            values: [edges, ...]: log-probabilities, for example.
+
+        Returns:
+            [predictions, ...], in the order of `sample_of` and `sample_positions`. On one of several context-parallel
+            ranks only what this one predicts: sums over ranks are those of the micro-batch.
+
+        Raises:
+            wlb.WlbError: Another number of values than edges.
+        """
+        edges = self.edge_rows.numel()
+        if values.ndim < 1 or values.shape[0] != edges:
+            shape = tuple(values.shape)
+            raise error("values", f"has shape {shape}: must be [{edges}, ...], one for each edge", value=shape)
+        return values.index_select(0, self.sample_edges)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ForestBatch:
+        """The same with its tensors on `device`; `non_blocking` overlaps the copy if they are pinned."""
+        moved: dict[str, Any] = {
+            field.name: value.to(device, non_blocking=non_blocking)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
+
+    def pin_memory(self) -> ForestBatch:
+        """The same in page-locked memory; `DataLoader(pin_memory=True)` calls it."""
+        pinned: dict[str, Any] = {
+            field.name: value.pin_memory()
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **pinned)
+
+    def as_hf(self, *, plain: bool = False) -> NoReturn:
+        """Refused: Hugging Face's causal models take a restart of positions for a new document.
+
+        Raises:
+            wlb.WlbError: Always.
+        """
+        message = "is of a forest: these models find documents by their positions, and know no shared prefix; "
+        message += "run attention by wt.context_parallel_attention(q, k, v, batch.shard), or wt.collate the samples"
+        raise error("batch", message, value=plain)
+
+
+def collate_forest(
+    samples: Sequence[Document | Any],
+    micro_batch: wlb.ForestMicroBatch | wlb.PrefixForest,
+    *,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    multiple_of_tokens: int = 1,
+) -> ForestBatch:
+    """Packs the samples of a micro-batch, each shared token once, and keeps what this context-parallel rank computes.
+
+    Every token predicts the one that follows it in its sample; where samples part it predicts several. Which
+    predictions count is each sample's own (`Document.labels`).
+
+    Args:
+        samples: Those of the micro-batch, in the order of its `sample_ids`: each a `Document`, bare token ids, or a
+            mapping with `"input_ids"` and maybe `"labels"` or a mask (`wt.RowReader`).
+        micro_batch: Of a `wlb.ForestPlan`; or a forest, all of its samples.
+        cp_rank: This rank in the context-parallel group.
+        cp_size: Ranks of that group.
+        multiple_of_tokens: Filled up to a multiple of so many unique tokens, on all context-parallel ranks together,
+            with a root of its own, of token 0, that predicts nothing.
+
+    Returns:
+        The batch; its tensors lie in ordinary memory of the CPU.
+
+    Raises:
+        wlb.WlbError: Another number of samples; tokens that differ where the forest says that they are shared (which,
+            and at which token); a piece of a document; labels other than the tokens; columns, which nodes do not have.
+
+    Complexity:
+        O(tokens of all samples).
+    """
+    if isinstance(micro_batch, wlb.ForestMicroBatch):
+        forest, ids = micro_batch.forest, micro_batch.sample_ids
+    elif isinstance(micro_batch, wlb.PrefixForest):
+        forest, ids = micro_batch, np.arange(micro_batch.num_samples)
+    else:
+        kind = type(micro_batch).__name__
+        raise error("micro_batch", f"is a {kind}, not a wlb.ForestMicroBatch or a wlb.PrefixForest", value=micro_batch)
+    if len(samples) != forest.num_samples:
+        message = (
+            f"are {len(samples)}, but the micro-batch has {forest.num_samples}: give them in the order of sample_ids"
+        )
+        raise error("samples", message, value=len(samples))
+    reader = RowReader()
+    named = [_whole(reader.documents(sample, number, "samples"), number) for number, sample in enumerate(samples)]
+    arrays = [sample.tokens for sample in named]
+    offsets = np.cumsum([0, *(array.size for array in arrays)], dtype=np.int64)
+    flat = np.concatenate(arrays, dtype=np.int64, casting="unsafe") if arrays else np.zeros(0, np.int64)
+    forest.check_tokens(flat, offsets)
+    check_integer("cp_rank", cp_rank, minimum=0)
+    padding = padded_tokens(forest.unique_tokens, multiple_of_tokens=multiple_of_tokens) - forest.unique_tokens
+    shard = wlb.shard_forest(_filled(forest, padding) if padding else forest, cp_size=cp_size)
+    if cp_rank >= cp_size:
+        raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)
+
+    packed = shard.forest  # the same, its nodes as they lie in memory; the filler's root is the last sample
+    runs = _Runs.of(packed)
+    tokens = np.zeros(packed.unique_tokens, np.int64)
+    counted: list[Ints] = []
+    for number, sample in enumerate(named):
+        at = runs.of_sample(int(packed.ends[number]))
+        tokens[at] = sample.tokens
+        follows = np.ones(at.size - 1, bool) if sample.labels is None else _counts(sample, number)
+        counted.append(np.flatnonzero(follows) + 1)
+
+    # Edges are named by the token that is predicted: each but the first of a root is predicted by one token.
+    before = runs.before
+    mine = shard.rank(cp_rank).token_indices
+    row = np.full(tokens.size, -1, np.int64)
+    row[mine] = np.arange(mine.size)
+    held = (before >= 0) & (row[np.maximum(before, 0)] >= 0)
+    if padding:
+        held[runs.start[packed.ends[-1]] :][:padding] = False
+    targets = np.flatnonzero(held)
+    edge = np.full(tokens.size, -1, np.int64)
+    edge[targets] = np.arange(targets.size)
+
+    expanded, whose, where = [], [], []
+    for number, positions in enumerate(counted):
+        edges = edge[runs.of_sample(int(packed.ends[number]))[positions]]
+        expanded.append(edges[edges >= 0])
+        where.append(positions[edges >= 0])
+        whose.append(np.full(expanded[-1].size, number, np.int64))
+    sample_edges = np.concatenate([*expanded, np.zeros(0, np.int64)])
+    return ForestBatch(
+        tokens=torch.from_numpy(tokens[mine]),
+        position_ids=torch.from_numpy(shard.rank(cp_rank).position_ids.astype(np.int64)),
+        edge_rows=torch.from_numpy(row[before[targets]]),
+        edge_targets=torch.from_numpy(tokens[targets]),
+        edge_weights=torch.from_numpy(np.bincount(sample_edges, minlength=targets.size).astype(np.int64)),
+        sample_edges=torch.from_numpy(sample_edges),
+        sample_of=torch.from_numpy(np.concatenate([*whose, np.zeros(0, np.int64)])),
+        sample_positions=torch.from_numpy(np.concatenate([*where, np.zeros(0, np.int64)])),
+        sample_ids=torch.from_numpy(np.asarray(ids, np.int64).copy()),
+        shard=shard,
+        cp_rank=cp_rank,
+        num_valid_tokens=int(sum(positions.size for positions in counted)),
+    )
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Where the nodes of a forest lie in memory."""
+
+    forest: wlb.PrefixForest
+    parents: Ints
+    start: Ints
+    end: Ints
+    before: Ints  # place of the token before each on its path, -1 for the first of a root
+
+    @classmethod
+    def of(cls, forest: wlb.PrefixForest) -> _Runs:
+        parents, lengths = forest.parents.astype(np.int64), forest.lengths.astype(np.int64)
+        end = np.cumsum(lengths)
+        start = end - lengths
+        before = np.arange(-1, int(lengths.sum()) - 1)
+        before[start] = np.where(parents < 0, -1, end[np.maximum(parents, 0)] - 1)
+        return cls(forest, parents, start, end, before)
+
+    def of_sample(self, node: int) -> Ints:
+        """Places of the tokens on the path to a node, in their order."""
+        runs = []
+        while node >= 0:
+            runs.append(np.arange(self.start[node], self.end[node]))
+            node = int(self.parents[node])
+        return np.concatenate(runs[::-1])
+
+
+def _filled(forest: wlb.PrefixForest, padding: int) -> wlb.PrefixForest:
+    """The forest and a root of filler, which is its last sample and its last root."""
+    parents, lengths = np.append(forest.parents, -1), np.append(forest.lengths, padding)
+    return wlb.PrefixForest.from_parents(parents, lengths, np.append(forest.ends, forest.num_nodes))
+
+
+def _whole(rows: Sequence[Document], number: int) -> Document:
+    if len(rows) != 1:
+        raise error("samples", f"holds {len(rows)} documents: a sample is one", index=number, value=len(rows))
+    sample = as_arrays(rows[0], "samples", number)
+    if sample.start or sample.next_token is not None:
+        message = "is a piece of a document: a forest has whole samples, since nodes are told by what is before them"
+        raise error("samples", message, index=number, value=sample.start)
+    if sample.columns:
+        names = ", ".join(sorted(sample.columns))
+        raise error("samples", f"has columns ({names}): nodes have tokens alone", index=number, value=names)
+    return sample
+
+
+def _counts(sample: Document, number: int) -> NDArray[np.bool_]:
+    """Which tokens but the first are to be predicted."""
+    labels = np.asarray(sample.labels[1:])
+    counts: NDArray[np.bool_] = labels != IGNORE
+    if (wrong := np.flatnonzero(counts & (labels != sample.tokens[1:]))).size:
+        at = int(wrong[0]) + 1
+        message = (
+            f"has label {labels[at - 1]} for token {at}: on a path the token that follows is the label, or {IGNORE}"
+        )
+        raise error("samples", message, index=number, value=int(labels[at - 1]))
+    return counts

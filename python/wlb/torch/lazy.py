@@ -1,0 +1,56 @@
+"""Parts of torch that take long to import, and that most trainers never load."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from torch._compile import _disable_dynamo
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def loaded(module: str, *names: str) -> tuple[type, ...]:
+    """These classes, for `isinstance`; none where nobody has imported their module, since nothing can be one of them.
+
+    Args:
+        module: the name under which it is imported.
+        names: of its classes.
+    """
+    found = sys.modules.get(module)
+    return () if found is None else tuple(getattr(found, name) for name in names)
+
+
+def fsdp() -> tuple[type, ...]:
+    """The classes of modules that FSDP shards: FSDP2's `FSDPModule`, FSDP1's `FullyShardedDataParallel`."""
+    return (*fsdp2(), *fsdp1())
+
+
+def fsdp1() -> tuple[type, ...]:
+    """`FullyShardedDataParallel`."""
+    return loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+
+
+def fsdp2() -> tuple[type, ...]:
+    """`FSDPModule`, which `fully_shard` makes of modules."""
+    return loaded("torch.distributed.fsdp", "FSDPModule")
+
+
+def dtensor() -> tuple[type, ...]:
+    """`DTensor`."""
+    return loaded("torch.distributed.tensor", "DTensor")
+
+
+def not_compiled(function: F) -> F:
+    """`torch.compiler.disable`, which imports the compiler at once: here only where somebody compiles."""
+    disabled = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" in sys.modules:
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(F, call)

@@ -1,0 +1,186 @@
+//! Exchanges of samples between micro-batches, so that the heavier become lighter.
+
+use crate::ladder::Ladder;
+
+use super::bins::{Bins, Run};
+use super::leaves::Load;
+
+/// Partners that are tried, from the lightest on.
+const PARTNERS: usize = 4;
+
+/// What waits for one another: ranks with their micro-batches, or single micro-batches.
+pub(super) struct Teams {
+    pub(super) bins: Vec<Vec<usize>>,
+    /// What each should cost.
+    pub(super) targets: Vec<f64>,
+}
+
+/// Which runs go from one to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Parts {
+    /// All samples of a tree that a micro-batch has.
+    Whole,
+    /// Also some of them: what they share is then computed twice.
+    Any,
+}
+
+/// How samples are exchanged.
+pub(super) struct Search {
+    pub(super) parts: Parts,
+    /// Teams are level within this cost.
+    pub(super) close: f64,
+    /// What a cost counts that is computed once more, beside what the heaviest team is relieved of.
+    pub(super) price: f64,
+    /// Exchanges that may still be looked at.
+    pub(super) steps: usize,
+}
+
+#[derive(Clone, Copy)]
+struct Exchange {
+    given: Run,
+    taken: Option<Run>,
+    to: usize,
+    score: f64,
+}
+
+impl Search {
+    /// Lowers the load of the heaviest team, then of the next that can be lowered, until all are within `close` of the
+    /// lightest, no exchange is left, or the steps are used up.
+    pub(super) fn level(&mut self, bins: &mut Bins, teams: &Teams) {
+        let load = |bins: &Bins, team: usize| {
+            teams.bins[team].iter().map(|&bin| bins.loads[bin].cost).sum::<f64>() - teams.targets[team]
+        };
+        let mut loads: Vec<f64> = (0..teams.bins.len()).map(|team| load(bins, team)).collect();
+        let mut by_load = Ladder::new(loads.iter().copied());
+        for _ in 1..loads.len() {
+            loop {
+                let (heavy, light) = (by_load.heaviest(), by_load.lightest());
+                if loads[heavy] - loads[light] <= self.close || self.steps == 0 {
+                    return;
+                }
+                let partners: Vec<usize> = by_load.ascending().take(PARTNERS).filter(|&team| team != heavy).collect();
+                let mut best: Option<(usize, Exchange)> = None;
+                for light in partners {
+                    if loads[heavy] - loads[light] <= self.close {
+                        break;
+                    }
+                    let most = best.map_or(loads[heavy] - self.close / 2.0, |(_, exchange)| exchange.score);
+                    let pair = [loads[heavy], loads[light]];
+                    if let Some(found) = self.best(bins, [&teams.bins[heavy], &teams.bins[light]], pair, most) {
+                        best = Some((light, found));
+                        // A partner that takes half of the difference is as good as any.
+                        if found.score <= (pair[0] + pair[1]) / 2.0 + self.close {
+                            break;
+                        }
+                    }
+                }
+                let Some((light, exchange)) = best else {
+                    by_load.remove(heavy);
+                    break;
+                };
+                let from = exchange.given.bin;
+                let given = bins.take(&exchange.given);
+                let taken = exchange.taken.map(|run| bins.take(&run)).unwrap_or_default();
+                bins.put(exchange.to, &given);
+                bins.put(from, &taken);
+                for team in [heavy, light] {
+                    loads[team] = load(bins, team);
+                    by_load.set(team, loads[team]);
+                }
+            }
+        }
+    }
+
+    /// The exchange that leaves the heavier of two teams with the least, if that is less than `most`.
+    fn best(&mut self, bins: &Bins, held: [&[usize]; 2], [heavy, light]: [f64; 2], most: f64) -> Option<Exchange> {
+        let (mut found, mut least) = (None, most);
+        let parted = self.parts == Parts::Any;
+        let (mut gives, mut takes, mut backs) = (Vec::new(), Vec::new(), Vec::new());
+        for &from in held[0] {
+            bins.runs(from, parted, &mut gives);
+            for &to in held[1] {
+                bins.runs(to, false, &mut takes);
+                // What is taken is of another tree than what is given, so that neither changes what the other adds.
+                backs.clear();
+                backs.extend(takes.iter().map(|run| bins.gain(from, run)));
+                self.steps = self.steps.saturating_sub(takes.len() + gives.len() / 8);
+                for given in &gives {
+                    // The lighter gets at least what the heavier is relieved of, unless it has some of it already.
+                    let gain = bins.gain(to, given);
+                    let nothing = (None, Load::default());
+                    for (taken, back) in
+                        std::iter::once(nothing).chain(takes.iter().map(Some).zip(backs.iter().copied()))
+                    {
+                        let documents = given.documents as i64 - taken.map_or(0, |run| run.documents as i64);
+                        let empties = documents as usize == bins.contents[from].len();
+                        if empties || taken.is_some_and(|run| same_tree(bins, given, run)) {
+                            continue;
+                        }
+                        let loss = taken.map_or_else(Load::default, |run| run.loss);
+                        let after = [heavy - given.loss.cost + back.cost, light + gain.cost - loss.cost];
+                        let more = after[0] + after[1] - heavy - light;
+                        let score = after[0].max(after[1]) + self.price * more.max(0.0);
+                        if score < least
+                            && bins.has_room(to, gain.tokens - loss.tokens, documents)
+                            && bins.has_room(from, back.tokens - given.loss.tokens, -documents)
+                        {
+                            least = score;
+                            found = Some(Exchange { given: *given, taken: taken.copied(), to, score });
+                        }
+                    }
+                }
+            }
+            if self.steps == 0 {
+                break;
+            }
+        }
+        found
+    }
+}
+
+fn same_tree(bins: &Bins, a: &Run, b: &Run) -> bool {
+    a.tree(bins) == b.tree(bins)
+}
+
+/// Brings together what was parted and need not be: a run goes where the rest of its tree is, wherever no team becomes
+/// heavier than the heaviest is.
+pub(super) fn reunite(bins: &mut Bins, teams: &Teams) {
+    let mut team_of = vec![0; bins.contents.len()];
+    teams.bins.iter().enumerate().for_each(|(team, held)| held.iter().for_each(|&bin| team_of[bin] = team));
+    let mut loads: Vec<f64> = (0..teams.bins.len())
+        .map(|team| teams.bins[team].iter().map(|&bin| bins.loads[bin].cost).sum::<f64>() - teams.targets[team])
+        .collect();
+    let most = loads.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let mut homes: Vec<(u32, usize)> = Vec::new();
+    let mut runs = Vec::new();
+    for held in &teams.bins {
+        for &bin in held {
+            bins.runs(bin, false, &mut runs);
+            homes.extend(runs.iter().map(|run| (run.tree(bins), bin)));
+        }
+    }
+    homes.sort_unstable();
+    for homes in homes.chunk_by(|a, b| a.0 == b.0).filter(|homes| homes.len() > 1) {
+        for &(tree, from) in homes {
+            bins.runs(from, false, &mut runs);
+            let Some(run) = runs.iter().copied().find(|run| run.tree(bins) == tree) else { continue };
+            if bins.contents[from].len() == run.documents {
+                continue;
+            }
+            let may = |to: usize| {
+                let gain = bins.gain(to, &run);
+                let stays = team_of[to] == team_of[from] || loads[team_of[to]] + gain.cost <= most;
+                let holds = bins.contents[to].iter().any(|&leaf| bins.leaves.trees[leaf as usize] == tree);
+                holds && stays && gain.tokens < run.loss.tokens && bins.has_room(to, gain.tokens, run.documents as i64)
+            };
+            let home = homes.iter().map(|&(_, to)| to).filter(|&to| to != from && may(to));
+            if let Some(to) = home.min_by_key(|&to| (bins.gain(to, &run).tokens, to)) {
+                bins.hand_over(&run, to);
+                for team in [team_of[from], team_of[to]] {
+                    loads[team] =
+                        teams.bins[team].iter().map(|&bin| bins.loads[bin].cost).sum::<f64>() - teams.targets[team];
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,539 @@
+//! The samples of a forest packed, each shared token once in a micro-batch.
+//!
+//! Trees are pieces that are put into micro-batches whole, where they fit and none is more than what waits for others
+//! should cost. Then samples are exchanged: first all that a micro-batch has of a tree, which computes nothing twice,
+//! then parts of trees, where the trunk that is computed twice costs less than the imbalance that it saves. Every
+//! exchange is judged by the exact cost. A forest in which nothing is shared is packed as documents are.
+
+use crate::cost::{CostModel, Mask};
+use crate::error::{Error, Result};
+use crate::lengths::Lengths;
+use crate::limits::MAX_MICRO_BATCHES;
+use crate::packing::options::{Leftover, Method, PackOptions, Ranks, Sync, check_micro_batches};
+use crate::packing::pack::{pack, pack_whole};
+use crate::packing::{Packing, deal, light_ends};
+use crate::ranks::{Item, RankOptions, Shared, heaviest_together, pack_for_ranks, rows_to_ranks, share_out};
+
+use super::bins::{Bins, Limits};
+use super::bound;
+use super::cuts;
+use super::fill::{Rule, fill};
+use super::leaves::Leaves;
+use super::level::{Parts, Search, Teams, reunite};
+use super::plan::ForestPlan;
+use super::tree::PrefixForest;
+
+/// Teams are level once they differ by this part of their mean, without a cut and with one.
+const CLOSE: [f64; 2] = [1e-4, 2e-3];
+/// What a cost counts that is computed once more, beside what the heaviest team is relieved of.
+const PRICE: f64 = 0.25;
+/// Exchanges that are looked at: some milliseconds.
+const STEPS: usize = 1 << 16;
+/// A plan is good enough if its step is longer than the bound by this part.
+const ENOUGH: f64 = 5e-3;
+/// One micro-batch more of each rank has to make the step shorter by this part.
+const WORTH_A_ROUND: f64 = 0.01;
+/// Rounds more than are needed that are tried.
+const MORE_ROUNDS: usize = 2;
+
+/// How a forest is packed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ForestOptions {
+    /// Micro-batches of all ranks; `None` for as few as hold the samples, and some more where the step is shorter.
+    pub num_micro_batches: Option<usize>,
+    /// Most unique tokens of a micro-batch.
+    pub max_tokens: i32,
+    /// The ranks; `None` where micro-batches are not dealt.
+    pub ranks: Option<Ranks>,
+    /// A number for each sample: those with the same stay on one rank. Empty for none.
+    pub groups: Vec<i64>,
+    /// Whether all ranks have as many samples; they differ by one where `dp_size` does not divide them.
+    pub equal_documents: bool,
+    /// Most samples of a micro-batch.
+    pub max_documents: Option<usize>,
+}
+
+impl ForestOptions {
+    fn for_documents(&self) -> RankOptions {
+        RankOptions {
+            num_micro_batches: self.num_micro_batches,
+            multiple_of: 1,
+            max_tokens: self.max_tokens,
+            method: Method::VarLength,
+            ranks: self.ranks,
+            groups: self.groups.clone(),
+            equal_documents: self.equal_documents,
+            max_documents: self.max_documents,
+        }
+    }
+}
+
+/// Packs the samples of a forest.
+///
+/// # Arguments
+/// * `model` - a node of `n` tokens at depth `p` costs `c(p + n) - c(p)`, where `c` is the model's cost without its
+///   constants: that of a document once for each sample, that of a micro-batch once for each.
+///
+/// # Returns
+/// A plan whose step is no shorter than its [`ForestPlan::lower_bound`]. Where nothing is shared it is that of
+/// [`pack`], or [`pack_for_ranks`].
+///
+/// # Errors
+/// As [`pack_for_ranks`]; [`Error::TooLong`] for a sample over `max_tokens`; [`Error::Combination`] for a full mask,
+/// under which what a token sees depends on what comes behind it.
+///
+/// # Complexity
+/// O(n log n) for `n` samples, O(micro-batches) for each piece that is put into one, and a bounded number of exchanges.
+///
+/// # Example
+/// ```
+/// use wlb_core::forest::{ForestOptions, PrefixForest, pack_forest};
+/// use wlb_core::{CostModel, Lengths, Mask};
+///
+/// let prompts = Lengths::new("prompt_lengths", &[100, 100])?;
+/// let forest = PrefixForest::from_prompts(&prompts, &[2, 2], &[30, 20, 40, 10])?;
+/// let cost = CostModel::analytic(0.0, 1.0, Mask::Causal)?;
+/// let (ranks, groups, max_documents) = (None, vec![], None);
+/// let num_micro_batches = Some(2);
+/// let options =
+///     ForestOptions { num_micro_batches, max_tokens: 200, ranks, groups, equal_documents: false, max_documents };
+/// let plan = pack_forest(&forest, &options, &cost)?;
+/// assert_eq!((plan.micro_batch(0), plan.unique_tokens.as_slice()), (&[0, 1][..], &[150, 150][..]));
+/// # Ok::<(), wlb_core::Error>(())
+/// ```
+pub fn pack_forest(forest: &PrefixForest, options: &ForestOptions, model: &CostModel) -> Result<ForestPlan> {
+    let documents = options.for_documents();
+    documents.check(forest.num_samples(), "samples")?;
+    if model.mask() == Mask::Full {
+        let requirement = "causal=False: under a full mask what a token sees depends on what comes behind it, so that \
+                           nothing can be shared";
+        return Err(Error::Combination { argument: "cost_model", requirement });
+    }
+    let lengths = forest.sample_lengths();
+    if let Some(index) = lengths.iter().position(|&length| length > options.max_tokens) {
+        let (value, limit) = (i64::from(lengths[index]), i64::from(options.max_tokens));
+        let (argument, given) = ("samples", format!("max_tokens = {limit}"));
+        let hint = ": a path lies whole in one micro-batch; raise max_tokens";
+        return Err(Error::TooLong { argument, index, value, given, limit, hint });
+    }
+    model.check_finite(&lengths)?;
+    let leaves = Leaves::new(forest, model);
+    if !forest.shares() {
+        let packing = as_documents(&lengths, &documents, model)?;
+        return Ok(of_packing(forest, packing, options, model, &leaves));
+    }
+    let batch = Batch::new(forest, &leaves, options, model)?;
+    let dp_size = batch.dp_size();
+    let found = match options.num_micro_batches {
+        Some(total) => batch.attempt(total / dp_size).ok_or(Error::Combination {
+            argument: "num_micro_batches",
+            requirement: "found no plan in which these hold all samples: None takes as many as are needed",
+        })?,
+        None => batch.fewest()?,
+    };
+    Ok(batch.plan(forest, found))
+}
+
+fn as_documents(lengths: &[i32], options: &RankOptions, model: &CostModel) -> Result<Packing> {
+    let lengths: Vec<i64> = lengths.iter().map(|&length| i64::from(length)).collect();
+    let lengths = Lengths::new("samples", &lengths)?;
+    if options.ranks.is_some() || options.max_documents.is_some() {
+        return pack_for_ranks(&lengths, options, model);
+    }
+    let (method, leftover) = (options.method, Leftover::Error);
+    let num_micro_batches = options.num_micro_batches.unwrap_or(1);
+    let whole = PackOptions { num_micro_batches, max_tokens: options.max_tokens, method, global_batches: 1, leftover };
+    match options.num_micro_batches {
+        Some(_) => pack(&lengths, &whole, model),
+        None => pack_whole(&lengths, 1, &whole, model),
+    }
+}
+
+fn of_packing(
+    forest: &PrefixForest,
+    packing: Packing,
+    options: &ForestOptions,
+    model: &CostModel,
+    leaves: &Leaves,
+) -> ForestPlan {
+    let bound = match options.ranks {
+        None => packing.lower_bound(),
+        Some(_) => lower_bound(leaves, options, model, packing.num_micro_batches()),
+    };
+    let mut plan = ForestPlan {
+        forest: forest.clone(),
+        max_tokens: options.max_tokens,
+        samples: packing.pieces.iter().map(|piece| piece.id as u32).collect(),
+        offsets: packing.offsets,
+        unique_tokens: packing.tokens,
+        costs: packing.costs,
+        ranks: packing.ranks,
+        padding: None,
+        lower_bound: bound,
+    };
+    plan.lower_bound = bound.min(plan.step_cost());
+    plan
+}
+
+fn limits(options: &ForestOptions) -> Limits {
+    let documents = options.max_documents.unwrap_or(usize::MAX / 2);
+    Limits { tokens: i64::from(options.max_tokens), documents }
+}
+
+/// No plan with so many micro-batches has a shorter step: not than an equal share of all that has to be computed, and
+/// not than the heaviest path, or group.
+fn lower_bound(leaves: &Leaves, options: &ForestOptions, model: &CostModel, micro_batches: usize) -> f64 {
+    let parts = options.ranks.map_or(micro_batches, |ranks| ranks.dp_size);
+    let empty = model.micro_batch() * (micro_batches / parts) as f64;
+    let share = bound::whole(leaves, limits(options)).cost / parts as f64;
+    let path = leaves.whole.iter().map(|whole| whole.cost).fold(0.0, f64::max);
+    let group = |group: &Vec<u32>| leaves.together(group.iter().copied()).cost;
+    let group = groups(leaves, &options.groups).iter().map(group).fold(0.0, f64::max);
+    share.max(path).max(group) + empty
+}
+
+/// The samples of each group, as places among the leaves; without groups none.
+fn groups(leaves: &Leaves, groups: &[i64]) -> Vec<Vec<u32>> {
+    if groups.is_empty() {
+        return Vec::new();
+    }
+    let group = |leaf: u32| groups[leaves.samples[leaf as usize] as usize];
+    let mut sorted: Vec<u32> = (0..leaves.len() as u32).collect();
+    sorted.sort_by_key(|&leaf| group(leaf));
+    sorted.chunk_by(|&a, &b| group(a) == group(b)).map(<[u32]>::to_vec).collect()
+}
+
+/// Micro-batches, and those of each rank in schedule order.
+struct Found<'a> {
+    bins: Bins<'a>,
+    ranks: Vec<Vec<usize>>,
+    step: f64,
+}
+
+/// A forest, and what its plan has to keep.
+struct Batch<'a> {
+    leaves: &'a Leaves,
+    options: &'a ForestOptions,
+    model: &'a CostModel,
+    limits: Limits,
+    trees: Vec<std::ops::Range<u32>>,
+    /// What is computed at least.
+    whole: f64,
+    /// Costs of paths, the heaviest first.
+    paths: Vec<f64>,
+    /// What stays on one rank.
+    groups: Vec<Vec<u32>>,
+}
+
+impl<'a> Batch<'a> {
+    fn new(
+        forest: &PrefixForest,
+        leaves: &'a Leaves,
+        options: &'a ForestOptions,
+        model: &'a CostModel,
+    ) -> Result<Self> {
+        let limits = limits(options);
+        let mut paths: Vec<f64> = leaves.whole.iter().map(|whole| whole.cost).collect();
+        paths.sort_by(|a, b| b.total_cmp(a));
+        let batch = Self {
+            leaves,
+            options,
+            model,
+            limits,
+            trees: leaves.trees(),
+            whole: bound::whole(leaves, limits).cost,
+            paths,
+            groups: groups(leaves, &options.groups),
+        };
+        if options.equal_documents && batch.on_ranks(forest.num_samples()).is_none() {
+            let requirement = "found no way to give every rank as many samples, in groups of these sizes";
+            return Err(Error::Combination { argument: "equal_documents", requirement });
+        }
+        Ok(batch)
+    }
+
+    fn dp_size(&self) -> usize {
+        self.options.ranks.map_or(1, |ranks| ranks.dp_size)
+    }
+
+    /// Whether single micro-batches wait for one another, not whole ranks.
+    fn meets_in_micro_batches(&self) -> bool {
+        self.options.ranks.is_none_or(|ranks| ranks.sync == Sync::MicroBatch)
+    }
+
+    fn bound(&self, rounds: usize) -> f64 {
+        lower_bound(self.leaves, self.options, self.model, rounds * self.dp_size())
+    }
+
+    /// The plan of as few rounds as were found to hold all, or of some more where that makes the step shorter.
+    fn fewest(&self) -> Result<Found<'a>> {
+        let dp_size = self.dp_size();
+        let attempt = |rounds: usize| {
+            check_micro_batches(rounds.saturating_mul(dp_size))?;
+            Ok(self.attempt(rounds))
+        };
+        let (mut too_few, mut step) = (self.least_rounds() - 1, 1);
+        let (mut enough, mut best) = loop {
+            let rounds = too_few + step;
+            if let Some(found) = attempt(rounds)? {
+                break (rounds, found);
+            }
+            step = (2 * step).min((MAX_MICRO_BATCHES / dp_size).saturating_sub(rounds)).max(1);
+            too_few = rounds;
+        };
+        while enough - too_few > 1 {
+            let middle = too_few + (enough - too_few) / 2;
+            match attempt(middle)? {
+                Some(found) => (enough, best) = (middle, found),
+                None => too_few = middle,
+            }
+        }
+        if self.options.ranks.is_some() {
+            for rounds in enough + 1..=enough + MORE_ROUNDS {
+                let most = best.step * (1.0 - WORTH_A_ROUND);
+                if self.bound(rounds) > most || check_micro_batches(rounds * dp_size).is_err() {
+                    break;
+                }
+                let whole = |found: &Found| found.bins.contents.iter().all(|held| !held.is_empty());
+                if let Some(more) = self.attempt(rounds).filter(|more| more.step <= most && whole(more)) {
+                    best = more;
+                }
+            }
+        }
+        Ok(best)
+    }
+
+    /// No plan has fewer rounds.
+    fn least_rounds(&self) -> usize {
+        let dp_size = self.dp_size();
+        let tokens = self.trees.iter().map(|tree| self.leaves.together(tree.clone()).tokens).sum::<i64>() as u64;
+        let by_tokens = tokens.div_ceil(self.limits.tokens as u64 * dp_size as u64) as usize;
+        let by_documents = self.leaves.len().div_ceil(self.limits.documents.saturating_mul(dp_size));
+        by_tokens.max(by_documents).max(1)
+    }
+
+    /// The plan with so many micro-batches a rank; none if none was found that holds all samples.
+    fn attempt(&self, rounds: usize) -> Option<Found<'a>> {
+        let good = self.bound(rounds) * (1.0 + ENOUGH);
+        let mut best: Option<Found<'a>> = None;
+        for rule in [Rule::LeastLoad, Rule::BestFit, Rule::InTurn] {
+            if best.as_ref().is_some_and(|best| best.step <= good) {
+                break;
+            }
+            let made = match self.groups.is_empty() && !self.options.equal_documents {
+                true => self.freely(rounds, rule),
+                false => self.by_rank(rounds, rule),
+            };
+            if let Some(made) = made
+                && best.as_ref().is_none_or(|best| made.step < best.step)
+            {
+                best = Some(made);
+            }
+        }
+        best
+    }
+
+    /// What each micro-batch should cost: heaviest round first, and in each one a rank.
+    fn targets(&self, rounds: usize) -> Vec<f64> {
+        let dp_size = self.dp_size();
+        let count = rounds * dp_size;
+        if self.options.ranks.is_none() || !self.meets_in_micro_batches() {
+            return vec![self.whole / count as f64; count];
+        }
+        let mut left = self.whole;
+        let of_round = |round: usize| {
+            let mean = left.max(0.0) / ((rounds - round) * dp_size) as f64;
+            let target = self.paths.get(round * dp_size).map_or(mean, |&path| mean.max(path));
+            left -= target * dp_size as f64;
+            target
+        };
+        (0..rounds).map(of_round).flat_map(|target| std::iter::repeat_n(target, dp_size)).collect()
+    }
+
+    fn search(&self, parts: Parts, mean: f64) -> Search {
+        Search { parts, close: CLOSE[usize::from(parts == Parts::Any)] * mean, price: PRICE, steps: STEPS }
+    }
+
+    /// Samples may go to any rank.
+    fn freely(&self, rounds: usize, rule: Rule) -> Option<Found<'a>> {
+        let dp_size = self.dp_size();
+        let count = rounds * dp_size;
+        let targets = self.targets(rounds);
+        let alone = self.meets_in_micro_batches();
+        let (mean, most) = match alone {
+            true => (self.whole / count as f64, 2.0 * self.whole / count as f64),
+            false => (self.whole / dp_size as f64, self.whole / dp_size as f64),
+        };
+        let pieces: Vec<Vec<u32>> =
+            self.trees.iter().flat_map(|tree| cuts::of_cost(self.leaves, tree.clone(), most)).collect();
+        let all: Vec<usize> = (0..count).collect();
+        let mut bins = Bins::new(self.leaves, self.limits, count);
+        if !fill(&mut bins, &all, &targets, &pieces, rule) {
+            return None;
+        }
+        let costs = |bins: &Bins| bins.loads.iter().map(|load| load.cost).collect::<Vec<f64>>();
+        let teams = match alone {
+            true => Teams { bins: all.iter().map(|&bin| vec![bin]).collect(), targets },
+            false => {
+                let dealt = deal(&costs(&bins), dp_size);
+                Teams { bins: dealt.chunks(rounds).map(<[usize]>::to_vec).collect(), targets: vec![0.0; dp_size] }
+            }
+        };
+        self.search(Parts::Whole, mean).level(&mut bins, &teams);
+        self.search(Parts::Any, mean).level(&mut bins, &teams);
+        reunite(&mut bins, &teams);
+        let ranks = if self.options.ranks.is_none() {
+            vec![all]
+        } else if alone {
+            let mut rows = heaviest_together(&costs(&bins), dp_size);
+            rows_to_ranks(&mut rows, &costs(&bins), dp_size)
+        } else {
+            teams.bins
+        };
+        Some(self.found(bins, ranks))
+    }
+
+    /// What ranks have to keep together is shared out first; then each fills its own micro-batches.
+    fn by_rank(&self, rounds: usize, rule: Rule) -> Option<Found<'a>> {
+        let dp_size = self.dp_size();
+        let held = self.on_ranks(rounds)?;
+        let targets = self.targets(rounds);
+        let of_rank: Vec<f64> = targets.iter().copied().step_by(dp_size).collect();
+        let mean = self.whole / (rounds * dp_size) as f64;
+        let mut bins = Bins::new(self.leaves, self.limits, rounds * dp_size);
+        let bin_targets: Vec<f64> = (0..dp_size).flat_map(|_| of_rank.iter().copied()).collect();
+        let mut ranks: Vec<Vec<usize>> = Vec::with_capacity(dp_size);
+        for (rank, mut places) in held.into_iter().enumerate() {
+            places.sort_unstable();
+            let tree = |leaf: u32| self.leaves.trees[leaf as usize];
+            let pieces: Vec<Vec<u32>> = places.chunk_by(|&a, &b| tree(a) == tree(b)).map(<[u32]>::to_vec).collect();
+            let own: Vec<usize> = (rank * rounds..(rank + 1) * rounds).collect();
+            if !fill(&mut bins, &own, &bin_targets, &pieces, rule) {
+                return None;
+            }
+            let teams = Teams { bins: own.iter().map(|&bin| vec![bin]).collect(), targets: of_rank.clone() };
+            self.search(Parts::Whole, mean).level(&mut bins, &teams);
+            if self.meets_in_micro_batches() {
+                self.search(Parts::Any, mean).level(&mut bins, &teams);
+            }
+            reunite_own(&mut bins, &own);
+            ranks.push(own);
+        }
+        let costs: Vec<f64> = bins.loads.iter().map(|load| load.cost).collect();
+        ranks.iter_mut().for_each(|own| own.sort_by(|&a, &b| costs[b].total_cmp(&costs[a])));
+        Some(self.found(bins, ranks))
+    }
+
+    /// The samples of each rank: groups stay together, and counts are equal where they have to be. Each rank has room
+    /// for so many micro-batches.
+    fn on_ranks(&self, rounds: usize) -> Option<Vec<Vec<u32>>> {
+        let (dp_size, equal) = (self.dp_size(), self.options.equal_documents);
+        let parts = match self.groups.is_empty() {
+            false => self.groups.clone(),
+            true => self.trees.iter().map(|tree| tree.clone().collect()).collect(),
+        };
+        self.shared_out(&parts, rounds).or_else(|| {
+            let may_part = equal && self.groups.is_empty();
+            may_part.then(|| self.in_equal_numbers(&parts, dp_size)).and_then(|parts| self.shared_out(&parts, rounds))
+        })
+    }
+
+    /// Parts on ranks.
+    fn shared_out(&self, parts: &[Vec<u32>], rounds: usize) -> Option<Vec<Vec<u32>>> {
+        let item = |(index, part): (usize, &Vec<u32>)| {
+            let load = self.leaves.together(part.iter().copied());
+            Item { cost: load.cost, tokens: load.tokens, documents: part.len() as u32, index: index as u32 }
+        };
+        let items: Vec<Item> = parts.iter().enumerate().map(item).collect();
+        let shared = Shared {
+            ranks: self.dp_size(),
+            tokens: self.limits.tokens.saturating_mul(rounds as i64),
+            documents: self.limits.documents.saturating_mul(rounds).min(1 << 31) as i64,
+            equal_documents: self.options.equal_documents,
+            close: CLOSE[0] * self.whole / self.dp_size() as f64,
+        };
+        let ranks = share_out(items, &shared)?;
+        let of_rank = |held: Vec<u32>| held.into_iter().flat_map(|index| parts[index as usize].clone()).collect();
+        Some(ranks.into_iter().map(of_rank).collect())
+    }
+
+    /// Trees parted so that ranks can have as many samples: the ones of most samples first, each whole to the rank that
+    /// lacks most, and what fits nowhere cut.
+    fn in_equal_numbers(&self, trees: &[Vec<u32>], dp_size: usize) -> Vec<Vec<u32>> {
+        let samples = self.leaves.len();
+        let mut lacks: Vec<usize> = (0..dp_size).map(|rank| (samples + dp_size - 1 - rank) / dp_size).collect();
+        let mut most_first: Vec<&Vec<u32>> = trees.iter().collect();
+        most_first.sort_by_key(|tree| std::cmp::Reverse(tree.len()));
+        let (mut parts, mut others) = (Vec::new(), Vec::new());
+        for tree in most_first {
+            let rank = (0..dp_size).max_by_key(|&rank| (lacks[rank], std::cmp::Reverse(rank))).unwrap_or(0);
+            if lacks[rank] >= tree.len() {
+                lacks[rank] -= tree.len();
+                parts.push(tree.clone());
+            } else {
+                others.push(&tree[..]);
+            }
+        }
+        for mut rest in others {
+            while !rest.is_empty() {
+                let rank = (0..dp_size).max_by_key(|&rank| (lacks[rank], std::cmp::Reverse(rank))).unwrap_or(0);
+                let count = lacks[rank].clamp(1, rest.len());
+                lacks[rank] = lacks[rank].saturating_sub(count);
+                parts.push(rest[..count].to_vec());
+                rest = &rest[count..];
+            }
+        }
+        parts
+    }
+
+    fn found(&self, bins: Bins<'a>, mut ranks: Vec<Vec<usize>>) -> Found<'a> {
+        let costs: Vec<f64> = bins.loads.iter().map(|load| load.cost + self.model.micro_batch()).collect();
+        if let Some(options) = self.options.ranks {
+            match options.sync {
+                Sync::Step => {
+                    for held in &mut ranks {
+                        held.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]));
+                        *held = light_ends(held);
+                    }
+                }
+                Sync::MicroBatch => {
+                    let order = light_ends(&(0..ranks[0].len()).collect::<Vec<usize>>());
+                    ranks.iter_mut().for_each(|held| *held = order.iter().map(|&round| held[round]).collect());
+                }
+            }
+        }
+        let in_order: Vec<f64> = ranks.iter().flatten().map(|&bin| costs[bin]).collect();
+        let most = in_order.iter().copied().fold(0.0, f64::max);
+        let step = self.options.ranks.map_or(most, |ranks| ranks.step_cost(&in_order));
+        Found { bins, ranks, step }
+    }
+
+    fn plan(&self, forest: &PrefixForest, found: Found) -> ForestPlan {
+        let Found { bins, ranks, step } = found;
+        let mut plan = ForestPlan {
+            forest: forest.clone(),
+            max_tokens: self.options.max_tokens,
+            samples: Vec::with_capacity(self.leaves.len()),
+            offsets: vec![0],
+            unique_tokens: Vec::new(),
+            costs: Vec::new(),
+            ranks: self.options.ranks,
+            padding: None,
+            lower_bound: self.bound(bins.contents.len() / self.dp_size()).min(step),
+        };
+        for &bin in ranks.iter().flatten() {
+            let first = plan.samples.len();
+            plan.samples.extend(bins.contents[bin].iter().map(|&leaf| self.leaves.samples[leaf as usize]));
+            plan.samples[first..].sort_unstable();
+            plan.offsets.push(plan.samples.len());
+            plan.unique_tokens.push(bins.loads[bin].tokens);
+            plan.costs.push(bins.loads[bin].cost + self.model.micro_batch());
+        }
+        plan
+    }
+}
+
+/// Brings together what one rank has of a tree in several micro-batches.
+fn reunite_own(bins: &mut Bins, own: &[usize]) {
+    reunite(bins, &Teams { bins: own.iter().map(|&bin| vec![bin]).collect(), targets: vec![0.0; own.len()] });
+}

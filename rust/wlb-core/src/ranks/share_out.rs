@@ -1,0 +1,39 @@
+//! What stays together shared out to ranks.
+
+use super::items::{Item, sort};
+use super::level::Leveller;
+use super::plan::{RANKS, STEPS};
+use super::shares::{Limits, Rule, Shares};
+
+/// What each rank may have.
+pub(crate) struct Shared {
+    /// How many ranks.
+    pub(crate) ranks: usize,
+    /// Most tokens of a rank.
+    pub(crate) tokens: i64,
+    /// Most documents of a rank.
+    pub(crate) documents: i64,
+    /// Whether all have as many documents; they differ by one where their number does not divide these.
+    pub(crate) equal_documents: bool,
+    /// Ranks are level within this cost.
+    pub(crate) close: f64,
+}
+
+/// Indices of the items of each rank, whose costs are level as far as exchanges make them so; none if no way was found.
+pub(crate) fn share_out(mut items: Vec<Item>, shared: &Shared) -> Option<Vec<Vec<u32>>> {
+    sort(&mut items);
+    let limits = Limits { tokens: shared.tokens, documents: shared.documents };
+    let rule = if shared.equal_documents { Rule::FewestDocuments } else { Rule::LeastLoad };
+    let mut shares = Shares::filled(&items, limits, &vec![0.0; shared.ranks], rule)?;
+    let documents = |held: &Vec<u32>| held.iter().map(|&place| items[place as usize].documents).sum::<u32>();
+    let held: Vec<u32> = shares.contents.iter().map(documents).collect();
+    let spread = held.iter().max().unwrap_or(&0) - held.iter().min().unwrap_or(&0);
+    if shared.equal_documents && spread > 1 {
+        return None;
+    }
+    let mut search = Leveller::new(STEPS, shared.equal_documents);
+    search.partners = RANKS;
+    search.level(&mut shares, &(0..shared.ranks).collect::<Vec<usize>>(), shared.close);
+    let indices = |held: &Vec<u32>| held.iter().map(|&place| items[place as usize].index).collect();
+    Some(shares.contents.iter().map(indices).collect())
+}

@@ -1,0 +1,72 @@
+//! Plans in which neighbouring ranks exchange heads for tokens.
+
+use super::calls::Indices;
+use super::intervals::sort;
+use super::paths::{Run, tokens};
+
+/// What one rank does in its block.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HeadsPlan {
+    /// Tokens of each rank of the block.
+    pub counts: Vec<i64>,
+    /// Of this rank in the block.
+    pub place: usize,
+    /// Lists of rows, one behind the other: the tokens of the block in packed order, from those in order of ranks; the
+    /// inverse.
+    pub indices: Indices,
+}
+
+impl HeadsPlan {
+    /// The plan of the rank at `place` of a block.
+    ///
+    /// # Complexity
+    /// O(tokens of the block), and O(s log s) in its segments.
+    pub fn of(block: &[Vec<Run>], place: usize) -> Self {
+        let counts: Vec<i64> = block.iter().map(|held| tokens(held)).collect();
+        let runs = in_packed_order(block);
+        let total: i64 = counts.iter().sum();
+        let mut rows: Vec<i32> = Vec::with_capacity(2 * total as usize);
+        for run in &runs {
+            rows.extend(run.row as i32..(run.row + run.length) as i32);
+        }
+        let ascending = rows.len();
+        rows.resize(2 * ascending, 0);
+        let (ascending, by_rank) = rows.split_at_mut(ascending);
+        for (&row, place) in ascending.iter().zip(0..) {
+            by_rank[row as usize] = place;
+        }
+        Self { counts, place, indices: Indices { rows, bounds: Vec::new() } }
+    }
+}
+
+/// The runs of a block, with rows counted through all of its ranks, by their place in the packed sequence.
+fn in_packed_order(block: &[Vec<Run>]) -> Vec<Run> {
+    let mut runs = Vec::with_capacity(block.iter().map(Vec::len).sum());
+    let mut first = 0;
+    for held in block {
+        runs.extend(held.iter().map(|run| Run { row: first + run.row, ..*run }));
+        first += tokens(held);
+    }
+    sort(&mut runs, |run| run.token);
+    runs
+}
+
+/// What a holder has that has the tokens of a block in packed order; neighbours become one.
+pub(super) fn together(block: &[Vec<Run>]) -> Vec<Run> {
+    let mut joined: Vec<Run> = Vec::new();
+    let mut row = 0;
+    for run in in_packed_order(block) {
+        match joined.last_mut() {
+            Some(last)
+                if last.path == run.path
+                    && last.token + last.length == run.token
+                    && last.position + last.length == run.position =>
+            {
+                last.length += run.length;
+            }
+            _ => joined.push(Run { row, ..run }),
+        }
+        row += run.length;
+    }
+    joined
+}

@@ -1,0 +1,52 @@
+//! From a shard to what its ranks hold and see.
+
+use crate::cost::Mask;
+
+use super::super::shard::{Segment, Shard};
+use super::paths::{Paths, Piece, Reach, Run};
+
+/// What every rank holds, and what its queries can see.
+#[derive(Clone, Debug)]
+pub struct Layout {
+    /// What queries can see.
+    pub paths: Paths,
+    /// What each rank holds: rows count up from 0, in the order of tokens in the packed sequence.
+    pub held: Vec<Vec<Run>>,
+    /// Whether a query sees only keys before it.
+    pub causal: bool,
+}
+
+impl Layout {
+    /// That of a shard: every document is a path.
+    ///
+    /// # Complexity
+    /// O(segments).
+    pub fn of(shard: &Shard) -> Self {
+        let mut paths = Paths::default();
+        for (&length, &token) in shard.lengths.iter().zip(&shard.document_starts) {
+            paths.push([Piece { position: 0, token: token.into(), length: length.into() }]);
+        }
+        let of_rank = |segments: &Vec<Segment>| {
+            let mut row = 0;
+            let run = |segment: &Segment| {
+                let run = Run {
+                    path: segment.document as usize,
+                    position: segment.start.into(),
+                    token: shard.packed_start(segment).into(),
+                    row,
+                    length: segment.length.into(),
+                };
+                row += run.length;
+                run
+            };
+            segments.iter().map(run).collect()
+        };
+        Self { paths, held: shard.ranks.iter().map(of_rank).collect(), causal: shard.mask == Mask::Causal }
+    }
+
+    /// How far a query sees with a window of so many tokens, itself included; None: as far as its path goes.
+    pub fn reach(&self, window: Option<i64>) -> Reach {
+        let side = window.map_or(Reach::UNLIMITED, |window| (window - 1).min(Reach::UNLIMITED));
+        Reach { left: side, right: if self.causal { 0 } else { side } }
+    }
+}

@@ -1,0 +1,62 @@
+//! Plans in which tokens move from one cut of a micro-batch to another.
+
+use super::calls::{Indices, Rows};
+use super::intervals::{Place, among, places, sort};
+use super::layout::Layout;
+use super::paths::tokens;
+
+/// What one rank sends and receives. What two ranks exchange is in packed order.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MovesPlan {
+    /// Its rows before, by destination.
+    pub sent: Rows,
+    /// How many to each rank.
+    pub sent_rows: Vec<i64>,
+    /// Of each of its rows after, the place among those that arrive.
+    pub placed: Rows,
+    /// How many from each rank.
+    pub arriving_rows: Vec<i64>,
+    /// What these refer to.
+    pub indices: Indices,
+}
+
+impl MovesPlan {
+    /// The plan of `rank`, from one layout of the same tokens to another.
+    ///
+    /// # Complexity
+    /// O(s log s) in the segments `s` of all ranks, and O(tokens of the rank).
+    pub fn of(before: &Layout, after: &Layout, rank: usize) -> Self {
+        let mut plan = Self::default();
+        let source = places(&before.held[rank]);
+        let target = places(&after.held[rank]);
+        let mut sent = Vec::new();
+        for held in &after.held {
+            let parts = common(&source, &places(held));
+            plan.sent_rows.push(parts.iter().map(|part| part.length).sum());
+            sent.extend(parts.iter().map(|part| (part.row, part.length)));
+        }
+        plan.sent = plan.indices.list(sent);
+        // Rows after, in the order in which they arrive.
+        let mut arriving: Vec<Place> = Vec::new();
+        let mut row = 0;
+        for held in &before.held {
+            let parts = common(&target, &places(held));
+            plan.arriving_rows.push(parts.iter().map(|part| part.length).sum());
+            for part in parts {
+                // Sorted by the row after, read by the row of arrival.
+                arriving.push(Place { token: part.row, row, length: part.length });
+                row += part.length;
+            }
+        }
+        sort(&mut arriving, |part| part.token);
+        plan.placed = plan.indices.list(arriving.iter().map(|part| (part.row, part.length)));
+        debug_assert_eq!(plan.placed.count, tokens(&after.held[rank]));
+        plan
+    }
+}
+
+/// The parts of `some` that `others` have too, ascending, with the rows of `some`.
+fn common(some: &[Place], others: &[Place]) -> Vec<Place> {
+    let wanted: Vec<_> = others.iter().map(|place| (place.token, place.token + place.length)).collect();
+    among(&wanted, some).collect()
+}

@@ -1,0 +1,161 @@
+//! What a rank does in a layer of attention, for `wlb.torch.attention`: plain numbers, which it makes tensors of.
+
+use std::num::NonZeroI64;
+
+use pyo3::prelude::*;
+use wlb_core::sharding::execution::{Call, HeadsPlan, Indices, KeysPlan, Layout, MovesPlan, RingPlan, Rows, Transport};
+
+use crate::error::raise;
+use crate::plain::Array;
+use crate::sharding::Shard;
+
+/// First row (of a list: where it begins), how many, whether it is a list.
+type PlainRows = (i64, i64, bool);
+/// Rows of queries and of keys, where the bounds begin, spans, longest queries and keys, window, whether it is fresh.
+type PlainCall = (PlainRows, PlainRows, usize, usize, i64, i64, (i64, i64), bool);
+/// Lists of rows and, from the number beside it on, bounds.
+type PlainIndices = (Array<Vec<i32>>, usize);
+
+fn rows(rows: Rows) -> PlainRows {
+    (rows.first, rows.count, rows.listed)
+}
+
+fn calls(calls: &[Call]) -> Vec<PlainCall> {
+    let plain = |call: &Call| {
+        let window = (call.left, call.right);
+        (
+            rows(call.queries),
+            rows(call.keys),
+            call.bounds,
+            call.spans,
+            call.max_queries,
+            call.max_keys,
+            window,
+            call.fresh,
+        )
+    };
+    calls.iter().map(plain).collect()
+}
+
+fn indices(indices: Indices) -> PlainIndices {
+    let Indices { rows: mut numbers, bounds } = indices;
+    let begin = numbers.len();
+    numbers.extend_from_slice(&bounds);
+    (Array(numbers), begin)
+}
+
+/// What a rank does where keys come to the ranks that need them.
+///
+/// Args:
+///     shard: of the micro-batch.
+///     rank: one of its ranks.
+///     fetch: every rank gets what it needs; else all get what some rank needs from another.
+///     window: a token sees tokens less than this many positions away; None: any.
+///     biased: scores have a bias by position.
+///
+/// Returns:
+///     int32 numbers, and where bounds begin in them; local calls; remote calls; the buffer's rows before those that
+///     arrive; rows sent, and how many of them are needed; rows sent to and arriving from each rank; whether any
+///     rank sends; gradients by row of the buffer, more of them, their rows, and rows without any. See
+///     ``wlb_core::sharding::execution``.
+///
+/// Raises:
+///     WlbError: the keys of a call are more than int32 can count.
+#[pyfunction]
+#[pyo3(signature = (shard, rank, *, fetch, window, biased))]
+#[allow(clippy::type_complexity, reason = "plain numbers, which a dataclass of Python names")]
+pub(crate) fn keys_plan(
+    py: Python<'_>,
+    shard: &Shard,
+    rank: usize,
+    fetch: bool,
+    window: Option<NonZeroI64>,
+    biased: bool,
+) -> PyResult<(
+    PlainIndices,
+    Vec<PlainCall>,
+    Vec<PlainCall>,
+    i64,
+    (PlainRows, i64),
+    Vec<i64>,
+    Vec<i64>,
+    bool,
+    (PlainRows, PlainRows, PlainRows, PlainRows),
+)> {
+    let transport = if fetch { Transport::Fetch } else { Transport::AllGather };
+    let plan = py.detach(|| {
+        let layout = Layout::of(&shard.plan);
+        KeysPlan::of(&layout, rank, transport, layout.reach(window.map(NonZeroI64::get)), biased)
+    });
+    let plan = plan.map_err(raise)?;
+    Ok((
+        indices(plan.indices),
+        calls(&plan.local),
+        calls(&plan.remote),
+        plan.own_rows,
+        (rows(plan.sent), plan.needed),
+        plan.sent_rows,
+        plan.arriving_rows,
+        plan.moves,
+        (rows(plan.gradients), rows(plan.more), rows(plan.more_rows), rows(plan.without)),
+    ))
+}
+
+/// What a rank does where keys go around a ring of blocks of ``degree`` ranks, which exchange heads.
+///
+/// Args:
+///     shard: of the micro-batch.
+///     rank: one of its ranks.
+///     degree: ranks of a block.
+///     window: a token sees tokens less than this many positions away; None: any.
+///     biased: scores have a bias by position.
+///
+/// Returns:
+///     int32 numbers, and where bounds begin in them; calls of each step; keys of each position; the last step in
+///     which any position computes over each position's keys; with more than one rank in a block its ranks' tokens,
+///     this rank's place and two lists of rows: the block's tokens in packed order, and the inverse. See
+///     ``wlb_core::sharding::execution``.
+///
+/// Raises:
+///     WlbError: the keys of a call are more than int32 can count.
+#[pyfunction]
+#[pyo3(signature = (shard, rank, degree, *, window, biased))]
+#[allow(clippy::type_complexity, reason = "plain numbers, which a dataclass of Python names")]
+pub(crate) fn ring_plan(
+    py: Python<'_>,
+    shard: &Shard,
+    rank: usize,
+    degree: usize,
+    window: Option<NonZeroI64>,
+    biased: bool,
+) -> PyResult<(PlainIndices, Vec<Vec<PlainCall>>, Vec<i64>, Vec<usize>, Option<(Vec<i64>, usize, Array<Vec<i32>>)>)> {
+    let plan = py.detach(|| {
+        let layout = Layout::of(&shard.plan);
+        RingPlan::of(&layout, rank, degree, layout.reach(window.map(NonZeroI64::get)), biased)
+    });
+    let (heads, plan) = plan.map_err(raise)?;
+    let heads = heads.map(|HeadsPlan { counts, place, indices }| (counts, place, Array(indices.rows)));
+    let steps = plan.steps.iter().map(|step| calls(step)).collect();
+    Ok((indices(plan.indices), steps, plan.rows, plan.last, heads))
+}
+
+/// What a rank sends and receives where tokens move from one cut of a micro-batch to another.
+///
+/// Args:
+///     before: how tokens lie.
+///     after: how they will lie; of the same documents and ranks.
+///     rank: one of the ranks.
+///
+/// Returns:
+///     int32 numbers; rows sent, by destination; how many to each rank; of each row after, the place among those that
+///     arrive; how many from each rank.
+#[pyfunction]
+pub(crate) fn moves_plan(
+    py: Python<'_>,
+    before: &Shard,
+    after: &Shard,
+    rank: usize,
+) -> (Array<Vec<i32>>, PlainRows, Vec<i64>, PlainRows, Vec<i64>) {
+    let plan = py.detach(|| MovesPlan::of(&Layout::of(&before.plan), &Layout::of(&after.plan), rank));
+    (Array(plan.indices.rows), rows(plan.sent), plan.sent_rows, rows(plan.placed), plan.arriving_rows)
+}

@@ -1,0 +1,259 @@
+"""Forests in training: every loss and gradient is that of one sample at a time, on one process and on groups."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import wlb
+import wlb.torch as wt
+from tests.torch import processes
+from wlb.torch.attention.forest import forest_route
+
+VOCABULARY, HEAD_DIM = 11, 4
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Samples, and the options of attention under test."""
+
+    samples: tuple[tuple[int, ...], ...]
+    heads: tuple[int, int] = (4, 2)
+    window: int | None = None
+
+
+def grown(depth: int, seed: int) -> tuple[tuple[int, ...], ...]:
+    """A chain of short turns at each of which another sample leaves: a tree of this depth."""
+    random = np.random.default_rng(seed)
+    history: tuple[int, ...] = (1,)
+    samples = []
+    for turn in range(depth):
+        samples.append((*history, 9, *random.integers(0, 9, random.integers(1, 4)).tolist()))
+        history = (*history, turn % 9)
+    return (*samples, history)
+
+
+GROUPS = tuple(
+    (*range(2, 2 + prompt), 5, *completion) for prompt in (6, 3) for completion in ((), (1,), (1, 2, 3, 4, 1), (2, 2))
+)
+CASES = {
+    "groups": Case(GROUPS),
+    "one root for all": Case(tuple((7, first, *rest) for first in range(6) for rest in ((1, 2, 3), (1,)))),
+    "one-token nodes": Case(((1,), (1, 2), (1, 2, 3), (1, 2, 4), (1, 3), (2,))),
+    "depth 50": Case(grown(50, 0)),
+    "no sharing": Case(((1, 2, 3), (2, 3, 4, 5), (3,))),
+    "window": Case((*GROUPS, *grown(12, 1)), window=4),
+    "all heads": Case(GROUPS, heads=(4, 4)),
+    "equal samples": Case(((1, 2, 3), (1, 2, 3), (1, 2))),
+}
+
+
+class Model(nn.Module):
+    """Two layers of attention with positions; everything a shared token has depends on what is before it alone."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        heads, kv_heads = case.heads
+        width = heads * HEAD_DIM
+        self.heads = [heads, kv_heads, kv_heads]
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(128, width)
+        self.layers = nn.ModuleList(nn.Linear(width, sum(self.heads) * HEAD_DIM) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.head = nn.Linear(width, VOCABULARY)
+        self.double()
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = self.tokens(tokens) + self.positions(positions)
+        for layer, out in zip(self.layers, self.out, strict=True):
+            q, k, v = layer(F.layer_norm(x, x.shape[-1:])).unflatten(-1, (-1, HEAD_DIM)).split(self.heads, 1)
+            x = x + out(attend(q, k, v).flatten(1)).tanh()
+        hidden: Tensor = x
+        return hidden
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
+    distance = torch.arange(len(q)).unsqueeze(1) - torch.arange(len(q))
+    hidden = (distance < 0) | (distance >= (window or 1000))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def counts(sample: int, length: int) -> list[bool]:
+    """Which tokens of a sample are learnt: another part in each, also of what they share."""
+    return [(position + sample) % 3 != 0 for position in range(length)]
+
+
+def documents(case: Case) -> list[wt.Document]:
+    def labels(number: int, sample: tuple[int, ...]) -> list[int]:
+        return [
+            token if counts else wt.IGNORE for token, counts in zip(sample, counts(number, len(sample)), strict=True)
+        ]
+
+    return [wt.Document(sample, number, labels=labels(number, sample)) for number, sample in enumerate(case.samples)]
+
+
+def losses(logp: Tensor, weights: Tensor, sample: Tensor, position: Tensor) -> Tensor:
+    """Cross-entropy, a clipped ratio with an advantage of each sample's own, and a distance to a reference: summed."""
+    old = -2.0 - 0.1 * (position % 5)
+    advantage = torch.cos(sample.double() * 2.0 + 0.3)
+    ratio = (logp - old).exp()
+    clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    reference = -2.2 - 0.05 * (position % 7)
+    distance = (reference - logp).exp() - (reference - logp) - 1
+    return (weights * (-logp - clipped + 0.1 * distance)).sum()
+
+
+@functools.cache
+def one_by_one(case: Case) -> tuple[float, list[Tensor], int]:
+    """Loss, gradients and counted predictions, sample after sample."""
+    model = Model(case)
+    total, predictions = torch.zeros((), dtype=torch.float64), 0
+    for number, sample in enumerate(case.samples):
+        tokens = torch.tensor(sample)
+        hidden = model(tokens, torch.arange(len(sample)), functools.partial(dense, window=case.window))
+        learnt = torch.tensor(counts(number, len(sample)))[1:]
+        logp = model.head(hidden[:-1]).log_softmax(-1).gather(1, tokens[1:, None])[:, 0][learnt]
+        position = torch.arange(1, len(sample))[learnt]
+        total = total + losses(logp, torch.ones(()), torch.full_like(position, number), position)
+        predictions += int(learnt.sum())
+    total.backward()  # type: ignore[no-untyped-call]
+    return total.item(), [parameter.grad for parameter in model.parameters() if parameter.grad is not None], predictions
+
+
+def as_a_forest(
+    case: Case, group: dist.ProcessGroup | None = None, rank: int = 0, size: int = 1, multiple_of_tokens: int = 1
+) -> tuple[float, list[Tensor], int]:
+    model = Model(case)
+    offsets = np.cumsum([0, *map(len, case.samples)])
+    forest = wlb.PrefixForest.from_tokens([token for sample in case.samples for token in sample], offsets)
+    batch = wt.collate_forest(
+        documents(case), forest, cp_rank=rank, cp_size=size, multiple_of_tokens=multiple_of_tokens
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return wt.context_parallel_attention(q, k, v, batch.shard, group=group, window=case.window)
+
+    hidden = model(batch.tokens, batch.position_ids, attend)
+    edges = model.head(hidden[batch.edge_rows]).log_softmax(-1).gather(1, batch.edge_targets[:, None])[:, 0]
+    loss = losses(batch.to_samples(edges), torch.ones(()), batch.sample_of, batch.sample_positions)
+    # What a loss of each token alone sums to is also a weighted sum over edges.
+    entropy = batch.to_samples(edges).sum()
+    torch.testing.assert_close(entropy, (edges * batch.edge_weights).sum(), rtol=1e-12, atol=1e-12)
+    loss.backward()  # type: ignore[no-untyped-call]
+    total = loss.detach()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if group is not None:
+        for tensor in (total, *gradients):
+            dist.all_reduce(tensor, group=group)
+    return total.item(), gradients, batch.num_valid_tokens
+
+
+def assert_equal(found: tuple[float, list[Tensor], int], case: Case) -> None:
+    loss, gradients, predictions = one_by_one(case)
+    assert found[2] == predictions
+    assert found[0] == pytest.approx(loss, rel=1e-12, abs=1e-12)
+    for mine, theirs in zip(found[1], gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12 * max(1.0, theirs.abs().max().item()))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("multiple_of_tokens", [1, 16])
+def test_losses_and_gradients_are_those_of_one_sample_at_a_time(name: str, multiple_of_tokens: int) -> None:
+    assert_equal(as_a_forest(CASES[name], multiple_of_tokens=multiple_of_tokens), CASES[name])
+
+
+def _work(rank: int, names: list[str]) -> list[tuple[float, list[Any], int]]:
+    found = []
+    for name in names:
+        loss, gradients, predictions = as_a_forest(CASES[name], dist.group.WORLD, rank, dist.get_world_size())
+        found.append((loss, [gradient.numpy() for gradient in gradients], predictions))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_on_a_context_parallel_group_they_are_the_same(size: int) -> None:
+    names = list(CASES)
+    for of_rank in processes.run(size, _work, names):
+        for name, found in zip(names, of_rank, strict=True):
+            assert_equal((found[0], [torch.from_numpy(gradient) for gradient in found[1]], found[2]), CASES[name])
+
+
+def test_a_plan_of_groups_trains_like_its_samples() -> None:
+    """Micro-batches of a plan, each collated by itself, add up to all samples."""
+    case = CASES["groups"]
+    lengths = np.cumsum([0, *map(len, case.samples)])
+    forest = wlb.PrefixForest.from_tokens([token for sample in case.samples for token in sample], lengths)
+    cost = wlb.CostModel(attention=1.0, linear=10.0)
+    plan = wlb.pack_forest(forest, num_micro_batches=4, max_tokens=20, cost_model=cost, dp_size=2)
+    named = documents(case)
+    batches = [wt.collate_forest([named[i] for i in batch.sample_ids], batch) for batch in plan]
+    assert sum(batch.num_valid_tokens for batch in batches) == one_by_one(case)[2]
+    assert sum(batch.tokens.numel() for batch in batches) == plan.unique_tokens < plan.raw_tokens
+    for batch, planned in zip(batches, plan, strict=True):
+        assert batch.sample_ids.tolist() == planned.sample_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "argument", "message"),
+    [
+        ({"samples": [(1, 2, 3), (1, 9)]}, "tokens", "token 1 of sample 1"),
+        ({"samples": [(1, 2, 3)]}, "samples", "has 2"),
+        ({"samples": [(1, 2, 3), wt.Document((1, 2), 0, start=4)]}, "samples", "piece"),
+        ({"samples": [(1, 2, 3), wt.Document((1, 2), 0, labels=(1, 7))]}, "samples", "label 7"),
+        ({"samples": [(1, 2, 3), wt.Document((1, 2), 0, columns={"source": np.zeros(2)})]}, "samples", "source"),
+        ({"micro_batch": [0, 1]}, "micro_batch", "list"),
+        ({"cp_rank": 1}, "cp_rank", "0 to 0"),
+    ],
+)
+def test_what_is_no_forest_is_refused(change: dict[str, Any], argument: str, message: str) -> None:
+    forest = wlb.PrefixForest.from_prompts([2], 2, [1, 0])
+    arguments: dict[str, Any] = {"samples": [(1, 2, 3), (1, 2)], "micro_batch": forest, **change}
+    with pytest.raises(wlb.WlbError, match=message) as caught:
+        wt.collate_forest(**arguments)
+    assert caught.value.argument == argument
+
+
+def test_what_cannot_run_a_forest_says_so() -> None:
+    batch = wt.collate_forest([(1, 2, 3), (1, 2)], wlb.PrefixForest.from_prompts([2], 2, [1, 0]))
+    with pytest.raises(wlb.WlbError, match="know no shared prefix"):
+        batch.as_hf()
+    with pytest.raises(wlb.WlbError, match="edge"):
+        batch.to_samples(torch.zeros(99))
+
+
+def _ring(rank: int) -> str:
+    forest = wlb.PrefixForest.from_prompts([2], 2, [1, 0])
+    shard = wlb.shard_forest(forest, cp_size=2)
+    x = torch.zeros(int(shard.tokens_per_rank[rank]), 2, HEAD_DIM)
+    try:
+        wt.context_parallel_attention(x, x, x, shard, group=dist.group.WORLD, transport="ring")
+    except wlb.WlbError as refused:
+        return str(refused)
+    return ""
+
+
+def test_transports_that_cannot_run_a_forest_say_so() -> None:
+    assert all("'ring'" in message for message in processes.run(2, _ring))
+
+
+def test_a_node_that_continues_its_parent_is_one_run() -> None:
+    """The prompt and its longest completion are a causal span; of the others the prompt's keys are picked again."""
+    shard = wlb.shard_forest(wlb.PrefixForest.from_prompts([100], 3, [30, 20, 10]), cp_size=1)
+    route = forest_route(shard, 0, window=None, device=torch.device("cpu"))
+    assert route.call is not None
+    assert route.call.spans.tolist() == [[0, 130, 0, 130], [130, 150, 130, 250], [150, 160, 250, 360]]
+    windowed = forest_route(shard, 0, window=5, device=torch.device("cpu"))
+    assert windowed.picked == 130 + 24 + 14
