@@ -7,11 +7,9 @@ use crate::error::Result;
 use crate::pipeline::Pipeline;
 
 use super::clock::Clock;
-use super::layout::{Layout, Parts};
+use super::layout::{Layout, Parts, SAME};
 use super::moves::Neighbours;
 
-/// Prices that differ by less than this part are the same: what is left is rounding.
-pub(super) const SAME: f64 = 1e-9;
 /// A plan that is so close to a time that none is below is good enough.
 const CLOSE: f64 = 0.002;
 /// How much the mean rank counts beside the step: what is less work in all is closer to a faster step.

@@ -6,8 +6,7 @@ use crate::error::Result;
 use crate::packing::Sync;
 use crate::pipeline::{Kind, Pipeline, Schedule};
 
-use super::anneal::SAME;
-use super::layout::{Layout, MOST, Parts};
+use super::layout::{Layout, MOST, Parts, SAME};
 
 /// Most ranks of a stage: one bit for each.
 pub(in crate::dynamic_cp) const MOST_RANKS: usize = 64;

@@ -6,6 +6,9 @@ use crate::dynamic_cp::problem::Problem;
 
 use super::slots::Slots;
 
+/// Prices that differ by less than this part are the same: what is left is rounding.
+pub(super) const SAME: f64 = 1e-9;
+
 /// Most documents of a layout.
 pub(in crate::dynamic_cp) const MOST: usize = 16;
 

@@ -4,9 +4,8 @@ use crate::dynamic_cp::cost::Load;
 use crate::dynamic_cp::options::GroupSizes;
 use crate::dynamic_cp::problem::{Problem, at_most};
 
-use super::anneal::SAME;
 use super::draw::Draw;
-use super::layout::{Layout, MOST, Parts, Set, documents_of};
+use super::layout::{Layout, MOST, Parts, SAME, Set, documents_of};
 
 /// Of so many documents to be moved, all but one are on the rank that has most to do.
 const LATEST: usize = 5;
