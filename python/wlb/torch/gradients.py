@@ -407,7 +407,7 @@ def _check_outermost(model: nn.Module) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     inside = set(model.modules())
-    wrappers = (DistributedDataParallel, *fsdp1())
+    wrappers: tuple[type[Any], ...] = (DistributedDataParallel, *fsdp1())
     for alive in gc.get_objects():
         if not issubclass(type(alive), wrappers) or alive in inside:
             continue

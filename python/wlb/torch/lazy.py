@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch._compile import _disable_dynamo
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def loaded(module: str, *names: str) -> tuple[type, ...]:
+def loaded(module: str, *names: str) -> tuple[type[Any], ...]:
     """These classes, for `isinstance`; none where nobody has imported their module, since nothing can be one of them.
 
     Args:
@@ -23,22 +27,22 @@ def loaded(module: str, *names: str) -> tuple[type, ...]:
     return () if found is None else tuple(getattr(found, name) for name in names)
 
 
-def fsdp() -> tuple[type, ...]:
+def fsdp() -> tuple[type[Any], ...]:
     """The classes of modules that FSDP shards: FSDP2's `FSDPModule`, FSDP1's `FullyShardedDataParallel`."""
     return (*fsdp2(), *fsdp1())
 
 
-def fsdp1() -> tuple[type, ...]:
+def fsdp1() -> tuple[type[FullyShardedDataParallel], ...]:
     """`FullyShardedDataParallel`."""
     return loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
 
 
-def fsdp2() -> tuple[type, ...]:
+def fsdp2() -> tuple[type[FSDPModule], ...]:
     """`FSDPModule`, which `fully_shard` makes of modules."""
     return loaded("torch.distributed.fsdp", "FSDPModule")
 
 
-def dtensor() -> tuple[type, ...]:
+def dtensor() -> tuple[type[DTensor], ...]:
     """`DTensor`."""
     return loaded("torch.distributed.tensor", "DTensor")
 

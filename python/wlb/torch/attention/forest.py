@@ -104,9 +104,9 @@ def forest_route(shard: wlb.ForestShard, rank: int, *, window: int | None, devic
         return ForestRoute(None, keys, rows, shard.cp_size)
     edges = [np.append(0, np.cumsum(sizes)).astype(np.int32) for sizes in (queries, lengths)]
     bounds = np.concatenate([*edges, np.zeros(len(picked), np.int32)])
-    on_device = [torch.from_numpy(array).to(device) for array in edges]
+    cu_queries, cu_keys = (torch.from_numpy(array).to(device) for array in edges)
     left = -1 if window is None else window - 1
-    call = PathCall(*on_device, int(queries.max()), int(lengths.max()), (left, 0), bounds)
+    call = PathCall(cu_queries, cu_keys, int(queries.max()), int(lengths.max()), (left, 0), bounds)
     return ForestRoute(call, keys, rows, shard.cp_size)
 
 

@@ -130,8 +130,10 @@ class KeysExchange:
         total = pick(everything, plan.gradients)
         if plan.more is not None or (plan.moves and not self.fetch):
             total = total.to(wide)
-        if plan.without is not None:
+        if isinstance(plan.without, Tensor):
             total.index_fill_(0, plan.without, 0)
+        elif plan.without is not None:
+            total[plan.without] = 0
         if plan.more is not None:
             add(total, plan.more_rows, pick(everything, plan.more))
         return total
@@ -142,7 +144,7 @@ class KeysExchange:
         if not plan.moves:
             return None
         buffer = k.new_empty((plan.own_rows + plan.arriving, 2, *k.shape[1:]))
-        own, arriving = buffer.split((plan.own_rows, plan.arriving))
+        own, arriving = torch.split(buffer, [plan.own_rows, plan.arriving])
         if plan.remote or plan.num_needed:
             torch.stack((k, v), 1, out=own if k.shape[0] == plan.own_rows else own[: k.shape[0]])
         send = pick(buffer, plan.sent)

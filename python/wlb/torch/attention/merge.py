@@ -23,12 +23,12 @@ Keys = Tensor | tuple[Tensor, Tensor]
 class Heads(NamedTuple):
     """One of equal parts of the heads."""
 
-    index: int = 0
-    count: int = 1
+    part: int = 0
+    parts: int = 1
 
     def of(self, x: Tensor) -> Tensor:
         """Its heads of `[tokens, heads, head_dim]`."""
-        return x if self.count == 1 else x.chunk(self.count, 1)[self.index]
+        return x if self.parts == 1 else x.chunk(self.parts, 1)[self.part]
 
 
 ALL_HEADS = Heads()
@@ -90,11 +90,11 @@ class _Parts:
         self._whole: list[Tensor] = []
 
     def add(self, heads: Heads, rows: Rows, part: Tensor) -> None:
-        while len(self._parts) <= heads.index:
+        while len(self._parts) <= heads.part:
             self._close()
             self._parts.append([])
-        self._count = heads.count
-        self._parts[heads.index].append((rows, part))
+        self._count = heads.parts
+        self._parts[heads.part].append((rows, part))
 
     def _close(self) -> None:
         """Puts the parts of the last heads together, so that they are held once."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,10 +105,10 @@ class _Tensors:
             return self._rows[first : first + count]
         return None if first == 0 and count == total else slice(first, first + count)
 
-    def calls(self, plain: Iterable[Sequence[object]], queries: int, keys: int | None) -> list[Call]:
+    def calls(self, plain: Iterable[Sequence[Any]], queries: int, keys: int | None) -> list[Call]:
         """Calls over `queries` rows of queries and a tensor of `keys` rows."""
         calls = []
-        for q_rows, k_rows, begin, spans, longest_q, longest_k, window, fresh in plain:  # type: ignore[misc]
+        for q_rows, k_rows, begin, spans, longest_q, longest_k, window, fresh in plain:
             cu_q, cu_k = self._bounds[begin : begin + 2 * (spans + 1)].view(2, -1).unbind(0)
             bounds = self._host_bounds[begin : begin + 3 * spans + 2]
             rows = self.rows(q_rows, queries), self.rows(k_rows, keys)

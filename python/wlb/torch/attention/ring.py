@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,9 +92,7 @@ class Ring:
         if len(calls) == 1 and calls[0].k_rows is None:
             total = gradients[0].to(dtype)
             return total if rest is None else total.add_(rest)
-        total = rest
-        if total is None:
-            total = keys.new_zeros((keys.shape[0], 2, *keys.shape[-2:]), dtype=dtype)
+        total = keys.new_zeros((keys.shape[0], 2, *keys.shape[-2:]), dtype=dtype) if rest is None else rest
         for call, gradient in zip(calls, gradients, strict=True):
             add(total, call.k_rows, gradient)
         return total
@@ -134,7 +133,7 @@ class Ring:
             operations.append(self._operation(dist.irecv, home, position + step))
         return _wait(operations, coming), home
 
-    def _operation(self, kind: Callable[..., object], tensor: Tensor, position: int) -> dist.P2POp:
+    def _operation(self, kind: Callable[..., Any], tensor: Tensor, position: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, group=self.group, group_peer=self.peers[position % len(self.peers)])
 
     def _connect(self, device: torch.device) -> None:
