@@ -243,7 +243,7 @@ fn regret_of_tiny_plans() {
     }
     let mean = regrets.iter().sum::<f64>() / regrets.len() as f64;
     let worst = regrets.iter().copied().fold(0.0, f64::max);
-    assert!(mean < 0.05 && worst < 0.3, "mean {mean}, worst {worst}");
+    assert!(mean < 0.001 && worst < 0.003, "mean {mean}, worst {worst}");
 }
 
 /// Log-normal lengths with documents of 128K: what every rank of a stage does is the same to a fraction of a per cent.
@@ -804,7 +804,7 @@ fn rounds_of_one_for_each_stage_are_found_or_asked_for() {
 /// A single round of more micro-batches than stages has nearly all of them under way: not for a gain of less than 1 %.
 #[test]
 fn one_round_has_to_be_worth_its_memory() {
-    let lengths = [3000, 17000, 2000, 1000, 5000, 6000, 3000, 17000];
+    let lengths = [11000, 11000, 20000, 4000, 20000, 15000, 9000];
     let options = DynamicCpOptions { num_virtual_stages: 2, ..DynamicCpOptions::new(2, 4, 200_000) };
     let plan = planned(&lengths, &options, &llama_7b(), true).unwrap();
     let fastest = plan.sweep.iter().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();

@@ -11,6 +11,7 @@ mod cost;
 mod cost_stream;
 mod dynamic_cp;
 mod execution;
+mod few_documents;
 mod fit;
 mod forest;
 mod kernel;

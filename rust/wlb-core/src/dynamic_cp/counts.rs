@@ -5,6 +5,7 @@ use crate::lengths::Lengths;
 use crate::limits::{MAX_CELLS, MAX_MICRO_BATCHES, MAX_TOKENS};
 
 use super::options::DynamicCpOptions;
+use super::problem::Problem;
 
 /// The sweep ends at this many times the micro-batches that it begins with.
 const SWEEP: usize = 4;
@@ -65,6 +66,14 @@ impl Counts {
         counts.extend(candidates(options, self.start, self.most));
         counts.dedup();
         counts
+    }
+
+    /// Whether few documents may have so many micro-batches: up to one for each document, if no most is given.
+    pub(super) fn allow(&self, problem: &Problem, options: &DynamicCpOptions, count: usize) -> bool {
+        let given = options.num_micro_batches.or(options.max_micro_batches);
+        let most = if given.is_some() { self.most } else { self.least.max(problem.documents.len()) };
+        let is_whole = options.num_micro_batches.is_some() || whole(options, count, most) == Some(count);
+        (self.least..=most).contains(&count) && is_whole
     }
 
     /// The most that hold no more than memory was planned for, whatever is in them.

@@ -17,6 +17,7 @@
 //! | `solver` | documents to blocks of ranks, and blocks to groups, for one number of micro-batches |
 //! | `refine` | a plan made faster |
 //! | `one_size` | of few documents, plans in groups of one size |
+//! | `few` | of few documents, everything at once |
 //! | `search` | which numbers of micro-batches and sizes of blocks are tried, and the best solution |
 //! | `simulate` | seconds of a step, and tokens that a rank has under way |
 //! | `bound` | what no plan can beat |
@@ -29,6 +30,7 @@ mod by_room;
 mod check;
 mod cost;
 mod counts;
+mod few;
 mod one_size;
 mod options;
 mod plan;

@@ -59,6 +59,8 @@ pub(super) struct Found {
     pub(super) best: Option<Best>,
     /// Numbers of micro-batches that were tried, and the seconds of a step with each.
     pub(super) sweep: Vec<(usize, f64)>,
+    /// The best of each number of micro-batches, of few documents.
+    pub(super) others: Vec<Best>,
 }
 
 /// The problem with each gain that is tried.
@@ -315,7 +317,7 @@ impl<'a> StepSearch<'a> {
         if problem.documents.len() <= SMALL {
             self.few(&tried, counts)?;
         }
-        Ok(Found { best: self.best, sweep: self.sweep })
+        Ok(Found { best: self.best, sweep: self.sweep, others: self.others })
     }
 
     /// Plans few documents in plainer ways, too.

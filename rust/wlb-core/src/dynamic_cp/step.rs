@@ -8,8 +8,9 @@ use super::bound;
 use super::check::check;
 use super::cost::{Costs, GroupCost};
 use super::counts::{Counts, price};
+use super::few;
 use super::options::{DynamicCpOptions, GroupSizes};
-use super::plan::{DraftGroup, DynamicCpPlan};
+use super::plan::{Best, DraftGroup, DynamicCpPlan};
 use super::problem::Problem;
 use super::search::{Found, StepSearch, with_gains};
 use super::simulate;
@@ -36,7 +37,8 @@ use super::simulate;
 /// dozen numbers of micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for
 /// the simulation of the best. Where exchange costs and documents' costs do not follow their lengths, a logarithm of
 /// the groups more for each document. In a world that is no power of two, up to O(n m log world_size) instead, and O(n
-/// m world_size) where memory binds: mostly far less. Twice that where groups may have any size.
+/// m world_size) where memory binds: mostly far less. Twice that where groups may have any size. Of at most 16 documents
+/// on at most 64 ranks, a search of all of it at once more, of a fixed amount of work for so many documents.
 ///
 /// # Example
 /// ```
@@ -70,23 +72,35 @@ pub fn plan_dynamic_cp<'a>(
 
 /// The plan whose documents are named by their indices.
 fn fastest(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> Result<DynamicCpPlan> {
-    let plan = planned(lengths, options, costs)?;
     if options.group_sizes == GroupSizes::PowersOfTwo {
-        return Ok(plan);
+        return Ok(planned(lengths, options, costs, &[])?.plan);
     }
     // Among more groups the search sometimes ends at a slower plan: so that of fewer is one of them.
     let of_powers = options.of_powers();
     let paid = |plan: &DynamicCpPlan| price(options, plan.num_micro_batches(), plan.seconds);
-    Ok(match planned(lengths, &of_powers, costs) {
-        Ok(other) if paid(&other) < paid(&plan) => {
+    let fewer = planned(lengths, &of_powers, costs, &[]);
+    let starts = fewer.as_ref().map_or(&[][..], |fewer| &fewer.others);
+    let plan = planned(lengths, options, costs, starts)?.plan;
+    Ok(match fewer {
+        Ok(Planned { plan: other, .. }) if paid(&other) < paid(&plan) => {
             DynamicCpPlan { lower_bound: plan.lower_bound.min(other.lower_bound), ..other }
         }
         _ => plan,
     })
 }
 
+/// A plan, and what else was found.
+struct Planned {
+    plan: DynamicCpPlan,
+    /// Of few documents, the best plan of each number of micro-batches, whatever number was asked for.
+    others: Vec<Best>,
+}
+
 /// The same with groups of just those sizes.
-fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> Result<DynamicCpPlan> {
+///
+/// # Arguments
+/// * `starts` - of few documents, plans with fewer groups, where the search goes on.
+fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>, starts: &[Best]) -> Result<Planned> {
     let largest_group = check(lengths, options, costs)?;
     // A constant of the cost model is one more that every micro-batch takes.
     let micro_batch_seconds = options.micro_batch_seconds + costs.micro_batch();
@@ -102,7 +116,13 @@ fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
     let problem = Problem::new(lengths, costs, cost, options, largest_group);
     let counts = Counts::new(lengths, options)?;
     let problems = with_gains(&problem);
-    let Found { best, mut sweep } = StepSearch::new(&problem, options).run(&problems, &counts)?;
+    let mut found = StepSearch::new(&problem, options).run(&problems, &counts)?;
+    let mut others = Vec::new();
+    if few::are_few(&problem) {
+        others = few::of_each_count(lengths, &problem, &problems, options, starts, &found)?;
+        few::choose(&problem, options, &counts, &others, &mut found)?;
+    }
+    let Found { best, mut sweep, .. } = found;
     let Some(best) = best else {
         let argument = match options {
             DynamicCpOptions { num_micro_batches: Some(_), .. } => "num_micro_batches",
@@ -134,7 +154,7 @@ fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
     let lower_bound = bound::lower_bound(&problem, options, counts.least, most);
     let documents: Vec<i64> =
         draft.documents.iter().map(|&document| i64::from(problem.documents[document as usize].index)).collect();
-    Ok(DynamicCpPlan {
+    let plan = DynamicCpPlan {
         world_size,
         num_stages: options.num_stages,
         num_virtual_stages: options.num_virtual_stages,
@@ -153,5 +173,6 @@ fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
         lower_bound,
         balanced_seconds: problem.total_work / (world_size * options.num_stages) as f64,
         sweep,
-    })
+    };
+    Ok(Planned { plan, others })
 }

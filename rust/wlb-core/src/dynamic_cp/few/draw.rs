@@ -1,0 +1,33 @@
+//! Numbers that look drawn, and are the same on every machine.
+
+/// SplitMix64 (Steele, Lea and Flood, 2014): integers only.
+pub(super) struct Draw(pub(super) u64);
+
+impl Draw {
+    /// 64 bits.
+    pub(super) fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// A number below `many`.
+    pub(super) fn below(&mut self, many: usize) -> usize {
+        (((self.bits() >> 32) * many as u64) >> 32) as usize
+    }
+
+    /// True once in `many`.
+    pub(super) fn one_in(&mut self, many: usize) -> bool {
+        self.below(many) == 0
+    }
+
+    /// One of a set's bits, which has some.
+    pub(super) fn of_set(&mut self, mut set: u64) -> usize {
+        for _ in 0..self.below(set.count_ones() as usize) {
+            set &= set - 1;
+        }
+        set.trailing_zeros() as usize
+    }
+}
