@@ -1061,8 +1061,8 @@ class Packer:
 
     Args:
         num_micro_batches: micro-batches of a step, ``N``: the sum over all data-parallel ranks.
-        max_tokens: most tokens of a micro-batch: what memory holds. Room above the context window makes
-            micro-batches more even.
+        max_tokens: most tokens of a micro-batch: what memory holds. If it is larger than the longest document,
+            micro-batches become more even.
         cost_model: cost of a document, from its length. Give it, or ``cost_columns``.
         cost_columns: number of cost columns that every ``push(costs=)`` brings, in the place of ``cost_model``.
             A step takes the sum over columns of the heaviest micro-batch in each column. The adaptive rule
@@ -1074,12 +1074,13 @@ class Packer:
             holds nothing back.
         release: "adaptive" or "fifo". It follows from ``outlier_thresholds``, so it is needed only for "fifo"
             without thresholds, which holds nothing back.
-        delay_price: price of waiting, for the adaptive rule: how much shorter a step must become, relative to
-            an even step, to be worth one step of waiting for one context per micro-batch. The default is 0.03
-            (3 %). A second step of waiting costs twice as much. A higher price means shorter waits.
-            ``tune_delay_price`` finds the price for a mean wait that you accept.
+        delay_price: price of waiting, for the adaptive rule. ``num_micro_batches * max_document_tokens`` tokens are
+            held for one step only if that shortens the step by at least this part of an even step; fewer tokens
+            pay in proportion. The second step of a wait costs twice as much as the first. The default is 0.03
+            (3 %). A higher price means shorter waits. ``tune_delay_price`` finds the price for a mean wait that
+            you accept.
         max_delay: most steps that a document waits. ``None`` is 16 with the adaptive rule, and no limit with
-            queues. ``bounds`` says what keeps it.
+            queues. It holds as long as no push brings more than the packer ``admits``.
         max_document_tokens: longest document: the context window. At most ``max_tokens``, which is the default.
         oversize: what happens to longer documents: "error", "split" into several documents, or "truncate".
         method: "var_length", or "refined": the same documents with further exchanges, never a heavier
@@ -1095,13 +1096,14 @@ class Packer:
             padding. ``packing.padded_tokens`` has the sizes; ``wlb.torch.collate(multiple_of_tokens=)`` adds
             the padding.
         token_buckets: int[b], ascending: the only sizes of padded micro-batches.
-        max_step_cost: for the adaptive rule: most work of a step, as a multiple of the work of a mean global
-            batch. Documents that wait together are trained together, so without a bound the largest step can
-            have several times the mean work. Documents beyond the bound wait, so micro-batches are less even.
+        max_step_cost: for the adaptive rule: most work of a step, as a multiple of the mean work of
+            ``tokens_per_batch`` tokens. Documents that wait together are trained together, so without a bound the
+            largest step can have several times the mean work. Documents beyond the bound wait, so micro-batches
+            are less even.
             Documents that reached ``max_delay`` always leave; ``metrics().steps_over_max_cost`` counts the
             steps that exceed the bound for them. ``None``: no bound.
-        tokens_per_batch: tokens of a mean global batch, the unit of ``max_step_cost``; default
-            ``num_micro_batches * max_document_tokens``. Samplers and streams read so many tokens for a step.
+        tokens_per_batch: tokens that a step gets on average. Samplers and streams read so many for a step, and
+            ``max_step_cost`` counts in them. Default: ``num_micro_batches * max_document_tokens``.
         on_backlog: what happens when a push brings more than the packer ``admits`` and more waits than
             ``bounds`` allows: "warn" once with a ``BacklogWarning``, or "error", which changes
             nothing.
@@ -1180,9 +1182,9 @@ class Packer:
                 documents itself. Default: 0, whole documents.
             costs: float64[n] or float64[n, cost_columns], cost of each document, exactly if the packer was made with
                 ``cost_columns``. Pieces of a split document share its cost by their tokens.
-            min_step_tokens: least tokens of the step. More documents are released to reach it; the step is less even.
-                It is reached unless fewer tokens are there, or they are more than ``num_micro_batches // 2 *
-                max_tokens`` (``limits`` may leave less room).
+            min_step_tokens: least tokens of the step. The packer releases more documents to reach it, and the step is
+                less even. Up to ``num_micro_batches // 2 * max_tokens`` tokens are always reached if so many are there
+                (``limits`` may leave less room); above that, unequal lengths may not fit.
             early: int[n], from 0 to 1024: steps by which each document is pushed before its turn in the order of the
                 stream (``leads``), for the adaptive rule. Until its turn a document may be trained, and its waiting
                 costs nothing. Delays count from the turn on.
@@ -1195,7 +1197,7 @@ class Packer:
             WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under
                 oversize="error", more than 2^23 cuts under oversize="split", or, under on_backlog="error", more waits
                 afterwards than the ``bounds`` of an empty packer allow. The packer is unchanged. An empty push is
-                never refused: it trains of what waits.
+                never refused: it plans a step from documents that wait.
 
         Warns:
             BacklogWarning: documents were pushed, and more waits afterwards than those bounds allow; once.
@@ -1243,7 +1245,7 @@ class Packer:
 
         Their tokens are at most ``room``. Their costs in a column with a limit are at most the limit of a step less
         what is carried over. With the adaptive rule they also fit into the micro-batches of one step by themselves,
-        longest first where the tokens are fewest. If nothing waits, the answer is at least 1.
+        longest first where the tokens are fewest. If nothing waits and there is a document, the answer is at least 1.
 
         Args:
             lengths: int[n], tokens of the documents that come next.
@@ -1267,13 +1269,14 @@ class Packer:
             2
         """
     def bounds(self) -> Bounds:
-        """What waits at most, and how long, from now on, as long as no push brings more than the packer ``admits``.
+        """Most tokens that wait, and longest wait, from now on, as long as no push brings more than the packer ``admits``.
 
         Returns:
-            Bounds: with "adaptive" two global batches of ``num_micro_batches * max_tokens`` tokens, and ``max_delay``;
-            with "fifo" what the levels can hold and one such batch. After a state of another configuration was loaded,
-            or more came than was admitted, what waits may be more, and older: the bounds are then larger, none of them
-            rises, and after ``settles`` steps they are the former. docs/semantics.md has the proof. O(pending).
+            Bounds. With "adaptive": ``2 * num_micro_batches * max_tokens`` tokens, and ``max_delay`` steps. With
+            "fifo": what the levels can hold and ``num_micro_batches * max_tokens`` tokens more. After a state of
+            another configuration was loaded, or a push brought more than was admitted, the bounds begin higher. They
+            never rise from one step to the next, and have these values again after ``settles`` steps.
+            docs/semantics.md has the proof. O(pending).
 
         Examples:
             >>> import wlb
@@ -1393,8 +1396,8 @@ class Packer:
         Waiting documents are priced anew from their lengths. ``outlier_thresholds`` are lengths and ``delay_price`` is
         relative, so both keep their meaning. If they were tuned for a mean wait, they were tuned under the old costs.
 
-        A state holds both cost models. A packer that loads it is made with the *first* one, as in the run that saved
-        it, and goes on with the present one. Equal costs are no change.
+        A state holds both cost models. To resume, make the packer with the *first* one, as the saved run did;
+        ``load_state_dict`` then sets the present one. Setting costs that are equal to the present ones does nothing.
 
         Args:
             cost_model: the new cost model, the same on every rank at the same step.
@@ -1412,8 +1415,9 @@ class Packer:
         """
     @property
     def fingerprint(self) -> str:
-        """Hex hash of the configuration under the present cost model, all but ``num_micro_batches``, ``dp_size`` and
-        ``tokens_per_batch``: packers of equal fingerprints in which the same documents wait give the same plans.
+        """Hex hash of the configuration under the present cost model, without ``num_micro_batches``, ``dp_size`` and
+        ``tokens_per_batch``. Packers give the same plans if their fingerprints, these three, and the documents that
+        wait in them are equal.
         """
     def metrics(self) -> PackerMetrics:
         """Balance, waits and memory since the stream began."""
@@ -1437,10 +1441,10 @@ class Packer:
 
         Args:
             state: what ``state_dict`` returned, also after a round trip through JSON.
-            allow_config_change: go on although the cost model, thresholds or limits differ: waiting documents are filed
-                anew, and those that are no outliers any more are emitted first. ``bounds`` says what that does to
-                waits. Another ``num_micro_batches``, ``dp_size`` or ``tokens_per_batch`` is always allowed, but for the
-                first ``tokens_per_batch`` beside a ``max_step_cost``, which meant another number of tokens without it.
+            allow_config_change: go on although the cost model, thresholds or limits differ. Waiting documents are
+                sorted into the new levels; those that need not wait any more are trained first. ``bounds`` says what
+                that does to waits. Another ``num_micro_batches``, ``dp_size``, ``multiple_of_tokens`` or
+                ``tokens_per_batch`` needs no permission.
 
         Raises:
             StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration

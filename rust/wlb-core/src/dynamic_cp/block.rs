@@ -36,9 +36,9 @@ impl Size {
 
 /// Blocks of one size by weight, and those that have room.
 enum Order {
-    /// Where ever less room is asked for: without those that had too little, which are set aside, by room and place.
+    /// Blocks when the demanded room only falls: blocks with too little room are set aside, by room and place.
     Falling { ladder: Ladder, rooms: Vec<i64>, aside: BinaryHeap<(i64, u32)> },
-    /// Where more may be asked for than before: those would come back and be set aside again, for every document.
+    /// Blocks when the demanded room may rise: blocks that were set aside would come back for every document.
     Any(ByRoom),
 }
 
@@ -46,14 +46,14 @@ enum Order {
 pub(super) struct Sizes {
     /// Ascending.
     sizes: Vec<Size>,
-    /// Of each block, which of the sizes it has, and its place among those of it.
+    /// For each block the index of its size and its place among blocks of that size.
     places: Vec<(u32, u32)>,
     /// The room that was asked for last.
     tokens: i64,
 }
 
 impl Sizes {
-    /// Of blocks that weigh so much and have so much room. `falling`: no document is longer than the one before it.
+    /// Makes blocks of given weights and rooms. `falling`: no document is longer than the one before it.
     pub(super) fn new(
         blocks: &[Block],
         falling: bool,
@@ -85,7 +85,7 @@ impl Sizes {
         Self { sizes: members.into_iter().map(of).collect(), places, tokens: i64::MIN }
     }
 
-    /// Of each size that there is, by weight, blocks with the room that was asked for last, and maybe others.
+    /// For each size, by weight, the blocks with the room that was asked for last, and maybe others.
     pub(super) fn ascending(&self) -> impl Iterator<Item = impl Iterator<Item = usize>> {
         self.sizes.iter().map(move |Size { members, order, .. }| {
             let (ladder, tree) = match order {

@@ -1,4 +1,4 @@
-//! What no plan can beat.
+//! Lower bounds: no plan is faster.
 //!
 //! A *path* is a chain of ops, each of which waits for the one before it; a step takes as long as any path. All paths
 //! here run on the same rank of every stage, and the bounds are sums over their micro-batches with factors that are the
@@ -269,7 +269,7 @@ impl Least {
         }
     }
 
-    /// What any of both takes at least.
+    /// The smaller of both bounds.
     fn min(&self, other: &Self) -> Self {
         Self { mean: self.mean.min(other.mean), fewer: self.fewer.min(other.fewer), whole: self.whole.min(other.whole) }
     }

@@ -18,7 +18,7 @@ pub(super) struct ByRoom {
 struct Node {
     weight: f64,
     room: i64,
-    /// Of all in its subtree.
+    /// Most room of all blocks in the subtree.
     most: i64,
     priority: u32,
     lighter: u32,
@@ -72,7 +72,7 @@ impl ByRoom {
         }
     }
 
-    /// Its weight.
+    /// Weight of a block.
     pub(super) fn weight(&self, index: usize) -> f64 {
         self.nodes[index].weight
     }
@@ -139,7 +139,7 @@ impl ByRoom {
         self.with(at, side, child)
     }
 
-    /// Those of a subtree that come before a block that is not in it, and the others.
+    /// Splits a subtree into blocks before a block that is not in it, and the others.
     fn split(&mut self, at: u32, index: u32) -> (u32, u32) {
         if at == NONE {
             return (NONE, NONE);
@@ -172,7 +172,7 @@ impl ByRoom {
     }
 }
 
-/// As good as drawn, the same everywhere (the finalizer of MurmurHash3).
+/// Pseudo-random priority of an index, the same everywhere (the finalizer of MurmurHash3).
 fn priority(index: u32) -> u32 {
     let mixed = (index.wrapping_add(1) ^ (index >> 16)).wrapping_mul(0x85eb_ca6b);
     let mixed = (mixed ^ (mixed >> 13)).wrapping_mul(0xc2b2_ae35);

@@ -1,4 +1,4 @@
-//! What a group of documents costs on a group of ranks.
+//! Time of a group of documents on a group of ranks.
 
 use crate::cost::{CostModel, DocumentCosts};
 use crate::error::{Error, Result, check_range};
@@ -13,7 +13,7 @@ pub(super) fn check_seconds(argument: &'static str, value: f64) -> Result<()> {
     if (0.0..=MAX_SECONDS).contains(&value) { Ok(()) } else { Err(Error::Number { argument, value, requirement }) }
 }
 
-/// What exchanging keys and values inside a context-parallel group costs, forward and backward, over all layers.
+/// Price of exchanging keys and values inside a context-parallel group, forward and backward, over all layers.
 ///
 /// On a group of `c` ranks with `T` tokens: `(c - 1) * seconds_per_exchange + T * (c - 1) / c * seconds_per_token`, of
 /// which as much is hidden as fits into `overlap` times the group's attention. The default is an exchange that costs
@@ -74,7 +74,7 @@ impl Node {
     }
 }
 
-/// What documents cost on one rank, for the whole model.
+/// Costs of documents on one rank, for the whole model.
 #[derive(Clone, Copy, Debug)]
 pub enum Costs<'a> {
     /// By their lengths.
@@ -83,8 +83,7 @@ pub enum Costs<'a> {
     Given {
         /// One column: a number for each document.
         costs: &'a DocumentCosts,
-        /// How much of each cost is attention, which hides exchange. Only needed where there is
-        /// something to hide.
+        /// Part of each cost that is attention, which hides exchange; needed only if there is exchange to hide.
         attention: Option<&'a [f64]>,
     },
 }
@@ -102,7 +101,7 @@ impl<'a> From<&'a DocumentCosts> for Costs<'a> {
 }
 
 impl Costs<'_> {
-    /// What every micro-batch takes in this model, whatever is in it.
+    /// Time of every micro-batch in this model, whatever is in it.
     pub(super) fn micro_batch(&self) -> f64 {
         match self {
             Self::Model(model) => model.micro_batch(),
@@ -110,7 +109,7 @@ impl Costs<'_> {
         }
     }
 
-    /// What every document takes on each rank of its group, whatever its length.
+    /// Time of every document on each rank of its group, whatever its length.
     pub(super) fn document(&self) -> f64 {
         match self {
             Self::Model(model) => model.document(),
@@ -193,9 +192,9 @@ impl std::ops::Add for Load {
 pub(super) struct GroupCost {
     pub(super) communication: Communication,
     pub(super) node: Option<Node>,
-    /// What every micro-batch takes, whatever is in it.
+    /// Time of every micro-batch, whatever is in it.
     pub(super) micro_batch_seconds: f64,
-    /// What every document takes on each rank of its group, whatever its length.
+    /// Time of every document on each rank of its group, whatever its length.
     pub(super) document_seconds: f64,
 }
 
@@ -235,7 +234,7 @@ impl GroupCost {
         self.with(self.of_size(cp_size), load, cp_size)
     }
 
-    /// The same on the ranks from `first` on.
+    /// Time of a load on the ranks from `first` on.
     #[inline]
     pub(super) fn at(&self, first: u32, load: &Load, cp_size: usize) -> f64 {
         let communication = match self.node {
@@ -245,13 +244,13 @@ impl GroupCost {
         self.with(communication, load, cp_size)
     }
 
-    /// The same as if exchange were free.
+    /// Time of a load as if exchange were free.
     #[inline]
     pub(super) fn computing(&self, load: &Load, cp_size: usize) -> f64 {
         self.micro_batch_seconds + load.on(cp_size as f64)
     }
 
-    /// What documents take more at least on a group that has others: their attention hides exchange of these, too.
+    /// Least additional time of documents on a group that has others, whose attention hides the exchange of these, too.
     #[inline]
     pub(super) fn least_more(&self, load: &Load, cp_size: usize) -> f64 {
         let ranks = cp_size as f64;

@@ -112,7 +112,7 @@ pub(super) fn whole(options: &DynamicCpOptions, count: usize, most: usize) -> Op
     Some(if enough { below } else { whole_above(options, count) }).filter(|&whole| whole <= most)
 }
 
-/// The same, rounded up.
+/// The next number of micro-batches, rounded up, that rounds allow.
 fn whole_above(options: &DynamicCpOptions, count: usize) -> usize {
     if !options.is_interleaved() {
         return count;
@@ -126,8 +126,8 @@ fn rounds(options: &DynamicCpOptions, count: usize) -> usize {
     (count / options.num_stages).max(1)
 }
 
-/// What numbers of micro-batches are compared by: the seconds, and something for what an interleaved pipeline then has
-/// under way.
+/// Score of a number of micro-batches: the seconds, and a price for the micro-batches that an interleaved pipeline then
+/// has under way.
 pub(super) fn price(options: &DynamicCpOptions, count: usize, seconds: f64) -> f64 {
     let one_round = options.is_interleaved() && count > options.num_stages && rounds(options, count) == 1;
     if one_round { seconds * ONE_ROUND } else { seconds }

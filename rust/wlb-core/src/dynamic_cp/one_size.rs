@@ -1,5 +1,5 @@
-//! What anybody would do first with few documents: groups of one size, the longest document first, each where it is
-//! done first.
+//! The plans that one tries first with few documents: groups of one size, longest document first, each where it is done
+//! first.
 //!
 //! Solutions by targets are told apart by an estimate, in which all ranks wait for the slowest group, and halving their
 //! blocks lets light micro-batches take as long as they should. Of few documents both may cost more than is gained. So
@@ -18,7 +18,7 @@ use super::plan::{Best, Draft, DraftGroup, Group};
 use super::problem::{Problem, at_most};
 use super::simulate::{self, fits_memory};
 
-/// So few documents are planned in these ways, and moved one by one.
+/// Up to so many documents are planned in these ways, and moved one by one.
 pub(super) const SMALL: usize = 64;
 /// Numbers of micro-batches that are tried: up to so many times what memory or the pipeline needs.
 const COUNTS: usize = 2;
@@ -88,9 +88,9 @@ struct Placed<'a> {
     problem: &'a Problem,
     count: usize,
     size: usize,
-    /// Of a micro-batch.
+    /// Number of groups of a micro-batch.
     groups: usize,
-    /// Of each document, micro-batch by micro-batch.
+    /// Group of each document, micro-batch by micro-batch.
     group_of: Vec<usize>,
     seconds: Vec<f64>,
 }
@@ -152,7 +152,7 @@ impl<'a> Placed<'a> {
         simulate::of_groups(pipeline, &groups, &offsets, &DynamicCpOptions { world_size: used, ..options.clone() })
     }
 
-    /// What is left of the world is idle.
+    /// Turns the groups into a draft; ranks without a group are idle.
     fn draft(&self) -> Draft {
         let Self { problem, size, .. } = self;
         let constant = problem.cost.micro_batch_seconds;

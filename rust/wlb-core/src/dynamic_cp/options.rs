@@ -8,13 +8,13 @@ use crate::pipeline::{PipelineOptions, Schedule};
 use super::cost::{Communication, Node};
 
 named_choices! {
-    /// Which groups of neighbouring ranks a plan may have.
+    /// Sizes of groups that a plan may have.
     #[derive(Default)]
     GroupSizes, "group_sizes" {
         /// Powers of two, each from a multiple of its size on: few enough to be made before training.
         #[default]
         PowersOfTwo = "powers_of_two",
-        /// Of any size, from any rank on.
+        /// Groups of any size, from any rank on.
         Any = "any",
     }
 }
@@ -40,7 +40,7 @@ pub struct DynamicCpOptions {
     pub max_documents: Option<usize>,
     /// Largest group; `world_size` if not given. Rounded down to a power of two where groups are.
     pub max_cp_size: Option<usize>,
-    /// Which groups there may be.
+    /// Sizes of groups.
     pub group_sizes: GroupSizes,
     /// With [`GroupSizes::Any`]: the only sizes that groups may have, ascending from 1, such as those that a model's
     /// heads can be shared by; any if not given.
@@ -49,15 +49,15 @@ pub struct DynamicCpOptions {
     pub num_micro_batches: Option<usize>,
     /// The sweep tries no fewer: for schedules that need so many.
     pub min_micro_batches: Option<usize>,
-    /// Where the sweep ends; 4 times where it begins if not given.
+    /// Largest number of micro-batches to try; by default 4 times the smallest.
     pub max_micro_batches: Option<usize>,
-    /// What larger groups cost.
+    /// Price of exchange between the ranks of a group.
     pub communication: Communication,
-    /// What they cost inside a node, where that is something else.
+    /// Price of exchange inside a node, if it differs.
     pub node: Option<Node>,
     /// Latency between pipeline stages.
     pub p2p_seconds: f64,
-    /// What every micro-batch takes through the whole model, whatever is in it.
+    /// Time of every micro-batch through the whole model, whatever is in it.
     pub micro_batch_seconds: f64,
 }
 

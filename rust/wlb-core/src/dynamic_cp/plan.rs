@@ -22,13 +22,13 @@ pub struct Group {
 }
 
 impl Group {
-    /// Its ranks.
+    /// Ranks of the group.
     pub fn ranks(&self) -> Range<usize> {
         self.first_rank as usize..(self.first_rank + self.cp_size) as usize
     }
 }
 
-/// Which documents run when, on which ranks of a stage, for one step.
+/// Plan of one step: the documents of each micro-batch, and their ranks of a stage.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DynamicCpPlan {
     /// Ranks of a pipeline stage.
@@ -39,11 +39,11 @@ pub struct DynamicCpPlan {
     pub num_virtual_stages: usize,
     /// In which order a stage runs them.
     pub schedule: Schedule,
-    /// Where the ranks of a stage wait for each other, which `seconds` counts.
+    /// Where the ranks of a stage wait for each other; `seconds` counts the wait.
     pub sync: Sync,
     /// Most tokens that a rank was allowed in a micro-batch; where they are padded, the largest size within that.
     pub max_tokens_per_rank: i32,
-    /// What each rank's tokens of a micro-batch are padded to when they run, if they are.
+    /// Padding of each rank's tokens of a micro-batch, if there is one.
     pub padding: Option<Padding>,
     /// Most documents that a group was allowed.
     pub max_documents: Option<usize>,
@@ -67,9 +67,9 @@ pub struct DynamicCpPlan {
     pub lower_bound: f64,
     /// All work spread evenly over all ranks of all stages that never wait: what no pipeline reaches.
     pub balanced_seconds: f64,
-    /// What was tried: numbers of micro-batches, ascending, and the predicted time with each; of those given up early,
-    /// the time it would take if short documents could be divided at will, or with a part of them, already more than
-    /// the plan's.
+    /// Numbers of micro-batches that were tried, ascending, with the predicted time of each. For numbers that were
+    /// given up early it is the time with freely divisible short documents, or with a part of the documents, which
+    /// already exceeds the plan's.
     pub sweep: Vec<(usize, f64)>,
 }
 
@@ -79,12 +79,12 @@ impl DynamicCpPlan {
         self.group_offsets.len() - 1
     }
 
-    /// Where in `groups` a micro-batch's are.
+    /// Range of `groups` that a micro-batch has.
     pub fn groups_of(&self, micro_batch: usize) -> Range<usize> {
         self.group_offsets[micro_batch]..self.group_offsets[micro_batch + 1]
     }
 
-    /// Where in `documents` and `lengths` a group's are.
+    /// Range of `documents` and `lengths` that a group has.
     pub fn documents_of(&self, group: usize) -> Range<usize> {
         self.document_offsets[group]..self.document_offsets[group + 1]
     }
@@ -154,7 +154,7 @@ pub(super) struct DraftGroup {
 }
 
 impl DraftGroup {
-    /// As a plan has it.
+    /// The group as a plan has it.
     pub(super) fn planned(&self) -> Group {
         let &Self { first_rank, cp_size, seconds, .. } = self;
         Group { first_rank, cp_size, seconds }
@@ -179,7 +179,7 @@ impl Draft {
         self.offsets.windows(2).map(|ends| slowest(&self.groups[ends[0]..ends[1]])).collect()
     }
 
-    /// The same with its micro-batches in another order, and documents in order of arrival inside each group.
+    /// The draft with its micro-batches in another order, and with documents in order of arrival inside each group.
     pub(super) fn in_order(&self, order: &[usize], documents: &[Document]) -> Self {
         let mut draft = Self { offsets: vec![0], ..Self::default() };
         for &j in order {
@@ -217,7 +217,7 @@ impl Draft {
 pub(super) struct Best {
     pub(super) num_micro_batches: usize,
     pub(super) draft: Draft,
-    /// Which micro-batch of the draft comes when.
+    /// Order in which the draft's micro-batches come.
     pub(super) order: Vec<usize>,
     pub(super) seconds: f64,
 }

@@ -1,4 +1,4 @@
-//! What is planned, the same for every number of micro-batches.
+//! The planning problem: everything that is equal for all numbers of micro-batches.
 
 use crate::limits::MAX_TOKENS;
 use crate::longest_first::longest_first;
@@ -17,7 +17,7 @@ pub(super) struct Document {
 /// The gain of a problem whose targets are those of an exchange that costs nothing.
 const AS_IF_FREE: f64 = 1.0;
 
-/// What is the same for every number of micro-batches.
+/// Everything that is equal for all numbers of micro-batches.
 pub(super) struct Problem {
     /// Costliest first; of equal costs longest first, then as they came.
     pub(super) documents: Vec<Document>,
@@ -76,7 +76,7 @@ impl Problem {
         }
     }
 
-    /// The same with another gain.
+    /// The problem with another gain.
     pub(super) fn with_gain(&self, gain: f64) -> Self {
         let (documents, by_tokens) = (self.documents.clone(), self.by_tokens.clone());
         Self { documents, by_tokens, gain, only: self.only.clone(), ..*self }
@@ -263,9 +263,9 @@ impl Problem {
         [inside, across].map(|(least, most)| (least <= most).then_some((least, most)))
     }
 
-    /// Of groups with one price of exchange the one on which documents take least. Seconds are the larger of two
-    /// functions of the ranks: work over ranks, which falls; and that with the exchange, `a / c + b c + d` with `b >=
-    /// 0`, which falls and then rises, or rises. So the larger falls and then rises.
+    /// The group size, of those with one price of exchange, on which a load takes least time. Seconds are the larger of
+    /// two functions of the ranks: work over ranks, which falls; and work with exchange, `a / c + b c + d` with `b >=
+    /// 0`, which falls and then rises, or only rises. So the larger one falls and then rises.
     fn quickest(&self, load: &Load, least: usize, most: usize) -> usize {
         first_that(least, most, |size| self.cost.seconds(load, size + 1) >= self.cost.seconds(load, size))
     }
@@ -341,7 +341,7 @@ impl Problem {
         floors
     }
 
-    /// What the shape, scaled to the work, has above the floors.
+    /// Work that the shape, scaled to the total, has above the floors.
     pub(super) fn above(&self, floors: &[f64], shape: &[f64], mut work: f64) -> Vec<f64> {
         let constant = self.cost.micro_batch_seconds;
         let mut left: f64 = shape.iter().sum();

@@ -10,7 +10,7 @@ pub(super) struct FreeRanks {
     node: usize,
     /// Whole nodes, and what the world has behind the last of them.
     whole: Range<usize>,
-    /// What is left of others.
+    /// Remaining ranks that other groups left.
     parts: Vec<Range<usize>>,
 }
 
@@ -104,7 +104,7 @@ fn largest_of(only: &[usize], mut ranks: usize, base: usize) -> Vec<usize> {
     blocks
 }
 
-/// So many ranks in blocks of `base` or somewhat more, at most `most`: equal ones, in whole units; or, if these are
+/// Divides ranks into blocks of `base` or somewhat more, at most `most`: equal blocks in whole units; or, if those are
 /// larger, as many of the most as there are, and the rest.
 fn near(ranks: usize, base: usize, most: usize, unit: usize) -> Vec<usize> {
     let units = ranks.div_ceil(unit);

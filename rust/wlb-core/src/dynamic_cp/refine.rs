@@ -133,7 +133,7 @@ fn share(problem: &Problem, draft: &Draft, group: usize) -> Share {
     Share { first_rank, cp_size, load, seconds, documents }
 }
 
-/// Where documents could be divided at will and still took so little less, no time is looked for.
+/// If freely divisible documents save less than this part, no shorter time is looked for.
 const CLOSE: f64 = 1.0 / 512.0;
 /// Most times of a micro-batch that are tried.
 const TIMES: usize = 12;
@@ -202,7 +202,7 @@ impl Shares {
         slowest.fold(constant + together.sum::<f64>() / problem.world_size as f64, f64::max)
     }
 
-    /// Its documents, costliest first.
+    /// Documents of the group, costliest first.
     pub(super) fn documents(&self) -> Vec<u32> {
         let mut documents: Vec<u32> = self.groups.iter().flat_map(|group| group.documents.iter().copied()).collect();
         documents.sort_unstable();
@@ -242,7 +242,7 @@ impl Shares {
         Self::placed(problem, groups).filter(|shares| shares.seconds <= seconds)
     }
 
-    /// The same on ranks, largest first; empty groups on those that are left.
+    /// Places groups on ranks, largest first; empty groups take the ranks that are left.
     fn placed(problem: &Problem, mut groups: Vec<Share>) -> Option<Self> {
         groups.sort_by_key(|group| std::cmp::Reverse(group.cp_size));
         let mut free = FreeRanks::new(problem.world_size, problem.node());

@@ -19,22 +19,21 @@ use super::targets::{self, Demand, Relaxed};
 
 /// Steps towards the best targets, of numbers of micro-batches that promise to be among the best.
 const STEPS: usize = 32;
-/// What those steps leave of the time, at best.
+/// Part of the time that the further steps leave at best.
 const PROMISE: f64 = 0.998;
-/// Where exchange costs: how much faster twice the ranks have to make a document that is not done in time on them
-/// either. Much, where many documents share the ranks; little, where the step waits for a few.
+/// With communication cost: the least speed-up for which a document's ranks are doubled when even the doubled group
+/// misses the target. A large gain suits many documents that share the ranks, a small one a step that waits for a few.
 const GAINS: [f64; 3] = [1.4, 1.2, 1.05];
-/// Where exchange costs, so few documents are also planned by the targets of one that costs nothing.
+/// With communication cost, up to so many documents are also planned by the targets of free exchange.
 const FEW: usize = 1024;
-/// Of more, another gain is tried for numbers of micro-batches that were so close to the best with those before.
+/// With more documents, another gain is tried only for numbers of micro-batches this close to the best.
 const NEAR: f64 = 1.05;
 /// A solution is given up where what is placed so far takes so much longer than the best: halving blocks makes up for
 /// less.
 const LATE: f64 = 1.05;
 /// No larger blocks are tried where the step takes so much longer than with smaller ones.
 const LARGE: f64 = 1.2;
-/// Of those, the size of blocks that suits the best number of micro-batches is tried for others that were so close to
-/// it.
+/// The best block size is tried for other numbers of micro-batches this close to the best.
 const CLOSE: f64 = 1.1;
 /// Steps towards the best targets, of every number of micro-batches.
 const FIRST_STEPS: usize = 6;
@@ -53,7 +52,7 @@ struct Candidate {
     relaxed: Relaxed,
 }
 
-/// What a search found.
+/// Result of a search.
 pub(super) struct Found {
     /// None where the documents fit in no number of micro-batches that was tried.
     pub(super) best: Option<Best>,
@@ -69,7 +68,7 @@ pub(super) fn with_gains(problem: &Problem) -> Vec<Problem> {
     gains.iter().map(|&gain| problem.with_gain(gain)).collect()
 }
 
-/// What was found so far, and what the next solution needs.
+/// State of a search: the best plan so far, and buffers for the next solution.
 pub(super) struct StepSearch<'a> {
     problem: &'a Problem,
     options: &'a DynamicCpOptions,
@@ -77,9 +76,9 @@ pub(super) struct StepSearch<'a> {
     sweep: Vec<(usize, f64)>,
     pipelines: Vec<(usize, Rc<Pipeline>)>,
     buffers: Buffers,
-    /// Where exchange costs.
+    /// Demand of ranks by exchange, if it costs.
     demand: Option<Demand>,
-    /// What each number of micro-batches promised with the gain before.
+    /// Promise of each number of micro-batches under the previous gain.
     promises: Vec<(usize, f64)>,
     /// The problem and the size of blocks that suited the best so far.
     suited: Option<(&'a Problem, usize)>,
@@ -172,14 +171,14 @@ impl<'a> StepSearch<'a> {
         self.solve_for(candidate, &candidate.relaxed.targets, base, pipeline)
     }
 
-    /// The same with other targets.
+    /// Solves a candidate for other targets.
     fn solve_for(&mut self, candidate: &Candidate, targets: &[f64], base: usize, pipeline: &Pipeline) -> Result<f64> {
         let full = targets.iter().copied().fold(0.0, f64::max);
         self.solve_within(candidate, (targets, targets), base, full, pipeline)
     }
 
-    /// The same where documents get larger blocks only if those of `base` take longer than `full`, and the order of
-    /// micro-batches is that of another shape.
+    /// Solves a candidate whose documents get larger blocks only if blocks of `base` take longer than `full`, with the
+    /// order of another shape.
     fn solve_within(
         &mut self,
         candidate: &Candidate,
@@ -510,8 +509,8 @@ impl<'a> StepSearch<'a> {
         Ok(())
     }
 
-    /// Where exchange costs, tries numbers of micro-batches between the best and those beside it that were tried, ever
-    /// closer to it.
+    /// With communication cost, tries numbers of micro-batches between the best and its tried neighbours, ever closer
+    /// to the best.
     fn between(&mut self, most: usize) -> Result<()> {
         if let Some((problem, base)) = self.suited.filter(|_| self.demand.is_some()) {
             self.problem = problem;

@@ -1,4 +1,4 @@
-//! What a plan takes: seconds of the step, and the tokens that a rank has under way, which activations go by.
+//! Simulation of a plan: seconds of the step, and tokens under way on a rank, which activations depend on.
 
 use crate::error::{Error, Result};
 use crate::packing::Sync;

@@ -18,7 +18,7 @@ use super::ranks::FreeRanks;
 const SLACK: f64 = 1.0 + 1.0 / 256.0;
 /// Whether a solution becomes too late is asked so often. Costliest first, half of the documents are most of the work.
 const PARTS: usize = 4;
-/// Of seconds, what rounding may make of them.
+/// Relative rounding error of seconds.
 const ROUNDING: f64 = 1e-12;
 
 struct Blocks<'a> {
@@ -34,19 +34,19 @@ const NOWHERE: u32 = u32::MAX;
 /// Whether micro-batches that take so many seconds are too late.
 pub(super) type Late<'a> = &'a mut dyn FnMut(&[f64]) -> bool;
 
-/// Where a document goes that does not fit where the least time beyond the target is.
+/// Treatment of a document that does not fit on the block with the least time beyond its target.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Overflow {
-    /// Where it is least among the blocks with room. Blocks of all sizes then end about equally late.
+    /// The block with the next least time among those with room. Blocks of all sizes then end about equally late.
     NextLightest,
-    /// Where most room is: a large block, which documents that no small one takes make late. More of them fit so.
+    /// The block with the most room: a large one, which becomes late. More documents fit this way.
     MostRoom,
 }
 
 /// A micro-batch while larger blocks are opened in it.
 struct Place {
     micro_batch: usize,
-    /// What it may take.
+    /// Target time of the block.
     target: f64,
     /// Ranks of its blocks.
     used: usize,
@@ -379,8 +379,8 @@ impl<'a> Halving<'a> {
         })
     }
 
-    /// The same with so many ranks in the first: costliest first, each document to the part with less work a rank,
-    /// limits permitting.
+    /// Divides a block into two parts with `first` ranks in the first one: costliest document first, each to the part
+    /// with less work per rank, within limits.
     fn parts(&mut self, block: &Block, documents: &mut [u32], limit: f64, first: usize) -> Option<(usize, [Block; 2])> {
         let sizes = [first, block.cp_size as usize - first];
         let mut loads = [Load::default(); 2];

@@ -36,9 +36,9 @@ use super::simulate;
 /// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a
 /// dozen numbers of micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for
 /// the simulation of the best. Where exchange costs and documents' costs do not follow their lengths, a logarithm of
-/// the groups more for each document. In a world that is no power of two, up to O(n m log world_size) instead, and O(n
-/// m world_size) where memory binds: mostly far less. Twice that where groups may have any size. Of at most 16 documents
-/// on at most 64 ranks, a search of all of it at once more, of a fixed amount of work for so many documents.
+/// the groups more for each document. In a world that is no power of two, up to O(n m log world_size) instead, and
+/// O(n m world_size) where memory binds: mostly far less. Twice that where groups may have any size. At most 16
+/// documents on at most 64 ranks take one more search, over everything at once, whose amount of work is fixed.
 ///
 /// # Example
 /// ```
@@ -96,7 +96,7 @@ struct Planned {
     others: Vec<Best>,
 }
 
-/// The same with groups of just those sizes.
+/// Plans with groups of exactly one kind of sizes.
 ///
 /// # Arguments
 /// * `starts` - of few documents, plans with fewer groups, where the search goes on.

@@ -1,5 +1,5 @@
-//! What each micro-batch should take: first a shape, light at both ends, then the best of all plans whose short
-//! documents can be divided at will.
+//! Targets of micro-batches: first a shape that is light at both ends, then the best targets for plans whose short
+//! documents can be divided freely.
 //!
 //! [`shape`] says where the search begins, [`Relaxed`] goes from there to the best, and [`Demand`] says how much work
 //! documents are where exchange makes it more.
@@ -14,7 +14,7 @@ const FIRST: f64 = 0.2;
 const LAST: f64 = 0.5;
 /// Ends may be this much lighter, so that the full micro-batches are as heavy as the heaviest documents.
 const LIGHTEST: f64 = 1.0 / 16.0;
-/// Of the longest document, what a micro-batch begins with at least: what has nothing never gets any.
+/// Least part of the longest document with which a micro-batch begins; a micro-batch with nothing would never get any.
 const LEAST_OF_LONGEST: f64 = 1.0 / 64.0;
 
 /// Relative work of each micro-batch, 1 for the full ones: light at both ends.
@@ -41,7 +41,8 @@ pub(super) fn shape(options: &PipelineOptions, mut ends: f64, heaviest: f64) -> 
     }
 }
 
-/// How heavy to try the first ones, too: where a stage has few micro-batches, light ones leave too much to the others.
+/// Weight of the first micro-batches to try as an alternative: with few micro-batches a stage, light ones leave too
+/// much to the others.
 pub(super) fn heavier_first(options: &PipelineOptions) -> Option<f64> {
     (options.num_stages > 1 && options.num_micro_batches <= 4 * options.num_stages).then_some(3.0)
 }
@@ -129,19 +130,19 @@ pub(super) fn arrange(costs: &[f64], shape: &[f64]) -> Vec<usize> {
     order
 }
 
-/// How much faster it first hopes to become in one step, and what is left of that hope after a step in vain.
+/// Relative gain that the first step aims at, and the factor on it after a step without gain.
 const HOPE: f64 = 0.02;
 const DOUBT: f64 = 0.85;
 
 /// Seconds of each micro-batch, on its way to the best.
 pub(super) struct Relaxed {
-    /// What none can be below: the longest documents.
+    /// Floor of each target: the longest documents.
     floors: Vec<f64>,
-    /// What each takes beyond that: the documents that can go anywhere.
+    /// Movable work of each micro-batch above its floor: documents that can go anywhere.
     movable: Vec<f64>,
     total: f64,
     hope: f64,
-    /// Where it began.
+    /// Starting targets.
     pub(super) start: Vec<f64>,
     /// The best so far, and the time of the step with it.
     pub(super) targets: Vec<f64>,

@@ -451,8 +451,8 @@ impl<'a> Neighbours<'a> {
         Some(())
     }
 
-    /// Documents in so many micro-batches, costliest first, one for each and then to the one with the least work. `None`
-    /// if no groups were found that they fit in.
+    /// Documents in so many micro-batches, costliest first: one for each, then to the one with the least work.
+    /// `None` if no groups were found that they fit in.
     pub(super) fn dealt(&mut self, count: usize) -> Option<Layout> {
         let mut dealt: Vec<(f64, Set)> = vec![(0.0, 0); count];
         for (place, document) in self.parts.problem.documents.iter().enumerate() {

@@ -41,8 +41,8 @@ pub struct KeysPlan {
     pub arriving_rows: Vec<i64>,
     /// Whether any rank sends anything.
     pub moves: bool,
-    /// Of the gradients of keys, those of all calls one behind the other: for each row of the buffer one that belongs to
-    /// it.
+    /// For each row of the buffer, one row that belongs to it among the gradients of keys, where those of all calls
+    /// stand one behind the other.
     pub gradients: Rows,
     /// Gradients beside these, and the rows of the buffer that they belong to. Rows may be named more than once.
     pub more: Rows,

@@ -1,10 +1,10 @@
 //! What a rank does in one attention layer: which rows of its tensors, and of those that reach it, form which kernel
 //! calls, and who sends which rows to whom.
 //!
-//! Everything is derived from two things. [`Paths`] say which tokens of the packed sequence a query can see, and at which
-//! positions: a document is a path of one [`Piece`]; a node of a prefix tree has the pieces of its ancestors before its
-//! own. [`Run`]s say which tokens a rank holds. A query at position `p` sees the keys of its path from `p - left` to
-//! `p + right` ([`Reach`]).
+//! Everything is derived from two things. [`Paths`] say which tokens of the packed sequence a query can see, and at
+//! which positions: a document is a path of one [`Piece`]; a node of a prefix tree has the pieces of its ancestors
+//! before its own. [`Run`]s say which tokens a rank holds. A query at position `p` sees the keys of its path from
+//! `p - left` to `p + right` ([`Reach`]).
 //!
 //! Flash kernels align masks bottom-right: they take the last query to stand at the last key. A span whose queries end
 //! elsewhere has its window moved by that *shift*; where no mask cuts it, the shift does not matter. Spans with one
