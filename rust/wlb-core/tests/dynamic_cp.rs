@@ -387,8 +387,12 @@ fn over_longest_first(lengths: &[i32], options: &DynamicCpOptions) -> f64 {
     let least = options.num_stages.max((total as usize).div_ceil(cells));
     let plan = plan_dynamic_cp(&checked(lengths), None, options, &cost).unwrap();
     is_legal(&plan, lengths, options);
-    plan.seconds / longest_first(lengths, options, &cost, least..=(2 * least).min(lengths.len().max(least))) - 1.0
+    let first = longest_first(lengths, options, &cost, least..=(2 * least).min(lengths.len().max(least)));
+    plan.seconds / first.max(plan.lower_bound * CLOSE) - 1.0
 }
+
+/// The search of few documents ends where it is so close to the lower bound.
+const CLOSE: f64 = 1.002;
 
 /// Where all ranks are one group, light micro-batches are not made longer by halving it; and where there are three
 /// groups of seven, they do not wait for one another, as the estimate says.
