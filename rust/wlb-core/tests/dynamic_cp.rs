@@ -356,7 +356,10 @@ fn longest_first(
             let first = looked_at.filter(fits).min_by(|a, b| done(a).total_cmp(&done(b)));
             first.inspect(|&group| groups[group].push(document)).is_some()
         });
-        if placed {
+        // Plans of few documents leave no micro-batch empty, though that may be faster.
+        let are_few = lengths.len() <= 16 && options.world_size <= 64 && lengths.len() >= m;
+        let leaves_empty = groups.chunks(groups_of_one).any(|groups| groups.iter().all(Vec::is_empty));
+        if placed && !(are_few && leaves_empty) {
             let of_group = |group: usize| seconds(group, &groups[group]);
             let of_micro_batch = |j: usize| (0..groups_of_one).map(|k| of_group(j * groups_of_one + k)).collect();
             let mut costs: Vec<Vec<f64>> = (0..m).map(of_micro_batch).collect();

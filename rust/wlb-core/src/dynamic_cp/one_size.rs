@@ -30,6 +30,7 @@ const FASTER: f64 = 1.0 - 1e-12;
 ///
 /// # Arguments
 /// * `counts` - numbers of micro-batches.
+/// * `may_be_empty` - whether micro-batches may be without documents where there are as many.
 /// * `limit` - the price of the best plan so far, by the clock.
 /// * `pipeline` - the pipeline that runs that many micro-batches.
 ///
@@ -39,6 +40,7 @@ pub(super) fn in_one_size(
     problem: &Problem,
     options: &DynamicCpOptions,
     counts: &Counts,
+    may_be_empty: bool,
     mut limit: f64,
     mut pipeline: impl FnMut(usize) -> Result<Rc<Pipeline>>,
 ) -> Result<Option<Best>> {
@@ -54,6 +56,9 @@ pub(super) fn in_one_size(
                 continue;
             }
             let Some(placed) = Placed::new(problem, count, size) else { continue };
+            if !may_be_empty && placed.leaves_empty() {
+                continue;
+            }
             for order in [(0..count).collect(), placed.longest_last()] {
                 let seconds = placed.seconds(&order, &pipeline, options);
                 if price(options, count, seconds) >= limit * FASTER {
@@ -128,6 +133,13 @@ impl<'a> Placed<'a> {
             group_of.push(group);
         }
         Some(Self { problem, count, size, groups, group_of, seconds })
+    }
+
+    /// Whether a micro-batch has no document, where there are as many documents as micro-batches.
+    fn leaves_empty(&self) -> bool {
+        let mut is_empty = vec![true; self.count];
+        self.group_of.iter().for_each(|group| is_empty[group / self.groups] = false);
+        self.group_of.len() >= self.count && is_empty.contains(&true)
     }
 
     /// The order in which no micro-batch is before a shorter one.

@@ -338,7 +338,7 @@ impl<'a> StepSearch<'a> {
             None => f64::INFINITY,
         };
         let (problem, options) = (self.problem, self.options);
-        if let Some(best) = in_one_size(problem, options, counts, limit, |count| self.pipeline(count))? {
+        if let Some(best) = in_one_size(problem, options, counts, true, limit, |count| self.pipeline(count))? {
             note(&mut self.sweep, best.num_micro_batches, best.seconds);
             self.best = Some(best.clone());
             self.others = vec![best];

@@ -1,13 +1,17 @@
 //! The best plan of few documents, from walks of every number of micro-batches.
 
+use std::rc::Rc;
+
 use crate::dynamic_cp::bound;
 use crate::dynamic_cp::counts::{Counts, note, price};
+use crate::dynamic_cp::one_size::in_one_size;
 use crate::dynamic_cp::options::DynamicCpOptions;
 use crate::dynamic_cp::plan::Best;
 use crate::dynamic_cp::problem::Problem;
 use crate::dynamic_cp::search::{Found, StepSearch};
 use crate::error::Result;
 use crate::lengths::Lengths;
+use crate::pipeline::Pipeline;
 
 use super::anneal::Walks;
 use super::clock::{Clock, MOST_RANKS};
@@ -61,6 +65,9 @@ pub(in crate::dynamic_cp) fn of_each_count(
         let found = StepSearch::new(problem, &free).run(problems, &counts)?;
         starts.extend(found.others.into_iter().chain(found.best));
     }
+    // A faster plan may have kept the best of these from being found, and have micro-batches without documents.
+    let pipeline = |count: usize| Ok(Rc::new(Pipeline::new(&free.pipeline(count))?));
+    starts.extend(in_one_size(problem, &free, &counts, false, f64::INFINITY, pipeline)?);
     let most = counts.least.max(problem.documents.len());
     let counts: Vec<usize> = (counts.least..=most).filter(|&count| counts.allow(problem, &free, count)).collect();
     let (Some(&least), Some(&most)) = (counts.first(), counts.last()) else { return Ok(Vec::new()) };
