@@ -209,3 +209,10 @@ def test_examples_of_docstrings_print_what_they_say(name: str) -> None:
     runner = doctest.DocTestRunner()
     runner.run(doctest.DocTestParser().get_doctest(text, {}, name, None, 0), out=said.append)
     assert not runner.failures, "".join(said)
+
+
+def test_examples_stand_in_a_section_that_the_site_prints_as_code() -> None:
+    """Under `Example:` mkdocstrings takes the lines for prose, and `>>>` for quotations."""
+    files = [path for path in (ROOT / "python").rglob("*.py*") if path.suffix in {".py", ".pyi"}]
+    wrong = [str(path) for path in files if any(line.strip() == "Example:" for line in path.read_text().splitlines())]
+    assert not wrong

@@ -406,7 +406,7 @@ class PrefixForest:
     Samples share tokens only from their beginning on, so that a shared token has the same position and sees the same
     tokens before it in all of them. Every array is a fresh copy.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> forest = wlb.PrefixForest.from_prompts([100], 3, [30, 20, 10])
         >>> forest
@@ -434,7 +434,7 @@ class PrefixForest:
         O(R + n log n) at worst: shared tokens are compared once, or twice, and the rest of a sample is not read. No
         copy.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> forest = wlb.PrefixForest.from_tokens([7, 8, 1, 7, 8, 2, 2, 7, 8], [0, 3, 7, 9])
             >>> forest.parents, forest.lengths, forest.ends
@@ -458,7 +458,7 @@ class PrefixForest:
 
         O(n log n).
 
-        Example:
+        Examples:
             >>> import wlb
             >>> forest = wlb.PrefixForest.from_prompts([100, 50], [2, 1], [30, 20, 10])
             >>> forest.parents, forest.lengths
@@ -478,7 +478,7 @@ class PrefixForest:
 
         O(m log m).
 
-        Example:
+        Examples:
             >>> import wlb
             >>> wlb.PrefixForest.from_parents([-1, 0, 0], [100, 30, 20], [1, 2]).sample_lengths
             array([130, 120], dtype=int32)
@@ -495,7 +495,7 @@ class PrefixForest:
 
         O(R).
 
-        Example:
+        Examples:
             >>> import wlb
             >>> forest = wlb.PrefixForest.from_prompts([2], 2, [1, 1])
             >>> forest.check_tokens([7, 8, 1, 7, 8, 2], [0, 3, 6])  # or an error that names the token
@@ -594,7 +594,7 @@ class ForestPlan:
         Raises:
             WlbError: ``dp_size`` does not divide the number of micro-batches, or is not what the plan was made for.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> forest = wlb.PrefixForest.from_prompts([100, 100], 2, [30, 20, 40, 10])
             >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
@@ -688,7 +688,7 @@ def pack_forest(
     O(n log n), O(micro-batches) for each tree or part of one, and a bounded number of exchanges. Releases the GIL from
     1,024 samples on.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> forest = wlb.PrefixForest.from_prompts([100, 100], 2, [30, 20, 40, 10])
         >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
@@ -718,7 +718,7 @@ def shard_forest(micro_batch: ForestMicroBatch | PrefixForest, *, cp_size: int) 
 
     O(m (log m + cp_size)) for ``m`` nodes, for each of at most 66 attempts.
 
-    Example:
+    Examples:
         >>> import wlb
         >>> shard = wlb.shard_forest(wlb.PrefixForest.from_prompts([8], 2, [4, 4]), cp_size=2)
         >>> shard.tokens_per_rank, shard.pairs_per_rank
@@ -760,7 +760,7 @@ class ForestShard:
         Raises:
             WlbError: a rank that does not exist.
 
-        Example:
+        Examples:
             >>> import wlb
             >>> forest = wlb.PrefixForest.from_prompts([8], 2, [4, 4])
             >>> wlb.shard_forest(forest, cp_size=2).rank(0).token_indices

@@ -27,7 +27,7 @@ class CountedBlock(Block):
     Raises:
         WlbError: naming the first size that makes no sense.
 
-    Example:
+    Examples:
         >>> from wlb.models.counted import CountedBlock
         >>> from wlb.models import Matrix
         >>> CountedBlock(weights=(Matrix(64, 32), Matrix(32, 64)), other_parameters=64).parameters(64)

@@ -50,7 +50,7 @@ def says_nothing(name: str, value: object) -> bool:
     Complexity:
         O(len(name)).
 
-    Example:
+    Examples:
         >>> from wlb.models.keys import says_nothing
         >>> says_nothing("rope_theta", 1e4), says_nothing("num_experts", 8), says_nothing("num_experts", None)
         (True, False, True)

@@ -128,7 +128,7 @@ def cp_sizes(
 
     O(num_heads).
 
-    Example:
+    Examples:
         >>> import wlb.torch as wt
         >>> wt.cp_sizes("ulysses", num_heads=28, num_kv_heads=4)
         (1, 2, 4, 28)

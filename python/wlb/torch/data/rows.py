@@ -75,7 +75,7 @@ class RowReader:
     Complexity:
         O(tokens) a row.
 
-    Example:
+    Examples:
         >>> import wlb.torch as wt
         >>> reader = wt.RowReader(columns=("source",))
         >>> row = {"input_ids": [5, 6, 7, 0], "attention_mask": [1, 1, 1, 0], "loss_mask": [0, 0, 1, 0], "source": 3}

@@ -124,7 +124,7 @@ def verify(
         One short step, and a forward and backward pass of each of its documents, shared out over the ranks. If
         something is wrong, about twenty times as many passes. Memory of the weights that learn, and of two gradients.
 
-    Example:
+    Examples:
         >>> import torch, wlb, wlb.torch as wt
         >>> class Model(torch.nn.Module):
         ...     def __init__(self):
