@@ -67,7 +67,7 @@ def _at_least_one(text: str) -> int:
 
 def reproduce(options: argparse.Namespace, command: str) -> None:
     """Makes the tables and figures, prints them and writes them."""
-    output = Output(output_dir=options.output_dir, json=options.json, quiet=options.quiet)
+    output = Output(output=options.output_dir, json=options.json, quiet=options.quiet)
     output.folder("reproduce")  # before the long work, so that it fails early
     with output.progress() as bars:
         source = None

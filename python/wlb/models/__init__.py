@@ -14,7 +14,7 @@ from wlb.models.counted import CountedBlock
 from wlb.models.encoder import ImageEncoder
 from wlb.models.feed_forward import FeedForward
 from wlb.models.layers import Layer
-from wlb.models.presets import presets
+from wlb.models.presets import preset_named, presets
 from wlb.models.recurrent import GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba1, Mamba2
 from wlb.models.streams import HyperConnection, NGramEmbedding
 
@@ -38,5 +38,6 @@ __all__ = [
     "Matrix",
     "ModelConfig",
     "NGramEmbedding",
+    "preset_named",
     "presets",
 ]

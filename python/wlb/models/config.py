@@ -21,7 +21,7 @@ from wlb.models.encoder import ImageEncoder
 from wlb.models.feed_forward import FeedForward
 from wlb.models.hugging_face import Source, read
 from wlb.models.layers import Layer
-from wlb.models.presets import PRESETS
+from wlb.models.presets import PRESETS, preset_named
 from wlb.models.streams import HyperConnection
 
 
@@ -152,7 +152,7 @@ class ModelConfig:
 
     @classmethod
     def preset(cls, name: str) -> ModelConfig:
-        """A model by name, see `presets`.
+        """A model by name in any case, see `presets`.
 
         ========================  ==========================================================================
         ``llama2-7b`` ...         As published: ``llama2-7b``, ``-13b``, ``-70b``; ``llama3-8b``, ``-70b``, ``-405b``.
@@ -167,9 +167,10 @@ class ModelConfig:
         Raises:
             WlbError: there is no such name.
         """
-        if name not in PRESETS:
+        found = preset_named(name)
+        if found is None:
             raise error("name", f"{name!r}: must be one of {', '.join(PRESETS)}", value=name)
-        return cls(name=name, **PRESETS[name])
+        return cls(name=found, **PRESETS[found])
 
     @classmethod
     def from_hugging_face(cls, config: Source, *, multi_token_prediction: bool = False) -> ModelConfig:

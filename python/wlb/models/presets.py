@@ -34,6 +34,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def preset_named(name: object) -> str | None:
+    """The name of a preset, read in any case; None: there is none of that name."""
+    found = name.lower().replace("_", "-") if isinstance(name, str) else None
+    return found if found in PRESETS else None
+
+
 def presets() -> list[str]:
     """Names that `wlb.ModelConfig.preset` knows."""
     return list(PRESETS)

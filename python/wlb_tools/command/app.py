@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from cyclopts import App, CycloptsError, Parameter
 
 import wlb
+from wlb_tools.command import help
 from wlb_tools.command.commands.advise import advise
 from wlb_tools.command.commands.audit import audit
 from wlb_tools.command.commands.demo import demo
@@ -30,7 +33,7 @@ app = App(
         "Start with `wlb demo`: it needs nothing but the Python files of this machine."
     ),
     version=f"wlb {wlb.__version__}",
-    help_flags=["--help", "-h"],
+    help_flags=["--help-all"],  # --help is `wlb_tools.command.help`
     version_flags=["--version"],
     help_format="plaintext",  # markdown takes a quarter of the start
     default_parameter=Parameter(name_transform=option, allow_repeating=True),
@@ -55,6 +58,12 @@ def run(argv: Sequence[str]) -> None:
     """Runs the command and exits: 0 done, 1 what was audited does not hold, 2 wrong input (one line on stderr)."""
     typed = argv
     try:
+        if help.asked(argv) or not argv:
+            print(help.short(app, help.command_of(app, argv)))
+            sys.stdout.flush()
+            sys.exit(0 if argv else 2)
+        if "--help-all" in argv:
+            print(help.examples(help.command_of(app, argv)), end="\n\n")
         argv, said = with_launch_file(argv)
         for line in said:
             print(line, file=sys.stderr)
@@ -62,6 +71,10 @@ def run(argv: Sequence[str]) -> None:
         if "command_line" in injected:
             bound.arguments["command_line"] = shlex.join(["wlb", *map(readable, typed)])
         called(*bound.args, **bound.kwargs)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + getattr(signal, "SIGPIPE", 13))
     except wlb.WlbError as error:
         _refuse(in_options(error, _options(argv)))
     except CycloptsError as error:
@@ -69,7 +82,7 @@ def run(argv: Sequence[str]) -> None:
         _refuse(in_options(cause, _options(argv)) if isinstance(cause, wlb.WlbError) else str(error))
     except (CliError, OSError) as error:
         _refuse(str(error))
-    sys.exit(0 if argv else 2)  # without a command there is only help
+    sys.exit(0)
 
 
 def _options(argv: Sequence[str]) -> set[str]:

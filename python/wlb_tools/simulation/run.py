@@ -110,6 +110,10 @@ def simulate(
         Some tens of microseconds for each micro-batch (of Dynamic-CP: each group of ranks) and variant, and the tuning
         of thresholds unless they are given.
     """
+    if not isinstance(scenario, Scenario):
+        kind = type(scenario).__name__
+        example = "wlb_tools.Scenario(model=model, hardware=hardware, layout=layout, context=131072)"
+        raise error("scenario", f"is a {kind}, not a Scenario: {example}", value=scenario)
     if variants is None:
         variants = defaults(scenario)
     wanted = chosen(variants if isinstance(variants, Mapping) else list(variants))

@@ -107,7 +107,7 @@ impl KernelModel {
     /// A documented default where nothing was measured: an assumption, and ``source`` says so.
     ///
     /// Args:
-    ///     generation: "a100", "h100", "h200", "b200", "h20", "l40s" or "mi300x".
+    ///     generation: "a100", "h100", "h200", "b200", "h20", "l40s" or "mi300x", in any case.
     ///     num_heads: query heads of one GPU.
     ///     num_kv_heads: key/value heads of one GPU, which divide them; default ``num_heads``. Not used.
     ///     head_dim: width of a head.
@@ -130,7 +130,7 @@ impl KernelModel {
         #[pyo3(from_py_with = arguments::causal)] causal: bool,
     ) -> PyResult<Self> {
         let num_kv_heads = num_kv_heads.unwrap_or(num_heads);
-        Model::analytic(choice(generation)?, num_heads, num_kv_heads, head_dim, mask(causal)).map(Self).map_err(raise)
+        Model::analytic(choice(&generation.to_lowercase())?, num_heads, num_kv_heads, head_dim, mask(causal)).map(Self).map_err(raise)
     }
 
     /// Latency of segments, one by one, in a call that fills the GPU.

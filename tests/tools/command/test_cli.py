@@ -122,7 +122,7 @@ def test_demo_compares_the_methods(run: Any, npy: Path) -> None:
 
 
 def test_demo_writes_a_picture_and_a_page_that_loads_nothing(run: Any, npy: Path, tmp_path: Path) -> None:
-    result = run("demo", npy, *SMALL, "--steps", 70, "--output-dir", "here")
+    result = run("demo", npy, *SMALL, "--steps", 70, "--output", "here")
     assert result.code == 0
     assert "WLB, 2 queues" in result.out
     assert (tmp_path / "here/demo.png").read_bytes().startswith(b"\x89PNG")
@@ -209,7 +209,7 @@ def test_a_table_shows_what_is_known() -> None:
 
 
 def test_pack_writes_plans_and_pictures(run: Any, npy: Path, tmp_path: Path) -> None:
-    run("pack", npy, *SMALL, "--output-dir", "here", "--quiet")
+    run("pack", npy, *SMALL, "--output", "here", "--quiet")
     written = {path.name for path in (tmp_path / "here").iterdir()}
     assert written == {"pack.png", "pack.html", "results.json", "plans.npz", "plans.jsonl"}
 
@@ -542,7 +542,7 @@ def test_the_loader_of_a_configuration_loses_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_simulate_compares_methods_on_a_cluster(run: Any, npy: Path, tmp_path: Path) -> None:
-    result = run("simulate", npy, *CLUSTER, "--gpus", 8, "--steps", 12, "--noise", 0.02, "--output-dir", "here")
+    result = run("simulate", npy, *CLUSTER, "--gpus", 8, "--steps", 12, "--noise", 0.02, "--output", "here")
     assert result.code == 0, result.err
     assert "analytic: h100 (an assumption, measured nowhere)" in result.out
     assert "llama2-7b, 1K context, 8 x h100" in result.out
@@ -999,7 +999,7 @@ def test_ctrl_c_ends_the_command_quietly(tmp_path: Path) -> None:
     code = "import os; from wlb_tools.__main__ import main; os.write(1, b'.'); main()"
     outcomes: Counter[int] = Counter()
     for delay in (0.005, 0.02, 0.1, 0.3, 0.8, 2.0):
-        command = [sys.executable, "-c", code, "demo", "--quiet", "--output-dir", str(tmp_path / str(delay))]
+        command = [sys.executable, "-c", code, "demo", "--quiet", "--output", str(tmp_path / str(delay))]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout is not None
         assert process.stdout.read(1) == b"."

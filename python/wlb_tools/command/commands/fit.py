@@ -14,6 +14,7 @@ from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.options import Flag, Numbers
 from wlb_tools.command.output.console import Printing
 from wlb_tools.command.output.report import Block, Code, Paragraphs, Report
+from wlb_tools.command.output.written import costs_file, replaces
 
 _SHOWN = 10  # lines of outliers
 
@@ -25,7 +26,7 @@ def fit(
     windows: Annotated[tuple[int, ...], Numbers] = (),
     chunks: Annotated[tuple[int, ...], Numbers] = (),
     full: Annotated[bool, Flag] = False,
-    cost_model: Annotated[Path | None, Parameter(name="--output")] = None,
+    cost_model: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
     printing: Printing = Printing(),
 ) -> None:
     """Fits the costs of documents to what micro-batches took, and writes them to a file.
@@ -45,6 +46,7 @@ def fit(
     file = cost_model or log.with_suffix(".cost.json")
     if file.resolve() == log.resolve():
         raise CliError(f"--output {file}: is the log itself, and would be lost")
+    replaced = [file] if replaces(file, costs_file) else []
     rows = timings.read(log)
     try:
         fitted = wlb.CostModel.fit(
@@ -77,4 +79,4 @@ def fit(
     if outliers:
         more = ", ..." if len(outliers) > _SHOWN else ""
         blocks.append(Paragraphs([f"Outliers are in lines {', '.join(map(str, outliers[:_SHOWN]))}{more}."]))
-    printing.give(Report(command="fit", blocks=blocks, numbers=numbers), [file])
+    printing.give(Report(command="fit", blocks=blocks, numbers=numbers), [file], replaced=replaced)

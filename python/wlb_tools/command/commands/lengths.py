@@ -15,6 +15,7 @@ from wlb_tools.command.inputs.stream import Source, Texts
 from wlb_tools.command.output.console import Printing
 from wlb_tools.command.output.plan_files import at_once, write_names
 from wlb_tools.command.output.report import Paragraphs, Report, Table
+from wlb_tools.command.output.written import lengths_file, replaces
 
 _CLASSES = 10  # of lengths, each up to twice the one before; shorter documents are in the first
 
@@ -42,6 +43,11 @@ def lengths(
         raise CliError(f"--output {output}: must end with .npy")
     if any(output.resolve() == Path(source).resolve() for source in sources):
         raise CliError(f"--output {output}: is one of SOURCES, and would be lost")
+    replaced = replaces(output, lengths_file)
+    others = [path for path in _others(output) if path.exists()]
+    if others and not replaced:
+        raise CliError(f"--output {output}: {others[0]} is there, and is of no {output.name}; give another name")
+    before = [output, *others] if replaced else []
     with printing.progress() as bars:
         documents = texts.documents(sources, bars)
     files = _write(documents, output)
@@ -66,12 +72,17 @@ def lengths(
         blocks=[Paragraphs(sentences), table],
         numbers={**documents.described, "classes": classes, "files": [str(file) for file in files]},
     )
-    printing.give(report, files)
+    printing.give(report, files, replaced=[file for file in files if file in before])
+
+
+def _others(output: Path) -> tuple[Path, Path]:
+    """Files that may stand beside the one with the lengths."""
+    return output.with_suffix(".ids.npy"), output.with_suffix(".documents.txt")
 
 
 def _write(documents: Documents, output: Path) -> list[Path]:
     """Lengths, and the other files that are needed; gives their paths."""
-    files, ids, names = [output], output.with_suffix(".ids.npy"), output.with_suffix(".documents.txt")
+    files, (ids, names) = [output], _others(output)
     for of_others in (ids, names):  # of what this file held before
         of_others.unlink(missing_ok=True)
     with at_once(output) as file:

@@ -15,6 +15,7 @@ from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.model import ModelName, model_config
 from wlb_tools.command.output.console import Printing
 from wlb_tools.command.output.report import Paragraphs, Report, Table
+from wlb_tools.command.output.written import profile_file, replaces
 
 _SHOWN = 9  # columns and rows of the table
 _Range = Annotated[tuple[int, int], Parameter(negative="")]
@@ -31,7 +32,7 @@ def profile(
     tokens: _Range = (1024, 131072),
     held_out: NonNegativeInt = 24,
     budget: Annotated[float, Parameter(validator=validators.Number(gte=1))] = 300.0,
-    output: Annotated[Path | None, Parameter(group="Output")] = None,
+    output: Annotated[Path | None, Parameter(name=("--output", "-o"), group="Output")] = None,
     printing: Printing = Printing(),
 ) -> None:
     """Measures this GPU: attention over lengths of queries and keys, and the rest of a transformer layer.
@@ -62,6 +63,7 @@ def profile(
     grid = Grid.default(queries=queries, keys=keys, tokens=tokens, held_out=held_out)
     path = output or Path(f"{profiler.name}.json")
     records = path.with_suffix(".records.jsonl")
+    replaced = [path] if replaces(path, profile_file) else []
     skipped: list[str] = []
     with printing.progress() as bars:
         task = bars.add_task("Measuring", total=None)
@@ -90,7 +92,7 @@ def profile(
     if found["gpu"] == "CPU":
         sentences.append("This was the CPU: it shows that measuring works and says nothing about a GPU.")
     blocks = (rate_table(found), Paragraphs(sentences))
-    printing.give(Report(command="profile", blocks=blocks, numbers=summary), [path, records])
+    printing.give(Report(command="profile", blocks=blocks, numbers=summary), [path, records], replaced=replaced)
 
 
 def rate_table(measured: dict[str, Any]) -> Table:

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts.types import PositiveInt
 from rich.progress import Progress
 
-from wlb_tools.cluster.hardware import GIB
+import wlb_tools
 from wlb_tools.command.errors import CliError, option
 from wlb_tools.command.inputs.cluster import Cluster
 from wlb_tools.command.inputs.model import Cost
@@ -119,7 +119,6 @@ def tune(
                     "by": by,
                     "sync": scenario.waiting,
                     "dp": scenario.layout.dp,
-                    "reserved_gib": cluster.reserved_bytes / GIB,
                     "attention_efficiency": tuning.attention_efficiency,
                 },
                 model=cluster.model_name,
@@ -180,10 +179,17 @@ def _search(
     report = layouts_report(
         search,
         stream,
-        settings=settings(cluster, reading) | {"steps": steps, "by": by},
+        settings=settings(cluster, reading)
+        | {option(name).replace("-", "_"): getattr(found, name) for name in _of_layout(found)}
+        | {"steps": steps, "by": by, "micro_batches": tokens // context},
         continued=f"{_without(command_line, _SEARCH)} {sizes} --micro-batches {tokens // context}",
     )
     output.write(report, command_line)
+
+
+def _of_layout(layout: wlb_tools.ParallelLayout) -> list[str]:
+    """Its fields that are plain values, as settings list them."""
+    return [each.name for each in fields(layout) if isinstance(getattr(layout, each.name), bool | int | float | str)]
 
 
 def _without(command_line: str, names: Collection[str]) -> str:

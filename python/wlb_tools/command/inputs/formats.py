@@ -330,22 +330,40 @@ def load_numbers(path: Path, *, mapped: bool = False) -> NDArray[Any]:
     try:
         loaded = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except Exception as error:  # of a broken header's parser, or of more memory than there is
-        raise CliError(f"{path}: is no array of numpy: {error}") from None
+        raise CliError(f"{path}: is no array of numpy: {_told(path, error)}") from None
     if not isinstance(loaded, np.ndarray):
         raise CliError(f"{path}: holds several arrays; give a .npy with one")
     return loaded
+
+
+def _told(path: Path, error: Exception) -> str:
+    """What is wrong with a file that numpy cannot read: it takes any file for pickled objects."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    if head.startswith(b"\x93NUMPY"):
+        return "its objects are pickled, which is not read" if "pickle" in str(error) else str(error)
+    if not head:
+        return "it is empty"
+    if head[:1] == b"\x80":
+        return "it is a pickle, which is not read"
+    text = b"\0" not in head
+    return "it is a text file; name it .txt, .jsonl or .csv" if text else "it does not begin as one"
 
 
 LENGTHS_MARK = b"wlb lengths\n"
 """What `wlb lengths` writes behind the array of a .npy: its numbers are lengths, whatever the file is called."""
 
 
+def is_lengths(path: Path) -> bool:
+    """Whether `wlb lengths` wrote it."""
+    with path.open("rb") as file:
+        file.seek(-min(len(LENGTHS_MARK), path.stat().st_size), os.SEEK_END)
+        return file.read() == LENGTHS_MARK
+
+
 def _npy(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
     array = load_numbers(path, mapped=True)
-    with path.open("rb") as file:
-        file.seek(-len(LENGTHS_MARK), os.SEEK_END)
-        ours = file.read() == LENGTHS_MARK
-    yield _of_array(array, "lengths" if ours else path.stem, str(path), wanted), path.stat().st_size
+    yield _of_array(array, "lengths" if is_lengths(path) else path.stem, str(path), wanted), path.stat().st_size
 
 
 def _npz(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:

@@ -11,7 +11,7 @@ from cyclopts import Parameter, validators
 
 import wlb
 import wlb_tools
-from wlb.models import presets
+from wlb.models import preset_named, presets
 from wlb_tools.cluster.hardware import presets as gpus
 from wlb_tools.command.errors import CliError, option
 from wlb_tools.command.inputs.options import Options, options
@@ -35,10 +35,11 @@ def model_config(name: str, *, multi_token_prediction: bool = False) -> wlb.Mode
     Raises:
         CliError: it is none of these, or the file says something that is not known.
     """
-    if name in presets() or ("=" in name and not Path(name).exists()):
+    preset = None if name not in presets() and Path(name).exists() else preset_named(name)
+    if preset is not None or ("=" in name and not Path(name).exists()):
         if multi_token_prediction:
             raise CliError(f"--multi-token-prediction: --model {name} has no heads that predict further tokens")
-        return wlb.ModelConfig.preset(name) if name in presets() else _by_sizes(name)
+        return _by_sizes(name) if preset is None else wlb.ModelConfig.preset(preset)
     path = Path(name) if Path(name).exists() else _from_hub(name)
     return wlb.ModelConfig.from_hugging_face(path, multi_token_prediction=multi_token_prediction)
 

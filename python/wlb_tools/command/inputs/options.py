@@ -146,9 +146,17 @@ def settings(*given: Options) -> Settings:
                 found |= settings(value)
             elif NotAnOption not in getattr(hints[field.name], "__metadata__", ()):
                 name = option(field.name).replace("-", "_")
+                shown = _shown(hints[field.name])
+                value = value if shown is None else float(shown(value))
                 simple = value is None or isinstance(value, bool | int | float)
                 found[name] = value if simple else joined(value) if isinstance(value, tuple) else str(value)
     return found
+
+
+def _shown(hint: Any) -> Callable[[Any], str] | None:
+    """How an option that has another unit than its field is shown; None: as it is."""
+    found = [each.show_default for each in getattr(hint, "__metadata__", ()) if isinstance(each, Parameter)]
+    return next((shown for shown in found if callable(shown)), None)
 
 
 def commas(of_text: Callable[[str], Any], what: str, **more: Any) -> Parameter:

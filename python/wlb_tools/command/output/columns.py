@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from wlb_tools.cluster.hardware import GIB
 from wlb_tools.simulation import ATTENTION_RATES
 
+Change = Literal["better", "worse"]
+Better = Literal["more", "less"]
+
 
 class Column(NamedTuple):
-    """The heading of its group, its own, the format of its values, and what they are divided by."""
+    """The heading of its group, its own, the format of its values, what they are divided by, and which are better."""
 
     group: str
     heading: str
     form: str = ","
     unit: float = 1
+    better: Better | None = None
+
+    def change(self, before: Any, after: Any) -> Change | None:
+        """Whether a value is better or worse than another; None where it reads the same, or neither is better."""
+        if self.better is None or self.cell(before) == self.cell(after) or None in (before, after):
+            return None
+        if isinstance(before, list | tuple | str):
+            return None
+        return "better" if (after > before) == (self.better == "more") else "worse"
 
     def cell(self, value: Any) -> str:
         """A value as text: nothing for None, and a band by its ends."""
@@ -27,47 +39,47 @@ class Column(NamedTuple):
 
 COLUMNS = {
     "plan": Column("", "plan"),
-    "tokens_per_second": Column("speed", "tokens/s", ",.0f"),
-    "step_seconds": Column("speed", "s", ".3g"),
+    "tokens_per_second": Column("speed", "tokens/s", ",.0f", better="more"),
+    "step_seconds": Column("speed", "s", ".3g", better="less"),
     "gain": Column("speed", "gain", ".3f"),
     "gain_band": Column("speed", "band"),
-    "speedup": Column("speed", "x", ".3f"),
-    "speedup_flops": Column("speed", "FLOPs", ".3f"),
+    "speedup": Column("speed", "x", ".3f", better="more"),
+    "speedup_flops": Column("speed", "FLOPs", ".3f", better="more"),
     "speedup_band": Column("speed", "band"),
-    "model_flops_utilization": Column("speed", "MFU", ".1%"),
-    "step_seconds_mean": Column("step", "s", ".3g"),
+    "model_flops_utilization": Column("speed", "MFU", ".1%", better="more"),
+    "step_seconds_mean": Column("step", "s", ".3g", better="less"),
     "micro_batches_mean": Column("step", "n", ".3g"),
-    "imbalance_mean": Column("imbalance", "mean", ".3f"),
-    "imbalance_p95": Column("imbalance", "p95", ".3f"),
-    "imbalance_worst": Column("imbalance", "worst", ".3f"),
+    "imbalance_mean": Column("imbalance", "mean", ".3f", better="less"),
+    "imbalance_p95": Column("imbalance", "p95", ".3f", better="less"),
+    "imbalance_worst": Column("imbalance", "worst", ".3f", better="less"),
     "imbalance_band": Column("imbalance", "band"),
-    "micro_batch_imbalance_mean": Column("imbalance", "MB", ".3f"),
+    "micro_batch_imbalance_mean": Column("imbalance", "MB", ".3f", better="less"),
     "micro_batch_imbalance_band": Column("imbalance", "band"),
-    "cp_imbalance": Column("imbalance", "CP", ".3f"),
-    "lost_time": Column("lost", "time", ".3f"),
-    "step_work_cv": Column("steps' work", "cv", ".3f"),
-    "step_work_heaviest": Column("steps' work", "most", ".2f"),
-    "delay_mean": Column("delay", "mean", ".2f"),
-    "delay_p99": Column("delay", "p99"),
-    "delay_max": Column("delay", "max"),
-    "early_mean": Column("delay", "early", ".2f"),
-    "memory_skew": Column("memory", "skew", ".2f"),
-    "memory_skew_mean": Column("memory", "skew", ".2f"),
-    "largest_micro_batch": Column("memory", "tokens"),
-    "peak_bytes": Column("memory", "GiB", ".1f", GIB),
-    "planning_microseconds": Column("planning", "µs/step", ",.0f"),
+    "cp_imbalance": Column("imbalance", "CP", ".3f", better="less"),
+    "lost_time": Column("lost", "time", ".3f", better="less"),
+    "step_work_cv": Column("steps' work", "cv", ".3f", better="less"),
+    "step_work_heaviest": Column("steps' work", "most", ".2f", better="less"),
+    "delay_mean": Column("delay", "mean", ".2f", better="less"),
+    "delay_p99": Column("delay", "p99", better="less"),
+    "delay_max": Column("delay", "max", better="less"),
+    "early_mean": Column("delay", "early", ".2f", better="less"),
+    "memory_skew": Column("memory", "skew", ".2f", better="less"),
+    "memory_skew_mean": Column("memory", "skew", ".2f", better="less"),
+    "largest_micro_batch": Column("memory", "tokens", better="less"),
+    "peak_bytes": Column("memory", "GiB", ".1f", GIB, better="less"),
+    "planning_microseconds": Column("planning", "µs/step", ",.0f", better="less"),
     "share": Column("", "share", ".1%"),
     "heaviest": Column("", "heaviest", ",.6g"),
     "limit": Column("", "limit", ",.6g"),
     "compute": Column("", "compute", ".1%"),
-    "cp_communication": Column("communication", "CP", ".1%"),
-    "tp_communication": Column("communication", "TP", ".1%"),
-    "ep_communication": Column("communication", "EP", ".1%"),
-    "dp_communication": Column("communication", "DP", ".1%"),
-    "cp_wait": Column("waiting", "slowest CP", ".1%"),
-    "ep_wait": Column("waiting", "slowest EP", ".1%"),
-    "bubble": Column("waiting", "bubble", ".1%"),
-    "dp_wait": Column("waiting", "slowest DP", ".1%"),
+    "cp_communication": Column("communication", "CP", ".1%", better="less"),
+    "tp_communication": Column("communication", "TP", ".1%", better="less"),
+    "ep_communication": Column("communication", "EP", ".1%", better="less"),
+    "dp_communication": Column("communication", "DP", ".1%", better="less"),
+    "cp_wait": Column("waiting", "slowest CP", ".1%", better="less"),
+    "ep_wait": Column("waiting", "slowest EP", ".1%", better="less"),
+    "bubble": Column("waiting", "bubble", ".1%", better="less"),
+    "dp_wait": Column("waiting", "slowest DP", ".1%", better="less"),
     "most_lost": Column("", "most lost"),
     "read": Column("documents", "read"),
     "trained": Column("documents", "trained once"),

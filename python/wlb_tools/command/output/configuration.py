@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from wlb._core import MAX_TOKENS
-from wlb.models import presets
+from wlb.models import preset_named, presets
 from wlb_tools.command.output import loaders
 from wlb_tools.simulation import VARIANTS, Choice, Scenario, Tuning
 from wlb_tools.simulation.methods import bounded
@@ -18,8 +18,9 @@ from wlb_tools.simulation.methods import bounded
 
 def model_code(name: str) -> str:
     """Python that makes the model of `--model`: of a preset, of sizes, of a file, or of a name on the hub."""
-    if name in presets():
-        return f"wlb.ModelConfig.preset({json.dumps(name)})"
+    preset = None if name not in presets() and Path(name).exists() else preset_named(name)
+    if preset is not None:
+        return f"wlb.ModelConfig.preset({json.dumps(preset)})"
     if "=" in name and not Path(name).exists():
         sizes = (pair.partition("=") for pair in name.split(","))
         return f"wlb.ModelConfig({', '.join(f'{key.strip()}={value.strip().title()}' for key, _, value in sizes)})"

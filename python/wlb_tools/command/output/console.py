@@ -3,23 +3,61 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.options import Flag, Options, options
 from wlb_tools.command.output import render
 from wlb_tools.command.output.report import Report
+from wlb_tools.command.output.written import check_folder
 from wlb_tools.command.words import readable
+
+
+class Bars(Progress):
+    """Bars of works one after the other; each ends full: 400/400, though a work took fewer or more parts than thought.
+    """
+
+    def add_task(self, *args: Any, **kwargs: Any) -> TaskID:
+        """A bar for the next work; the works before are done."""
+        self._fill()
+        return super().add_task(*args, **kwargs)
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        """Also raises the total where more is done."""
+        super().update(task_id, **changes)
+        self._raise(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Also raises the total where more is done."""
+        super().advance(task_id, advance)
+        self._raise(task_id)
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        """All works are done, unless one failed."""
+        if kind is None:
+            self._fill()
+        super().__exit__(kind, *rest)
+
+    def _fill(self) -> None:
+        for task in self.tasks:
+            if task.total is not None:
+                super().update(task.id, completed=task.total)
+
+    def _raise(self, task_id: TaskID) -> None:
+        task = self._tasks[task_id]
+        if task.total is not None and task.completed > task.total:
+            super().update(task_id, total=task.completed)
 
 
 def progress(quiet: bool) -> Progress:
     """Bars that vanish when the work is done, and never appear where nobody looks."""
-    return Progress(
+    return Bars(
         TextColumn("{task.description:<34}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -52,16 +90,20 @@ class Printing(Options):
         """Bars for the work under way."""
         return progress(self.quiet)
 
-    def give(self, report: Report, files: Iterable[Path] = ()) -> None:
-        """Prints the report, and last the names of the files that were written."""
+    def give(self, report: Report, files: Iterable[Path] = (), *, replaced: Collection[Path] = ()) -> None:
+        """Prints the report, and last the names of the files that were written, and of those that were replaced."""
         if self.json:
             print(render.as_json(report))
         elif not self.quiet:
             # Piped output gets a fixed width, so that a file reads like the screen.
             console = Console(width=None if sys.stdout.isatty() else 100, highlight=False, markup=False)
             render.show(report, console)
-            if written := ", ".join(map(str, files)):
-                console.print(readable(f"Wrote {written}"))
+            for did, names in (
+                ("Wrote", [str(file) for file in files if file not in replaced]),
+                ("Replaced", list(map(str, replaced))),
+            ):
+                if names:
+                    console.print(readable(f"{did} {', '.join(names)}"))
 
 
 @options("Output")
@@ -69,17 +111,23 @@ class Output(Printing):
     """Options for what a command prints and where its files go.
 
     Args:
-        output_dir: folder to write to, made if missing; by default `wlb-` and the name of the command.
+        output: folder to write to, made if missing; by default `wlb-` and the name of the command.
     """
 
-    output_dir: Path | None = None
+    output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None
 
     def write(self, report: Report, command_line: str) -> None:
         """Writes the report's files, and gives it."""
-        self.give(report, render.write(report, self.folder(report.command), command_line))
+        folder = self.folder(report.command)
+        before = {path.name for path in folder.iterdir()}
+        files = render.write(report, folder, command_line)
+        self.give(report, files, replaced=[file for file in files if file.name in before])
 
     def folder(self, command: str) -> Path:
         """The folder, made if missing; called before long work, so that what is wrong with it is known early."""
-        folder = self.output_dir or Path(f"wlb-{command}")
+        folder = self.output or Path(f"wlb-{command}")
+        if folder.exists() and not folder.is_dir():
+            raise CliError(f"--output {folder}: is a file; {command} writes several, into a folder")
         folder.mkdir(parents=True, exist_ok=True)
+        check_folder(folder)
         return folder

@@ -8,7 +8,7 @@ from typing import Any
 
 from wlb._core import CostModel
 from wlb_tools.command.inputs.stream import Stream
-from wlb_tools.command.output.columns import LOST_NOTE, RATES, Column
+from wlb_tools.command.output.columns import COLUMNS, LOST_NOTE, RATES, Column
 from wlb_tools.command.output.report import Headline, Paragraphs, Picture, Report, Table
 from wlb_tools.command.packing import CP_SIZES, STRATEGIES
 from wlb_tools.command.words import listed
@@ -17,10 +17,10 @@ from wlb_tools.simulation.methods import Setup
 from wlb_tools.simulation.trained import PackedRun
 
 _HEADLINES = (
-    ("mean imbalance", "imbalance_mean", ".2f"),
-    ("imbalance of the worst step", "imbalance_worst", ".2f"),
-    ("iterations that a token waits, mean", "delay_mean", ".2f"),
-    ("µs to plan a step, median", "planning_microseconds", ",.0f"),
+    ("mean imbalance", "imbalance_mean"),
+    ("imbalance of the worst step", "imbalance_worst"),
+    ("iterations that a token waits, mean", "delay_mean"),
+    ("µs to plan a step, median", "planning_microseconds"),
 )
 _SHOWN = (
     *("imbalance_mean", "imbalance_p95", "imbalance_worst"),
@@ -83,10 +83,20 @@ def packing_report(
         subject=shown.name,
         title=f"Work imbalance {before['imbalance_mean']:.2f} → {after['imbalance_mean']:.2f}",
         sentences=(*stream.in_words(), remark),
-        headlines=[Headline(label, f"{before[key]:{form}}", f"{after[key]:{form}}") for label, key, form in _HEADLINES],
+        headlines=[Headline.of(label, before[key], after[key], COLUMNS[key]) for label, key in _HEADLINES],
         blocks=(
-            Picture(draw_comparison(stream, setup, plans, balance), f"{command}.png"),
-            Table.of("Balance and delay", "method", _SHOWN, [(p.name, p.summary(), p.waits) for p in plans]),
+            Picture(
+                lambda narrow: draw_comparison(stream, setup, plans, balance, narrow=narrow),
+                f"Lengths of documents, balance of {plans[0].name} and {shown.name}, delay, context parallelism",
+                f"{command}.png",
+            ),
+            Table.of(
+                "Balance and delay",
+                "method",
+                _SHOWN,
+                [(p.name, p.summary(), p.waits) for p in plans],
+                against_first=True,
+            ),
             table,
             Paragraphs(notes, small=True),
             _cp_table(balance, shown),
@@ -109,7 +119,7 @@ def graded_table(plans: Sequence[PackedRun], cost_model: CostModel) -> tuple[lis
     """Plans by costs that they were not made by: their summaries with the bands, and a table of them."""
     graded = [plan.summary() | plan.bands(cost_model) for plan in plans]
     rows = [(plan.name, of, plan.waits) for plan, of in zip(plans, graded, strict=True)]
-    return graded, Table.of(f"The same plans, {RATES}", "method", _GRADED, rows)
+    return graded, Table.of(f"The same plans, {RATES}", "method", _GRADED, rows, against_first=True)
 
 
 def _column_table(plans: Sequence[PackedRun], graded: Sequence[Mapping[str, Any]]) -> Table:

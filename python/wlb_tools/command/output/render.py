@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich import box
@@ -17,15 +17,20 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 import wlb
+from wlb_tools.command.output.columns import Change
 from wlb_tools.command.output.report import Paragraphs, Picture, Report, Table
 
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
 _WIDEST = 1000  # columns of a terminal
+_CHANGES: dict[Change | None, str] = {"better": "cyan", "worse": "red"}
 
 
 def show(report: Report, console: Console) -> None:
     """Prints the title and the headlines, then sentences, tables, notes and code."""
     if report.title:
-        console.print(report.title, style="bold cyan")
+        console.print(report.title, style="bold")
         for headline in report.headlines:
             console.print(f"  {headline.label}: {headline.before} {headline.between} {headline.after}")
         console.print()
@@ -38,7 +43,8 @@ def show(report: Report, console: Console) -> None:
                 console.print()
         elif isinstance(block, Table):
             console.print(block.title, style="bold")
-            _print_uncut(_for_terminal(block), console)
+            for part in _parts(block, console):
+                _print_uncut(part, console)
         else:
             console.print(block.text, style="bold", soft_wrap=True)
 
@@ -53,15 +59,39 @@ def _print_uncut(table: RichTable, console: Console) -> None:
         console.width = width
 
 
-def _for_terminal(table: Table) -> RichTable:
-    """Rich has no cells that span columns: a group's heading stands over the first of its columns."""
-    shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)  # fits 80 columns
-    headings = [f"{text}\n" for group, width in table.groups for text in [group, *[""] * (width - 1)]]
-    for i, column in enumerate(table.columns):
-        heading = f"{headings[i] if headings else ''}{column}"
-        shown.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
+def _parts(table: Table, console: Console) -> Iterator[RichTable]:
+    """The table, where it is wider than the console in several parts of whole columns under each other."""
+    named = [(group, start) for group, width in table.groups for start in [group, *[None] * (width - 1)]]
+    widths = [
+        max([len(line) for text in (column, group) for line in text.split("\n")] + [len(row[k]) for row in table.rows])
+        for k, column in enumerate(table.columns)
+        for group in [(named[k][1] or "") if named else ""]
+    ]
+    first = min(widths[0], max(console.width // 3, console.width - max(widths[1:], default=0) - 2))
+    parts: list[list[int]] = [[]]
+    for k in range(1, len(widths)):
+        if parts[-1] and first + sum(widths[i] + 2 for i in [*parts[-1], k]) > console.width:
+            parts.append([])
+        parts[-1].append(k)
+    for part in parts:
+        yield _for_terminal(table, [0, *part], [group for group, _ in named], first)
+
+
+def _for_terminal(table: Table, columns: Sequence[int], groups: Sequence[str], first: int) -> RichTable:
+    """Some columns; Rich has no cells that span several: a group's heading stands over the first of its columns."""
+    shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    above = ""
+    for k in columns:
+        group = groups[k] if groups else ""
+        heading = f"{'' if group == above else group}\n{table.columns[k]}" if groups else table.columns[k]
+        above = group
+        if k == 0:
+            shown.add_column(heading, justify="left", width=first)
+        else:
+            shown.add_column(heading, justify="right", no_wrap=True)
     for i, row in enumerate(table.rows):
-        shown.add_row(*row, style="bold cyan" if i in table.strong else None)
+        cells = [Text(row[k], style=_CHANGES.get(table.changes.get((i, k)), "")) for k in columns]
+        shown.add_row(*cells, style="bold" if i in table.strong else None)
     return shown
 
 
@@ -77,7 +107,7 @@ def write(report: Report, folder: Path, command_line: str) -> list[Path]:
     from wlb_tools.command.output.figures.style import png
 
     contents: dict[str, bytes | str | Callable[[Path], object]] = {
-        block.file: png(block.figure)
+        block.file: png(block.draw(False))
         for block in (*report.blocks, *report.details)
         if isinstance(block, Picture) and block.file
     }
@@ -97,7 +127,7 @@ def page(report: Report, command_line: str) -> str:
     """HTML that loads nothing; `command_line` is what made it."""
     import jinja2
 
-    from wlb_tools.command.output.figures.style import svg
+    from wlb_tools.command.output.figures.style import themes
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -106,13 +136,29 @@ def page(report: Report, command_line: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(svg=svg, value=_value, kind=lambda block: type(block).__name__)
+    environment.filters.update(svg=_svg, value=_value, painted=_painted, kind=lambda block: type(block).__name__)
     return environment.get_template("page.html.jinja").render(
         report=report,
         blocks=[*report.blocks, *report.details],
         facts={**report.facts, "Machine": {"wlb": wlb.__version__, **machine()}},
         command_line=command_line,
+        themes=themes(),
     )
+
+
+def _svg(picture: Picture, name: str, narrow: bool) -> str:
+    """A picture in the layout of a screen or of a phone."""
+    from wlb_tools.command.output.figures import style
+
+    return style.svg(picture.draw(narrow), f"{name}{'n' if narrow else 'w'}", picture.label)
+
+
+def _painted(cell: str, table: Table, row: int, column: int) -> Markup:
+    """The attribute of a cell that is better or worse than what it is compared with."""
+    from markupsafe import Markup
+
+    change = table.changes.get((row, column))
+    return Markup("" if change is None else f' class="{change}"')
 
 
 def _value(value: Any) -> str:

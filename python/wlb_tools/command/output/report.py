@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wlb_tools.command.output.columns import COLUMNS, Column
+from wlb_tools.command.output.columns import COLUMNS, Change, Column
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,9 +39,16 @@ class Code:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of matplotlib; with a file name it is also written by itself, as a PNG. A terminal shows none."""
+    """A figure of matplotlib; with a file name it is also written by itself, as a PNG. A terminal shows none.
 
-    figure: Figure
+    Args:
+        draw: Draws it for a screen, or with True for a phone.
+        label: What it shows, for whom does not see it.
+        file: Name of the PNG.
+    """
+
+    draw: Callable[[bool], Figure]
+    label: str
     file: str | None = None
 
 
@@ -54,6 +61,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     groups: Sequence[tuple[str, int]] = ()  # a heading over the columns, and how many it covers
     strong: Collection[int] = ()  # rows to make stand out
+    changes: Mapping[tuple[int, int], Change] = field(default_factory=dict)  # by row and column of a cell
 
     @classmethod
     def of(
@@ -63,6 +71,8 @@ class Table:
         keys: Iterable[str],
         rows: Iterable[tuple[str, Mapping[str, Any], bool]],
         columns: Mapping[str, Column] = COLUMNS,
+        *,
+        against_first: bool = False,
     ) -> Table:
         """A table of numbers by keys; what is None stays empty.
 
@@ -72,15 +82,24 @@ class Table:
             keys: of the others.
             rows: name and values of each, and whether it is to stand out.
             columns: what the keys mean.
+            against_first: whether cells of the rows that stand out are better or worse than those of the first row.
         """
         rows, shown = list(rows), {key: columns[key] for key in keys}
         groups = itertools.groupby(column.group for column in shown.values())
+        strong = {i for i, (_, _, strong) in enumerate(rows) if strong}
+        changes: dict[tuple[int, int], Change] = {}
+        for i in strong if against_first else ():
+            for k, (key, column) in enumerate(shown.items(), 1):
+                change = column.change(rows[0][1][key], rows[i][1][key])
+                if change is not None:
+                    changes[i, k] = change
         return cls(
             title=title,
             columns=(names, *(column.heading for column in shown.values())),
             rows=[(name, *(column.cell(values[key]) for key, column in shown.items())) for name, values, _ in rows],
             groups=(("", 1), *((group, len(list(members))) for group, members in groups)),
-            strong={i for i, (_, _, strong) in enumerate(rows) if strong},
+            strong=strong,
+            changes=changes,
         )
 
 
@@ -92,6 +111,12 @@ class Headline:
     before: str
     after: str
     between: str = "→"
+    change: Change | None = None
+
+    @classmethod
+    def of(cls, label: str, before: float, after: float, column: Column) -> Headline:
+        """Two numbers in the form of a column, which also says which of them is better."""
+        return cls(label, column.cell(before), column.cell(after), change=column.change(before, after))
 
 
 Block = Paragraphs | Heading | Code | Picture | Table

@@ -11,7 +11,7 @@ import numpy as np
 
 import wlb_tools
 from wlb_tools.command.inputs.stream import Stream
-from wlb_tools.command.output.columns import COLUMNS, LOST_NOTE, RATES
+from wlb_tools.command.output.columns import COLUMNS, LOST_NOTE, RATES, Column
 from wlb_tools.command.output.report import Block, Heading, Headline, Paragraphs, Picture, Report, Table
 from wlb_tools.command.output.trace import write_chrome_trace
 from wlb_tools.simulation import ATTRIBUTION, Outcome
@@ -31,6 +31,7 @@ _NOTES = (
     LOST_NOTE,
 )
 
+_IDLE = Column("", "idle", ".0%", better="less")
 _TOO_DEEP = "Too many pipeline ranks for a picture; the trace shows them."
 
 _SHOWN = (
@@ -64,14 +65,20 @@ def simulation_report(
 
     scenario, before, after = simulation.scenario, simulation.baseline, simulation.outcomes[shown]
     caption = f"{stream.documents.source} · {describe(scenario)}"
-    overview = draw_simulation(simulation, shown, f"{caption} · attention {scenario.attention.source}")
+    about = f"{caption} · attention {scenario.attention.source}"
+    overview = Picture(
+        lambda narrow: draw_simulation(simulation, shown, about, narrow=narrow),
+        f"What a GPU's time goes to under each method, and how idle steps are. {about}",
+        "simulate.png",
+    )
     details, traces = _steps({"baseline": before, shown: after} if after is not before else {"baseline": before})
-    headlines = {
-        "tokens/s": [f"{outcome.tokens_per_second:,.0f}" for outcome in (before, after)],
-        "seconds of a mean step": [f"{o.seconds[: o.run.streamed].mean():.3g}" for o in (before, after)],
-        "of the time idle": [f"{o.idle @ o.seconds / o.total_seconds:.0%}" for o in (before, after)],
-        "imbalance of CP ranks": [f"{outcome.cp_imbalance:.2f}" for outcome in (before, after)],
-    }
+    both = (before, after)
+    headlines = (
+        ("tokens/s", [outcome.tokens_per_second for outcome in both], COLUMNS["tokens_per_second"]),
+        ("seconds of a mean step", [o.seconds[: o.run.streamed].mean() for o in both], COLUMNS["step_seconds_mean"]),
+        ("of the time idle", [o.idle @ o.seconds / o.total_seconds for o in both], _IDLE),
+        ("imbalance of CP ranks", [outcome.cp_imbalance for outcome in both], COLUMNS["cp_imbalance"]),
+    )
     reasons = explanation(simulation, shown)
     warnings = [reason for reason in reasons if reason.startswith("Warning:")]
     answer, *further = _tables(simulation, shown)
@@ -80,9 +87,9 @@ def simulation_report(
         subject=f"predicted · {caption}",
         title=f"{after.title}: {simulation.speedup(shown):.3f} times the speed of {before.title} (predicted)",
         sentences=[f"{describe(scenario)}.", *warnings],
-        headlines=[Headline(label, *values) for label, values in headlines.items()],
+        headlines=[Headline.of(label, *map(float, values), column) for label, values, column in headlines],
         blocks=(
-            Picture(overview, "simulate.png"),
+            overview,
             answer,
             Heading("Why"),
             Paragraphs([reason for reason in reasons if reason not in warnings]),
@@ -106,9 +113,9 @@ def _tables(simulation: wlb_tools.Simulation, strong: str) -> list[Table]:
     shares = [(title, of["attribution"], bold) for title, of, bold in numbers]
     parts = [key for key in COLUMNS if key in ATTRIBUTION and any(of[key] >= 0.0005 for _, of, _ in shares)]
     return [
-        Table.of("Predicted speed, balance and delay", "method", _SHOWN, numbers),
-        Table.of(f"The same plans, {RATES}", "method", _GRADED, numbers),
-        Table.of("What a GPU's time goes to", "method", parts, shares),
+        Table.of("Predicted speed, balance and delay", "method", _SHOWN, numbers, against_first=True),
+        Table.of(f"The same plans, {RATES}", "method", _GRADED, numbers, against_first=True),
+        Table.of("What a GPU's time goes to", "method", parts, shares, against_first=True),
     ]
 
 
@@ -126,8 +133,9 @@ def _steps(outcomes: Mapping[str, Outcome]) -> tuple[list[Block], dict[str, Any]
         for name, outcome in outcomes.items():
             ranked = np.argsort(outcome.idle[: outcome.run.streamed], kind="stable")
             step = int(ranked[min(int(place * ranked.size), ranked.size - 1)])
-            figure = draw_step(outcome, step, which)
-            details.append(Paragraphs([_TOO_DEEP], small=True) if figure is None else Picture(figure))
+            draw = draw_step(outcome, step, which)
+            label = f"Pipelines of {outcome.title} in {which} step"
+            details.append(Paragraphs([_TOO_DEEP], small=True) if draw is None else Picture(draw, label))
             traces[f"step-{kind}-{name}.trace.json"] = functools.partial(_write_trace, outcome, step)
     details.append(Paragraphs([f"Traces to look into, at ui.perfetto.dev: {', '.join(traces)}."], small=True))
     return details, traces

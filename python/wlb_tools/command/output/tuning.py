@@ -8,7 +8,7 @@ from typing import Any
 
 import wlb
 from wlb_tools.command.inputs.stream import Stream
-from wlb_tools.command.output.columns import LOST_NOTE
+from wlb_tools.command.output.columns import COLUMNS, LOST_NOTE
 from wlb_tools.command.output.configuration import configuration, packer_micro_batches
 from wlb_tools.command.output.packing import graded_table
 from wlb_tools.command.output.report import Code, Heading, Headline, Paragraphs, Picture, Report, Table
@@ -74,7 +74,11 @@ def waiting_report(
         title=f"Mean imbalance {before} with queues, {after} with adaptive release",
         sentences=stream.in_words(),
         blocks=(
-            Picture(draw_waiting(queued, adaptive, max_mean_delay), "tune.png"),
+            Picture(
+                lambda narrow: draw_waiting(queued, adaptive, max_mean_delay, narrow=narrow),
+                "Imbalance against mean delay, for queues and for adaptive release",
+                "tune.png",
+            ),
             _front("Queues", "thresholds", queued),
             _front("Adaptive release", "price of delay", adaptive),
             table,
@@ -116,21 +120,23 @@ def tuning_report(
     now = tuning.best.summary(tuning.baseline)
     was = next(choice.summary(tuning.baseline) for choice in tuning.by_plan if choice.outcome is tuning.baseline)
     figures = {
-        "tokens/s, over Plain-4D's": ("speedup", "{:.3f}"),
-        "steps that a token waits, mean": ("delay_mean", "{:.2f}"),
-        "steps that a token waits, most": ("delay_max", "{}"),
-        "tokens of the largest micro-batch": ("largest_micro_batch", "{:,}"),
+        "tokens/s, over Plain-4D's": "speedup",
+        "steps that a token waits, mean": "delay_mean",
+        "steps that a token waits, most": "delay_max",
+        "tokens of the largest micro-batch": "largest_micro_batch",
     }
     return dataclasses.replace(
         simulation,
         command="tune",
         title=f"{_plan(tuning, tuning.best)}: {now['speedup']:.3f} times the speed of Plain-4D (predicted)",
         sentences=(f"{describe(scenario)}; {counted(stream.batches, 'global batch')}.",),
-        headlines=[
-            Headline(label, form.format(was[key]), form.format(now[key])) for label, (key, form) in figures.items()
-        ],
+        headlines=[Headline.of(label, was[key], now[key], COLUMNS[key]) for label, key in figures.items()],
         blocks=(
-            Picture(draw_choices(tuning), "tune.png"),
+            Picture(
+                lambda narrow: draw_choices(tuning, narrow=narrow),
+                "Predicted speed against memory with queues, and against mean delay for every plan",
+                "tune.png",
+            ),
             *_tables(tuning),
             Heading("What this rests on"),
             Paragraphs(

@@ -20,7 +20,12 @@ _SHOWN_STEPS = 40
 
 
 def draw_comparison(
-    stream: Stream, setup: Setup, plans: Sequence[PackedRun], balance: Sequence[Mapping[str, Any]]
+    stream: Stream,
+    setup: Setup,
+    plans: Sequence[PackedRun],
+    balance: Sequence[Mapping[str, Any]],
+    *,
+    narrow: bool = False,
 ) -> Figure:
     """Four panels: the documents, the balance of the first and last plan, the delay, context parallelism."""
     documents = stream.documents
@@ -29,13 +34,21 @@ def draw_comparison(
         f"{documents.source} · {stream.batches:,} global batches of {setup.num_micro_batches} x {setup.context:,}"
         f" {documents.unit}"
     )
-    with style.drawing(13, 9, caption=caption) as figure:
-        grid = figure.add_gridspec(2, 2, wspace=0.08, hspace=0.1)
-        _lengths(figure.add_subplot(grid[0, 0]), stream, setup, plans[-1].thresholds)
-        sides = grid[0, 1].subgridspec(1, len(compared), wspace=0.04).subplots(sharey=True, squeeze=False)
+    with style.drawing(style.NARROW if narrow else style.WIDE, 19 if narrow else 9, caption=caption) as figure:
+        if narrow:
+            grid = figure.add_gridspec(4, 1, hspace=0.08, height_ratios=(1, 1, 1.25, 1.1))
+            panels = [grid[k, 0] for k in range(4)]
+        else:
+            grid = figure.add_gridspec(2, 2, wspace=0.08, hspace=0.1)
+            panels = [grid[0, 0], grid[0, 1], grid[1, 0], grid[1, 1]]
+        _lengths(figure.add_subplot(panels[0]), stream, setup, plans[-1].thresholds)
+        sides = panels[1].subgridspec(1, len(compared), wspace=0.04).subplots(sharey=True, squeeze=False)
         _balance(sides[0], compared)
-        _delay(figure.add_subplot(grid[1, 0]), plans)
-        _context_parallel(figure.add_subplot(grid[1, 1]), balance)
+        _delay(figure.add_subplot(panels[2]), plans, narrow=narrow)
+        _context_parallel(figure.add_subplot(panels[3]), balance, narrow=narrow)
+        if narrow:
+            for ax in figure.axes:
+                ax.set_title(style.wrapped(ax.get_title(loc="left"), narrow=True, characters=30))
     return figure
 
 
@@ -64,7 +77,7 @@ def _lengths(ax: Axes, stream: Stream, setup: Setup, thresholds: Sequence[int]) 
     share.spines.right.set_visible(True)
     share.grid(False)
     for i, threshold in enumerate(thresholds):
-        share.axvline(threshold, color="#8c959f", label=None if i else "thresholds of the queues", **style.DASHED)
+        share.axvline(threshold, color=style.AXIS, label=None if i else "thresholds of the queues", **style.DASHED)
     share.legend(loc="upper left")
 
 
@@ -92,7 +105,7 @@ def _balance(axes: Sequence[Axes], plans: Sequence[PackedRun]) -> None:
     axes[0].set_title("Every step waits for its heaviest micro-batch")
 
 
-def _delay(ax: Axes, plans: Sequence[PackedRun]) -> None:
+def _delay(ax: Axes, plans: Sequence[PackedRun], *, narrow: bool) -> None:
     """Share of tokens that are trained k or more iterations after they arrived."""
     blues, sands = iter((*style.BLUES, style.ADAPTIVE)), iter(style.SANDS)
     widths = iter((3.6, 2.4, 1.2, 2.4))  # equal curves show one inside the other
@@ -110,20 +123,20 @@ def _delay(ax: Axes, plans: Sequence[PackedRun]) -> None:
             label=f"{plan.name}: {by_delay @ np.arange(by_delay.size) / by_delay.sum():.2f}",
         )
     ax.set(xlabel="iterations from arrival to training", ylabel="tokens that wait so long or longer")
-    ax.set(yscale="log", ylim=(1e-4, 400), xlim=(0, None))  # the legend has the room above 100 %
+    ax.set(yscale="log", ylim=(1e-4, 1e7 if narrow else 400), xlim=(0, None))  # the legend has the room above 100 %
     ax.set_yticks([1, 0.1, 0.01, 0.001, 0.0001], ["100%", "10%", "1%", "0.1%", "0.01%"])
     ax.minorticks_off()
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_title("How long tokens wait")
     if ax.lines:
-        ax.legend(loc="upper right", ncols=2, title="mean delay (iterations)", alignment="left")
+        ax.legend(loc="upper right", ncols=1 if narrow else 2, title="mean delay (iterations)", alignment="left")
     else:
         ax.text(0.5, 0.5, "no token waits", transform=ax.transAxes, ha="center", color=style.SOFT)
 
 
-def _context_parallel(ax: Axes, balance: Sequence[Mapping[str, Any]]) -> None:
+def _context_parallel(ax: Axes, balance: Sequence[Mapping[str, Any]], *, narrow: bool) -> None:
     """Bars for the mean, a whisker up to the worst micro-batch."""
-    text: Any = {"ha": "center", "size": 10.5}
+    text: Any = {"ha": "center", "size": style.SMALLEST, "rotation": 90 if narrow else 0}
     for k, (strategy, colour) in enumerate(zip(STRATEGIES, (style.ORIGINAL, style.WLB), strict=True)):
         mean, worst = (np.array([of[key] for of in balance if of["strategy"] == strategy]) for key in ("mean", "worst"))
         at = np.arange(len(CP_SIZES)) + (k - 0.5) * 0.42
@@ -131,13 +144,13 @@ def _context_parallel(ax: Axes, balance: Sequence[Mapping[str, Any]]) -> None:
         ax.vlines(at, mean, worst, color=colour, lw=1.4)
         ax.plot(at, worst, "_", color=colour, ms=12, mew=1.6)
         for xi, m, w in zip(at, mean, worst, strict=True):
-            ax.text(xi, m - 0.05, f"{m:.2f}", va="top", color="white", weight="bold", **text)
+            ax.text(xi, m - 0.05, f"{m:.2f}", va="top", color=style.PAPER, weight="bold", **text)
             ax.text(xi, w + 0.04, f"{w:.2f}", va="bottom", color=colour, **text)
     ax.set_xticks(range(len(CP_SIZES)), [f"CP {size}" for size in CP_SIZES])
     ax.set_ylabel("attention of the busiest rank / mean")
     ax.set_title("Sharding inside documents evens out the ranks")
-    ax.margins(y=0.25)  # the legend has the room above
-    ax.legend(loc="upper left", ncols=2, title="bar: mean, whisker: worst", alignment="left")
+    ax.margins(y=0.5 if narrow else 0.35)  # the legend has the room above
+    ax.legend(loc="upper left", ncols=1 if narrow else 2, title="bar: mean, whisker: worst", alignment="left")
 
 
 def _binary(tokens: float) -> str:

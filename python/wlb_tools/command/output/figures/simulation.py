@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,39 +10,43 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import wlb_tools
-from wlb_tools.command.output.figures.style import INK, ORIGINAL, WLB, drawing, named_rows
+from wlb_tools.command.output.figures.style import INK, NARROW, ORIGINAL, SANDS, WAITING, WIDE, WLB, drawing, named_rows
 from wlb_tools.command.output.figures.timeline import MAX_ROWS, draw_timelines
 from wlb_tools.simulation import ATTRIBUTION, Outcome
 
 # Work is blue, communication sand, waiting rust.
 _PARTS = {
-    "compute": ("compute", "#0a5c91"),
-    "tp_communication": ("TP communication", "#e3bd6b"),
-    "cp_communication": ("CP communication", "#c9942f"),
+    "compute": ("compute", WLB),
+    "tp_communication": ("TP communication", SANDS[0]),
+    "cp_communication": ("CP communication", SANDS[1]),
     "ep_communication": ("EP communication", "#ab7b22"),
-    "dp_communication": ("DP communication", "#8f641a"),
-    "cp_wait": ("waits for slowest CP rank", "#e8b4a4"),
-    "ep_wait": ("waits for slowest EP rank", "#e19680"),
-    "bubble": ("pipeline bubble", "#d9775f"),
-    "dp_wait": ("waits for slowest DP rank", "#a3361f"),
+    "dp_communication": ("DP communication", SANDS[2]),
+    "cp_wait": ("waits for slowest CP rank", WAITING[0]),
+    "ep_wait": ("waits for slowest EP rank", WAITING[1]),
+    "bubble": ("pipeline bubble", WAITING[2]),
+    "dp_wait": ("waits for slowest DP rank", WAITING[3]),
 }
 assert set(_PARTS) == set(ATTRIBUTION)
 _SHOWN_PIPELINES = 4
 
 
-def draw_simulation(simulation: wlb_tools.Simulation, shown: str, caption: str) -> Figure:
+def draw_simulation(simulation: wlb_tools.Simulation, shown: str, caption: str, *, narrow: bool = False) -> Figure:
     """Two panels: what a GPU's time goes to under each variant, and how idle steps are."""
-    with drawing(13, 2.6 + 0.42 * len(simulation.outcomes), caption=caption) as figure:
-        left, right = figure.subplots(1, 2, width_ratios=(2.2, 1))
-        _time(left, simulation, shown)
+    bars = 0.6 + (0.62 if narrow else 0.42) * len(simulation.outcomes)
+    with drawing(NARROW if narrow else WIDE, bars + (7 if narrow else 2), caption=caption) as figure:
+        if narrow:
+            left, right = figure.subplots(2, 1, height_ratios=(bars + 0.4, 3))
+        else:
+            left, right = figure.subplots(1, 2, width_ratios=(2.2, 1))
+        _time(left, simulation, shown, narrow=narrow)
         _idle(right, simulation, shown)
         handles, labels = left.get_legend_handles_labels()
         style: Any = {"loc": "outside lower center", "columnspacing": 1.4, "handlelength": 1.0}
-        figure.legend(handles, labels, ncols=len(labels), **style)
+        figure.legend(handles, labels, ncols=2 if narrow else min(len(labels), 6), **style)
     return figure
 
 
-def _time(ax: Axes, simulation: wlb_tools.Simulation, shown: str) -> None:
+def _time(ax: Axes, simulation: wlb_tools.Simulation, shown: str, *, narrow: bool) -> None:
     """A bar per variant: GPU time for the same tokens, by what it goes to."""
     gpus = simulation.scenario.layout.world_size
     outcomes = list(simulation.outcomes.items())
@@ -51,20 +56,28 @@ def _time(ax: Axes, simulation: wlb_tools.Simulation, shown: str) -> None:
     for name, (label, colour) in _PARTS.items():
         width = per_token * [float(outcome.attribution[name].sum()) for _, outcome in outcomes]
         if width.max() > 0.001 * per_token.max():
-            ax.barh(y, width, left=left, height=0.68, color=colour, label=label)
+            ax.barh(y, width, left=left, height=0.4 if narrow else 0.68, color=colour, label=label)
         left += width
     for row, (name, outcome) in enumerate(outcomes):
         text = f" {_thousands(outcome.tokens_per_second)} tokens/s"
         if row:
             text += f"  {simulation.speedup(name):.2f}x"
-        ax.text(left[row], row, text, va="center", color=INK, weight="bold" if name == shown else "normal")
-    ax.set_yticks(y, [outcome.title for _, outcome in outcomes])
+        weight = "bold" if name == shown else "normal"
+        if narrow:  # a name over its bar: beside them there is no room
+            ax.text(
+                0, row - 0.4, outcome.title + text.replace(" tokens/s", "/s"), va="bottom", color=INK, weight=weight
+            )
+        else:
+            ax.text(left[row], row, text, va="center", color=INK, weight=weight)
+    ax.set_yticks(y, ["" if narrow else outcome.title for _, outcome in outcomes])
     for title, (name, _) in zip(ax.get_yticklabels(), outcomes, strict=True):
         title.set_fontweight("bold" if name == shown else "normal")
+    if narrow:
+        ax.set_ylim(-0.95, len(outcomes) - 0.6)
     ax.invert_yaxis()
     named_rows(ax)
     ax.grid(visible=True, axis="x")
-    ax.set(xlim=(0, 1.42 * left.max()), xlabel="GPU seconds for a million tokens (predicted)")
+    ax.set(xlim=(0, (1.02 if narrow else 1.42) * left.max()), xlabel="GPU seconds for a million tokens (predicted)")
     ax.set_title("What a GPU's time goes to")
 
 
@@ -77,14 +90,14 @@ def _idle(ax: Axes, simulation: wlb_tools.Simulation, shown: str) -> None:
         idle = 100 * np.sort(outcome.idle[: outcome.run.streamed])
         share = 100 * np.arange(1, idle.size + 1) / idle.size
         ax.step([idle[0], *idle], [0, *share], where="post", color=colour, lw=2.2, label=outcome.title)
-    ax.set(xlabel="GPUs wait for other stages or replicas (%)", ylabel="steps at most so idle (%)", ylim=(0, 122))
+    ax.set(xlabel="GPUs wait for others (%)", ylabel="steps at most so idle (%)", ylim=(0, 130))
     ax.set(xlim=(0, None), yticks=range(0, 101, 20))
     ax.set_title("How idle steps are")
     ax.legend(loc="upper left")
 
 
-def draw_step(outcome: Outcome, step: int, kind: str) -> Figure | None:
-    """The pipelines of one step; of many those that take longest.
+def draw_step(outcome: Outcome, step: int, kind: str) -> Callable[[bool], Figure] | None:
+    """Draws the pipelines of one step, for a screen or a phone; of many those that take longest.
 
     None where not even one fits into a picture.
     """
@@ -93,7 +106,7 @@ def draw_step(outcome: Outcome, step: int, kind: str) -> Figure | None:
         return None
     timelines = sorted(outcome.timelines(step), key=lambda timeline: -timeline.seconds)[:shown]
     title = f"{outcome.title}, {kind} step: idle {outcome.idle[step]:.0%} of {outcome.seconds[step]:.3g} s"
-    return draw_timelines(timelines, title=title, pipelines=outcome.pipelines)
+    return lambda narrow: draw_timelines(timelines, title=title, pipelines=outcome.pipelines, narrow=narrow)
 
 
 def _thousands(number: float) -> str:

@@ -1,6 +1,9 @@
 """What all pictures share. One colour per idea: rust is the original, blue is WLB, sand is a window of batches."""
 
-from collections.abc import Iterator
+import html
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BytesIO, StringIO
 from typing import Any
@@ -11,12 +14,46 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-INK, SOFT, BARS = "#24292f", "#57606a", "#c3d3e0"
+INK, SOFT, BARS, LINE = "#24292f", "#57606a", "#c3d3e0", "#d8dee4"
 ORIGINAL, ORIGINAL_PALE = "#c2482e", "#e8b4a4"
 WLB, WLB_PALE = "#0a5c91", "#a9cbe2"
 BLUES = ("#7fb4d8", WLB, "#062f4c")  # more queues, darker
 ADAPTIVE, ADAPTIVE_PALE = "#2f8f5b", "#a8d5bc"
 SANDS = ("#e3bd6b", "#c9942f", "#8f641a")  # wider windows, darker
+WAITING = (ORIGINAL_PALE, "#e19680", "#d9775f", "#a3361f")
+IDLE, STRIPES = "#f3f5f7", "#b6bec7"
+PAPER, AXIS, GRID = "#ffffff", "#8c959f", "#eaeef2"
+ON_DARK, ON_PALE = "#fffffe", "#1b1f24"  # texts on bars that have one colour in both schemes
+
+DARK = {
+    PAPER: "#12171d",
+    INK: "#e6edf3",
+    SOFT: "#a9b3be",
+    LINE: "#343c46",
+    AXIS: "#77828e",
+    GRID: "#272e36",
+    BARS: "#3d4f5f",
+    ORIGINAL: "#f2917a",
+    ORIGINAL_PALE: "#7d4638",
+    WLB: "#6db5e6",
+    WLB_PALE: "#2f5f80",
+    BLUES[0]: "#3f7fab",
+    BLUES[2]: "#c9e5f8",
+    ADAPTIVE: "#5cc98d",
+    ADAPTIVE_PALE: "#2f6a48",
+    SANDS[0]: "#8f6f2e",
+    SANDS[2]: "#f0d495",
+    WAITING[1]: "#a85a46",
+    WAITING[3]: "#ff8a6e",
+    IDLE: "#1d242c",
+    STRIPES: "#66717d",
+}
+"""Colours of the dark scheme, by those of the light one. A colour without an entry is the same in both."""
+
+WIDE, NARROW = 13.0, 4.6
+"""Inches of a picture for a screen and for a phone: at either, a point is about a pixel of the page."""
+SMALLEST = 11.0
+"""Points of the smallest text."""
 
 STYLE: Any = {  # matplotlib's own type for it changes from version to version
     "font.family": "sans-serif",
@@ -24,7 +61,7 @@ STYLE: Any = {  # matplotlib's own type for it changes from version to version
     "font.size": 11.5,
     "text.color": INK,
     "axes.labelcolor": INK,
-    "axes.edgecolor": "#8c959f",
+    "axes.edgecolor": AXIS,
     "axes.titlesize": 13,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -34,11 +71,14 @@ STYLE: Any = {  # matplotlib's own type for it changes from version to version
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "grid.color": "#eaeef2",
+    "grid.color": GRID,
     "xtick.color": INK,
     "ytick.color": INK,
     "legend.frameon": False,
-    "legend.fontsize": 10.5,
+    "legend.fontsize": SMALLEST,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "svg.fonttype": "none",
     "svg.hashsalt": "wlb",  # the same input draws the same bytes
 }
 _SVG_METADATA = ("Creator", "Date", "Format", "Type")
@@ -53,10 +93,16 @@ def drawing(width: float, height: float, *, caption: str | None = None) -> Itera
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
         if caption is not None:
-            figure.suptitle(caption, x=0.012, ha="left", size=11.5, color=SOFT)
+            text = textwrap.fill(caption, int(width * 10.5))
+            figure.suptitle(text, x=0.012, ha="left", size=11.5, color=SOFT)
         yield figure
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
+
+
+def wrapped(text: str, *, narrow: bool, characters: int = 34) -> str:
+    """A title, in several lines where the picture is for a phone."""
+    return textwrap.fill(text, characters) if narrow else text
 
 
 def named_rows(ax: Any) -> None:
@@ -70,19 +116,46 @@ def named_rows(ax: Any) -> None:
 
 
 def png(figure: Figure) -> bytes:
-    """A PNG file, twice as wide as a README shows it."""
+    """A PNG file, twice as wide as a README shows it, on white."""
     out = BytesIO()
     dpi, figure.dpi = figure.dpi, 150
+    figure.set_facecolor(PAPER)
     canvas: Any = FigureCanvasAgg(figure)  # whose methods have no types
     canvas.print_png(out, metadata={"Software": None})
     figure.dpi = dpi
+    figure.set_facecolor("none")
     return out.getvalue()
 
 
-def svg(figure: Figure) -> str:
-    """An `<svg>` element to put into a page: text as outlines, nothing to load."""
+def svg(figure: Figure, name: str, label: str) -> str:
+    """An `<svg>` element to put into a page that has the colours of `themes`.
+
+    Args:
+        figure: to draw; texts stay texts.
+        name: of the element, before all its ids: a page has several.
+        label: what it shows, for whom does not see it.
+    """
     out = StringIO()
     with matplotlib.rc_context(STYLE):
         canvas: Any = FigureCanvasSVG(figure)
         canvas.print_svg(out, metadata=dict.fromkeys(_SVG_METADATA))
-    return out.getvalue()[out.getvalue().index("<svg") :]
+    text = out.getvalue()[out.getvalue().index("<svg") :]
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
+    text = re.sub(r"(?<=: )#[0-9a-f]{6}\b", lambda found: _variable(found[0]), text)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
+
+
+def _variable(colour: str) -> str:
+    return f"var(--c{colour[1:]})" if colour in DARK else colour
+
+
+def themes() -> str:
+    """Style sheet with the colours of both schemes, as variables of pages and pictures."""
+
+    def rules(colours: Iterable[tuple[str, str]]) -> str:
+        return " ".join(f"--c{name[1:]}: {colour};" for name, colour in colours)
+
+    light, dark = rules((name, name) for name in DARK), rules(DARK.items())
+    return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"

@@ -24,13 +24,27 @@ from matplotlib.transforms import Affine2D
 from numpy.typing import NDArray
 
 import wlb
-from wlb_tools.command.output.figures.style import INK, SOFT, drawing, named_rows
+from wlb_tools.command.output.figures.style import (
+    IDLE,
+    INK,
+    NARROW,
+    ON_DARK,
+    ON_PALE,
+    PAPER,
+    SMALLEST,
+    SOFT,
+    STRIPES,
+    WIDE,
+    drawing,
+    named_rows,
+    wrapped,
+)
 
 _COLOURS = ("#5b9bc8", "#d9775f", "#e59a82", "#a84a33")  # forward, backward, input gradient, weight gradient
 _LABELS = ("forward", "backward", "input gradient", "weight gradient")
-_PALE = "#ccdfed"
+_PALE = "#ccdfee"
 _HEIGHT = 0.84  # of a rank's bars in its row
-_IDLE, _WAIT = "#f3f5f7", "#b6bec7"
+_IDLE, _WAIT = IDLE, STRIPES
 MAX_ROWS = 64
 _Floats = NDArray[np.floating[Any]]
 
@@ -40,6 +54,7 @@ def draw_timelines(
     *,
     title: str | None = None,
     pipelines: str = "DP",
+    narrow: bool = False,
 ) -> Figure:
     """One bar per op, one row per pipeline rank, one block of rows per data-parallel rank.
 
@@ -50,6 +65,7 @@ def draw_timelines(
         timelines: of one pipeline, or of each data-parallel rank.
         title: above the picture; otherwise what the step's time went into.
         pipelines: what each is of.
+        narrow: for a phone.
 
     Raises:
         WlbError: no timeline, or more than 64 rows.
@@ -59,7 +75,8 @@ def draw_timelines(
     if not 1 <= ranks <= MAX_ROWS:
         raise wlb.WlbError(f"timelines: {ranks} rows; a picture has from 1 to {MAX_ROWS}")
     step = max(timeline.seconds for timeline in each)
-    with drawing(13, 1.5 + 0.36 * ranks + 0.12 * len(each)) as figure:
+    height = 1.5 + 0.36 * ranks + 0.12 * len(each)
+    with drawing(NARROW if narrow else WIDE, height + (1.6 if narrow else 0)) as figure:
         ax = figure.subplots()
         ticks, labels, top = [], [], 0.0
         slowest = max(range(len(each)), key=lambda i: each[i].seconds)
@@ -67,17 +84,26 @@ def draw_timelines(
             _pipeline(figure, ax, timeline, top, step, critical=index == slowest)
             for rank in range(timeline.num_stages):
                 ticks.append(top + rank + 0.5)
-                labels.append(f"{pipelines} {index} · PP {rank}" if len(each) > 1 else f"PP {rank}")
+                labels.append(
+                    f"{pipelines} {index} · {rank if narrow else f'PP {rank}'}" if len(each) > 1 else f"PP {rank}"
+                )
             top += timeline.num_stages + 0.35
         ax.set_yticks(ticks, labels)
         ax.set(xlim=(0, step or 1), ylim=(top - 0.35, 0))
         named_rows(ax)
         scale, unit = _unit(step)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x * scale:g}"))
-        ax.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 5, 10]))
+        ax.xaxis.set_major_locator(MaxNLocator(4 if narrow else 9, steps=[1, 2, 5, 10]))
         ax.set_xlabel(f"time since the step began ({unit})")
-        ax.set_title(title or _summary(each, step), pad=30)
-        _legend(ax, each, step)
+        heading = wrapped(title or _summary(each, step), narrow=narrow, characters=38)
+        if narrow:
+            figure.suptitle(heading, x=0.012, ha="left", size=13, weight="bold", color=INK)
+            figure.legend(
+                handles=_handles(each, step), loc="outside lower left", ncols=2, handlelength=1.2, labelcolor=SOFT
+            )
+        else:
+            ax.set_title(heading, pad=30)
+            _legend(ax, _handles(each, step))
     return figure
 
 
@@ -93,25 +119,23 @@ def _pipeline(
     boxes = _boxes(starts, stops, top + rows)
     chunks = timeline.stages // timeline.num_stages
     paler = 0.45 * chunks / max(1, timeline.num_virtual_stages - 1)
-    colours = np.asarray([to_rgb(colour) for colour in _COLOURS])[timeline.kinds]
-    colours = colours + (1 - colours) * paler[:, None]
+    colours = colours_of(timeline.kinds, paler)
     for colour in np.unique(colours, axis=0):
         alike = boxes[(colours == colour).all(axis=1)]
-        _bars(ax, alike, facecolor=tuple(colour), edgecolor="white", linewidth=0.6)
+        _bars(ax, alike, facecolor=tuple(colour), edgecolor=PAPER, linewidth=0.6)
     if critical:
         _bars(ax, boxes[timeline.critical_path], facecolor="none", edgecolor=INK, linewidth=1.3)
     points = figure.get_figwidth() * 72 * 0.9  # that the step's time spans, about
     sizes = (stops - starts) / (step or 1) * points
-    shown = np.flatnonzero(sizes > 5 + 5 * np.char.str_len(timeline.micro_batches.astype(str)))
+    shown = np.flatnonzero(sizes > 6 + 7 * np.char.str_len(timeline.micro_batches.astype(str)))
     if shown.size:
-        dark = colours[shown] @ (0.3, 0.59, 0.11) <= 0.62
         # Numbers as shapes: texts take longer.
         numbers = PathCollection(
             [_number(int(micro_batch)) for micro_batch in timeline.micro_batches[shown]],
             offsets=np.stack([(starts + stops)[shown] / 2, top + rows[shown] + 0.5], axis=1),
             offset_transform=ax.transData,
             transform=Affine2D().scale(1 / 72) + figure.dpi_scale_trans,
-            facecolors=np.where(dark, "white", INK),
+            facecolors=legible(colours[shown]),
             linewidths=0,
             in_layout=False,
         )
@@ -121,7 +145,7 @@ def _pipeline(
 @functools.cache
 def _number(number: int) -> Path:
     """Outline of a number's digits, in points, around the origin."""
-    digits = TextPath((0, 0), str(number), size=8.5, prop=FontProperties(family="DejaVu Sans"))
+    digits = TextPath((0, 0), str(number), size=SMALLEST, prop=FontProperties(family="DejaVu Sans"))
     box = digits.get_extents()
     return Path(digits.vertices - [box.x0 + box.width / 2, box.y0 + box.height / 2], digits.codes)
 
@@ -150,7 +174,24 @@ def _summary(pipelines: Sequence[wlb.PipelineTimeline], step: float) -> str:
     return ", ".join(parts)
 
 
-def _legend(ax: Axes, pipelines: Sequence[wlb.PipelineTimeline], step: float) -> None:
+def colours_of(kinds: NDArray[np.integer[Any]], paler: _Floats) -> _Floats:
+    """float[n, 3]: colours of passes, so much nearer to white."""
+    colours = np.asarray([to_rgb(colour) for colour in _COLOURS])[kinds]
+    return np.asarray(colours + (1 - colours) * paler[:, None])
+
+
+def legible(colours: _Floats) -> NDArray[np.str_]:
+    """Colours of texts on bars of these colours: contrast 4.5 at least."""
+    return np.where(_luminance(colours) < 0.18, ON_DARK, ON_PALE)
+
+
+def _luminance(colours: _Floats) -> _Floats:
+    """Relative luminance of sRGB colours, float[n, 3] from 0 to 1, as contrasts are computed from it."""
+    linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
+    return np.asarray(linear @ (0.2126, 0.7152, 0.0722))
+
+
+def _handles(pipelines: Sequence[wlb.PipelineTimeline], step: float) -> list[Patch]:
     kinds = sorted({int(kind) for timeline in pipelines for kind in np.unique(timeline.kinds)})
     handles = [Patch(facecolor=_COLOURS[kind], label=_LABELS[kind]) for kind in kinds]
     if any(timeline.num_virtual_stages > 1 for timeline in pipelines):
@@ -159,6 +200,10 @@ def _legend(ax: Axes, pipelines: Sequence[wlb.PipelineTimeline], step: float) ->
     if any(timeline.seconds < step for timeline in pipelines):
         handles.append(Patch(facecolor="none", edgecolor=_WAIT, hatch="////", lw=0, label="waits for DP"))
     handles.append(Patch(facecolor="none", edgecolor=INK, lw=1.3, label="critical path"))
+    return handles
+
+
+def _legend(ax: Axes, handles: Sequence[Patch]) -> None:
     style: Any = {"loc": "lower left", "bbox_to_anchor": (-0.005, 1.0), "ncols": len(handles), "borderaxespad": 0.2}
     ax.legend(handles=handles, handlelength=1.2, columnspacing=1.4, labelcolor=SOFT, **style)
 

@@ -20,14 +20,16 @@ _KIND_COLOURS: dict[Kind, str] = {
     "queues": "#5b9bc8",
     "adaptive_release": style.WLB,
     "early": "#8e6bb3",
-    "dynamic_cp": "#e3bd6b",
-    "wlb_dynamic_cp": "#a3361f",
+    "dynamic_cp": style.SANDS[0],
+    "wlb_dynamic_cp": style.WAITING[3],
 }
 
 
-def draw_waiting(queued: wlb.TuneResult, adaptive: wlb.TuneResult, max_mean_delay: float) -> Figure:
+def draw_waiting(
+    queued: wlb.TuneResult, adaptive: wlb.TuneResult, max_mean_delay: float, *, narrow: bool = False
+) -> Figure:
     """The Pareto fronts: imbalance against mean delay."""
-    with style.drawing(9, 5.5) as figure:
+    with style.drawing(style.NARROW if narrow else 9, 6.5 if narrow else 5.5) as figure:
         ax = figure.subplots()
         for name, found, color, pale in (
             ("queues", queued, style.WLB, style.WLB_PALE),
@@ -41,19 +43,26 @@ def draw_waiting(queued: wlb.TuneResult, adaptive: wlb.TuneResult, max_mean_dela
             ax.plot(found.best.delay_mean, found.best.imbalance_mean, label=chosen, mec=color, **style.RING)
         ax.axvline(max_mean_delay, color=style.ORIGINAL, label="limit of the mean delay", **style.DASHED)
         ax.set(xlabel="mean delay of a token (iterations)", ylabel="imbalance", xlim=(0, None))
-        ax.set_title(f"What waiting buys: {queued.evaluated + adaptive.evaluated:,} choices tried")
-        ax.legend(fontsize=11.5)
+        title = f"What waiting buys: {queued.evaluated + adaptive.evaluated:,} choices tried"
+        ax.set_title(style.wrapped(title, narrow=narrow))
+        if narrow:
+            figure.legend(loc="outside lower center")
+        else:
+            ax.legend(fontsize=11.5)
     return figure
 
 
-def draw_choices(tuning: Tuning) -> Figure:
+def draw_choices(tuning: Tuning, *, narrow: bool = False) -> Figure:
     """Two panels: what memory buys with queues, and what waiting buys with any plan."""
 
     def speed(choice: Choice) -> float:
         return choice.speedup(tuning.baseline, tuning.by)
 
-    with style.drawing(13, 5.4) as figure:
-        memory, delay = figure.subplots(1, 2, width_ratios=(1, 1.5))
+    with style.drawing(style.NARROW if narrow else style.WIDE, 10.5 if narrow else 5.4) as figure:
+        if narrow:
+            memory, delay = figure.subplots(2, 1, height_ratios=(1, 1.2))
+        else:
+            memory, delay = figure.subplots(1, 2, width_ratios=(1, 1.5))
         memory.axvline(tuning.scenario.hardware.memory_bytes / GIB, color=style.SOFT, **style.DASHED)
         points = [(choice.outcome.memory.total.max() / GIB, speed(choice)) for choice in tuning.by_memory]
         memory.plot(*zip(*points, strict=True), "o-", color=style.WLB, lw=2)
@@ -63,8 +72,11 @@ def draw_choices(tuning: Tuning) -> Figure:
                 memory.annotate(
                     f"{choice.max_tokens:,}", at, (10, 10), textcoords="offset points", color=style.ORIGINAL
                 )
-        memory.set(xlabel="GiB of the fullest GPU (dashed: what it has)", ylabel="speed over Plain-4D (predicted)")
-        memory.set_title("What memory buys: S_max, with queues")
+        memory.set(
+            xlabel=style.wrapped("GiB of the fullest GPU (dashed: what it has)", narrow=narrow),
+            ylabel="speed over Plain-4D (predicted)",
+        )
+        memory.set_title(style.wrapped("What memory buys: S_max, with queues", narrow=narrow))
         memory.margins(x=0.15, y=0.3)
 
         delay.axvline(tuning.scenario.max_mean_delay, color=style.SOFT, **style.DASHED)
@@ -77,8 +89,15 @@ def draw_choices(tuning: Tuning) -> Figure:
         at = (tuning.best.delay, speed(tuning.best))
         delay.plot(*at, mec=style.INK, **style.RING)
         delay.annotate("chosen", at, (12, -16), textcoords="offset points", color=style.INK, weight="bold")
-        delay.set(xlabel="mean delay of a token, iterations (dashed: the limit)")
-        delay.set_title("What waiting buys: every plan that was tried")
-        delay.legend(loc="best")
+        delay.set(
+            xlabel=style.wrapped("mean delay of a token, iterations (dashed: the limit)", narrow=narrow),
+            ylabel="speed over Plain-4D (predicted)" if narrow else None,
+        )
+        delay.set_title(style.wrapped("What waiting buys: every plan that was tried", narrow=narrow))
+        if narrow:
+            handles, labels = delay.get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", ncols=2, columnspacing=1.0, handlelength=1.0)
+        else:
+            delay.legend(loc="best")
         delay.margins(x=0.08, y=0.12)
     return figure
