@@ -786,7 +786,7 @@ def _of_module(name: str, inner: Any, own: dict[str, Any], visited: int) -> Iter
         count, ids = value.numel(), {id(value)}
         if with_bias and bias is not None:
             count, ids = count + bias.numel(), ids | {id(bias)}
-        yield _Weight(full, count, ids, Matrix(rows, columns, with_bias, copies, used, split))
+        yield _Weight(full, count, ids, Matrix(rows, columns, with_bias, copies, used, split, router=not split))
         rest = {other: kept for other, kept in rest.items() if id(kept) not in ids}
     for each, value in rest.items():
         yield _Weight(f"{name}.{each}" if name else each, value.numel(), {id(value)})

@@ -46,7 +46,7 @@ def advise(
     Args:
         steps: global batches to form.
     """
-    scenario = cluster.scenario()
+    scenario = cluster.scenario(chosen=True)
     with output.progress() as bars:
         stream = reading.stream(sources, scenario.setup(), bars, steps=steps, longest=cluster.context)
         output.folder("advise")
