@@ -223,7 +223,7 @@ def _global_batch(type_: object, tokens: Sequence[Token]) -> GlobalBatch:
     return GlobalBatch(count, "samples" if unit in ("samples", "sequences") else "tokens")
 
 
-GlobalBatchSize = Parameter(converter=_global_batch)
+GlobalBatchSize = Parameter(converter=_global_batch, n_tokens=1, accepts_keys=False)
 """A size of a global batch, as 4M (tokens), 4194304tokens or 256samples."""
 
 
