@@ -285,7 +285,8 @@ class ModelConfig:
     @cached_property
     def residual_width(self) -> int:
         """Numbers of a token that a layer hands to the next: of all residual streams, where there are several."""
-        streams = [block.streams for layer in self.kinds for block in layer.of_kind(HyperConnection)]
+        mixing = (HyperConnection, CountedBlock)
+        streams = [block.streams for layer in self.kinds for block in layer.blocks if isinstance(block, mixing)]
         return max(streams, default=1) * self.hidden_size
 
     @cached_property
