@@ -34,7 +34,7 @@ MODEL_ARGS=(
     --group-query-attention --num-query-groups 8 --swiglu --untie-embeddings-and-output-weights
     --seq-length 32768 --max-position-embeddings 32768 --vocab-size 128256
 )
-TRAINING_ARGS=(--micro-batch-size 1 --global-batch-size 32 --bf16 --lr 3e-4 --train-iters 100000)
+TRAINING_ARGS=(--micro-batch-size 1 --global-batch-size 16 --bf16 --lr 3e-4 --train-iters 100000)
 FP8_ARGS=(--fp8-format hybrid --fp8-param-gather)
 PARALLEL_ARGS=(
     --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --context-parallel-size 2
@@ -109,12 +109,12 @@ class Walk:
 WALKS = (
     Walk(
         "An engineer with a Megatron data set, a launch script and a cluster",
-        "There are `corpus_text_document.bin` and `.idx`, `pretrain.sh`, and 64 H100. The last command prints what to"
-        " paste.",
+        "There are `corpus_text_document.bin` and `.idx`, `pretrain.sh`, and 64 H100. The last command prints what to\n"
+        "paste.",
         engineers_files,
         (
             "wlb lengths corpus_text_document",
-            "wlb simulate lengths.npy --from pretrain.sh --steps 12",
+            "wlb simulate lengths.npy --from pretrain.sh --steps 20 --variants plain,per_document,wlb_fitted,dynamic_cp",
             "wlb advise lengths.npy --from pretrain.sh --trainer megatron",
         ),
     ),
@@ -170,8 +170,8 @@ def page() -> str:
     parts = [
         "Written by `python -m benches.walks`; do not edit.",
         "# Two walks",
-        "From a stranger's files to advice: three commands with a cluster, two with a laptop. Every command ran as it"
-        " stands, in this order, and printed what follows it. A test runs them again.",
+        "From a stranger's files to advice: three commands with a cluster, two with a laptop. Every command ran as it\n"
+        "stands, in this order, and printed what follows it. A test runs them again.",
     ]
     for walk in WALKS:
         parts += [f"## {walk.title}", walk.story]
