@@ -114,7 +114,8 @@ WALKS = (
         engineers_files,
         (
             "wlb lengths corpus_text_document",
-            "wlb simulate lengths.npy --from pretrain.sh --steps 20 --variants plain,per_document,wlb_fitted,dynamic_cp",
+            "wlb simulate lengths.npy --from pretrain.sh --steps 20"
+            " --variants plain,per_document,wlb_fitted,dynamic_cp",
             "wlb advise lengths.npy --from pretrain.sh --trainer megatron",
         ),
     ),
