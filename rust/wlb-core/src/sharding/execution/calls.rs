@@ -121,7 +121,7 @@ pub struct Rows {
 }
 
 impl Rows {
-    fn next_to(first: i64, count: i64) -> Self {
+    pub(super) fn next_to(first: i64, count: i64) -> Self {
         Self { first, count, listed: false }
     }
 }
@@ -194,11 +194,11 @@ impl Calls {
         Self { seen: vec![false; queries as usize], biased }
     }
 
-    /// Calls of one window each, and no query twice.
+    /// Calls of one window each, and no query twice. Adds the rows of their keys, one behind the other, to `keys`.
     ///
     /// # Errors
     /// [`Error::TotalTooLong`] when the keys of a call are more than int32 can count.
-    pub(super) fn add(&mut self, mut spans: Spans, indices: &mut Indices) -> Result<Vec<Call>> {
+    pub(super) fn add(&mut self, mut spans: Spans, indices: &mut Indices, keys: &mut Vec<Part>) -> Result<Vec<Call>> {
         let mut calls = Vec::new();
         // Windows in the order in which they come, which the map is not read in.
         let mut groups: Vec<Vec<Span>> = Vec::new();
@@ -227,6 +227,7 @@ impl Calls {
             }
             for turn in turns {
                 calls.push(self.call(&turn, &spans, indices)?);
+                keys.extend(spans.parts_of(&turn));
             }
         }
         Ok(calls)
@@ -238,7 +239,7 @@ impl Calls {
             return Err(Error::TotalTooLong { argument: "cu_seqlens_k", total });
         }
         // At once: numbers that outgrow their memory are copied.
-        indices.rows.reserve(total as usize + self.seen.len());
+        indices.rows.reserve(total as usize);
         let bounds = indices.bounds.len();
         let longest = |lengths: &mut dyn Iterator<Item = i64>, bounds: &mut Vec<i32>| {
             let (mut end, mut longest) = (0, 0);
