@@ -70,7 +70,7 @@ def no_network() -> Iterator[None]:
 
 
 class Stub:
-    """A kernel that computes nothing; its outputs are new memory, as those of a flash kernel are."""
+    """A kernel that computes nothing, and writes where it is told, as flash-attn 3 does; else its outputs are new."""
 
     counting: Counting | None = None
 
@@ -79,17 +79,28 @@ class Stub:
         """As the flash kernels'."""
         return 128, 128
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Any, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Output like `q`, and the log-sum-exp."""
         with self._apart():
-            return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+            lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+            return torch.empty_like(q) if out is None else out, lse
 
     def backward(
-        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Any
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Any,
+        into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of queries, and of keys and values."""
         with self._apart():
-            return torch.empty_like(q), k.new_empty((k.shape[0], 2, *k.shape[1:]))
+            return (torch.empty_like(q), k.new_empty((k.shape[0], 2, *k.shape[1:]))) if into is None else into
 
     def _apart(self) -> Any:
         return nullcontext() if self.counting is None else self.counting.kernel()
@@ -103,6 +114,7 @@ NEW = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 PICKS = {"index_select", "index", "gather"}
 PLACES = {"index_copy_", "index_put_", "index_copy"}
 ADDS = {"index_add_"}
+SUMS = {"_embedding_bag_forward_only"}
 FILLS = {"zero_", "fill_", "zeros", "new_zeros", "full", "new_full", "zeros_like", "full_like", "index_fill_"}
 
 
@@ -156,6 +168,9 @@ class Counting(TorchDispatchMode):
             return 2 * written + sum(size[id(x)] for x in inputs[1:] if not x.is_floating_point())
         if name in PLACES:
             return 2 * size[id(inputs[-1])] + sum(size[id(x)] for x in inputs[1:-1])
+        if name in SUMS:  # rows are read where they are, and each result is written once
+            row = inputs[0].element_size() * (inputs[0].numel() // max(inputs[0].shape[0], 1))
+            return inputs[1].numel() * row + size[id(outputs[0])] + sum(size[id(x)] for x in inputs[1:])
         if name in ADDS:  # a row is read and written again
             into = inputs[-1].numel() * inputs[0].element_size()
             return sum(size[id(x)] for x in inputs[1:]) + 2 * into
