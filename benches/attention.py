@@ -118,6 +118,10 @@ SUMS = {"_embedding_bag_forward_only"}
 FILLS = {"zero_", "fill_", "zeros", "new_zeros", "full", "new_full", "zeros_like", "full_like", "index_fill_"}
 
 
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
 @dataclass
 class Counting(TorchDispatchMode):
     """Counts what runs beside the kernel; the network apart."""
@@ -145,8 +149,10 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         outputs = [x for x in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(x, Tensor)]
+        before = {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if _is_tensor(x)}
         for output in outputs:
-            self._hold(output)
+            if output.untyped_storage()._cdata not in before:
+                self._hold(output)
         name = func.overloadpacket.__name__
         if self._in_kernel or func.namespace == "c10d":
             return result

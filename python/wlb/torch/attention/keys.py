@@ -55,51 +55,61 @@ class KeysExchange:
 
     def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
         """See `KeyExchange`."""
-        for heads, own, arrive in self._parts(k, v):
+        for heads, own, take in self._parts(k, v):
             attend(own, self.plan.local, heads)
-            if arrive is not None:
-                attend(arrive(), self.plan.remote, heads)
+            if take is not None:
+                attend(take(), self.plan.remote, heads)
 
     def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> Tensor:
         """See `KeyExchange`."""
         plan = self.plan
         of_local, of_remote, coming = plan.gradients
-        done: list[Tensor] = []
+        total: Tensor | None = None  # the gradients of all heads, if they come in parts
         finish: Callable[[], Tensor] | None = None
-        for heads, own, arrive in self._parts(k, v):
+        for heads, own, take in self._parts(k, v):
             # Gradients of keys, of all calls and of what comes home.
             gradients = k.new_empty((of_local + of_remote + coming, 2, *own[0].shape[1:]))
             local, remote, home = gradients.split((of_local, of_remote, coming))
             last = heads.part > 0 and heads.part == heads.parts - 1
             if not last:
                 attend(own, plan.local, heads, local)
-            if arrive is not None:
-                attend(arrive(), plan.remote, heads, remote)
-                arrive = None  # the buffer is free
+            if take is not None:
+                attend(take(), plan.remote, heads, remote)
             if finish is not None:
-                done.append(finish())  # of the heads before: sent home meanwhile
+                # Of the heads before: sent home meanwhile.
+                total = k.new_empty((k.shape[0], 2, *k.shape[1:])) if total is None else total
+                total.chunk(heads.parts, 2)[heads.part - 1].copy_(finish())
             finish = self._send_home(gradients, home)
             if last:
                 attend(own, plan.local, heads, local)
+            del gradients, local, remote, home
         assert finish is not None
-        done.append(finish())
-        return done[0] if len(done) == 1 else torch.cat(done, 2)
+        if total is None:
+            return finish()
+        total.chunk(self.parts, 2)[-1].copy_(finish())
+        return total
 
     def _parts(
         self, k: Tensor, v: Tensor
     ) -> Iterator[tuple[Heads, tuple[Tensor, Tensor], Callable[[], Tensor] | None]]:
-        """Parts of the heads, their own keys and values, and what waits for the buffer.
+        """Parts of the heads, their own keys and values, and what waits for the keys of remote calls.
 
-        The next part is under way while one is computed.
+        It has the next part sent, too: the buffer of one part is free before that of the next is made.
         """
         count = self.parts if self.plan.moves else 1
         own = list(zip(k.chunk(count, 1), v.chunk(count, 1), strict=True)) if count > 1 else [(k, v)]
         arrive = self._exchange(*own[0])
         for index, keys in enumerate(own):
-            following = self._exchange(*own[index + 1]) if index + 1 < count else None
-            now, arrive = arrive, following
-            yield Heads(index, count), keys, now
-            now = None
+
+            def take(index: int = index) -> Tensor:
+                nonlocal arrive
+                assert arrive is not None
+                picked, arrive = pick(arrive(), self.plan.picked), None
+                if index + 1 < count:
+                    arrive = self._exchange(*own[index + 1])
+                return picked
+
+            yield Heads(index, count), keys, None if arrive is None else take
 
     def _send_home(self, gradients: Tensor, home: Tensor) -> Callable[[], Tensor]:
         """Starts it; call the result for the gradient of own keys, `[tokens, 2, kv_heads, head_dim]`."""

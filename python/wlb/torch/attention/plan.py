@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -160,7 +160,8 @@ class KeysPlan:
     """
 
     local: list[Call]  # over the rank's own keys, while others' arrive
-    remote: list[Call]  # over the buffer; no query is in two calls
+    remote: list[Call]  # over what is picked of the buffer; no query is in two calls
+    picked: Rows  # of the buffer
     tokens: int  # of all ranks
     first: int  # the first of the rank's rows whose keys are in the buffer
     own_rows: int  # of the buffer, before those that arrive
@@ -197,10 +198,14 @@ def keys_plan(
     queries = int(shard.tokens_per_rank[rank])
     rows = own_rows + sum(arriving_rows)
     of_going, going_rows, coming_rows = going
-    remote_calls = tensors.calls(remote, queries, rows)
+    remote_calls, picked = tensors.calls(remote, queries, rows), None
+    if len(remote_calls) == 1:
+        # Picked before the call, so that the buffer is free while it runs.
+        picked, remote_calls = remote_calls[0].k_rows, [replace(remote_calls[0], k_rows=None)]
     return KeysPlan(
         local=tensors.calls(local, queries, queries),
         remote=remote_calls,
+        picked=picked,
         tokens=shard.num_tokens,
         first=first,
         own_rows=own_rows,
