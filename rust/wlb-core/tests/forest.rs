@@ -178,10 +178,10 @@ proptest! {
         }
     }
 
-    /// No partition has a shorter step than the bound or the plan, and the plan is near the best of those that leave no
-    /// micro-batch empty if there are samples enough.
+    /// No partition has a shorter step than the bound, and the plan is the best of those that leave no micro-batch empty
+    /// if there are samples enough, but for what is good enough: half a percent over the bound.
     #[test]
-    fn plans_are_near_the_best_of_all_partitions(
+    fn few_samples_are_packed_best(
         samples in samples(7, 16), room in 0_i32..30, model in costs(), sync in prop_oneof![Just(Sync::Step), Just(Sync::MicroBatch)],
         (dp_size, rounds) in prop_oneof![Just((1_usize, 2_usize)), Just((2, 1)), Just((2, 2)), Just((3, 1))],
     ) {
@@ -210,9 +210,10 @@ proptest! {
                 prop_assert!(plan.lower_bound <= best * (1.0 + 1e-9), "bound {} above {best}", plan.lower_bound);
                 prop_assert!(plan.step_cost() >= best * (1.0 - 1e-9));
                 // Samples that share all of their tokens cost nothing more together; but no micro-batch stays empty.
-                prop_assert!(plan.step_cost() <= 1.6 * best_filled, "{} is far from {best_filled}", plan.step_cost());
+                let enough = best_filled.max(1.005 * plan.lower_bound) * (1.0 + 1e-9);
+                prop_assert!(plan.step_cost() <= enough, "{} is not {best_filled}", plan.step_cost());
             }
-            Err(error) => prop_assert!(samples.len() > 1, "{error:?}"),
+            Err(error) => prop_assert!(best_filled.is_infinite(), "{error:?}"),
         }
     }
 

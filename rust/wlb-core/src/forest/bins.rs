@@ -45,6 +45,11 @@ impl<'a> Bins<'a> {
         Self { leaves, limits, contents: vec![Vec::new(); count], loads: vec![Load::default(); count] }
     }
 
+    /// What each costs.
+    pub(super) fn costs(&self) -> Vec<f64> {
+        self.loads.iter().map(|load| load.cost).collect()
+    }
+
     /// Whether one stays within the limits with so much more.
     #[inline]
     pub(super) fn has_room(&self, bin: usize, tokens: i64, documents: i64) -> bool {

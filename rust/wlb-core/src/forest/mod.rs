@@ -6,6 +6,7 @@
 mod bins;
 mod bound;
 mod cuts;
+mod few;
 mod fill;
 mod leaves;
 mod level;

@@ -3,7 +3,8 @@
 //! Trees are pieces that are put into micro-batches whole, where they fit and none is more than what waits for others
 //! should cost. Then samples are exchanged: first all that a micro-batch has of a tree, which computes nothing twice,
 //! then parts of trees, where the trunk that is computed twice costs less than the imbalance that it saves. Every
-//! exchange is judged by the exact cost. A forest in which nothing is shared is packed as documents are.
+//! exchange is judged by the exact cost. Of few samples all partitions are looked at. A forest in which nothing is
+//! shared is packed as documents are.
 
 use crate::cost::{CostModel, Mask};
 use crate::error::{Error, Result};
@@ -17,6 +18,7 @@ use crate::ranks::{Item, RankOptions, Shared, heaviest_together, pack_for_ranks,
 use super::bins::{Bins, Limits};
 use super::bound;
 use super::cuts;
+use super::few::{self, Step};
 use super::fill::{Rule, fill};
 use super::leaves::Leaves;
 use super::level::{Parts, Search, Teams, reunite};
@@ -330,7 +332,37 @@ impl<'a> Batch<'a> {
                 best = Some(made);
             }
         }
+        if self.groups.is_empty() && !self.options.equal_documents && best.as_ref().is_none_or(|best| best.step > good)
+        {
+            best = self.of_few(rounds, best.as_ref().map_or(f64::INFINITY, |best| best.step)).or(best);
+        }
         best
+    }
+
+    /// The best of few samples, if its step is shorter.
+    fn of_few(&self, rounds: usize, step: f64) -> Option<Found<'a>> {
+        let dp_size = self.dp_size();
+        let alone = self.meets_in_micro_batches();
+        let (shape, kind, constants) = match self.options.ranks {
+            None => ([1, rounds], Step::SumOfHeaviest, 1),
+            Some(_) if alone => ([rounds, dp_size], Step::SumOfHeaviest, rounds),
+            Some(_) => ([dp_size, rounds], Step::HeaviestSum, rounds),
+        };
+        let most = (step - self.model.micro_batch() * constants as f64) * (1.0 - 1e-9);
+        let bins = few::shorter(self.leaves, self.limits, shape, kind, most)?;
+        let all: Vec<usize> = (0..rounds * dp_size).collect();
+        let ranks = if alone { self.in_rounds(&bins) } else { all.chunks(rounds).map(<[usize]>::to_vec).collect() };
+        Some(self.found(bins, ranks))
+    }
+
+    /// The micro-batches of each rank where single ones wait for one another.
+    fn in_rounds(&self, bins: &Bins) -> Vec<Vec<usize>> {
+        let dp_size = self.dp_size();
+        if self.options.ranks.is_none() {
+            return vec![(0..bins.contents.len()).collect()];
+        }
+        let costs = bins.costs();
+        rows_to_ranks(&mut heaviest_together(&costs, dp_size), &costs, dp_size)
     }
 
     /// What each micro-batch should cost: heaviest round first, and in each one a rank.
@@ -371,25 +403,17 @@ impl<'a> Batch<'a> {
         if !fill(&mut bins, &all, &targets, &pieces, rule) {
             return None;
         }
-        let costs = |bins: &Bins| bins.loads.iter().map(|load| load.cost).collect::<Vec<f64>>();
         let teams = match alone {
             true => Teams { bins: all.iter().map(|&bin| vec![bin]).collect(), targets },
             false => {
-                let dealt = deal(&costs(&bins), dp_size);
+                let dealt = deal(&bins.costs(), dp_size);
                 Teams { bins: dealt.chunks(rounds).map(<[usize]>::to_vec).collect(), targets: vec![0.0; dp_size] }
             }
         };
         self.search(Parts::Whole, mean).level(&mut bins, &teams);
         self.search(Parts::Any, mean).level(&mut bins, &teams);
         reunite(&mut bins, &teams);
-        let ranks = if self.options.ranks.is_none() {
-            vec![all]
-        } else if alone {
-            let mut rows = heaviest_together(&costs(&bins), dp_size);
-            rows_to_ranks(&mut rows, &costs(&bins), dp_size)
-        } else {
-            teams.bins
-        };
+        let ranks = if alone { self.in_rounds(&bins) } else { teams.bins };
         Some(self.found(bins, ranks))
     }
 
@@ -419,7 +443,7 @@ impl<'a> Batch<'a> {
             reunite_own(&mut bins, &own);
             ranks.push(own);
         }
-        let costs: Vec<f64> = bins.loads.iter().map(|load| load.cost).collect();
+        let costs = bins.costs();
         ranks.iter_mut().for_each(|own| own.sort_by(|&a, &b| costs[b].total_cmp(&costs[a])));
         Some(self.found(bins, ranks))
     }
