@@ -191,8 +191,9 @@ impl Shard {
         placed.into_iter().map(|(_, segment)| segment).collect()
     }
 
-    /// Tokens of a rank that attends to its own keys while others' arrive: all, if of some documents it has all keys that
-    /// its segments see, enough for a call of their own, and of some it has not; else none, since one call does it. Exact.
+    /// Tokens of a rank that attends to its own keys while others' arrive: all, if of some documents it has all keys
+    /// that its segments see, enough for a call of their own, and of some it has not; else none, since one call does
+    /// it. Exact.
     ///
     /// # Complexity
     /// O(segments of the rank).

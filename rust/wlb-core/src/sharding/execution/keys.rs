@@ -2,8 +2,8 @@
 //!
 //! Paths of which a rank has all keys that its runs see form calls of their own, which run over the rank's own tensors
 //! while the others' keys arrive, if there are enough of them (see `pays_alone`). The other runs compute over a *buffer*
-//! of keys: those of the rank's rows that they or other ranks see, from the first of them on, and behind these what
-//! arrives. Gradients of others' keys go home by rank, each summed over this rank's runs; so they do in both transports.
+//! of keys: those of the rank's rows, from the first on that they or other ranks see, and behind these what arrives.
+//! Gradients of others' keys go home by rank, each summed over this rank's runs, with either transport.
 
 use crate::error::Result;
 
