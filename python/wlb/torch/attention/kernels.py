@@ -53,9 +53,7 @@ class Kernel(Protocol):
         """Queries of a segment that the forward and the backward compute together: fewer take as long."""
         ...
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Output like `q`, written to `out` if that is given, and the log-sum-exp `[heads, queries]`."""
         ...
 
@@ -68,9 +66,9 @@ class Kernel(Protocol):
         out: Tensor,
         lse: Tensor,
         call: Call,
-        into: Gradients | None = None,
+        into: tuple[Tensor | None, Tensor] | None = None,
     ) -> Gradients:
-        """The gradients, written to `into` if that is given.
+        """The gradients, written to `into` where that is given.
 
         `out` and `lse` are over all keys of a query, not only this call's.
         """
@@ -93,9 +91,7 @@ class ReferenceKernel:
         """One query each: its own tiles are for memory, and what it computes goes with the queries."""
         return 1, 1
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         out = _like(q) if out is None else out
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q.dtype))
@@ -117,10 +113,10 @@ class ReferenceKernel:
         out: Tensor,
         lse: Tensor,
         call: Call,
-        into: Gradients | None = None,
+        into: tuple[Tensor | None, Tensor] | None = None,
     ) -> Gradients:
         """See `Kernel`."""
-        dq, d_keys = _gradients(q, k) if into is None else into
+        dq, d_keys = _gradients(q, k, into)
         wide = accumulator(k.dtype)
         summed = d_keys.zero_() if d_keys.dtype == wide else torch.zeros_like(d_keys, dtype=wide)
         dk, dv = summed.unbind(1)
@@ -193,9 +189,7 @@ class CpuFlashKernel:
         """As the reference kernel: what it computes goes with the queries."""
         return 1, 1
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         spans = self._spans(call)
         if spans is None:
@@ -221,13 +215,13 @@ class CpuFlashKernel:
         out: Tensor,
         lse: Tensor,
         call: Call,
-        into: Gradients | None = None,
+        into: tuple[Tensor | None, Tensor] | None = None,
     ) -> Gradients:
         """See `Kernel`."""
         spans = self._spans(call)
         if spans is None:
             return ReferenceKernel(self.scale).backward(d_out, q, k, v, out, lse, call, into)
-        dq, d_keys = _gradients(q, k) if into is None else into
+        dq, d_keys = _gradients(q, k, into)
         for queries, parts in spans:
             given = (d_out[queries], q[queries], out[queries], lse[:, queries])
             found = []
@@ -329,9 +323,11 @@ def _like(q: Tensor) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def _gradients(q: Tensor, k: Tensor) -> Gradients:
-    """Those of queries, and of keys and values, to be filled in."""
-    return _like(q), k.new_empty((k.shape[0], 2, *k.shape[1:]))
+def _gradients(q: Tensor, k: Tensor, into: tuple[Tensor | None, Tensor] | None) -> Gradients:
+    """Those of queries, and of keys and values, to be filled in: `into` where that is given."""
+    if into is None:
+        return _like(q), k.new_empty((k.shape[0], 2, *k.shape[1:]))
+    return _like(q) if into[0] is None else into[0], into[1]
 
 
 def _written(call: Call, rows: Tensor, into: Tensor | None) -> Tensor:
@@ -364,9 +360,7 @@ class VarlenKernel(FlashTiles):
 
     scale: float
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         causal = call.window == (-1, 0)
         given = (q, k, v, *_spans(call), 0.0, causal, False)
@@ -386,7 +380,7 @@ class VarlenKernel(FlashTiles):
         out: Tensor,
         lse: Tensor,
         call: Call,
-        into: Gradients | None = None,
+        into: tuple[Tensor | None, Tensor] | None = None,
     ) -> Gradients:
         """See `Kernel`."""
         given = (d_out, q, k, v, out, lse, *_spans(call), 0.0, call.window == (-1, 0))
@@ -406,9 +400,7 @@ class FlashAttention2(FlashTiles):
     scale: float
     alibi_slopes: Tensor | None = None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         options = {"causal": call.window == (-1, 0), "alibi_slopes": self.alibi_slopes, **_window(call)}
         forward = _flash_attn_2()._flash_attn_varlen_forward
@@ -424,10 +416,10 @@ class FlashAttention2(FlashTiles):
         out: Tensor,
         lse: Tensor,
         call: Call,
-        into: Gradients | None = None,
+        into: tuple[Tensor | None, Tensor] | None = None,
     ) -> Gradients:
         """See `Kernel`."""
-        dq, d_keys = _gradients(q, k) if into is None else into
+        dq, d_keys = _gradients(q, k, into)
         dk, dv = d_keys.unbind(1)
         softcap, deterministic = 0.0, torch.are_deterministic_algorithms_enabled()
         options = (0.0, self.scale, call.window == (-1, 0), *call.window, softcap, self.alibi_slopes, deterministic)
@@ -441,9 +433,7 @@ class FlashAttention3(FlashTiles):
 
     scale: float
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         options = {"causal": call.window == (-1, 0), "out_": out, **self._options(call)}
         out, lse, *_ = _flash_attn_3()._flash_attn_forward(q, k, v, **options)
@@ -458,10 +448,10 @@ class FlashAttention3(FlashTiles):
         out: Tensor,
         lse: Tensor,
         call: Call,
-        into: Gradients | None = None,
+        into: tuple[Tensor | None, Tensor] | None = None,
     ) -> Gradients:
         """See `Kernel`."""
-        dq, d_keys = _gradients(q, k) if into is None else into
+        dq, d_keys = _gradients(q, k, into)
         dk, dv = d_keys.unbind(1)
         options = {"is_causal": call.window == (-1, 0), **self._options(call)}
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()

@@ -69,7 +69,7 @@ class KeysExchange:
         for heads, own, take in self._parts(k, v):
             # Gradients of keys, of all calls and of what comes home.
             gradients = k.new_empty((of_local + of_remote + coming, 2, *own[0].shape[1:]))
-            local, remote, home = gradients.split((of_local, of_remote, coming))
+            local, remote, home = torch.split(gradients, [of_local, of_remote, coming])
             last = heads.part > 0 and heads.part == heads.parts - 1
             if not last:
                 attend(own, plan.local, heads, local)
@@ -137,7 +137,7 @@ class KeysExchange:
         if not plan.moves:
             return None
         buffer = k.new_empty((plan.own_rows + plan.arriving, 2, *k.shape[1:]))
-        own, arriving = buffer.split((plan.own_rows, plan.arriving))
+        own, arriving = torch.split(buffer, [plan.own_rows, plan.arriving])
         tokens = k.shape[0] - plan.first
         if tokens:
             if plan.first:

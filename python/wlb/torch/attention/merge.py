@@ -76,45 +76,48 @@ class _Merged:
 
     def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
         """Adds a call's output and log-sum-exp, of the rows that the kernel was given."""
-        rows = call.q_rows
+        rows, lse = call.q_rows, lse.t()
         if self._parts is None and rows is None:
             self._parts = out, lse
             return
         total, total_lse = self._so_far()
         if isinstance(rows, Tensor):
-            before, part = total_lse.index_select(1, rows), total.index_select(0, rows)
-        elif rows is None:
-            before, part = total_lse, total
+            if call.fresh:
+                put(total, rows, out)
+                put(total_lse, rows, lse)
+                return
+            before, part = total_lse.index_select(0, rows), total.index_select(0, rows)
         else:
-            before, part, out, lse = (x[rows] for x in (total_lse.t(), total, out, lse.t()))
-            before, lse = before.t(), lse.t()
-        if call.fresh:
-            part.copy_(out)
-            before.copy_(lse)
-        else:
-            weight = torch.sub(lse, before).sigmoid_().t().unsqueeze(-1)
-            part.lerp_(out.to(part.dtype), weight.to(part.dtype))
-            torch.logaddexp(before, lse.double(), out=before)
+            before, part, out, lse = (pick(x, rows) for x in (total_lse, total, out, lse))
+            if call.fresh:
+                part.copy_(out)
+                before.copy_(lse)
+                return
+        weight = torch.sub(lse, before).sigmoid_().unsqueeze(-1)
+        part.lerp_(out.to(part.dtype), weight.to(part.dtype))
+        torch.logaddexp(before, lse, out=before)
         if isinstance(rows, Tensor):
-            index = rows.long()
-            total.index_copy_(0, index, part)
-            total_lse.index_copy_(1, index, before)
+            total.index_copy_(0, rows, part)
+            total_lse.index_copy_(0, rows, before)
 
     def _so_far(self) -> tuple[Tensor, Tensor]:
         """In the dtypes of sums; what no call has yet been for is 0, and its log-sum-exp -inf."""
         dtype = accumulator(self._q.dtype)
         if self._parts is None:
-            tokens, heads, _ = self._q.shape
-            lse = self._q.new_full((heads, tokens), -torch.inf, dtype=torch.float64)
+            lse = self._q.new_full(self._q.shape[:2], -torch.inf, dtype=torch.float64)
             self._parts = self._q.new_zeros(self._q.shape, dtype=dtype), lse
         total, lse = self._parts
-        self._parts = total.to(dtype), lse.double()
+        if lse.dtype != torch.float64 or total.dtype != dtype:
+            self._parts = total.to(dtype), lse.to(torch.float64, memory_format=torch.contiguous_format)
         return self._parts
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Output like the queries, and log-sum-exp."""
+        """Output like the queries, and log-sum-exp `[heads, tokens]`."""
         out, lse = self._parts or self._so_far()
-        return out.to(self._q.dtype), lse.to(accumulator(self._q.dtype))
+        of_kernel = lse.t()
+        if of_kernel.dtype != accumulator(self._q.dtype) or not of_kernel.is_contiguous():
+            of_kernel = of_kernel.to(accumulator(self._q.dtype), memory_format=torch.contiguous_format, copy=True)
+        return out.to(self._q.dtype), of_kernel
 
 
 class _Sum:
@@ -172,24 +175,29 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel, with_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         merged = None if exchange.once else _Merged(q)
-        out = q.new_empty(q.shape) if merged is None else q
+        out: Tensor | None = None
         shown = q.new_empty(q.shape[:2], dtype=accumulator(q.dtype)) if with_lse else None
         lses: list[Tensor] = []
         places: dict[tuple[int, int], int] = {}  # of the log-sum-exp of each call, by the part of the heads
 
         def attend(keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
-            queries, result = heads.of(q), heads.of(out)
+            nonlocal out
+            queries = heads.of(q)
             for call in calls:
                 rows = call.q_rows
                 given = (_queries(queries, rows), *_keys(keys, call.k_rows), call)
                 if merged is not None:
                     merged.add(call, *kernel.forward(*given))
                     continue
-                if isinstance(rows, Tensor):
-                    part, lse = kernel.forward(*given)
-                    put(result, rows, part)
+                if rows is None and heads.parts == 1:  # there is no other
+                    out, lse = kernel.forward(*given)
                 else:
-                    _, lse = kernel.forward(*given, result)
+                    out = q.new_empty(q.shape) if out is None else out
+                    if isinstance(rows, Tensor):
+                        part, lse = kernel.forward(*given)
+                        put(heads.of(out), rows, part)
+                    else:
+                        _, lse = kernel.forward(*given, heads.of(out))
                 places[heads.part, id(call)] = len(lses)
                 lses.append(lse)
                 if shown is not None:
@@ -200,6 +208,8 @@ class _Attention(torch.autograd.Function):
             out, lse = merged.result()
             lses.append(lse)
             shown = lse.t().contiguous() if with_lse else None
+        elif out is None:
+            out = q.new_empty(q.shape)
         ctx.save_for_backward(q, k, v, out, *lses)
         ctx.exchange, ctx.kernel, ctx.with_lse, ctx.places = exchange, kernel, with_lse, places
         return out, shown
@@ -220,7 +230,7 @@ class _Attention(torch.autograd.Function):
 
         def attend(keys: Keys, calls: Sequence[Call], heads: Heads, d_keys: Tensor) -> None:
             mine = [heads.of(x) for x in (d_out, q, out)]
-            of_calls = d_keys.split([call.num_keys for call in calls]) if len(calls) > 1 else (d_keys,)
+            of_calls = torch.split(d_keys, [call.num_keys for call in calls]) if len(calls) > 1 else (d_keys,)
             for call, d_call in zip(calls, of_calls, strict=False):
                 rows = call.q_rows
                 lse = lses[ctx.places[heads.part, id(call)]] if once else lses[0]
@@ -231,7 +241,7 @@ class _Attention(torch.autograd.Function):
                 if once and not isinstance(rows, Tensor):
                     ctx.kernel.backward(*given, (heads.of(dq), d_call))
                     continue
-                part, _ = ctx.kernel.backward(*given, (q.new_empty(call_q.shape), d_call))
+                part, _ = ctx.kernel.backward(*given, (None, d_call))
                 if once:
                     put(heads.of(dq), rows, part)
                 else:

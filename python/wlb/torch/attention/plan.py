@@ -25,7 +25,7 @@ KEPT = 128
 which are prepared beside it. Shards are compared by content; what a backward needs it holds itself."""
 
 Rows = slice | Tensor | None
-"""Rows of a tensor: neighbours, an int32 index, or all in order."""
+"""Rows of a tensor: neighbours, an index, or all in order."""
 
 PlainRows = tuple[int, int, bool]
 
@@ -40,7 +40,7 @@ def pick(x: Tensor, rows: Rows) -> Tensor:
 def put(total: Tensor, rows: Rows, part: Tensor) -> None:
     """Writes rows of `total`, each once."""
     if isinstance(rows, Tensor):
-        total.index_copy_(0, rows.long(), part.to(total.dtype))
+        total.index_copy_(0, rows, part.to(total.dtype))
     else:
         (total if rows is None else total[rows]).copy_(part)
 
@@ -131,6 +131,8 @@ class _Tensors:
             cu_q, cu_k = self._bounds[begin : begin + 2 * (spans + 1)].view(2, -1).unbind(0)
             bounds = self._host_bounds[begin : begin + 3 * spans + 2]
             rows = self.rows(q_rows, queries), self.rows(k_rows, keys)
+            if isinstance(rows[0], Tensor):  # outputs are copied to these: that takes no int32
+                rows = rows[0].long(), rows[1]
             calls.append(Call(*rows, cu_q, cu_k, longest_q, longest_k, window, bounds, fresh))
         return calls
 

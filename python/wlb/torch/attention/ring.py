@@ -60,7 +60,9 @@ class Ring:
         """
         plan = self.plan
         if not any(plan.last):
-            return self._added(k, plan.steps[0], self._gradients((k, v), plan.steps[0], attend), None)
+            gradients = self._gradients((k, v), plan.steps[0], attend)
+            whole = len(plan.steps[0]) == 1 and plan.steps[0][0].k_rows is None
+            return gradients if whole else self._added(k, plan.steps[0], gradients, None)
         self._connect(k.device)
         block: Tensor | None = torch.stack((k, v), 1)
         own = k.new_empty(0)
@@ -104,7 +106,7 @@ class Ring:
             return total if rest is None else total.add_(rest)
         if rest is None:
             rest = k.new_zeros((k.shape[0] if rows is None else rows, 2, *k.shape[1:]), dtype=dtype)
-        for call, gradient in zip(calls, gradients.split([call.num_keys for call in calls]), strict=False):
+        for call, gradient in zip(calls, torch.split(gradients, [call.num_keys for call in calls]), strict=False):
             add(rest, call.k_rows, gradient)
         return rest
 
