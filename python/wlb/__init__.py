@@ -14,7 +14,7 @@ without padding (`shard`).
 The same lengths give the same plan, byte for byte, on every rank. Only numpy is required.
 """
 
-from wlb import _arrays, _core, profiles
+from wlb import _arrays, _core, _shown, profiles
 from wlb import timings as timings
 from wlb._core import (
     BUILD_PROFILE,
@@ -63,7 +63,7 @@ from wlb._results import (
 from wlb.models import ModelConfig
 
 # The engine imports nothing of Python's, and knows no files: what it calls is handed down to it.
-_core.hand_down(_arrays.integers, _arrays.floats, profiles.read)
+_core.hand_down(_arrays.integers, _arrays.floats, profiles.read, _shown.summary, _shown.to_pandas, _shown.html)
 
 __all__ = [
     "BUILD_PROFILE",

@@ -924,6 +924,42 @@ class Packing:
     @property
     def global_batches(self) -> int:
         """Global batches that were packed together: step ``i`` trains the ``i``-th ``M / global_batches`` micro-batches."""
+    def summary(self) -> dict[str, Any]:
+        """Figures of the plan, for a log or a notebook.
+
+        Returns:
+            dict: method, micro_batches, documents, tokens, leftover, imbalance, largest_micro_batch (tokens), heaviest
+                (cost).
+
+        Complexity:
+            O(documents).
+
+        Examples:
+            >>> import wlb
+            >>> wlb.pack([5, 3, 2], num_micro_batches=2, max_tokens=8, costs=[5, 3, 2]).summary()["imbalance"]
+            1.0
+        """
+
+    def to_pandas(self) -> Any:
+        """Pieces of documents as a table: a row for each, in the order of the micro-batches.
+
+        Returns:
+            pandas.DataFrame: micro_batch, document_id, start, length (tokens).
+
+        Raises:
+            WlbError: pandas is not installed.
+
+        Complexity:
+            O(documents).
+
+        Examples:
+            >>> import wlb
+            >>> p = wlb.pack([5, 3, 2], num_micro_batches=2, max_tokens=8, costs=[5, 3, 2])
+            >>> p.to_pandas().groupby("micro_batch")["length"].sum().tolist()  # doctest: +SKIP
+            [5, 5]
+        """
+
+    def _repr_html_(self) -> str: ...
     def digest(self) -> str:
         """Hex hash of where every token goes: equal on two ranks iff every token goes to the same place. O(documents)."""
     def deal(self, dp_size: int) -> NDArray[np.int64]:
@@ -1779,6 +1815,41 @@ class Shard:
             >>> r.k_starts
             array([0, 0, 8, 8], dtype=int32)
         """
+    def summary(self) -> dict[str, Any]:
+        """Figures of the shard, for a log or a notebook.
+
+        Returns:
+            dict: strategy, cp_size, documents, tokens, imbalance (pairs of the busiest rank over the mean), keys_moved
+                (most of a rank).
+
+        Complexity:
+            O(documents * cp_size).
+
+        Examples:
+            >>> import wlb
+            >>> wlb.shard([64, 64], cp_size=2).summary()["tokens"]
+            128
+        """
+
+    def to_pandas(self) -> Any:
+        """Ranks as a table: a row for each.
+
+        Returns:
+            pandas.DataFrame: rank, tokens, pairs, keys_moved.
+
+        Raises:
+            WlbError: pandas is not installed.
+
+        Complexity:
+            O(documents * cp_size).
+
+        Examples:
+            >>> import wlb
+            >>> wlb.shard([64, 64], cp_size=2).to_pandas()["tokens"].tolist()  # doctest: +SKIP
+            [64, 64]
+        """
+
+    def _repr_html_(self) -> str: ...
     def digest(self) -> str:
         """Hex hash of which token lies where: equal on two ranks iff their shards are equal."""
     def __len__(self) -> int: ...
@@ -1885,7 +1956,7 @@ class KernelModel:
         """A documented default where nothing was measured: an assumption, and ``source`` says so.
 
         Args:
-            generation: "a100", "h100", "h200", "b200", "h20", "l40s" or "mi300x".
+            generation: "a100", "h100", "h200", "b200", "h20", "l40s" or "mi300x", in any case.
             num_heads: query heads of one GPU.
             num_kv_heads: key/value heads of one GPU, which divide them; default ``num_heads``. Not used.
             head_dim: width of a head.

@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 
 from wlb._core import result
 from wlb._errors import error
+from wlb._shown import explained
 
 _LONGEST_HISTOGRAM = 1_000_000
 """Iterations: 8 MB of histogram."""
 
 
 @result
+@explained
 @dataclass(frozen=True)
 class Bounds:
     """The limits that a packer keeps from now on, as long as no push brings more documents than it admits.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from wlb._choices import Schedule
 from wlb._core import result
 from wlb._results.copied import Copied
+from wlb._shown import Shown
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Simulated(Copied):
+class _Simulated(Copied, Shown):
     """A simulation's result: equal to any other of the same question."""
 
     _schedule: Schedule
@@ -92,6 +93,31 @@ class PipelineTimeline(_Simulated):
         """Number of ops."""
         return len(self.kinds)
 
+    def summary(self) -> dict[str, Any]:
+        """Schedule, sizes, seconds of the step, its bubble (a share of busy time) and its largest activation."""
+        return {
+            "schedule": self.schedule,
+            "stages": self.num_stages * self.num_virtual_stages,
+            "micro_batches": self.num_micro_batches,
+            "seconds": self.seconds,
+            "period_seconds": self.period_seconds,
+            "bubble_ratio": self.bubble_ratio,
+            "peak_activation": float(self.peak_activation.max(initial=0.0)),
+        }
+
+    def _columns(self) -> dict[str, Any]:
+        critical = np.zeros(len(self), np.bool_)
+        critical[self.critical_path] = True
+        return {
+            "rank": self.ranks,
+            "stage": self.stages,
+            "micro_batch": self.micro_batches,
+            "kind": [self.KINDS[kind] for kind in self.kinds.tolist()],
+            "start": self.starts,
+            "end": self.ends,
+            "critical": critical,
+        }
+
     def __repr__(self) -> str:
         return (
             f'PipelineTimeline(schedule="{self.schedule}", num_stages={self.num_stages}, '
@@ -134,6 +160,18 @@ class PipelineSteps(_Simulated):
     def __len__(self) -> int:
         """Number of steps."""
         return len(self.seconds)
+
+    def summary(self) -> dict[str, Any]:
+        """Schedule, sizes, seconds of all steps, and the shares of the ranks' time by what it goes to."""
+        steps, dp = self.pipeline_seconds.shape
+        parts = {name: float(getattr(self, name).sum()) for name in ("compute", "exposed", "bubble", "dp_wait")}
+        whole = sum(parts.values()) or 1.0
+        figures = {"schedule": self._schedule, "steps": steps, "dp": dp, "seconds": float(self.seconds.sum())}
+        return figures | {name: part / whole for name, part in parts.items()}
+
+    def _columns(self) -> dict[str, Any]:
+        names = ("seconds", "compute", "exposed", "bubble", "dp_wait")
+        return {"step": np.arange(len(self)), **{name: getattr(self, name) for name in names}}
 
     def __repr__(self) -> str:
         steps, dp = self.pipeline_seconds.shape

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from wlb._errors import check_integer, error
+from wlb._shown import explained
 from wlb.models.blocks import Block, Kept, Mask, Matrix
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class BlockIndexer:
     """Scores blocks of neighbouring keys for every query, and keeps the best: sparse attention of Qwen4-Exp (QSA).
@@ -32,6 +34,7 @@ class BlockIndexer:
             check_integer(each.name, getattr(self, each.name), minimum=1)
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class Attention(Block):
     """Softmax attention with heads: MHA, GQA, MQA; over all keys, a sliding window, or chunks.
@@ -127,6 +130,7 @@ class Attention(Block):
         return ((Mask("window", window), flops), (Mask(), scores))
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class Indexer:
     """Scores every key for every query, and keeps the best: sparse attention of DeepSeek V3.2.
@@ -146,6 +150,7 @@ class Indexer:
             check_integer(each.name, getattr(self, each.name), minimum=1)
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(Block):
     """Multi-head latent attention (DeepSeek): keys and values of all heads from one narrow row of a token.

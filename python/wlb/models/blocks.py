@@ -17,8 +17,10 @@ from typing import ClassVar, Literal
 
 from wlb._core import MAX_TOKENS
 from wlb._errors import check_bool, check_integer
+from wlb._shown import explained
 
 
+@explained
 @dataclass(frozen=True, order=True)
 class Mask:
     """The keys of its own document that a query sees, itself included.
@@ -38,6 +40,7 @@ class Mask:
             object.__setattr__(self, "size", 0)
 
 
+@explained
 @dataclass(frozen=True)
 class Matrix:
     """Weights that a token's row is multiplied by."""

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from wlb._choices import Passes
 from wlb._core import CostModel, pass_weights
 from wlb._errors import check_bool, check_integer, check_positive, check_share, error
+from wlb._shown import explained
 from wlb.models.attention import Attention, LatentAttention
 from wlb.models.blocks import Mask
 from wlb.models.counted import CountedBlock
@@ -25,6 +26,7 @@ from wlb.models.presets import PRESETS, preset_named
 from wlb.models.streams import HyperConnection
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a language model, and of the encoder of images before it where there is one.

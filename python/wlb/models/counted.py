@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from wlb._errors import check_integer, error
+from wlb._shown import explained
 from wlb.models.blocks import Block, Kept, Mask, Matrix
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class CountedBlock(Block):
     """A block that no other class describes: its matrices, one by one, and what its attention computes.

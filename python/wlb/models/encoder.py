@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._errors import check_bool, check_integer, error, numbers
+from wlb._shown import explained
 from wlb.models.blocks import Matrix
 from wlb.models.layers import Layer
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class ImageEncoder:
     """The shape of a vision transformer, and of the projection of its rows to tokens of a language model.

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wlb._errors import error
+from wlb._shown import explained
 from wlb.models.blocks import Block, Kept, Matrix
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class FeedForward(Block):
     """A feed-forward block; with experts, of which a token visits some, and shared ones, which all visit.

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from wlb._errors import check_bool, check_integer, error
+from wlb._shown import explained
 from wlb.models.blocks import Block, Mask
 
 Kind = TypeVar("Kind", bound=Block)
 
 
+@explained
 @dataclass(frozen=True)
 class Layer:
     """Blocks one after the other, each with its residual; those in one tuple run on the same input.

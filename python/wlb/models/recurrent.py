@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wlb._shown import explained
 from wlb.models.blocks import Block, Kept, Matrix
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaNet(Block):
     """Linear attention with a gated delta rule (Qwen3-Next): a state of `key_dim x value_dim` for each value head.
@@ -93,6 +95,7 @@ class _SquareStates(Block):
         return self.num_heads * self.head_dim**2
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class KimiDeltaAttention(_SquareStates):
     """Kimi's delta attention: a gated delta rule that decays each channel of a key by itself.
@@ -134,6 +137,7 @@ class KimiDeltaAttention(_SquareStates):
         return 2 * self.conv_kernel * self.conv_channels + 6 * self.state
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class LightningAttention(_SquareStates):
     """Linear attention with a fixed decay for each head (MiniMax): a state of `head_dim x head_dim`.
@@ -165,6 +169,7 @@ class LightningAttention(_SquareStates):
         return 4 * self.state
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class Mamba1(Block):
     """A selective state space, channel by channel (Mamba).
@@ -220,6 +225,7 @@ class Mamba1(Block):
         return 2 * self.conv_kernel * self.inner + 4 * self.state
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class Mamba2(Block):
     """A state space with one decay for each head (Mamba-2): a state of `head_dim x state_size`.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wlb._shown import explained
 from wlb.models.blocks import Block, Kept, Matrix
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class HyperConnection(Block):
     """Several residual streams: the next block reads a mixture of them, and its output is added to each (Qwen4-Exp).
@@ -41,6 +43,7 @@ class HyperConnection(Block):
         return Kept(rows=3 * self.streams * hidden + 2 * self.rank + added, statistics=self.streams)
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class NGramEmbedding(Block):
     """Rows of tables that the last tokens are hashed to, added to every residual stream (PLE of Qwen4-Exp).

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from wlb._errors import check_integer, error
+from wlb._shown import explained
 
 Span: TypeAlias = float | tuple[Any, Any]
 """Seconds by the clock, or the events of a device around them."""
@@ -37,6 +38,7 @@ def untimed() -> Iterator[None]:
         _off_duty.reset(before)
 
 
+@explained
 @dataclass(frozen=True, eq=False)
 class TimedStep:
     """Seconds of one step's micro-batches on this rank.

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import wlb
+from wlb._shown import explained
 
 _ROUNDING = 1e-9  # of a predicted time: what is left of it is nothing
 
@@ -111,6 +112,7 @@ def median_error(cost_model: wlb.CostModel, rows: Iterable[tuple[Part, float]]) 
     return float(np.median(np.abs(ratios / np.median(ratios) - 1)))
 
 
+@explained
 @dataclass(frozen=True)
 class LevelReport:
     """How much slower one replica, stage or rank is than the others; no cost model of documents can explain it.

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import wlb
 from wlb._errors import check_integer, error
+from wlb._shown import explained
 from wlb.torch.agreement import check_agreement
 from wlb.torch.collectives import device_of
 from wlb.torch.groups import ranks_of_step
@@ -27,6 +28,7 @@ MOST_SHARE_ERROR = 0.1
 """Standard error of a term's share of all time above which a fit is a guess, and nobody should plan by it."""
 
 
+@explained
 @dataclass(frozen=True)
 class CostUpdate:
     """Result of one look at the timings, the same on every rank.

@@ -8,11 +8,13 @@ from typing import Any
 from wlb._choices import Generation
 from wlb._core import PEAK_FLOPS, CostModel
 from wlb._errors import check_integer, check_positive, error
+from wlb._shown import explained
 from wlb.models import ModelConfig
 
 GIB = 2**30
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """One level of the network: sending `n` bytes takes `latency + n / bandwidth`.
@@ -30,6 +32,7 @@ class Link:
         check_positive("bandwidth", self.bandwidth)
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """A cluster of one kind of GPU, in nodes of a few.

@@ -61,6 +61,7 @@ from numpy.typing import ArrayLike, NDArray
 from wlb._choices import Schedule
 from wlb._core import MAX_MICRO_BATCHES, simulate_pipeline
 from wlb._errors import check_integer, error, numbers
+from wlb._shown import explained
 from wlb.models import Attention, Block, FeedForward, Layer, ModelConfig
 from wlb_tools.cluster.hardware import GIB
 from wlb_tools.cluster.parallel import GRADIENT_BYTES, ParallelLayout, Recompute, default_schedule
@@ -72,6 +73,7 @@ KEY_GRADIENT_BYTES = 4
 """Width of the gradients of keys and values while they are summed over context-parallel ranks."""
 
 
+@explained
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes on the GPUs of every pipeline rank.

@@ -12,8 +12,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb._core import Shard
 from wlb._errors import error
+from wlb._shown import explained
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
     """Seconds beside what is predicted from layers and links.

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from wlb._choices import Schedule
 from wlb._errors import check_bool, check_integer, check_share, error
+from wlb._shown import explained
 from wlb.models import Attention, FeedForward, ModelConfig
 
 Fsdp = Literal["none", "zero1", "zero2", "zero3"]
@@ -33,6 +34,7 @@ V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules with two stages a rank, down the ranks and back up: the hop at the bottom stays on its rank."""
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
     """Sizes of the parallel dimensions, and how memory is spent.

@@ -43,6 +43,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._errors import check_positive, check_share, error, numbers
+from wlb._shown import explained
 from wlb.models import FeedForward, ModelConfig
 from wlb_tools.cluster.collectives import Communicator
 from wlb_tools.cluster.hardware import Hardware
@@ -52,6 +53,7 @@ from wlb_tools.cluster.parallel import ParallelLayout
 Floats = NDArray[np.float64]
 
 
+@explained
 @dataclass(frozen=True)
 class StageSeconds:
     """Seconds of micro-batches on the stages of a pipeline, in the order of the model.

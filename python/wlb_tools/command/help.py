@@ -32,8 +32,11 @@ EXAMPLES = {
 
 _FEW = 16  # options that are all explained
 _OFTEN = frozenset(
-    "--model --gpu --gpus --tp --cp --pp --dp --from --trainer --global-batch --variants --method --dp-size --steps"
-    " --context --max-tokens --micro-batches --tokenizer --field --max-mean-delay --output --json".split()
+    (
+        *("--model", "--gpu", "--gpus", "--tp", "--cp", "--pp", "--dp", "--from", "--trainer", "--global-batch"),
+        *("--variants", "--method", "--dp-size", "--steps", "--context", "--max-tokens", "--micro-batches"),
+        *("--tokenizer", "--field", "--max-mean-delay", "--output", "--json"),
+    )
 )
 """Options that most runs need; the others are named."""
 
@@ -59,9 +62,7 @@ def short(app: App, command: str) -> str:
     if not command:
         return _of_all(app)
     function: Callable[..., object] = app[command].default_command  # type: ignore[assignment]
-    collected = app[command].assemble_argument_collection(
-        default_parameter=app.default_parameter, parse_docstring=True
-    )
+    collected = app[command].assemble_argument_collection(default_parameter=app.default_parameter, parse_docstring=True)
     arguments = [each for each in collected if each.show]
     named = [each for each in arguments if each.names and each.names[0].startswith("-")]
     places = [each.names[0] for each in arguments if each not in named]

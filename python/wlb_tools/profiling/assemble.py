@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import error
+from wlb._shown import explained
 from wlb.profiles import read as read_profile
 from wlb_tools.profiling.grid import LAUNCH, Shape
 
@@ -91,6 +92,7 @@ def assemble(
     return profile
 
 
+@explained
 @dataclass(frozen=True)
 class HeldOutErrors:
     """Errors of a model on segments that it was not made from: relative, forward plus backward."""

@@ -9,10 +9,12 @@ from typing import Literal
 import numpy as np
 
 from wlb._errors import error
+from wlb._shown import explained
 
 Kind = Literal["launch", "attention", "held_out", "layer"]
 
 
+@explained
 @dataclass(frozen=True)
 class Shape:
     """Sizes of one measurement.
@@ -32,6 +34,7 @@ class Shape:
         return f"{self.kind.replace('_', ' ')} {sizes}"
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class Grid:
     """Lengths of segments and token counts.

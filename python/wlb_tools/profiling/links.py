@@ -14,6 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from wlb._errors import check_integer, error
+from wlb._shown import explained
 from wlb_tools.cluster.hardware import Link
 
 BYTES = tuple(1 << power for power in range(10, 25, 2))
@@ -22,6 +23,7 @@ BYTES = tuple(1 << power for power in range(10, 25, 2))
 _WARM_UPS = 2
 
 
+@explained
 @dataclass(frozen=True)
 class LinkTimes:
     """Seconds of an all-gather among all ranks of a group, by the bytes that each rank ends up with.

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._core import IMBALANCE_RESOLUTION
+from wlb._shown import explained
 
 Floats = NDArray[np.float64]
 
@@ -21,6 +22,7 @@ short documents run at half of the published rate, and clusters whose exposed co
 twice as slow, are both common. Where 0.85 is assumed, these reach from 0.3 to 2.1."""
 
 
+@explained
 @dataclass(frozen=True)
 class Balance:
     """Balance of a stream: the heaviest and the mean micro-batch of each step.

@@ -22,6 +22,7 @@ from wlb._core import (
     simulate_steps,
 )
 from wlb._results import DynamicCpPlan, PipelineSteps, PipelineTimeline
+from wlb._shown import explained
 from wlb_tools.cluster.memory import RankMemory, memory_per_rank
 from wlb_tools.cluster.overhead import NO_OVERHEAD, Overhead, copied
 from wlb_tools.cluster.parallel import ParallelLayout
@@ -40,6 +41,7 @@ _AT_ONCE = 1 << 22
 """Seconds of passes that are held at a time, of all ranks; memory, not results, depends on it."""
 
 
+@explained
 @dataclass(frozen=True)
 class DynamicStep:
     """One global batch as it is trained."""
@@ -50,6 +52,7 @@ class DynamicStep:
     seconds: float | None  # of planning; None for what a flush yields
 
 
+@explained
 @dataclass(frozen=True)
 class DynamicCpRun(Trained):
     """A whole stream in micro-batches that divide the ranks of a pipeline stage into groups."""
@@ -278,6 +281,7 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
     return Priced(of_all + parts["dp_communication"], parts, everyone.most(together.most(p2p)), attention)
 
 
+@explained
 @dataclass(frozen=True)
 class DynamicOutcome(Outcome):
     """Under a run whose micro-batches divide the ranks as their documents need."""

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from wlb._choices import Passes
 from wlb._core import DELAY_PRICE, MAX_MEAN_DELAY, MAX_WORLD_SIZE, WlbError, simulate_steps, split_documents
 from wlb._errors import check_integer, error
+from wlb._shown import explained
 from wlb.models import ModelConfig
 from wlb_tools.cluster.attention_seconds import segment_seconds
 from wlb_tools.cluster.capacity import lacking_bytes, num_experts
@@ -59,6 +60,7 @@ class Refused:
         return sentences
 
 
+@explained
 @dataclass(frozen=True)
 class LayoutSearch:
     """Result of a search over layouts; times are those of a long stream, as in `Choice`."""

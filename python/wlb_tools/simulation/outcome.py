@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from wlb._core import Shard
 from wlb._results import PipelineTimeline
+from wlb._shown import Shown, explained
 from wlb_tools.cluster.memory import RankMemory
 from wlb_tools.cluster.step_time import StageSeconds
 from wlb_tools.simulation.balance import ATTENTION_RATES, Balance, Floats, Swept, band, imbalance_percentile, percentile
@@ -61,8 +62,9 @@ class RankPart:
     first_rank: int | None  # of the group among the dp x cp ranks, where the plan chose it
 
 
+@explained
 @dataclass(frozen=True)
-class Outcome(ABC):
+class Outcome(Shown, ABC):
     """Times of training a stream under one method, step by step."""
 
     title: str
@@ -202,6 +204,13 @@ class Outcome(ABC):
     def summary(self) -> dict[str, Any]:
         """In a few numbers, as plain JSON values."""
         return dict(self._summary)
+
+    def _columns(self) -> dict[str, Any]:
+        """A row for each step; imbalance is unknown (NaN) in the steps that empty the queues."""
+        imbalance = np.full(len(self.seconds), np.nan)
+        imbalance[: self.run.streamed] = self.imbalance
+        figures = {"step": np.arange(len(self.seconds)), "seconds": self.seconds, "work": self.work, "idle": self.idle}
+        return figures | {"imbalance": imbalance} | self.attribution
 
     @cached_property
     def _summary(self) -> dict[str, Any]:

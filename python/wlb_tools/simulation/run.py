@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from wlb._core import Packer, batch_offsets
 from wlb._errors import error
 from wlb._results import TuneResult
+from wlb._shown import Shown, explained
 from wlb_tools.simulation.balance import ATTENTION_RATES, band
 from wlb_tools.simulation.dynamic import collect_dynamic, dynamic_steps, packer_before, score_dynamic
 from wlb_tools.simulation.methods import Setup, bounded, packer_options, tune_waiting
@@ -27,8 +28,9 @@ TUNED_SHARE = 4
 """Thresholds are tuned on the first quarter of the global batches."""
 
 
+@explained
 @dataclass(frozen=True)
-class Simulation:
+class Simulation(Shown):
     """One stream under several methods."""
 
     scenario: Scenario
@@ -52,6 +54,30 @@ class Simulation:
         """
         pairs = zip(self.baseline.swept, self.outcomes[name].swept, strict=True)
         return band([before.total_seconds / after.total_seconds for before, after in pairs])
+
+    def summary(self) -> dict[str, Any]:
+        """Model, cluster and global batches; the fastest method, its speed-up over the first, and its tokens/s."""
+        best = max(self.outcomes, key=self.speedup)
+        return {
+            "model": self.scenario.model.name,
+            "gpus": self.scenario.layout.world_size,
+            "global_batches": self.batches,
+            "methods": len(self.outcomes),
+            "baseline": self.baseline.title,
+            "fastest": self.outcomes[best].title,
+            "speedup": self.speedup(best),
+            "tokens_per_second": self.outcomes[best].tokens_per_second,
+        }
+
+    def _columns(self) -> dict[str, Any]:
+        """A row for each method."""
+        rows = []
+        for name, outcome in self.outcomes.items():
+            figures = outcome.summary()
+            shares = {f"share_{part}": share for part, share in figures.pop("attribution").items()}
+            plain = {key: value for key, value in figures.items() if not isinstance(value, list | dict)}
+            rows.append({"method": name, "speedup": self.speedup(name), **plain, **shares})
+        return {key: [row[key] for row in rows] for key in rows[0]}
 
     def as_json(self) -> dict[str, Any]:
         """Everything in numbers, as plain JSON values."""

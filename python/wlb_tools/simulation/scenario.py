@@ -16,6 +16,7 @@ from wlb._choices import Generation, Passes, Schedule, Sync
 from wlb._core import MAX_MEAN_DELAY, CostModel, KernelModel, Shard, WlbError, pass_weights, simulate_pipeline
 from wlb._errors import check_integer, check_positive, check_share, error
 from wlb._results import PipelineTimeline
+from wlb._shown import explained
 from wlb.models import Mask, ModelConfig
 from wlb.profiles import read as read_profile
 from wlb_tools.cluster.attention_seconds import attention_of_kinds, rank_seconds, segment_seconds
@@ -49,6 +50,7 @@ _INTEGERS = {
 _OPTIONAL = ("max_tokens", "num_micro_batches", "max_delay")
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """A model on a cluster, its global batches, and what the packer is told.

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from wlb._core import Shard, shard, simulate_pipeline, simulate_steps
 from wlb._results import PipelineTimeline
+from wlb._shown import explained
 from wlb_tools.cluster.overhead import copied
 from wlb_tools.cluster.step_time import StageSeconds
 from wlb_tools.simulation.balance import Balance, Floats
@@ -22,6 +23,7 @@ from wlb_tools.simulation.trained import PackedRun
 from wlb_tools.simulation.variants import Strategy
 
 
+@explained
 @dataclass(frozen=True)
 class Sharded:
     """Every micro-batch of a run over the context-parallel ranks; seconds are of attention in a layer of each kind."""
@@ -86,6 +88,7 @@ def shard_run(run: PackedRun, scenario: Scenario, strategies: tuple[Strategy, ..
     return Sharded(forward, backward, shares, tokens, keys, rows, dict(sorted(counts.items())), strategies)
 
 
+@explained
 @dataclass(frozen=True)
 class StaticOutcome(Outcome):
     """Under a run whose micro-batches all have the same context-parallel ranks."""

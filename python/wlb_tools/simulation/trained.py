@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from wlb._choices import Release
 from wlb._core import CostModel
+from wlb._shown import explained
 from wlb_tools.simulation.balance import ATTENTION_RATES, Balance, band, imbalance_percentile
 from wlb_tools.simulation.methods import Step, document_ids
 from wlb_tools.simulation.stream import GlobalBatches, PieceBatches
 
 
+@explained
 @dataclass(frozen=True)
 class Trained:
     """A whole stream as one method trains it: a row per piece of a document, in training order."""
@@ -29,7 +31,8 @@ class Trained:
     length: NDArray[np.int64]  # [pieces] tokens
     delay: NDArray[np.int64]  # [pieces] iterations from its turn to training; below 0 before it
     digests: tuple[str, ...]  # [steps]
-    seconds: NDArray[np.float64]  # [steps before the flush or remainder] planning time
+    # [steps before the flush or remainder] planning time: of the clock, so no part of what is equal
+    seconds: NDArray[np.float64] = field(compare=False)
 
     @property
     def streamed(self) -> int:
@@ -72,6 +75,7 @@ class Trained:
         }
 
 
+@explained
 @dataclass(frozen=True)
 class PackedRun(Trained):
     """Global batches of equally many micro-batches, all of them over the same context-parallel ranks."""

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from wlb._core import DELAY_PRICE, WlbError, simulate_pipeline
 from wlb._errors import error
 from wlb._results import TunedPoint, TuneResult
+from wlb._shown import explained
 from wlb_tools.simulation.balance import band
 from wlb_tools.simulation.dynamic import packer_before
 from wlb_tools.simulation.methods import packer_options, tune_waiting
@@ -104,6 +105,7 @@ class Settings:
         return (list(KINDS).index(self.kind), STRATEGIES.index(self.strategy), self.split)
 
 
+@explained
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Choice(Settings):
     """A plan, and the stream under it. Equal to others with the same settings."""
@@ -146,6 +148,7 @@ class Choice(Settings):
         }
 
 
+@explained
 @dataclass(frozen=True)
 class Tuning:
     """All settings that were tried, one at a time, and the choice."""

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from wlb._core import WlbError
 from wlb._errors import check_integer, error
+from wlb._shown import explained
 from wlb_tools.simulation.methods import Setup, Step, fixed_length, original, var_length, whole
 from wlb_tools.simulation.planner import obstacle
 from wlb_tools.simulation.scenario import Scenario
@@ -22,6 +23,7 @@ Strategy = Literal["per_sequence", "per_document", "adaptive"]
 _OF_PACKER = ("release", "delay_price", "method", "max_step_cost")
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """A method.

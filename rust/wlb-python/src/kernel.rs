@@ -130,7 +130,9 @@ impl KernelModel {
         #[pyo3(from_py_with = arguments::causal)] causal: bool,
     ) -> PyResult<Self> {
         let num_kv_heads = num_kv_heads.unwrap_or(num_heads);
-        Model::analytic(choice(&generation.to_lowercase())?, num_heads, num_kv_heads, head_dim, mask(causal)).map(Self).map_err(raise)
+        Model::analytic(choice(&generation.to_lowercase())?, num_heads, num_kv_heads, head_dim, mask(causal))
+            .map(Self)
+            .map_err(raise)
     }
 
     /// Latency of segments, one by one, in a call that fills the GPU.

@@ -17,6 +17,7 @@ use crate::cost::{document_costs, pricing, read_costs_if_any};
 use crate::error::raise;
 use crate::gil::run;
 use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pickled_as_part};
+use crate::results::declaration;
 
 /// Packs one global batch of documents into micro-batches.
 ///
@@ -360,6 +361,50 @@ impl Packing {
             self.0.imbalance(),
             self.0.leftover.len(),
         )
+    }
+}
+
+#[pymethods]
+impl Packing {
+    /// Figures of the plan, for a log or a notebook.
+    ///
+    /// Returns:
+    ///     dict: method, micro_batches, documents, tokens, leftover, imbalance, largest_micro_batch (tokens), heaviest
+    ///         (cost).
+    ///
+    /// Complexity:
+    ///     O(documents).
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> wlb.pack([5, 3, 2], num_micro_batches=2, max_tokens=8, costs=[5, 3, 2]).summary()["imbalance"]
+    ///     1.0
+    fn summary<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        declaration(slf.py(), "wlb._shown.summary")?.call1((slf,))
+    }
+
+    /// Pieces of documents as a table: a row for each, in the order of the micro-batches.
+    ///
+    /// Returns:
+    ///     pandas.DataFrame: micro_batch, document_id, start, length (tokens).
+    ///
+    /// Raises:
+    ///     WlbError: pandas is not installed.
+    ///
+    /// Complexity:
+    ///     O(documents).
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> p = wlb.pack([5, 3, 2], num_micro_batches=2, max_tokens=8, costs=[5, 3, 2])
+    ///     >>> p.to_pandas().groupby("micro_batch")["length"].sum().tolist()  # doctest: +SKIP
+    ///     [5, 5]
+    fn to_pandas<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        declaration(slf.py(), "wlb._shown.to_pandas")?.call1((slf,))
+    }
+
+    fn _repr_html_<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        declaration(slf.py(), "wlb._shown.html")?.call1((slf,))
     }
 }
 

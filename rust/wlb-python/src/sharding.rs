@@ -18,6 +18,7 @@ use crate::error::{raise, refuse};
 use crate::gil::run;
 use crate::kernel::KernelModel;
 use crate::plain::{Array, Pickle, hashed_by, pickled_as_part};
+use crate::results::declaration;
 
 /// Shards one micro-batch over the ranks of a context-parallel group, without padding.
 ///
@@ -420,6 +421,49 @@ impl RankShard {
     #[getter]
     fn pairs(&self) -> u64 {
         self.shard.plan.pairs(self.rank)
+    }
+}
+
+#[pymethods]
+impl Shard {
+    /// Figures of the shard, for a log or a notebook.
+    ///
+    /// Returns:
+    ///     dict: strategy, cp_size, documents, tokens, imbalance (pairs of the busiest rank over the mean), keys_moved
+    ///         (most of a rank).
+    ///
+    /// Complexity:
+    ///     O(documents * cp_size).
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> wlb.shard([64, 64], cp_size=2).summary()["tokens"]
+    ///     128
+    fn summary<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        declaration(slf.py(), "wlb._shown.summary")?.call1((slf,))
+    }
+
+    /// Ranks as a table: a row for each.
+    ///
+    /// Returns:
+    ///     pandas.DataFrame: rank, tokens, pairs, keys_moved.
+    ///
+    /// Raises:
+    ///     WlbError: pandas is not installed.
+    ///
+    /// Complexity:
+    ///     O(documents * cp_size).
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> wlb.shard([64, 64], cp_size=2).to_pandas()["tokens"].tolist()  # doctest: +SKIP
+    ///     [64, 64]
+    fn to_pandas<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        declaration(slf.py(), "wlb._shown.to_pandas")?.call1((slf,))
+    }
+
+    fn _repr_html_<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        declaration(slf.py(), "wlb._shown.html")?.call1((slf,))
     }
 }
 

@@ -44,9 +44,7 @@ class Browser:
 
     def open(self, page: Path, *, width: int, dark: bool) -> None:
         """Shows a file at a width in CSS pixels, in a light or dark scheme."""
-        self._ask(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 700
-        )
+        self._ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self._ask("Emulation.setEmulatedMedia", features=scheme)
         self._ask("Page.navigate", url=page.as_uri())

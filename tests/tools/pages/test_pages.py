@@ -49,7 +49,7 @@ def test_pages_read_well(browser: Browser, pages: dict[str, Path], width: int, d
     [
         ("body { font-size: 10px }", "small"),
         ("p { color: #aaaaaa }", "pale"),
-        (".scroll { overflow: visible }", "cut"),
+        (".scroll { overflow: visible }", "the page is"),
         ("svg { width: 600px }", "cut"),
         ("figure.wide { display: block } figure.narrow { display: none }", "small"),
     ],

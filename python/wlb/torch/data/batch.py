@@ -13,6 +13,7 @@ from torch import Tensor
 
 import wlb
 from wlb._errors import error
+from wlb._shown import explained
 
 IGNORE: Final = -100
 """The label of a token that predicts nothing; what `torch.nn.functional.cross_entropy` ignores by default."""
@@ -24,6 +25,7 @@ AHEAD: Final = "labels_ahead"
 """The column of labels two and more ahead, int64 [k - 1, tokens]."""
 
 
+@explained
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
     """The tokens of one micro-batch that lie on one context-parallel rank, in the order of `shard.rank(cp_rank)`.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import wlb
 from wlb._errors import error
+from wlb._shown import explained
 from wlb.torch.data.batch import AHEAD, IGNORE, WEIGHTS
 
 
@@ -29,6 +30,7 @@ class Piece(NamedTuple):
     length: int
 
 
+@explained
 @dataclass(frozen=True)
 class Document:
     """Tokens with their name and what follows them.

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 import wlb
 from wlb._errors import error
 from wlb._seal import Hashed, check_seal
+from wlb._shown import explained
 from wlb.ledger import Pieces
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.collate import joined, packed
@@ -45,6 +46,7 @@ _NOBODY: Final = -1  # read a token of padding
 T = TypeVar("T")
 
 
+@explained
 @dataclass(frozen=True, eq=False)
 class DynamicCpStep(Generic[T]):
     """One step of one data x context rank.

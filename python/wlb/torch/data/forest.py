@@ -14,6 +14,7 @@ from torch import Tensor
 import wlb
 from wlb._core import padded_tokens
 from wlb._errors import check_integer, error
+from wlb._shown import explained
 from wlb.torch.data.batch import IGNORE
 from wlb.torch.data.documents import Document, as_arrays
 from wlb.torch.data.rows import RowReader
@@ -21,6 +22,7 @@ from wlb.torch.data.rows import RowReader
 Ints = NDArray[np.int64]
 
 
+@explained
 @dataclass(frozen=True, eq=False)
 class ForestBatch:
     """The tokens of one micro-batch of a forest that lie on one context-parallel rank, each shared token once.

@@ -17,6 +17,7 @@ import wlb
 from wlb._choices import Oversize
 from wlb._core import MAX_DELAY
 from wlb._errors import check_bool, check_integer, check_options, error
+from wlb._shown import explained
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import collate
 from wlb.torch.data.dataset import Documents, measured
@@ -33,6 +34,7 @@ FOREVER: Final = 2**31 - 1
 """Epochs of a run that a trainer ends by its steps."""
 
 
+@explained
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Loading:
     """Arguments of `balanced_loader` and of loaders inside trainers: how documents become steps.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import wlb
 from wlb._errors import check_integer, error
+from wlb._shown import explained
 from wlb.torch.data.batch import AHEAD, IGNORE, WEIGHTS
 from wlb.torch.data.documents import Document, as_arrays, column_array, label_array, token_array
 
@@ -42,6 +43,7 @@ KNOWN: Final = frozenset((*_TAKEN, *MASKS, *_WEIGHTS, *_OF_ONE_DOCUMENT)) | WITH
 Part = dict[str, NDArray[Any]]
 
 
+@explained
 @dataclass(frozen=True)
 class RowReader:
     """Reads rows of a data set as documents. All loaders, streams and trainers of wlb read rows with it.

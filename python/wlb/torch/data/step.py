@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import wlb
 from wlb._errors import error
+from wlb._shown import explained
 from wlb.ledger import Pieces
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.reader import StepReader
@@ -25,6 +26,7 @@ from wlb.torch.data.thread import background_thread
 T = TypeVar("T")
 
 
+@explained
 @dataclass(frozen=True, eq=False)
 class Step(Generic[T]):
     """One step of one data-parallel rank.

@@ -10,8 +10,10 @@ import torch
 
 import wlb
 from wlb._errors import error, is_integer
+from wlb._shown import explained
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class PipelineMicroBatch:
     """One micro-batch as one (DP, CP) rank sees it. All ranks of a pipeline are given the same.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from wlb._errors import error
+from wlb._shown import explained
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
@@ -27,6 +28,7 @@ from wlb.torch.training import train_step
 __all__ = ["Check", "Proof", "verify"]
 
 
+@explained
 @dataclass(frozen=True)
 class Proof:
     """The checks of `verify`. Printed, a proof is a table."""

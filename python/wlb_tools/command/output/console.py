@@ -20,8 +20,7 @@ from wlb_tools.command.words import readable
 
 
 class Bars(Progress):
-    """Bars of works one after the other; each ends full: 400/400, though a work took fewer or more parts than thought.
-    """
+    """Bars of works one after the other; each ends full, as 400/400, however many parts it was thought to have."""
 
     def add_task(self, *args: Any, **kwargs: Any) -> TaskID:
         """A bar for the next work; the works before are done."""

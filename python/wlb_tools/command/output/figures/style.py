@@ -23,7 +23,7 @@ SANDS = ("#e3bd6b", "#c9942f", "#8f641a")  # wider windows, darker
 WAITING = (ORIGINAL_PALE, "#e19680", "#d9775f", "#a3361f")
 IDLE, STRIPES = "#f3f5f7", "#b6bec7"
 PAPER, AXIS, GRID = "#ffffff", "#8c959f", "#eaeef2"
-ON_DARK, ON_PALE = "#fffffe", "#1b1f24"  # texts on bars that have one colour in both schemes
+ON_DARK, ON_PALE = "#fffffe", "#000000"  # texts on bars that have one colour in both schemes
 
 DARK = {
     PAPER: "#12171d",
