@@ -39,7 +39,7 @@ from wlb_tools.command.output.columns import Column
 from wlb_tools.command.output.console import progress
 from wlb_tools.command.output.figures import style
 from wlb_tools.command.output.plan_files import write_names
-from wlb_tools.command.output.report import Code, Heading, Headline, Paragraphs, Report, Table
+from wlb_tools.command.output.report import Code, Heading, Headline, Paragraphs, Picture, Report, Table
 from wlb_tools.simulation import DEFAULT, KINDS
 
 CONTEXT = 1024
@@ -50,7 +50,8 @@ SMALL = ("--context", str(CONTEXT), "--micro-batches", "4")
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out pictures, most of the time of a run, where a test is about plans."""
     monkeypatch.setattr(style, "png", lambda _: b"")
-    monkeypatch.setattr(style, "svg", lambda _: "")
+    monkeypatch.setattr(render, "_svg", lambda *_: "")
+    monkeypatch.setattr(Picture, "wide", None)
 
 
 def long_tailed(count: int, seed: int = 0) -> NDArray[np.int64]:

@@ -30,7 +30,7 @@ from wlb_tools.command.app import app
 from wlb_tools.command.output import console, render, written
 from wlb_tools.command.output.columns import COLUMNS
 from wlb_tools.command.output.figures import style
-from wlb_tools.command.output.report import Headline, Report, Table
+from wlb_tools.command.output.report import Headline, Picture, Report, Table
 
 SMALL = ("--context", "1024", "--micro-batches", "4", "--oversize", "split")
 
@@ -39,7 +39,8 @@ SMALL = ("--context", "1024", "--micro-batches", "4", "--oversize", "split")
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pictures: they take most of the time."""
     monkeypatch.setattr(style, "png", lambda _: b"")
-    monkeypatch.setattr(style, "svg", lambda *_: "")
+    monkeypatch.setattr(render, "_svg", lambda *_: "")
+    monkeypatch.setattr(Picture, "wide", None)
 
 
 @pytest.fixture

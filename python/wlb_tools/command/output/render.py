@@ -61,20 +61,26 @@ def _print_uncut(table: RichTable, console: Console) -> None:
 
 def _parts(table: Table, console: Console) -> Iterator[RichTable]:
     """The table, where it is wider than the console in several parts of whole columns under each other."""
-    named = [(group, start) for group, width in table.groups for start in [group, *[None] * (width - 1)]]
-    widths = [
-        max([len(line) for text in (column, group) for line in text.split("\n")] + [len(row[k]) for row in table.rows])
-        for k, column in enumerate(table.columns)
-        for group in [(named[k][1] or "") if named else ""]
-    ]
-    first = min(widths[0], max(console.width // 3, console.width - max(widths[1:], default=0) - 2))
+    groups = [group for group, width in table.groups for _ in range(width)] or [""] * len(table.columns)
+    own = [max(map(len, [column, *(row[k] for row in table.rows)])) for k, column in enumerate(table.columns)]
+    room = console.width - 2  # an edge at either side, and two spaces between columns
+
+    def width(k: int, *, first_of_part: bool) -> int:
+        """Also of the heading of its group, which stands over the first column that a part has of it."""
+        return max(own[k], len(groups[k]) if first_of_part or groups[k] != groups[k - 1] else 0) + 2
+
+    widest = max((width(k, first_of_part=True) for k in range(1, len(own))), default=0)
+    named = min(own[0], max(room // 3, room - widest))
     parts: list[list[int]] = [[]]
-    for k in range(1, len(widths)):
-        if parts[-1] and first + sum(widths[i] + 2 for i in [*parts[-1], k]) > console.width:
+    used = named
+    for k in range(1, len(own)):
+        if parts[-1] and used + width(k, first_of_part=False) > room:
             parts.append([])
+            used = named
+        used += width(k, first_of_part=not parts[-1])
         parts[-1].append(k)
     for part in parts:
-        yield _for_terminal(table, [0, *part], [group for group, _ in named], first)
+        yield _for_terminal(table, [0, *part], groups, named)
 
 
 def _for_terminal(table: Table, columns: Sequence[int], groups: Sequence[str], first: int) -> RichTable:
@@ -82,8 +88,8 @@ def _for_terminal(table: Table, columns: Sequence[int], groups: Sequence[str], f
     shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     above = ""
     for k in columns:
-        group = groups[k] if groups else ""
-        heading = f"{'' if group == above else group}\n{table.columns[k]}" if groups else table.columns[k]
+        group = groups[k]
+        heading = f"{'' if group == above else group}\n{table.columns[k]}" if table.groups else table.columns[k]
         above = group
         if k == 0:
             shown.add_column(heading, justify="left", width=first)
@@ -107,7 +113,7 @@ def write(report: Report, folder: Path, command_line: str) -> list[Path]:
     from wlb_tools.command.output.figures.style import png
 
     contents: dict[str, bytes | str | Callable[[Path], object]] = {
-        block.file: png(block.draw(False))
+        block.file: png(block.wide)
         for block in (*report.blocks, *report.details)
         if isinstance(block, Picture) and block.file
     }
@@ -150,7 +156,8 @@ def _svg(picture: Picture, name: str, narrow: bool) -> str:
     """A picture in the layout of a screen or of a phone."""
     from wlb_tools.command.output.figures import style
 
-    return style.svg(picture.draw(narrow), f"{name}{'n' if narrow else 'w'}", picture.label)
+    figure = picture.draw(True) if narrow else picture.wide
+    return style.svg(figure, f"{name}{'n' if narrow else 'w'}", picture.label)
 
 
 def _painted(cell: str, table: Table, row: int, column: int) -> Markup:

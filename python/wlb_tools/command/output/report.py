@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,11 @@ class Picture:
     draw: Callable[[bool], Figure]
     label: str
     file: str | None = None
+
+    @cached_property
+    def wide(self) -> Figure:
+        """The picture for a screen: on the page, and by itself."""
+        return self.draw(False)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,29 @@
+"""Warnings that point at the user's line, not at a line of wlb or of the engine between them."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+from types import FrameType
+
+_OWN = str(Path(__file__).parent)
+_OTHERS = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the innermost line that is neither wlb's nor an installed package's; else at the one that called wlb."""
+    warnings.warn(message, category, stacklevel=_level(sys._getframe(1)))
+
+
+def _level(frame: FrameType | None) -> int:
+    level, outside = 2, None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_OWN):
+            outside = outside or level
+            if not name.startswith(_OTHERS) and not name.startswith("<frozen"):
+                return level
+        frame, level = frame.f_back, level + 1
+    return outside or 2
