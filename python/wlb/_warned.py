@@ -9,7 +9,8 @@ from pathlib import Path
 from types import FrameType
 
 _OWN = str(Path(__file__).parent)
-_OTHERS = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_PACKAGES = ("site-packages", "dist-packages")
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
@@ -23,7 +24,12 @@ def _level(frame: FrameType | None) -> int:
         name = frame.f_code.co_filename
         if not name.startswith(_OWN):
             outside = outside or level
-            if not name.startswith(_OTHERS) and not name.startswith("<frozen"):
+            if not _installed(name):
                 return level
         frame, level = frame.f_back, level + 1
     return outside or 2
+
+
+def _installed(name: str) -> bool:
+    """Whether a file belongs to Python or to a package, not to the user."""
+    return name.startswith((_STDLIB, "<frozen")) or any(part in name for part in _PACKAGES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from wlb._core import Packer, Packing, WlbError
 from wlb._errors import check_integer, error
+from wlb._warned import warn
 
 
 @dataclass(frozen=True)
@@ -231,18 +231,17 @@ def least_tokens(packer: Packer, tokens_per_batch: int, min_step_tokens: int | N
     return min_step_tokens
 
 
-def warn_of_long(name: str, length: int, tokens_per_batch: int, *, stacklevel: int) -> None:
+def warn_of_long(name: str, length: int, tokens_per_batch: int) -> None:
     """Says that a document is longer than what enters a step.
 
     Warns:
         UserWarning: It is.
     """
     if length > tokens_per_batch:
-        warnings.warn(
+        warn(
             f"{name} has {length} tokens, more than tokens_per_batch = {tokens_per_batch}: it enters over several "
             "steps, which train little else. Raise tokens_per_batch, cut such documents beforehand, or give the packer "
-            'oversize="truncate"',
-            stacklevel=stacklevel + 1,
+            'oversize="truncate"'
         )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 from wlb._errors import error
+from wlb._warned import warn
 from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.loss import count_valid_tokens
 
@@ -55,7 +55,7 @@ def _labels(step: Step[Any], group: dist.ProcessGroup | None) -> int | None:
         return None
     labels = count_valid_tokens(step, group=group)
     if not labels:
-        warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=4)
+        warn(f"step {step.number} has no label that counts on any rank: it is passed over")
     return labels
 
 

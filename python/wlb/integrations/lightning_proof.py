@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from wlb._warned import warn
 from wlb.torch.data import PackedBatch, Step
 from wlb.torch.loss import count_valid_tokens
 from wlb.torch.proof import verify
@@ -41,7 +41,7 @@ def prove(trainer: Any, step: Step[PackedBatch], divided: int, row: Callable[[Pa
     module, strategy = trainer.lightning_module, trainer.strategy
     if not module.automatic_optimization:
         message = "a module with automatic_optimization=False is not verified: call wlb.torch.verify with its model"
-        warnings.warn(message, stacklevel=2)
+        warn(message)
         return
     group = dist.group.WORLD if dist.is_initialized() else None
     where = meeting_place(group, strategy.root_device)

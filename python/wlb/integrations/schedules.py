@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from wlb._warned import warn
 from wlb.torch.data.state import field
 
 
@@ -90,10 +90,9 @@ class Pace:
             UserWarning: they have another.
         """
         if self.each != self.tokens:
-            warnings.warn(
+            warn(
                 f"{scheduler} takes a step with each of the run's, which read {self.each} tokens now; it was made for "
-                f"steps of {self.tokens}, so that its learning rates are those of another part of the training",
-                stacklevel=3,
+                f"steps of {self.tokens}, so that its learning rates are those of another part of the training"
             )
 
 

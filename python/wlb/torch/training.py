@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wlb._errors import error
+from wlb._warned import warn
 from wlb.torch.agreement import check_agreement
 from wlb.torch.data.batch import AHEAD, IGNORE, WEIGHTS, PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
@@ -95,7 +95,7 @@ def train_step(
     valid = count_valid_tokens(step, group=group)
     total = torch.zeros((), device=device)
     if valid == 0:
-        warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=2)
+        warn(f"step {step.number} has no label that counts on any rank: it is passed over")
         return total
     loss_of = loss or _loss
     last = len(step.micro_batches) - 1

@@ -17,6 +17,8 @@ import wlb
 from wlb._choices import Oversize
 from wlb._core import MAX_DELAY
 from wlb._errors import check_integer, check_options, error
+from wlb._warned import warn
+from wlb.integrations.huggingface.figures import learnt_alone
 from wlb.integrations.huggingface.loader import REAL, MicroBatchCallback, MicroBatchLoader
 from wlb.integrations.huggingface.planning import Options, Planned, Planner, Resumed, documents_of, limits_of
 from wlb.integrations.huggingface.plans import Evaluation, KnownLengths, Streamed
@@ -132,6 +134,8 @@ def balance(
     )
     planner = Planner(options)
     planned = planner.plan(trainer)
+    for what in planner.remarks(planned, trainer.args.world_size):
+        warn(what)
     own = type(trainer)
     trainer.__class__ = type(own.__name__, (_Balanced, own), {"__doc__": own.__doc__, "__module__": own.__module__})
     balanced: Any = trainer
@@ -179,6 +183,9 @@ class _Balanced(Trainer):
         """Adds the figures of the last step to a line of training, for whatever the trainer reports to."""
         if "loss" in logs:
             logs.update(self._wlb_callback.line)
+        if logs.get("train_runtime") and "train_samples_per_second" in logs:
+            # The Trainer multiplies steps by the rows of its own batches; here a row holds many documents.
+            logs["train_samples_per_second"] = round(self._wlb_callback.documents / logs["train_runtime"], 3)
         super().log(logs, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
@@ -237,7 +244,7 @@ class _Balanced(Trainer):
         if hasattr(self, "_total_train_tokens") and model.training:  # TRL's, to which it adds the rows of all ranks
             filler = torch.tensor(0 if real is None else total - real, device=self.args.device)
             self._total_train_tokens -= int(self.accelerator.gather(filler).sum())
-        with routed(model, real if real else None):
+        with routed(model, real if real else None), learnt_alone(self, inputs, model.training):
             result = super().compute_loss(model, inputs, *args, **kwargs)
         if real == 0:
             result = (result[0] * 0.0, *result[1:]) if isinstance(result, tuple) else result * 0.0

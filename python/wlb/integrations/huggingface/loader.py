@@ -87,11 +87,13 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
 
     Attributes:
         line: Figures of the last step that was trained (`wlb.torch.StepMetrics`).
+        documents: Documents of which training began since it was called, on all ranks; pieces count once.
         pace: Of the learning-rate schedule, which checkpoints hold, too; None: it takes a step with every step.
     """
 
     def __init__(self) -> None:
         self.line: dict[str, float] = {}
+        self.documents = 0
         self.pace: Pace | None = None
         self._metrics = StepMetrics()
         self._untrained: deque[tuple[Step[Any], float | None]] = deque()
@@ -125,7 +127,7 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
             saved = field(callbacks, type(self).__name__, dict)
             loader.steps.load_state_dict(field(saved, "steps", dict))
         self._untrained, self._trained, self._began = deque(), None, loader.steps.state_dict()
-        self._steps_done = state.global_step
+        self._steps_done, self.documents = state.global_step, 0
         loader.untrained = self._untrained
         self._steps = loader.steps
         self._metrics = StepMetrics(loader.steps)
@@ -137,6 +139,7 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         step, epochs = self._untrained.popleft()
         self._trained, self.line = step.snapshot, self._metrics.end_step(step)
         self._steps_done = state.global_step
+        self.documents += sum(int((micro_batch.starts == 0).sum()) for micro_batch in step.packing)
         if epochs is not None:
             state.epoch = epochs  # the Trainer takes all its steps for one epoch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +154,29 @@ class Planner:
             },
             pace,
         )
+
+    def remarks(self, planned: Planned, world_size: int) -> Iterator[str]:
+        """What the user of a plan may not expect: documents that `max_tokens` cuts, and a plan that balances nothing.
+
+        Args:
+            planned: Of this planner.
+            world_size: Ranks that train.
+        """
+        plan, options = planned.plan, self.options
+        if isinstance(plan, KnownLengths) and options.max_document_tokens is None:
+            context = plan.limits.context
+            longer = int((plan.lengths > context).sum())
+            if longer and context == options.max_tokens:
+                cut = "split into pieces" if options.oversize == "split" else "truncated"
+                yield (
+                    f"{longer:,} of {plan.lengths.size:,} documents have more than max_tokens = {context:,} tokens and"
+                    f" are {cut}; raise max_tokens, or say so by max_document_tokens={context}"
+                )
+        if world_size == 1 and plan.packer.num_micro_batches == 1:
+            yield (
+                "there is nothing to balance: one rank trains one micro-batch a step. Documents are packed without"
+                " padding, and nothing more; balance gains with several ranks or gradient_accumulation_steps"
+            )
 
     def set_arguments(self, trainer: Trainer, arguments: Mapping[str, Any]) -> None:
         """The trainer's arguments become those of a plan."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerControl, TrainerState
 
+from wlb._warned import warn
 from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader, row_of
 from wlb.integrations.huggingface.plans import KnownLengths
 from wlb.torch.data import IGNORE, PackedBatch, Step, StepLoader
@@ -39,7 +39,7 @@ def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
     }
     if any(losses.values()):
         name = next(name for name, own in losses.items() if own)
-        warnings.warn(f"{name} makes a loss of its own, so packing is not verified before the first step", stacklevel=2)
+        warn(f"{name} makes a loss of its own, so packing is not verified before the first step")
         return
     accelerator, model, device = trainer.accelerator, trainer.model_wrapped, trainer.args.device
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -17,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 import wlb
 from wlb._core import padded_tokens
 from wlb._errors import error
+from wlb._warned import warn
 from wlb.integrations.megatron.documents import PADDING, PaddedDocuments
 from wlb.integrations.megatron.refusals import check_interleaved
 from wlb.integrations.megatron.rows import Batch, Ranks, Row, batch_of, padding_of
@@ -241,7 +241,7 @@ class DataIterator:
             if step is None or labels:
                 return step
             message = f"step {step.number} has no label that counts on any rank: it is passed over"
-            warnings.warn(message, stacklevel=3)
+            warn(message)
 
     def _agreed(self) -> tuple[AnyStep | None, int]:
         """The next step, of the same plan on all that read, and its labels: more than 0 on all of them, or on none."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import warnings
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from packaging.version import Version
 from torch.utils.hooks import RemovableHandle
 
 from wlb._errors import error
+from wlb._warned import warn
 from wlb.integrations.megatron.attention import PackedSelfAttention, ShardedSeqParams
 from wlb.integrations.megatron.multiples import quantized_multiple
 from wlb.integrations.versions import OLDEST
@@ -46,7 +46,7 @@ def check_version() -> None:
         raise error("megatron-core", message, value=found)
     if numbers > NEWEST:
         newest = ".".join(map(str, NEWEST))
-        warnings.warn(f"megatron-core {found} is newer than {newest}, the last that wlb was tried with", stacklevel=3)
+        warn(f"megatron-core {found} is newer than {newest}, the last that wlb was tried with")
 
 
 # Switch of a configuration: what it does against packed rows, and what to do.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torchtitan.components.dataloader import BaseDataLoader
@@ -12,6 +11,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
 
 from wlb._errors import error
+from wlb._warned import warn
 from wlb.integrations.torchtitan.experts import check_experts
 
 _HOOKS = ("init_distributed", "post_dataloading_process", "train_step", "close")
@@ -121,4 +121,4 @@ def _check_shapes(config: Any) -> None:
         raise error("disable_cuda_graphs", message, value=False)
     if config.compile.enable and not buckets:
         message = "compile.enable without token_buckets: every length of a micro-batch may be compiled anew"
-        warnings.warn(message, stacklevel=4)
+        warn(message)

@@ -138,7 +138,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             costs=None if costs is None else CorpusCosts(costs, packer, corpus.lengths),
         )
         if packer.oversize == "split":
-            warn_of_long("the longest document", order.corpus.longest, tokens_per_batch, stacklevel=2)
+            warn_of_long("the longest document", order.corpus.longest, tokens_per_batch)
         self._lengths = order.corpus.lengths
         self._start = self._origin = StepReader(order, packer)
         self._skip = 0

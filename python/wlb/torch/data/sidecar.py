@@ -16,6 +16,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb._warned import warn
+
 FORMAT: Final = "wlb.lengths"
 VERSION: Final = 1
 _BLOCKS, _BLOCK = 256, 1024  # what is sampled, in blocks and elements
@@ -117,7 +119,7 @@ class Sidecar:
         except (ValueError, KeyError, TypeError, AttributeError):
             sound = False
         if not sound:
-            warnings.warn(f"{self._path} is damaged: the lengths are read again, and it is replaced", stacklevel=2)
+            warn(f"{self._path} is damaged: the lengths are read again, and it is replaced")
             return None
         stamp = self._stamp()
         same = stamp is not None and stamp.items() <= content.items()
@@ -144,7 +146,7 @@ class Sidecar:
         except OSError as problem:
             if seconds > _SLOW:
                 message = f"reading all lengths took {seconds:.1f} s and will again: cannot keep the result, {problem}"
-                warnings.warn(message, stacklevel=2)
+                warn(message)
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()

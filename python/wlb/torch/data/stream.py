@@ -324,7 +324,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             if self._config.oversize == "split" and not self._warned:
                 self._warned = document.length > self._tokens_per_batch
                 name = f"document {id} (of streams[{document.stream}])"
-                warn_of_long(name, document.length, self._tokens_per_batch, stacklevel=1)
+                warn_of_long(name, document.length, self._tokens_per_batch)
         self._waiting.update(new)
         return new
 

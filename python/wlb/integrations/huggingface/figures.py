@@ -1,0 +1,61 @@
+"""A trainer's own figures of a micro-batch: of what is learnt in it, and of nothing where nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wlb.torch.data import IGNORE
+
+_FIGURES = ("entropy", "mean_token_accuracy")
+"""TRL's, of which a line of its log has the mean over micro-batches."""
+
+
+@contextmanager
+def learnt_alone(trainer: Any, inputs: Any, training: bool) -> Iterator[None]:
+    """Inside, TRL's `SFTTrainer` notes its figures of a micro-batch.
+
+    What ranks without a label in it would add is left out of what is gathered, and where no rank has one, nothing is
+    noted: TRL would note 0, or the entropy of padding. Ranks agree on it by one gather.
+    """
+    noted = getattr(trainer, "_metrics", None)
+    if noted is None or not training:
+        yield
+        return
+    accelerator, own = trainer.accelerator, trainer.accelerator.gather_for_metrics
+    labels = torch.tensor(_labels(inputs), device=trainer.args.device)
+    learning = accelerator.gather(labels).reshape(-1) > 0
+
+    def gathered(value: Any, *args: Any, **kwargs: Any) -> Any:
+        found = own(value, *args, **kwargs)
+        scalar = isinstance(value, Tensor) and value.ndim == 0 and isinstance(found, Tensor)
+        if scalar and found.numel() == learning.numel() and learning.any():
+            return found.reshape(-1)[learning.to(found.device)]
+        return found
+
+    figures = noted["train"]
+    before = {name: len(figures[name]) for name in _FIGURES if name in figures}
+    accelerator.gather_for_metrics = gathered
+    try:
+        yield
+    finally:
+        del accelerator.gather_for_metrics  # the class's own again
+        if not learning.any():
+            for name in _FIGURES:
+                if name in figures:
+                    del figures[name][before.get(name, 0) :]
+                    if not figures[name]:
+                        del figures[name]
+
+
+def _labels(inputs: Any) -> int:
+    """Labels of a row that count."""
+    shifted = inputs.get("shift_labels")
+    if shifted is None:
+        labels = inputs.get("labels")
+        shifted = None if labels is None else labels[..., 1:]
+    return 0 if shifted is None else int((shifted != IGNORE).sum())
