@@ -132,7 +132,7 @@ def collate(
 
 
 Run = tuple[int, int, int]
-"""Neighbouring tokens of a document that are neighbouring rows of a rank: its index, the first token, one past the last."""
+"""Neighbouring tokens of a document on a rank: the document's index, the first token, one past the last."""
 
 
 def held_runs(held: wlb.RankShard) -> list[Run]:
@@ -173,9 +173,7 @@ def runs_joined(documents: Sequence[Document], runs: Sequence[Run], layout: Layo
     for name, dtype, shape in layout:
         nothing = np.empty((*shape, 0), dtype)
         parts = [
-            filled_up(name, nothing, end - start)
-            if number == len(documents)
-            else of_each[number][name][..., start:end]
+            filled_up(name, nothing, end - start) if number == len(documents) else of_each[number][name][..., start:end]
             for number, start, end in runs
         ]
         found[name] = np.concatenate([nothing, *parts], axis=-1)
