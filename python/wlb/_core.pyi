@@ -2137,7 +2137,7 @@ _Call: TypeAlias = tuple[_Rows, _Rows, int, int, int, int, tuple[int, int], bool
 _Indices: TypeAlias = tuple[NDArray[np.int32], int]
 
 def keys_plan(
-    shard: Shard, rank: int, *, fetch: bool, window: int | None, biased: bool
+    shard: Shard | ForestShard, rank: int, *, fetch: bool, window: int | None, biased: bool
 ) -> tuple[
     _Indices,
     list[_Call],
@@ -2150,7 +2150,7 @@ def keys_plan(
     tuple[_Rows, _Rows, _Rows, _Rows],
 ]: ...
 def ring_plan(
-    shard: Shard, rank: int, degree: int, *, window: int | None, biased: bool
+    shard: Shard | ForestShard, rank: int, degree: int, *, window: int | None, biased: bool
 ) -> tuple[_Indices, list[list[_Call]], list[int], list[int], tuple[list[int], int, NDArray[np.int32]] | None]: ...
 def moves_plan(
     before: Shard, after: Shard, rank: int
