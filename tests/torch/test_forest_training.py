@@ -98,10 +98,10 @@ def test_train_step_on_one_process() -> None:
 
 def _train(rank: int, cp_size: int) -> list[tuple[float, Any]]:
     size = dist.get_world_size()
-    groups = [dist.new_group(list(range(first, first + cp_size))) for first in range(0, size, cp_size)]
+    groups: list[Any] = [dist.new_group(list(range(first, first + cp_size))) for first in range(0, size, cp_size)]
     found = []
     for wrap in WRAPPERS.values():
-        model = wrap(Trained(groups[rank // cp_size]))  # type: ignore[arg-type]
+        model = wrap(Trained(groups[rank // cp_size]))
         loss = wt.train_step(model, step_of(rank, size, cp_size))
         found.append((loss.item(), flat(model).numpy()))
     return found
@@ -129,7 +129,8 @@ def _other_cut(rank: int) -> str:
 
 def test_ranks_that_cut_a_forest_otherwise_are_told() -> None:
     first, second = processes.run(2, _other_cut)
-    assert first == second and "differs between the ranks" in first
+    assert first == second
+    assert "differs between the ranks" in first
 
 
 # --- verify ---
@@ -224,7 +225,7 @@ def test_verify_names_what_is_wrong(fault: str, message: str) -> None:
 
 def _verify(rank: int, cp_size: int) -> list[str]:
     size = dist.get_world_size()
-    groups = [dist.new_group(list(range(first, first + cp_size))) for first in range(0, size, cp_size)]
+    groups: list[Any] = [dist.new_group(list(range(first, first + cp_size))) for first in range(0, size, cp_size)]
     group = groups[rank // cp_size]
     step = step_of(rank, size, cp_size)
     found = [verified(wrap(Trained(group)), step) for wrap in WRAPPERS.values()]
@@ -299,7 +300,8 @@ def _pipeline(rank: int, schedule: str) -> tuple[float, Any]:
         submodule = Last(model)
     stage = wt.VarlenPipelineStage(submodule, rank, 2, "cpu", hidden_size=width, dtype=torch.float64)
     step = step_of(0, 1)
-    valid = wt.count_valid_tokens(step, group=dist.new_group([rank], use_local_synchronization=True))
+    alone: Any = dist.new_group([rank], use_local_synchronization=True)
+    valid = wt.count_valid_tokens(step, group=alone)
     micro_batches = [
         wt.PipelineMicroBatch(tokens=batch.tokens.numel(), args=(batch.tokens,), kwargs={"batch": batch}, target=batch)
         for batch in step.micro_batches
@@ -379,8 +381,10 @@ def test_what_no_sample_learns_is_no_edge() -> None:
     """Prompts are seldom learnt: their rows need no head."""
     samples = [wt.Document((5, 6, 7, end), 0, labels=(-100, -100, -100, end)) for end in (1, 2)]
     batch = wt.collate_forest(samples, wlb.PrefixForest.from_prompts([3], 2, [1, 1]))
-    assert batch.edge_rows.tolist() == [2, 2] and batch.edge_targets.tolist() == [1, 2]
-    assert batch.edge_weights.tolist() == [1, 1] and batch.num_valid_tokens == 2
+    assert batch.edge_rows.tolist() == [2, 2]
+    assert batch.edge_targets.tolist() == [1, 2]
+    assert batch.edge_weights.tolist() == [1, 1]
+    assert batch.num_valid_tokens == 2
 
 
 # --- refusals ---
@@ -401,7 +405,7 @@ class MTPLayer(nn.Linear):
 class HuggingFace(nn.Linear):
     """Called as models of Hugging Face are."""
 
-    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
         return super().forward(input_ids)
 
 
@@ -425,7 +429,8 @@ def test_models_that_cannot_run_a_forest_are_refused(model: nn.Module, message: 
     for call in (wt.train_step, functools.partial(wt.verify, report=None)):
         with pytest.raises(wlb.WlbError, match=message) as caught:
             call(model, step)
-        assert caught.value.argument == "model" and "wt.collate" in str(caught.value)
+        assert caught.value.argument == "model"
+        assert "wt.collate" in str(caught.value)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -456,7 +461,7 @@ def test_models_that_find_documents_by_positions_are_refused() -> None:
         ({"plan": 3}, "plan", "is a int, not a wlb.ForestPlan"),
         ({"samples": [(1, 2)]}, "samples", "are 1, but the plan's forest has 2"),
         ({"dp_rank": 1}, "dp_rank", "at most 0"),
-        ({"dp_size": 2}, "dp_size", ""),
+        ({"dp_size": 2}, "dp_size", "dp_size"),
         ({"samples": [(1, 2, 3), (1, 9)]}, "tokens", "token 1 of sample 1"),
         (
             {"samples": [wt.Document((1, 2, 3), 0, columns={"labels_ahead": np.zeros((1, 3))}), (1, 2)]},
@@ -467,16 +472,34 @@ def test_models_that_find_documents_by_positions_are_refused() -> None:
 )
 def test_steps_that_do_not_fit_are_refused(change: dict[str, Any], argument: str, message: str) -> None:
     samples = [(1, 2, 3), (1, 2)]
-    arguments: dict[str, Any] = {"samples": samples, "plan": _plan(samples), **change}  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {"samples": samples, "plan": _plan(samples), **change}
     with pytest.raises(wlb.WlbError, match=message) as caught:
         wt.forest_step(arguments.pop("samples"), arguments.pop("plan"), **arguments)
     assert caught.value.argument == argument
 
 
 def test_layers_between_attention_refuse_forests() -> None:
-    shard = wlb.shard_forest(wlb.PrefixForest.from_prompts([4], 2, [2, 2]), cp_size=1)
+    shard: Any = wlb.shard_forest(wlb.PrefixForest.from_prompts([4], 2, [2, 2]), cp_size=1)
     x = torch.zeros(8, 2)
-    with pytest.raises(wlb.WlbError, match="is a wlb.ForestShard"):
-        wt.recut(x, shard, shard)  # type: ignore[arg-type]
-    with pytest.raises(wlb.WlbError, match="is a wlb.ForestShard"):
-        wt.halo(x, shard, tokens=1)  # type: ignore[arg-type]
+    with pytest.raises(wlb.WlbError, match="ForestShard"):
+        wt.recut(x, shard, shard)
+    with pytest.raises(wlb.WlbError, match="ForestShard"):
+        wt.halo(x, shard, tokens=1)
+
+
+def test_what_knows_no_shared_prefix_refuses_the_shard() -> None:
+    shard: Any = wlb.shard_forest(wlb.PrefixForest.from_prompts([4], 2, [2, 2]), cp_size=1)
+    from wlb.integrations.torch_cp import ShardLoadBalancer, document_mask
+
+    mesh: Any = None
+    for call in (lambda: ShardLoadBalancer(shard, mesh), lambda: document_mask(shard, device="cpu")):
+        with pytest.raises(wlb.WlbError, match="torch's context parallelism is for documents") as caught:
+            call()
+        assert caught.value.argument == "shard"
+    pytest.importorskip("megatron.core")
+    from wlb.integrations.megatron.attention import ShardedSeqParams
+
+    assert ShardedSeqParams(shard=wlb.shard([8], cp_size=1)).shard is not None
+    with pytest.raises(wlb.WlbError, match="Megatron-Core finds documents by cu_seqlens") as caught:
+        ShardedSeqParams(shard=shard)
+    assert caught.value.argument == "shard"

@@ -36,14 +36,11 @@ def with_configs(module: nn.Module) -> Iterator[tuple[Any, dict[str, Any]]]:
             yield owner, values
 
 
-def check_forest(model: nn.Module, argument: str = "model") -> None:
-    """Refuses a model in which a shared token would be another one than in each of its samples.
+def against_forests(model: nn.Module) -> str:
+    """Why a model cannot run a forest, the way out included; empty if nothing is known against it.
 
     Samples that share a token may share what a layer makes of it only where that depends on the tokens before it on
     its path, and on nothing else.
-
-    Raises:
-        wlb.WlbError: It names the layer, its kind and the way out.
 
     Complexity:
         O(modules).
@@ -51,10 +48,19 @@ def check_forest(model: nn.Module, argument: str = "model") -> None:
     for name, module in model.named_modules():
         found = _against(module)
         if found:
-            kind = type(module).__name__
-            place = f"{name} ({kind})" if name else kind
-            message = f"has {place}, {found}. Collate the samples one by one (wt.collate)"
-            raise error(argument, f"cannot run a forest: it {message}", value=kind)
+            place = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            return f"cannot run a forest: it has {place}, {found}. Collate the samples one by one (wt.collate)"
+    return ""
+
+
+def check_forest(model: nn.Module, argument: str = "model") -> None:
+    """Refuses a model in which a shared token would be another one than in each of its samples.
+
+    Raises:
+        wlb.WlbError: It names the layer, its kind and the way out.
+    """
+    if message := against_forests(model):
+        raise error(argument, message)
 
 
 def _against(module: nn.Module) -> str:

@@ -108,7 +108,8 @@ def count_valid_tokens(
 
     Args:
         step: what a loader gave. Its micro-batches are `PackedBatch` or `ForestBatch`, of which the first
-            context-parallel rank counts the labels, those of a forest once for each sample; or mappings with `labels`, of one context-parallel rank.
+            context-parallel rank counts the labels, those of a forest once for each sample; or mappings with `labels`,
+            of one context-parallel rank.
         group: the ranks that share the step, data- and context-parallel; None for all.
 
     Returns:

@@ -104,10 +104,10 @@ def train_step(
         warnings.warn(f"step {step.number} has no label that counts on any rank: it is passed over", stacklevel=2)
         return total
     loss_of = loss or _loss
-    last = len(step.micro_batches) - 1
-    for index, batch in enumerate(step.micro_batches):
+    batches: list[Any] = list(step.micro_batches)
+    for index, batch in enumerate(batches):
         with ExitStack() as held_back:
-            if index < last:
+            if index < len(batches) - 1:
                 _hold_back(model, held_back)
             part = loss_of(model, batch.to(device, non_blocking=True), valid)
             if accelerator is None:

@@ -73,8 +73,9 @@ def context_parallel_attention(
     """Attention of a packed micro-batch whose tokens lie on the ranks of `group` as `shard` says. Differentiable.
 
     Tokens attend within their document only, to all before them and themselves, or to the whole document
-    (`shard.causal`); in a forest (`wlb.shard_forest`) to those before them on their path and themselves. Row `i` of this rank's tensors is token `shard.rank(r).token_indices[i]`, `r` being its rank in
-    `group`. Every shard runs on every transport:
+    (`shard.causal`); in a forest (`wlb.shard_forest`) to those before them on their path and themselves. Row `i` of
+    this rank's tensors is token `shard.rank(r).token_indices[i]`, `r` being its rank in `group`. Every shard runs on
+    every transport:
 
     - `all_gather`: gathers the keys that some rank needs from another, one varlen call; memory for the keys of the
       micro-batch while it runs. Best when keys have few heads, or documents are mostly local.

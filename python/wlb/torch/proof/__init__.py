@@ -14,7 +14,7 @@ from wlb._errors import error
 from wlb.torch.data.forest import ForestBatch
 from wlb.torch.data.step import Step
 from wlb.torch.groups import ranks_of_step
-from wlb.torch.layers import check_forest
+from wlb.torch.layers import against_forests
 from wlb.torch.proof import checks as data
 from wlb.torch.proof.alone import Alone, Model, logits_alone
 from wlb.torch.proof.checks import Check
@@ -150,11 +150,10 @@ def verify(
     if alone == "rows" and dist.is_initialized():
         whole = dist.group.WORLD
     parts: list[nn.Module] = [stage.submod for stage in stages] if stages else [model]  # type: ignore[list-item]
-    of_forest = any(isinstance(batch, ForestBatch) for batch in step.micro_batches)
-    if of_forest:
-        for part in parts:
-            check_forest(part)
     ranks = Ranks(group, whole, next(parts[0].parameters()).device)
+    of_forest = any(isinstance(batch, ForestBatch) for batch in step.micro_batches)
+    if of_forest and (wrong := "".join(ranks.gathered_of_parts("".join(map(against_forests, parts))))):
+        raise error("model", wrong)
     run_alone = logits_alone if alone is None or isinstance(alone, str) else alone
     of_model = Model(model, ranks, run_alone)
     if any(parameter.grad is not None for parameter in of_model.parameters):
@@ -163,7 +162,8 @@ def verify(
     checks = [replace(check, error=ranks.largest(check.error)[0]) for check in checks]
     if not all(check.passed for check in checks):  # what follows would hang, or compare other models
         return _reported(checks, report)
-    short = ShortForest(step, ranks) if of_forest else Short(step, ranks)
+    given: Any = step
+    short = ShortForest(given, ranks) if of_forest else Short(given, ranks)
     if not short.num_valid_tokens:
         raise error("step", "has no label that counts, so that nothing could be proved: verify with another one")
     train = train or (lambda of: train_step(of_model.whole, of, group=group, accelerator=accelerator))

@@ -18,8 +18,8 @@ from wlb.torch.data.step import Step
 from wlb.torch.gradients import unwrapped
 from wlb.torch.lazy import dtensor, fsdp1
 from wlb.torch.proof.ranks import Ranks
-from wlb.torch.training import AnyStep
 from wlb.torch.tied import is_tied
+from wlb.torch.training import AnyStep
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,16 @@ class Check:
 
 def documents(step: AnyStep, ranks: Ranks) -> Check:
     """Compares the documents of all ranks with the plan. Each part of the step must be on one rank."""
-    if isinstance(step, Step) and isinstance(step.packing, wlb.ForestPlan):
-        return _check_documents(step, ranks, _other_samples(step, step.packing))
     if isinstance(step, DynamicCpStep):
         planned = [group.lengths for group in step.groups]
+    elif isinstance(step.packing, wlb.ForestPlan):
+        return _check_documents(step, ranks, _other_samples(step, step.packing))
     else:
-        planned = [step.packing[index].lengths for index in step.indices.tolist()]
-    wrong = abs(len(step.micro_batches) - len(planned))
-    for lengths, batch in zip(planned, step.micro_batches, strict=False):
+        packing = step.packing
+        planned = [packing[index].lengths for index in step.indices.tolist()]
+    batches: list[Any] = list(step.micro_batches)
+    wrong = abs(len(batches) - len(planned))
+    for lengths, batch in zip(planned, batches, strict=False):
         wrong += not np.array_equal(batch.shard.lengths[: batch.document_ids.numel()], lengths)
     return _check_documents(step, ranks, wrong)
 

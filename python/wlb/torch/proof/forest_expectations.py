@@ -67,9 +67,7 @@ def _positions(of_row: Callable[[Row], Tensor]) -> Runs:
     """Samples at other positions, which each token of the row has."""
 
     def runs(rows: Sequence[Row]) -> list[Run]:
-        return mean(
-            [Run(document, positions=of_row(row)[path]) for row in rows for document, path in _samples(row)]
-        )
+        return mean([Run(document, positions=of_row(row)[path]) for row in rows for document, path in _samples(row)])
 
     return runs
 
@@ -174,13 +172,17 @@ FOREST_EXPECTATIONS: Final[tuple[Expectation, ...]] = (
     Expectation("means", means(lambda row, rank, place: (id(row), place)), MEANS.format("samples")),
     Expectation("means", means(lambda row, rank, place: id(row)), MEANS.format("micro-batches")),
     Expectation("means", means(lambda row, rank, place: row.first), MEANS.format("ranks")),
-    Expectation("means", _parts(lambda row, rank: (id(row), rank)), MEANS.format("parts of micro-batches"), divided=True),
-    Expectation("means", _parts(lambda row, rank: row.first + rank), MEANS.format("context-parallel ranks"), divided=True),
+    Expectation(
+        "means", _parts(lambda row, rank: (id(row), rank)), MEANS.format("parts of micro-batches"), divided=True
+    ),
+    Expectation(
+        "means", _parts(lambda row, rank: row.first + rank), MEANS.format("context-parallel ranks"), divided=True
+    ),
     Expectation(
         "weights of edges",
         _once,
-        "counts once what several samples predict: multiply losses of edges by batch.edge_weights, or give every sample "
-        "its own with batch.to_samples",
+        "counts once what several samples predict: multiply losses of edges by batch.edge_weights, or give every "
+        "sample its own with batch.to_samples",
     ),
     Expectation(
         "mask of labels",

@@ -66,9 +66,7 @@ _COUNTED = (
     "documents, or without what the last token of a piece predicts. Count those of a batch's num_valid_tokens, or of "
     "as_hf()'s shift_labels"
 )
-_EDGES = (
-    "is divided by {} edges where samples learn {} predictions: divide by those of count_valid_tokens(step)"
-)
+_EDGES = "is divided by {} edges where samples learn {} predictions: divide by those of count_valid_tokens(step)"
 _EVALUATED = (
     "gives another mean than that over labels: batches are weighed alike, however many labels they have. Add up losses "
     "times labels, over all ranks, and divide by all labels"
