@@ -25,7 +25,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ from studies.trainer.corpus import read_corpus
 from studies.trainer.experts import ExpertLoad, Load
 from studies.trainer.llama import AttentionOptions, LlamaConfig, LlamaStage, parallelize
 from wlb.torch.agreement import check_agreement
-from wlb.torch.attention import max_cp_size, prepare_attention
+from wlb.torch.attention import cp_sizes, prepare_attention
 from wlb.torch.data import (
     BalancedBatchSampler,
     Documents,
@@ -446,11 +446,6 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
     )
     if not dynamic:
         return StepLoader(documents, prepare=partial(prepare, settings, device))
-    widest = max_cp_size(
-        settings.transport,
-        num_heads=config.num_heads // settings.tp,
-        num_kv_heads=config.num_kv_heads // settings.tp,
-    )
     plan = partial(
         wlb.plan_dynamic_cp,
         world_size=readers.size(),
@@ -459,16 +454,24 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         max_tokens_per_rank=math.ceil(settings.context * settings.memory_factor / settings.cp),
         # What the schedules of torch take at least.
         min_micro_batches=settings.pp * (2 if settings.schedule == "dualpipev" else 1),
-        max_cp_size=readers.size() if widest is None else min(widest, readers.size()),
         cost_model=cost,
         cp_seconds_per_exchange=settings.cp_exchange * float(cost.cost([1])[0]),
-        group_sizes=settings.group_sizes,
+        group_sizes=group_sizes(settings, config.num_heads, config.num_kv_heads),
         ranks_per_node=settings.ranks_per_node,
         **sizes,
     )
     return DynamicCpLoader(
         StepLoader(documents), plan=plan, group=readers.get_group(), prepare=partial(prepare, settings, device)
     )
+
+
+def group_sizes(settings: Settings, num_heads: int, num_kv_heads: int) -> GroupSizes | Sequence[int]:
+    """The groups of a Dynamic-CP plan: as the settings say, of those that attention can run."""
+    heads = {"num_heads": num_heads // settings.tp, "num_kv_heads": num_kv_heads // settings.tp}
+    able = cp_sizes(settings.transport, **heads)
+    if able == "any":
+        return settings.group_sizes
+    return [size for size in able if settings.group_sizes == "any" or size & (size - 1) == 0]
 
 
 def what_waits(settings: Settings, dataset: Any, limits: dict[str, Any]) -> dict[str, Any]:

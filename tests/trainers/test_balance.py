@@ -244,6 +244,22 @@ def test_steps_without_labels_count_in_no_schedule(tmp_path: Path) -> None:
     assert rates[-1] == pytest.approx(1e-2 / (steps - 2)), "one step before 0, after a warm-up of 2"
 
 
+def test_the_last_rate_is_that_of_the_steps_with_labels(tmp_path: Path) -> None:
+    """Twenty of seventy steps have no label: counted with them, the last rate was 3.1e-3."""
+    row = {"input_ids": [1] * 30, "labels": [1] * 30}
+    masked = row | {"labels": [-100] * 30}
+    trainer = balanced(
+        tmp_path, data=[masked] * 160 + [row] * 400, train_sampling_strategy="sequential", num_train_epochs=1
+    )
+    assert trainer._wlb_plan.sampler().total_steps() == 70
+    with pytest.warns(UserWarning, match="has no label"):
+        trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps == 50
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert rates[-1] == pytest.approx(1e-2 / 48)
+    assert f"{rates[-1]:.1e} {1e-2 * (70 - 49) / 68:.1e}" == "2.1e-04 3.1e-03"
+
+
 def test_pieces_may_be_left_out(tmp_path: Path) -> None:
     data: Any = documents()
     for change in ({"oversize": "truncate"}, {"max_document_tokens": 150, "max_tokens": 160, "max_delay": 0}):

@@ -123,9 +123,10 @@ def fit(
     checkpoint: Any = None,
     read: bool = False,
     of: Any = None,
+    max_steps: int = -1,
     **options: Any,
 ) -> tuple[Module, lightning.Trainer]:
-    module, trainer = Module(read=read), trainer_of(folder, callbacks)
+    module, trainer = Module(read=read), trainer_of(folder, callbacks, max_steps=max_steps)
     with contextlib.suppress(Killed):
         trainer.fit(module, of or data(**options), ckpt_path=checkpoint, weights_only=False)
     return module, trainer
@@ -164,12 +165,17 @@ def step_of(checkpoint: Path) -> int:
 KINDS = ["inside an epoch", "inside a step", "last step of an epoch", "end of an epoch"]
 
 
-@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize(("read", "max_steps"), [(False, -1), (True, -1), (False, 99)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_document_comes_once_an_epoch_from_any_checkpoint(kind: str, read: bool, tmp_path: Path) -> None:
-    """Whether or not the module has asked how many steps there are, for which Lightning makes the loader too early."""
+def test_every_document_comes_once_an_epoch_from_any_checkpoint(
+    kind: str, read: bool, max_steps: int, tmp_path: Path
+) -> None:
+    """Whether or not the module has asked how many steps there are, for which Lightning makes the loader too early.
+
+    With `max_steps`, Lightning took the epoch after one that had ended for trained.
+    """
     checkpoint, first = first_part(tmp_path, kind, read)
-    rest, trainer = fit(tmp_path, checkpoint=checkpoint, read=read)
+    rest, trainer = fit(tmp_path, checkpoint=checkpoint, read=read, max_steps=max_steps)
     found = tokens_of(first, step_of(checkpoint)) + tokens_of(rest)
     assert found == Counter({token: EPOCHS * count for token, count in EACH.items()})
     assert trainer.current_epoch == EPOCHS
@@ -202,13 +208,72 @@ def resumed(rank: int, folder: Path, checkpoint: Path, options: dict[str, Any]) 
 @pytest.mark.parametrize("kind", ["inside an epoch", "end of an epoch"])
 def test_other_ranks_and_another_batch_go_on_to_the_end(kind: str, tmp_path: Path) -> None:
     checkpoint, first = first_part(tmp_path, kind, True)
-    for ranks, options in ((2, {}), (1, {"tokens_per_batch": 320})):
+    done = step_of(checkpoint)
+    for ranks, options, pace in (
+        (2, {}, 1.0),
+        (1, {"tokens_per_batch": 320}, 2.0),
+        (1, {"tokens_per_batch": 80}, 0.5),
+        (1, {"tokens_per_batch": 80, "max_steps": done + 4}, 1.0),
+    ):
         parts = processes.run(ranks, resumed, tmp_path, checkpoint, options)
-        found = sum((part[0] for part in parts), tokens_of(first, step_of(checkpoint)))
-        assert found == Counter({token: EPOCHS * count for token, count in EACH.items()})
-        for _, steps, total, epoch, _ in parts:
-            assert steps == total
-            assert epoch == EPOCHS
+        found = sum((part[0] for part in parts), tokens_of(first, done))
+        given = "max_steps" in options
+        assert given or found == Counter({token: EPOCHS * count for token, count in EACH.items()})
+        for _, steps, total, epoch, rates in parts:
+            assert total == int(done + (steps - done) * pace + 0.5)
+            assert given or abs(total - first.total) <= 2
+            assert given or epoch == EPOCHS
+            places = [int(done + at * pace + 0.5) for at in range(steps - done)]
+            # Its state has the length that it was made for.
+            assert rates == pytest.approx([0.1 * max(0, 1 - at / first.total) for at in places], abs=1e-9)
+
+
+class OneCycle(Module):
+    """With a schedule that refuses a step beyond its end."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, int(self.total) + 3, cycle_momentum=False)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_a_schedule_that_ends_with_the_run_ends_with_it_on_another_batch(tmp_path: Path) -> None:
+    """It raised after half of the rest. A few steps more than planned are nothing that a schedule has to bear."""
+    module, saving = OneCycle(), SaveAt(tmp_path / "saved.ckpt", 2)
+    with contextlib.suppress(Killed):
+        trainer_of(tmp_path, [saving]).fit(module, data())
+    rest, trainer = OneCycle(), trainer_of(tmp_path)
+    trainer.fit(rest, data(tokens_per_batch=80), ckpt_path=tmp_path / "saved.ckpt", weights_only=False)
+    assert trainer.current_epoch == EPOCHS
+    assert trainer.global_step - 2 > 1.8 * (module.total - 2)
+    assert abs(rest.total - module.total) <= 2
+    assert rest.rates[-1] < 0.1 * max(rest.rates)
+
+
+class Manual(Module):
+    """Steps its schedule itself."""
+
+    def __init__(self) -> None:
+        super().__init__(read=True)
+        self.automatic_optimization = False
+
+    def training_step(self, row: dict[str, Any], index: int) -> Tensor:
+        loss = super().training_step(row, index)
+        self.manual_backward(loss)
+        if (index + 1) % 4 == 0:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+def test_a_schedule_that_a_module_steps_is_warned_of(tmp_path: Path) -> None:
+    with contextlib.suppress(Killed):
+        trainer_of(tmp_path, [SaveAt(tmp_path / "saved.ckpt", 2)]).fit(Manual(), data())
+    trainer, of = trainer_of(tmp_path), data(tokens_per_batch=200)
+    with pytest.warns(UserWarning, match="which read 200 tokens now; it was made for steps of 160"):
+        trainer.fit(Manual(), of, ckpt_path=tmp_path / "saved.ckpt", weights_only=False)
 
 
 def test_schedules_are_told_the_steps_that_have_a_label(tmp_path: Path) -> None:

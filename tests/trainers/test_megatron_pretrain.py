@@ -64,6 +64,31 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
         run_processes(2, train, Run(), tmp_path / "cut", 8, {}, [])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["twice without reading", "other ranks", "another batch"])
+def test_a_resumed_run_trains_what_comes_next(kind: str, tmp_path: Path) -> None:
+    """Of other ranks the same steps; of a batch of another size what was not yet trained, once."""
+    begun = together(run_processes(1, train, Run(), tmp_path, 3, {"num_epochs": 1}, ["--save-interval", "3"]))
+    ranks = 2 if kind == "other ranks" else 1
+    if kind == "twice without reading":
+        run_processes(1, train, Run(), tmp_path, 3, {"num_epochs": 1}, [])
+    more = ["--global-batch-size", "4"] if kind == "another batch" else []
+    steps = 9 if kind == "another batch" else 6
+    rest = together(run_processes(ranks, train, Run(), tmp_path, steps, {"num_epochs": 1}, more))
+    assert (len(begun), len(rest)) == (3, steps - 3)
+    whole = together(run_processes(1, train, Run(), tmp_path / "whole", 6, {"num_epochs": 1}, []))
+    assert all(np.array_equal(*pair) for pair in zip(whole[:3], begun, strict=True))
+    if kind == "another batch":
+        found = [tuple(row) for rows in begun + rest for row in rows.tolist()]
+        assert len(found) == len(set(found))
+        held = sum(rows[:, 2].sum() for rows in rest)
+        assert held == pytest.approx(sum(rows[:, 2].sum() for rows in whole[3:]), rel=0.2), (
+            "half as much, twice as often"
+        )
+    else:
+        assert all(np.array_equal(*pair) for pair in zip(whole[3:], rest, strict=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "more", "message"),
     [

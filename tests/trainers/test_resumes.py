@@ -122,6 +122,80 @@ class ByStep(Counting):
         return super().training_step(model, inputs, *args, **kwargs)
 
 
+class Rates(TrainerCallback):
+    """Writes down the rate of each step; saves after one and ends the run at the next."""
+
+    def __init__(self, save: int | None = None) -> None:
+        self.save = save
+        self.rates: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = state.global_step == self.save
+        if self.save is not None and state.global_step > self.save:
+            raise Killed
+
+
+def rates_of(rank: int, folder: Path, save: int | None, resume: bool, options: dict[str, Any]) -> tuple[Any, int, int]:
+    given: dict[str, Any] = {"num_train_epochs": EPOCHS, "save_strategy": "no", "warmup_steps": 4, "seed": 3} | options
+    trainer = balanced(counting(folder, data=ROWS * 4, **given))
+    seen = Rates(save)
+    trainer.add_callback(seen)
+    with contextlib.suppress(Killed):
+        trainer.train(resume_from_checkpoint=resume)
+    return seen.rates, trainer.args.max_steps, trainer.args.gradient_accumulation_steps
+
+
+def linear(position: float, length: int) -> float:
+    """Hugging Face's schedule: up in 4 steps, and down to 0."""
+    return 1e-2 * (position / 4 if position < 4 else max(0.0, (length - position) / (length - 4)))
+
+
+@pytest.mark.parametrize("save", [2, 9])  # while it rises, and after
+@pytest.mark.parametrize(
+    ("ranks", "options", "pace"),
+    [
+        (1, {"per_device_train_batch_size": 2}, 0.5),
+        (1, {"per_device_train_batch_size": 6}, 1.5),
+        (2, {}, 2.0),
+        (2, {"per_device_train_batch_size": 2}, 1.0),
+        (1, {"num_train_epochs": EPOCHS + 1}, 1.0),
+        (1, {"max_steps": 40, "per_device_train_batch_size": 2}, None),
+    ],
+    ids=["half", "half more", "ranks", "ranks with the same batch", "another epoch", "steps were given"],
+)
+def test_a_learning_rate_goes_on_where_the_documents_stand(
+    ranks: int, options: dict[str, Any], pace: float | None, save: int, tmp_path: Path
+) -> None:
+    first, whole, _ = rates_of(0, tmp_path, save, False, {})
+    parts = processes.run(ranks, rates_of, tmp_path, None, True, options)
+    steps = parts[0][1]
+    each = 1.0 if pace is None else pace
+    length = int(save + (steps - save) * each + 0.5)
+    assert first[:save] == pytest.approx([linear(at, whole) for at in range(save)], abs=1e-12)
+    for rates, _, _ in parts:
+        assert rates[0] == pytest.approx(linear(save, whole), abs=1e-12), "which is in the checkpoint"
+        places = [int(save + at * each + 0.5) for at in range(1, steps - save)]
+        assert rates[1:] == pytest.approx([linear(at, length) for at in places], abs=1e-12)
+        assert rates[-1] <= 1e-2 * (each + 1) / (length - 4)
+    if pace not in (None, 1.0):
+        assert abs(length - whole) <= 3, "as long as it was, but for what ends are filled with"
+
+
+def test_a_learning_rate_goes_on_through_several_resumes(tmp_path: Path) -> None:
+    """By half a step, then by one again, and again after nothing was read."""
+    _, whole, _ = rates_of(0, tmp_path, 6, False, {})
+    half, longer, _ = rates_of(0, tmp_path, 16, True, {"per_device_train_batch_size": 2})
+    rest, total, _ = rates_of(0, tmp_path, None, True, {})
+    length = int(6 + 10 * 0.5 + (total - 16) + 0.5)
+    assert abs(length - whole) <= 3 < longer - whole
+    assert rest[1:] == pytest.approx([linear(11 + at, length) for at in range(1, total - 16)], abs=1e-12)
+    places = [int(6 + at / 2 + 0.5) for at in range(1, 10)]
+    assert half[1:10] == pytest.approx([linear(at, int(6 + (longer - 6) / 2 + 0.5)) for at in places], abs=1e-12)
+
+
 def train(rank: int, folder: Path, streamed: bool, callback: Any, resume: bool, options: dict[str, Any]) -> Any:
     defaults: dict[str, Any] = {"num_train_epochs": EPOCHS, "seed": 3}
     if streamed:  # ended by its data

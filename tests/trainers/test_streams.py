@@ -87,19 +87,35 @@ def even(row: Any) -> bool:
     return bool(row["input_ids"][0] % 2 == 0)
 
 
-def even_ones(batch: Any) -> list[bool]:
-    return [tokens[0] % 2 == 0 for tokens in batch["input_ids"]]
+def fours(batch: Any) -> Any:
+    """As texts are joined to rows of one length: what is left at the end of a batch is dropped."""
+    return {name: values[: len(values) // 4 * 4] for name, values in batch.items()}
+
+
+def first_ones(batch: Any) -> list[bool]:
+    return [place == 0 for place in range(len(batch["input_ids"]))]
 
 
 MADE: dict[str, tuple[Callable[[], Any], int]] = {
     "tables": (rows, 4),
     "generated": (generated, 4),
     "map": (lambda: rows().map(lambda row: row), 4),
-    "map of batches": (lambda: rows().map(lambda batch: batch, batched=True, batch_size=3), 4),
-    "generated, map of batches": (lambda: generated().map(lambda batch: batch, batched=True, batch_size=3), 4),
+    "map of batches": (lambda: rows().map(fours, batched=True, batch_size=4), 1),
+    "generated, map of batches": (lambda: generated().map(fours, batched=True, batch_size=4), 1),
+    "map of all": (lambda: generated().map(fours, batched=True, batch_size=None), 1),
+    "map of batches of one": (lambda: rows().map(lambda batch: batch, batched=True, batch_size=1), 4),
+    "whole batches of one": (
+        lambda: rows().map(lambda batch: batch, batched=True, batch_size=1, drop_last_batch=True),
+        4,
+    ),
     "filter": (lambda: rows().filter(even), 4),
     "generated, filter": (lambda: generated().filter(even), 4),
-    "filter of batches": (lambda: rows().filter(even_ones, batched=True, batch_size=4), 4),
+    "filter of batches": (lambda: rows().filter(first_ones, batched=True, batch_size=4), 1),
+    "map, filter of batches": (lambda: generated().map(dict).filter(first_ones, batched=True, batch_size=4), 1),
+    "filter of batches, shuffle": (
+        lambda: generated().filter(first_ones, batched=True, batch_size=4).shuffle(seed=1, buffer_size=5),
+        1,
+    ),
     "shuffle": (lambda: rows().shuffle(seed=1, buffer_size=5), 4),
     "repeat": (lambda: rows().repeat(2), 4),
     "torch": (lambda: rows().with_format("torch"), 4),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,14 +55,13 @@ def dynamic_gradients(rank: int, settings: example.Settings, sizes: dict[str, An
     cost = wlb.CostModel.from_flops(**CONFIG.shape(), attention_efficiency=0.55)
 
     def plan(lengths: np.ndarray) -> wlb.DynamicCpPlan:
-        heads = {"num_heads": CONFIG.num_heads // settings.tp, "num_kv_heads": CONFIG.num_kv_heads // settings.tp}
         return wlb.plan_dynamic_cp(
             lengths,
             world_size=size,
             num_stages=settings.pp,
             num_virtual_stages=settings.virtual_stages,
             max_tokens_per_rank=32,
-            max_cp_size=example.max_cp_size(settings.transport, **heads),
+            group_sizes=example.group_sizes(settings, CONFIG.num_heads, CONFIG.num_kv_heads),
             cost_model=cost,
             cp_seconds_per_exchange=4.0 * float(cost.cost([1])[0]),
             cp_overlap=0.0,
@@ -127,10 +125,16 @@ def test_eight_ranks_learn_what_one_learns(layout: str, reference: Any) -> None:
         check_learnt(of_step, expected)
 
 
+class Rows(list[Any]):
+    """A corpus."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__(documents(lengths))
+        self.lengths = lengths
+
+
 def planned(rank: int, settings: example.Settings, lengths: list[int]) -> wlb.DynamicCpPlan:
-    loader = example.build_loader(
-        settings, SimpleNamespace(lengths=lengths), CONFIG, mesh_of(settings), torch.device("cpu")
-    )
+    loader = example.build_loader(settings, Rows(lengths), CONFIG, mesh_of(settings), torch.device("cpu"))
     plan: wlb.DynamicCpPlan = loader._plan(lengths)
     loader.close()
     return plan

@@ -108,6 +108,28 @@ def partial_train(rank: int, folder: Path, stop: int, resume: bool, options: dic
     return train(rank, folder, stop, resume, **options)
 
 
+def counted(rank: int, folder: Path, fill: int) -> tuple[list[int], list[int]]:
+    """Tokens that TRL logs as trained so far, and those of the steps' documents."""
+    few: dict[str, Any] = {"use_cpu": True, "bf16": False, "max_steps": 4, "save_strategy": "no", "report_to": []}
+    few |= {"logging_steps": 1, "disable_tqdm": True, "gradient_accumulation_steps": 2, "max_length": None}
+    trainer = trl.SFTTrainer(
+        llama(), trl.SFTConfig(str(folder), **few), train_dataset=text(), processing_class=tokenizer()
+    )
+    trainer = balance(trainer, max_tokens=64, **({} if fill == 1 else {"multiple_of_tokens": fill}))
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "num_tokens" in line and "wlb/tokens" in line]
+    return [int(line["num_tokens"]) for line in lines], [int(line["wlb/tokens"]) for line in lines]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("fill", [1, 32])
+def test_its_count_of_tokens_is_that_of_documents(ranks: int, fill: int, tmp_path: Path) -> None:
+    """TRL counts the tokens of rows, those of all ranks: what fills rows up is no token that was trained."""
+    for found, planned_tokens in processes.run(ranks, counted, tmp_path, fill):
+        assert len(found) == 4
+        assert found == np.cumsum(planned_tokens).tolist()
+
+
 def run_page(rank: int, folder: Path) -> tuple[str, float]:
     tokenizer().save_pretrained(folder)
     llama().save_pretrained(folder)

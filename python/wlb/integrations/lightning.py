@@ -28,6 +28,7 @@ from wlb._errors import check_integer, error
 from wlb.integrations.counting import labelled_steps_left
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.lightning_proof import prove
+from wlb.integrations.schedules import Pace
 from wlb.integrations.versions import check_version
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader
 from wlb.torch.data.loading import Loading, micro_batches
@@ -50,12 +51,14 @@ class BalancedDataModule(LightningDataModule):
 
     `accumulate_grad_batches` becomes the micro-batches of a rank in a step. An epoch of Lightning is one of the data.
     The loggers get each step's figures (`wlb.torch.StepMetrics`). `trainer.estimated_stepping_batches` is the
-    number of steps that have a label, of all `max_epochs`.
+    number of steps that have a label, of all `max_epochs`: what a schedule of the learning rate is made for.
 
     A checkpoint holds the documents that wait after the last step that the optimizer took, whatever Lightning has
     fetched since. It is in the state of this data module, which Lightning restores from every checkpoint: inside an
     epoch, at its end, on another number of ranks and with other `tokens_per_batch`. Where it does not stand at the step
-    at which Lightning goes on, `fit` refuses it.
+    at which Lightning goes on, `fit` refuses it. With other `tokens_per_batch`, schedules with `interval="step"` go on
+    where the documents stand: a step of half as many tokens moves them by half a step, and
+    `estimated_stepping_batches` counts steps of the first size. With `max_steps` given they count steps of any size.
 
     Args:
         dataset: `dataset[i]` gives row `i`: its tokens, or a mapping with `input_ids` and maybe `labels` (-100 where
@@ -106,6 +109,7 @@ class BalancedDataModule(LightningDataModule):
         self._given: _MicroBatches | None = None  # to the latest `fit`
         self._arrived: dict[str, Any] | None = None  # the state from which that begins
         self._total: int | None = None  # steps, as a schedule was told
+        self._pace = Pace(tokens_per_batch, tokens_per_batch)
 
     def setup(self, stage: str) -> None:
         """Sets the Trainer's `accumulate_grad_batches`.
@@ -118,10 +122,10 @@ class BalancedDataModule(LightningDataModule):
             return
         _check_strategy(trainer.strategy)
         # A further `fit` of the same trainer goes on where the one before has ended.
-        known, self._arrived, self._total = self._given, None, None
+        known, ended, self._given, self._arrived, self._total = self._given, self.state_dict(), None, None, None
+        self._pace = Pace(self._tokens_per_batch, self._tokens_per_batch)
         if known is not None and known.trainer is trainer and known.trained == trainer.global_step:
-            self._arrived = known.state()
-        self._given = None
+            self._arrive(ended)
         if not isinstance(trainer, _Counted):
             own = type(trainer)
             trainer.__class__ = type(
@@ -139,7 +143,8 @@ class BalancedDataModule(LightningDataModule):
     def total_steps(self) -> int:
         """Steps of the whole run, for a learning rate schedule: those done, and those to come that have a label.
 
-        Of the Trainer's `max_epochs`, and without a Trainer of `num_epochs`.
+        Of the Trainer's `max_epochs`, and without a Trainer of `num_epochs`; in steps of the size that the run began
+        with.
 
         Complexity:
             Plans all steps to come, some milliseconds each, and reads a document of each; once for each `fit`.
@@ -153,12 +158,13 @@ class BalancedDataModule(LightningDataModule):
                 done = field(self._arrived, "trained", int)
             epochs = None if trainer is None else trainer.max_epochs
             num_epochs = self._loading.num_epochs if epochs in (None, -1) else epochs
-            self._total = done + sum(labelled_steps_left(sampler, self._documents, self._loading.collate, num_epochs))
+            left = labelled_steps_left(sampler, self._documents, self._loading.collate, num_epochs)
+            self._total = self._pace.length(done + sum(left))
         return self._total
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data stand after the last step that the optimizer took, for Lightning's checkpoints."""
-        return {} if self._given is None else self._given.state()
+        return {} if self._given is None else self._given.state() | {"pace": self._pace.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Where a checkpoint stood, of which Lightning goes on.
@@ -166,7 +172,10 @@ class BalancedDataModule(LightningDataModule):
         Raises:
             wlb.WlbError: a schedule was made before the checkpoint was loaded, for another number of steps.
         """
-        told, self._arrived, self._total = self._total, state_dict, None
+        if not state_dict:
+            return  # it was saved without training
+        told, self._total = self._total, None
+        self._arrive(state_dict)
         if self._given is not None:
             self._given.restore(state_dict)
         if told is not None and self.total_steps() != told:
@@ -175,6 +184,12 @@ class BalancedDataModule(LightningDataModule):
                 "steps; go on with the ranks and the tokens_per_batch that it was saved with, or with another strategy"
             )
             raise error("estimated_stepping_batches", message, value=told)
+
+    def _arrive(self, state: dict[str, Any]) -> None:
+        trainer: Any = self.trainer
+        self._arrived, trained, pace = state, field(state, "trained", int), field(state, "pace", dict)
+        counted = trainer is not None and not (_is_whole(trainer) and trainer.max_steps == -1)
+        self._pace = Pace.resumed(pace, trained, self._tokens_per_batch, counted=counted)
 
     def train_dataloader(self) -> _MicroBatches:
         """The micro-batches of this rank.
@@ -194,7 +209,7 @@ class BalancedDataModule(LightningDataModule):
         loader = DataLoader(
             self._documents, batch_sampler=sampler, collate_fn=self._loading.collate, num_workers=workers
         )
-        self._given = _MicroBatches(StepLoader(loader), trainer, self._row, verify=self._verify)
+        self._given = _MicroBatches(StepLoader(loader), trainer, self._row, self._set_pace, verify=self._verify)
         if self._arrived is not None:
             self._given.restore(self._arrived)
         return self._given
@@ -208,6 +223,14 @@ class BalancedDataModule(LightningDataModule):
         columns, ahead = self._loading.columns, self._loading.labels_ahead
         documents = Documents(self._validation, columns=columns, labels_ahead=ahead, argument="validation")
         return _Validation(documents, self._loading.collate, packer, trainer, self._row)
+
+    def _set_pace(self, trainer: Any) -> None:
+        """Once Lightning has restored its schedules."""
+        stepped = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]
+        for scheduler in stepped if trainer.lightning_module.automatic_optimization else []:
+            self._pace.set(scheduler, trainer.global_step)
+        if trainer.lr_scheduler_configs and not trainer.lightning_module.automatic_optimization:
+            self._pace.warn("a schedule of a module with automatic_optimization=False")
 
     def _micro_batches(self, ranks: int) -> int:
         return ranks * micro_batches(self._tokens_per_batch, ranks=ranks, max_tokens=self._max_tokens)
@@ -225,12 +248,16 @@ class _Counted(Trainer):
     def estimated_stepping_batches(self) -> int | float:
         """As Lightning's, which says -1 of data without a length."""
         data: Any = self.datamodule  # type: ignore[attr-defined]
-        whole = self.limit_train_batches == 1.0 and self.max_epochs != -1
-        if not isinstance(data, BalancedDataModule) or not whole:
+        if not isinstance(data, BalancedDataModule) or not _is_whole(self):
             found: int | float = super().estimated_stepping_batches
             return found
         total = data.total_steps()
         return total if self.max_steps == -1 else min(total, self.max_steps)
+
+
+def _is_whole(trainer: Any) -> bool:
+    """Whether epochs are trained to their end, and how many is known."""
+    return bool(trainer.limit_train_batches == 1.0 and trainer.max_epochs != -1)
 
 
 class _MicroBatches:
@@ -243,8 +270,16 @@ class _MicroBatches:
         trained: optimizer steps, as the trainer counts them, after which the state stands.
     """
 
-    def __init__(self, steps: StepLoader[PackedBatch], trainer: Any, row: Row, *, verify: bool) -> None:
-        self._steps, self.trainer, self._row = steps, trainer, row
+    def __init__(
+        self,
+        steps: StepLoader[PackedBatch],
+        trainer: Any,
+        row: Row,
+        set_pace: Callable[[Any], None],
+        *,
+        verify: bool,
+    ) -> None:
+        self._steps, self.trainer, self._row, self._set_pace = steps, trainer, row, set_pace
         self._accumulated = trainer.accumulate_grad_batches
         self.trained = 0
         self._state: dict[str, Any] | Snapshot = steps.state_dict()
@@ -321,6 +356,7 @@ class _MicroBatches:
                 "that it was saved with, given as fit(module, datamodule=data)"
             )
             raise error("ckpt_path", message, value=trainer.global_step)
+        self._set_pace(trainer)
         loop = trainer.fit_loop.epoch_loop
         # Saved inside of a step, whose gradients are in no checkpoint: all of its micro-batches come again.
         again = loop.batch_progress.current.ready % self._accumulated
@@ -329,6 +365,10 @@ class _MicroBatches:
                 for name in ("ready", "started", "processed", "completed"):
                     setattr(progress, name, max(getattr(progress, name) - again, 0))
             loop._batches_that_stepped -= 1  # which Lightning adds at the beginning of a step
+        # With max_steps it goes into an epoch that had ended once more, and so takes the next one for trained.
+        epoch = trainer.fit_loop.epoch_progress.current
+        if loop.restarting and loop.batch_progress.is_last_batch and epoch.ready == epoch.processed:
+            loop.restarting = False
         if self._stale:
             iter(trainer.fit_loop._data_fetcher)
 

@@ -29,9 +29,9 @@ def streams_of(dataset: Any, collator: Collator = as_it_is, *, columns: Sequence
 
     Returns:
         One stream for each shard of the data set, each read by one of the ranks, all with equal shares of a step. One
-        stream, the data set itself, where what it gives depends on the order of its rows: `skip`, `take`,
-        `interleave_datasets`, `concatenate_datasets`, functions `with_indices`, `drop_last_batch`, and layers that this
-        version does not know. A batched `map` is cut: of rows that are batched otherwise it has to make the same ones.
+        stream, the data set itself, where what it gives depends on the order of its rows, or on what stands beside them
+        in a batch: `skip`, `take`, `interleave_datasets`, `concatenate_datasets`, `batch`, functions `with_indices` or
+        `batched` (but for `batch_size=1`), and layers that this version does not know.
         Streams go on from the data set's own state where that is exact; of others (shuffle buffers, `filter` over Arrow
         tables) what was read is read again.
 
@@ -112,11 +112,14 @@ _EXACT: Final = {
 
 
 def _is_unordered(dataset: Any) -> bool:
-    """Whether the shards of a stream have together the rows of the whole, however they are read."""
+    """Whether the shards of a stream have together the rows of the whole, however they are read.
+
+    A function of batches makes other rows of other batches, unless each is a row: a shard begins a batch anew.
+    """
     return all(
         type(layer).__name__ in _UNORDERED
         and not getattr(layer, "with_indices", False)
-        and not getattr(layer, "drop_last_batch", False)
+        and not (getattr(layer, "batched", False) and layer.batch_size != 1)
         for layer in _layers(getattr(dataset, "_ex_iterable", None))
     )
 

@@ -178,8 +178,8 @@ proptest! {
         }
     }
 
-    /// No partition has a shorter step than the bound, and the plan is the best of those that leave no micro-batch empty
-    /// if there are samples enough, but for what is good enough: half a percent over the bound.
+    /// No partition has a shorter step than the bound, and the plan is the best of those that leave no micro-batch
+    /// empty if there are samples enough, but for what is good enough: half a percent over the bound.
     #[test]
     fn few_samples_are_packed_best(
         samples in samples(7, 16), room in 0_i32..30, model in costs(), sync in prop_oneof![Just(Sync::Step), Just(Sync::MicroBatch)],

@@ -66,8 +66,8 @@ def balance(
       documents: `eval_strategy="epoch"` and `save_strategy="epoch"` come where an epoch ends.
     - Checkpoints hold what waits (`trainer_state.json`), and `train(resume_from_checkpoint=...)` goes on with the next
       document, pieces of long ones included, on another number of ranks or workers and with other batch sizes too:
-      all epochs are trained to their end. Where that changes the number of steps, a warning says so: a learning-rate
-      schedule counts steps.
+      all epochs are trained to their end. A learning-rate schedule goes on where the documents stand: a step of half
+      as many tokens moves it by half a step. With `max_steps` given it counts steps, whatever their size.
     - What the trainer logs of a step has its figures: `wlb/imbalance`, `wlb/lost_time`, `wlb/delay_max` and others
       (`wlb.torch.StepMetrics`), wherever it reports to.
     - Evaluation is a mean over tokens, on packed rows. With `compute_metrics`, or on data without a length, the
@@ -153,7 +153,7 @@ class _Balanced(Trainer):
 
     def _wlb_take(self, planned: Planned) -> None:
         self._wlb_planner.set_arguments(self, planned.arguments)
-        self._wlb_plan, self._wlb_plain = planned.plan, planned.plain
+        self._wlb_plan, self._wlb_plain, self._wlb_callback.pace = planned.plan, planned.plain, planned.pace
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Knows the checkpoint from which it goes on; also closes what reads streams."""
@@ -166,6 +166,14 @@ class _Balanced(Trainer):
         if isinstance(loader.steps, BalancedStream):
             loader.steps.close()
         return result
+
+    def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """The schedule of the run in steps of the size that it began with, moved by those that it takes now."""
+        pace = self._wlb_callback.pace
+        assert pace is not None
+        scheduler = super().create_scheduler(pace.length(num_training_steps), *args, **kwargs)
+        pace.set(scheduler, 0 if self._wlb_resumed is None else self._wlb_resumed.step)
+        return scheduler
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds the figures of the last step to a line of training, for whatever the trainer reports to."""
@@ -226,11 +234,11 @@ class _Balanced(Trainer):
         """Padding is told to routers, and not counted; a row without documents teaches nothing at all."""
         total = inputs["input_ids"].numel()
         real = inputs.pop(REAL, None) if isinstance(inputs, dict) else None
-        with routed(model, real if real else None):
-            result = super().compute_loss(model, inputs, *args, **kwargs)
-        if hasattr(self, "_total_train_tokens") and model.training:  # TRL's, of all ranks
+        if hasattr(self, "_total_train_tokens") and model.training:  # TRL's, to which it adds the rows of all ranks
             filler = torch.tensor(0 if real is None else total - real, device=self.args.device)
             self._total_train_tokens -= int(self.accelerator.gather(filler).sum())
+        with routed(model, real if real else None):
+            result = super().compute_loss(model, inputs, *args, **kwargs)
         if real == 0:
             result = (result[0] * 0.0, *result[1:]) if isinstance(result, tuple) else result * 0.0
         return result

@@ -12,6 +12,7 @@ from transformers.trainer_callback import ExportableState
 
 from wlb._errors import error
 from wlb.integrations.labelled import labelled_steps
+from wlb.integrations.schedules import Pace
 from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.data.state import Snapshot, field
 from wlb.torch.metrics import StepMetrics
@@ -86,10 +87,12 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
 
     Attributes:
         line: Figures of the last step that was trained (`wlb.torch.StepMetrics`).
+        pace: Of the learning-rate schedule, which checkpoints hold, too; None: it takes a step with every step.
     """
 
     def __init__(self) -> None:
         self.line: dict[str, float] = {}
+        self.pace: Pace | None = None
         self._metrics = StepMetrics()
         self._untrained: deque[tuple[Step[Any], float | None]] = deque()
         self._trained: Snapshot | None = None  # after the last step since training began
@@ -148,4 +151,5 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         Read by one rank alone, without communication.
         """
         steps = self._began if self._trained is None else self._trained.state
-        return {"args": {}, "attributes": {}, "trained": self._steps_done, "steps": steps}
+        pace = {} if self.pace is None else self.pace.state_dict()
+        return {"args": {}, "attributes": {}, "trained": self._steps_done, "steps": steps, "pace": pace}

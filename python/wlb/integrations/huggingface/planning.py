@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from wlb.integrations.counting import labelled_steps_left
 from wlb.integrations.huggingface.plans import KnownLengths, Limits, Streamed
 from wlb.integrations.huggingface.refusals import check_trainer, shuffles
 from wlb.integrations.rows import Rows
+from wlb.integrations.schedules import Pace
 from wlb.torch.data import Documents
 from wlb.torch.data.loading import Loading, step_tokens
 from wlb.torch.data.state import field as field_of
@@ -50,11 +50,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that training goes on from: optimizer steps before it, of how many, and the state of the data."""
+    """A checkpoint that training goes on from: optimizer steps before it, the state of the data, and of schedules."""
 
     step: int
-    max_steps: int
     state: dict[str, Any]
+    pace: dict[str, Any]
 
     @classmethod
     def of(cls, folder: str | None, callback: str) -> Resumed | None:
@@ -79,7 +79,7 @@ class Resumed:
         if trained != state.global_step:
             message = f"holds the data after {trained} steps, but the Trainer's state after {state.global_step}"
             raise error("resume_from_checkpoint", message, value=trained)
-        return cls(state.global_step, state.max_steps, field_of(saved, "steps", dict))
+        return cls(state.global_step, field_of(saved, "steps", dict), field_of(saved, "pace", dict))
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +90,13 @@ class Planned:
         plan: where the micro-batches come from.
         plain: whether the model takes no keywords.
         arguments: those of the Trainer's that differ from what its user gave.
+        pace: of the learning-rate schedule.
     """
 
     plan: KnownLengths | Streamed
     plain: bool
     arguments: dict[str, Any]
+    pace: Pace
 
 
 @dataclass
@@ -136,6 +138,10 @@ class Planner:
                 f'= "split": {name} takes no shift_labels, so what follows a piece could not be learnt; "truncate"'
             )
             raise error("oversize", message, value=limits.loading.oversize)
+        each = plan.packer.tokens_per_batch
+        pace = Pace(each, each)
+        if resumed is not None and resumed.pace:
+            pace = Pace.resumed(resumed.pace, resumed.step, each, counted=max_steps > 0)
         if isinstance(plan, KnownLengths) and max_steps <= 0:
             max_steps = self._steps(plan, trainer.args.num_train_epochs, resumed)
         return Planned(
@@ -146,6 +152,7 @@ class Planner:
                 "gradient_accumulation_steps": plan.packer.num_micro_batches // trainer.args.world_size,
                 "ignore_data_skip": True,
             },
+            pace,
         )
 
     def set_arguments(self, trainer: Trainer, arguments: Mapping[str, Any]) -> None:
@@ -222,7 +229,7 @@ class Planner:
         return Streamed(dataset, collator, limits.packer(num_micro_batches, tokens_per_batch), limits)
 
     def _steps(self, plan: KnownLengths, num_train_epochs: float, resumed: Resumed | None) -> int:
-        """Optimizer steps of the whole run, those done included: that is what ends it, and what its schedule counts."""
+        """Optimizer steps of the whole run, those done included: that is what ends it."""
         sampler = plan.sampler()
         if resumed is not None:
             sampler.load_state_dict(resumed.state)
@@ -238,14 +245,7 @@ class Planner:
         begun = field_of(state, "position", int) / len(plan.rows) if len(epochs) == 1 else 0.0
         wanted = num_train_epochs - (plan.num_epochs - 1)
         last = epochs[-1] if wanted >= 1 else math.ceil(epochs[-1] * max(wanted - begun, 0.0) / max(1 - begun, 1e-9))
-        total = max(done + sum(epochs[:-1]) + last, 1)
-        if resumed is not None and total != resumed.max_steps:
-            warnings.warn(
-                f"the checkpoint was saved in a run of {resumed.max_steps} steps; with the ranks, batch and epochs of "
-                f"now it has {total}, so that a learning-rate schedule goes on at step {done} of {total}",
-                stacklevel=2,
-            )
-        return total
+        return max(done + sum(epochs[:-1]) + last, 1)
 
 
 def limits_of(trainer: Any, options: Options) -> Limits:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -120,15 +121,25 @@ def _without_ends(batch: PackedBatch) -> PackedBatch:
 
 @contextmanager
 def _as_it_was(trainer: Any) -> Iterator[None]:
-    """Without the auxiliary loss of experts, which depends on what shares a row; metrics are put back."""
-    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
-    enabled = getattr(trainer, "aux_loss_enabled", None)
-    if enabled:
+    """Without the auxiliary loss of experts, which depends on what shares a row; what is counted is put back."""
+    counted = [(vars(owner), copy.deepcopy(_plain(owner))) for owner in (trainer, trainer.state)]
+    if getattr(trainer, "aux_loss_enabled", False):
         trainer.aux_loss_enabled = False
     try:
         yield
     finally:
-        if enabled:
-            trainer.aux_loss_enabled = enabled
-        if metrics is not None:
-            trainer._metrics = metrics
+        for values, before in counted:
+            values.update(before)
+
+
+def _plain(owner: Any) -> dict[str, Any]:
+    """Attributes that are numbers and texts, or containers of them: metrics, counts of tokens and steps, flags."""
+    return {name: value for name, value in vars(owner).items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set | deque):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -24,9 +24,13 @@ from wlb.integrations.megatron.sharing import Sharing
 from wlb.torch.data import DynamicCpLoader, DynamicCpStep, PackedBatch, Step, StepLoader
 from wlb.torch.data.batch import WEIGHTS
 from wlb.torch.data.peers import Peers, failure_text
+from wlb.torch.data.state import field as state_field
 from wlb.torch.metrics import StepMetrics, writes_to
 
 AnyStep = Step[PackedBatch] | DynamicCpStep[PackedBatch]
+
+# What the packer of a Dynamic-CP plan has by the number of ranks that read, and of the tokens that they read.
+_OF_READERS: Final = ("max_tokens", "num_micro_batches", "ranks", "tokens_per_batch", "shape")
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,8 +200,22 @@ class DataIterator:
             return
         if state is None:
             raise error("state", "is None: it was saved on a rank that does not read; save that of rank 0")
-        (self._steps if self._dynamic is None else self._dynamic).load_state_dict(state)
+        if self._dynamic is None:
+            self._steps.load_state_dict(state)
+        else:
+            same_packer = self._packs_like(state_field(state, "batches", dict))
+            self._dynamic.load_state_dict(state, allow_config_change=same_packer)
         self._iterator = None  # a step that was begun elsewhere does not go on
+
+    def _packs_like(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state is of this packer, but for sizes of micro-batches, which only say who reads what."""
+
+        def settings(steps: Mapping[str, Any]) -> dict[str, Any]:
+            config = state_field(state_field(steps, "packer", dict), "config", dict)
+            config = config | state_field(config, "shape", dict)
+            return {name: value for name, value in config.items() if name not in _OF_READERS}
+
+        return settings(state) == settings(self._reading().state_dict())
 
     def close(self) -> None:
         """Ends what reads ahead; before the process groups are destroyed. The state stays."""

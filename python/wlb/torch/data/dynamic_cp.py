@@ -231,12 +231,13 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
             return about
         return {"documents": None, "tokens": None, "fingerprint": None, "longest": None, "num_epochs": None}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """Goes on where the saved one stood. No communication; before the first step.
 
         Raises:
             wlb.WlbError: The state was changed after it was saved, or was not saved here, or for a `batches` without
-                state on another rank or number of ranks, or `batches` refuses its part.
+                state on another rank or number of ranks, or `batches` refuses its part: a `StepLoader` that of another
+                packer configuration, unless `allow_config_change` accepts that.
         """
         if self._steps.begun:
             raise error("state", "is loaded after a step; load it into a new loader", value=self._number)
@@ -248,7 +249,8 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         same(state, self._reader(), "this loader")
         link = Link.of(state)
         if self._stateful:
-            self._batches.load_state_dict(batches)
+            allowed = {"allow_config_change": True} if allow_config_change else {}
+            self._batches.load_state_dict(batches, **allowed)
         self._number, self._read, self._skip = number, read, 0 if self._stateful else read
         self._link = link
         self._steps.position = self._latest = self._position()

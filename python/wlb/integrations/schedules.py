@@ -1,0 +1,113 @@
+"""Learning-rate schedules of runs that go on with steps of another size."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from wlb.torch.data.state import field
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far a step of the run moves a schedule, which counts steps of the size that the run began with.
+
+    A run that goes on with steps of half as many tokens takes twice as many of them: each moves the schedule by half a
+    step, so that the learning rate stands where the documents stand.
+
+    Attributes:
+        tokens: Tokens that a step of the schedule reads on average.
+        each: Tokens that a step of the run reads on average.
+        step: Optimizer steps of the run before its steps had this size.
+        position: Steps of the schedule before that.
+    """
+
+    tokens: int
+    each: int
+    step: int = 0
+    position: float = 0.0
+
+    @classmethod
+    def resumed(cls, state: Mapping[str, Any], step: int, each: int, *, counted: bool) -> Pace:
+        """The pace from an optimizer step on.
+
+        Args:
+            state: what `state_dict` gave.
+            step: optimizer steps before.
+            each: tokens of a step from now on.
+            counted: whether the user gave the number of steps, so that each is one of the schedule, whatever its size.
+
+        Raises:
+            wlb.WlbError: it is no such state.
+        """
+        sizes = field(state, "tokens", int), field(state, "each", int), field(state, "step", int)
+        before = cls(*sizes, field(state, "position", float))
+        after = cls(each if counted else before.tokens, each, step, before.at(step))
+        return before if (after.tokens, after.each) == (before.tokens, before.each) else after
+
+    def at(self, step: int) -> float:
+        """Steps of the schedule after so many optimizer steps."""
+        return self.position + (step - self.step) * self.each / self.tokens
+
+    def length(self, steps: int) -> int:
+        """Whole steps of the schedule after so many optimizer steps: what a schedule of the whole run is made for."""
+        return math.floor(self.at(steps) + 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, from which `resumed` goes on."""
+        return asdict(self)
+
+    def set(self, scheduler: Any, step: int) -> None:
+        """Lets a scheduler take the steps of this pace, where its host calls `step()` once an optimizer step.
+
+        Args:
+            scheduler: any of torch's.
+            step: optimizer steps before the next call.
+
+        Warns:
+            UserWarning: it cannot be told, and its rates go on at the step that it had reached.
+        """
+        if isinstance(scheduler, ReduceLROnPlateau):
+            return  # follows what is measured, and counts no steps
+        own = type(scheduler).__dict__.get("_wlb_own", type(scheduler))
+        if self.each == self.tokens:
+            if own is not type(scheduler):
+                scheduler.__class__ = own
+        elif not isinstance(scheduler, LRScheduler) or own.__name__ == "LayerWiseDummyScheduler":
+            self.warn(own.__name__)
+        else:
+            scheduler.__class__ = _paced(own, self, step)
+
+    def warn(self, scheduler: str) -> None:
+        """Says that a scheduler which takes a step with every step goes on as if steps had their former size.
+
+        Warns:
+            UserWarning: they have another.
+        """
+        if self.each != self.tokens:
+            warnings.warn(
+                f"{scheduler} takes a step with each of the run's, which read {self.each} tokens now; it was made for "
+                f"steps of {self.tokens}, so that its learning rates are those of another part of the training",
+                stacklevel=3,
+            )
+
+
+def _paced(own: type[Any], pace: Pace, step: int) -> type[Any]:
+    """A class in front of a scheduler's own, whose state stays as it is."""
+    steps = step
+
+    def take(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal steps
+        if args or kwargs:  # told where to stand
+            return own.step(self, *args, **kwargs)  # type: ignore[no-any-return]
+        steps += 1
+        for _ in range(pace.length(steps) - pace.length(steps - 1)):
+            own.step(self)
+        return None
+
+    return type(own.__name__, (own,), {"step": take, "_wlb_own": own, "__doc__": own.__doc__})
