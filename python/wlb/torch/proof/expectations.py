@@ -59,7 +59,7 @@ class Expectation:
     divided: bool = False
 
 
-def _mean(runs: list[Run]) -> list[Run]:
+def mean(runs: list[Run]) -> list[Run]:
     """Weighs every label alike."""
     count = sum(run.document.num_labels for run in runs)
     return [replace(run, weight=1 / max(count, 1)) for run in runs]
@@ -67,7 +67,7 @@ def _mean(runs: list[Run]) -> list[Run]:
 
 def right(rows: Sequence[Row]) -> list[Run]:
     """What is right: documents one by one, with the same weight for every label."""
-    return _mean([Run(document) for row in rows for document in row.documents])
+    return mean([Run(document) for row in rows for document in row.documents])
 
 
 def _of_each_rank(row: Row) -> Iterator[tuple[int, Tensor]]:
@@ -76,7 +76,7 @@ def _of_each_rank(row: Row) -> Iterator[tuple[int, Tensor]]:
         yield rank, torch.from_numpy(row.shard.rank(rank).token_indices.astype(np.int64))
 
 
-def _means(unit: Callable[[Row, int, int], Hashable], *, parts: bool = False) -> Runs:
+def means(unit: Callable[[Row, int, int], Hashable], *, parts: bool = False) -> Runs:
     """The mean of the means of units. A unit is named by row, context-parallel rank and place in the row."""
 
     def runs(rows: Sequence[Row]) -> list[Run]:
@@ -107,7 +107,7 @@ def _labelled(labels_of: Callable[[Row], Tensor]) -> Runs:
     """Documents one by one, with other labels."""
 
     def runs(rows: Sequence[Row]) -> list[Run]:
-        return _mean([Run(replace(each, labels=own)) for row in rows for each, own in _split(row, labels_of(row))])
+        return mean([Run(replace(each, labels=own)) for row in rows for each, own in _split(row, labels_of(row))])
 
     return runs
 
@@ -160,7 +160,7 @@ def _after_others(rows: Sequence[Row]) -> list[Run]:
             lengths = (start, len(document)) if start else (len(document),)
             result.append(Run(joined([before, document]), 1.0, lengths, torch.arange(end)))
             start = end
-    return _mean(result)
+    return mean(result)
 
 
 def _local_positions(*, anew: bool) -> Runs:
@@ -175,7 +175,7 @@ def _local_positions(*, anew: bool) -> Runs:
                 positions[mine] = _counted(document[mine]) if anew else torch.arange(mine.numel())
             for each, own in _split(row, positions):
                 result.append(Run(each, positions=own))
-        return _mean(result)
+        return mean(result)
 
     return runs
 
@@ -208,7 +208,7 @@ def _attention_of_a_rank(*, local: bool) -> Runs:
                     here = mine[number[mine] == document]
                     positions = torch.arange(here.numel()) if local else places[here]
                     result.append(Run(whole[here], positions=positions))
-        return _mean(result)
+        return mean(result)
 
     return runs
 
@@ -227,16 +227,16 @@ def _one_document(*, anew: bool) -> Runs:
                 whole = joined(row.documents)
                 positions = torch.cat([*map(_places, row.documents)]) if anew else _places(whole)
                 result.append(Run(whole, positions=positions))
-        return _mean(result)
+        return mean(result)
 
     return runs
 
 
-_MEANS = (
+MEANS: Final = (
     "has the mean of the means of {}, in which tokens of short ones weigh more: divide sums by the labels of the whole "
     "global batch (train_step, token_normalized_loss)"
 )
-_POSITIONS = (
+POSITIONS: Final = (
     "is trained at other positions: they go on over the row, or count the tokens of this rank's part. Give it the "
     "batch's position_ids, which begin anew in every document, and do not make positions from the number of tokens"
 )
@@ -244,19 +244,19 @@ SEE_EACH_OTHER: Final = "lets documents of a row see each other: what one teache
 
 EXPECTATIONS: Final[tuple[Expectation, ...]] = (
     Expectation("divisor", right, "{}"),
-    Expectation("means", _means(lambda row, rank, place: (id(row), place)), _MEANS.format("documents")),
-    Expectation("means", _means(lambda row, rank, place: id(row)), _MEANS.format("micro-batches")),
-    Expectation("means", _means(lambda row, rank, place: row.first), _MEANS.format("ranks")),
+    Expectation("means", means(lambda row, rank, place: (id(row), place)), MEANS.format("documents")),
+    Expectation("means", means(lambda row, rank, place: id(row)), MEANS.format("micro-batches")),
+    Expectation("means", means(lambda row, rank, place: row.first), MEANS.format("ranks")),
     Expectation(
         "means",
-        _means(lambda row, rank, place: (id(row), rank), parts=True),
-        _MEANS.format("parts of micro-batches"),
+        means(lambda row, rank, place: (id(row), rank), parts=True),
+        MEANS.format("parts of micro-batches"),
         divided=True,
     ),
     Expectation(
         "means",
-        _means(lambda row, rank, place: row.first + rank, parts=True),
-        _MEANS.format("context-parallel ranks"),
+        means(lambda row, rank, place: row.first + rank, parts=True),
+        MEANS.format("context-parallel ranks"),
         divided=True,
     ),
     Expectation(
@@ -296,9 +296,9 @@ EXPECTATIONS: Final[tuple[Expectation, ...]] = (
         "TiedWeights.all_reduce_gradients() after the backward passes of each step",
         copies=False,
     ),
-    Expectation("positions", _after_others, _POSITIONS),
-    Expectation("positions", _local_positions(anew=False), _POSITIONS),
-    Expectation("positions", _local_positions(anew=True), _POSITIONS, divided=True),
+    Expectation("positions", _after_others, POSITIONS),
+    Expectation("positions", _local_positions(anew=False), POSITIONS),
+    Expectation("positions", _local_positions(anew=True), POSITIONS, divided=True),
     *(
         Expectation(
             "attention of a rank",
