@@ -278,8 +278,8 @@ impl Shard {
     }
 }
 
-/// Whether a call of its own pays for the `local` tokens of a rank's `tokens` that need no keys of other ranks. The call
-/// runs while other ranks' keys arrive, but two calls have to pick their queries and put their outputs together.
+/// Whether the `local` tokens of a rank's `tokens`, which need no keys of other ranks, are worth a call of their own.
+/// The call runs while other ranks' keys arrive, but two calls have to pick queries and put outputs together.
 pub(super) fn pays_alone(local: i64, tokens: i64) -> bool {
     8 * local >= tokens
 }
