@@ -74,15 +74,11 @@ class Model:
         A model that a rank has whole runs without its wrapper, so that the wrapper's averages and communication are not
         trusted. A wrapper that shards parameters is told to add up.
         """
-        runs = list(runs)
         filler = replace(runs[0], document=teaching_nothing(runs[0].document))
-        runs += [filler] * (
-            -len(runs) % self._ranks.size
-        )  # ranks meet in every run where parameters or experts are shared out
-        total = 0.0
+        # Ranks meet in every run where parameters or experts are shared out.
+        runs = [*runs, *[filler] * (-len(runs) % self._ranks.size)]
         with self._summed():
-            for run in runs[self._ranks.rank :: self._ranks.size] or [filler]:
-                total += self._run(run)
+            total = sum(map(self._run, runs[self._ranks.rank :: self._ranks.size]))
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         if not self.sharded:
             self._ranks.add_up(found)

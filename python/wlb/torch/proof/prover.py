@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from wlb._core import WlbError
 from wlb.torch.gradients import check_wrappers, exchanges_gradients, unwrapped
 from wlb.torch.proof.alone import Gradients, Model, local
 from wlb.torch.proof.checks import Check
-from wlb.torch.proof.expectations import EXPECTATIONS, SEE_EACH_OTHER, Expectation, right
+from wlb.torch.proof.expectations import EXPECTATIONS, RIGHT, SEE_EACH_OTHER, Expectation
 from wlb.torch.proof.ranks import Ranks
 from wlb.torch.proof.short import AnyStep, Document, Short, teaching_nothing
 from wlb.torch.proof.still import Still, batch_norms, mixing_layers
@@ -146,12 +147,12 @@ class Prover:
 
     def _reference(self) -> tuple[float, Gradients]:
         """Mean loss and gradient of the documents alone."""
-        return self._rows_of_their_own() if self.by_rows else self._alone(right)
+        return self._rows_of_their_own() if self.by_rows else self._alone(RIGHT)
 
-    def _alone(self, runs: Callable[..., Any], *, copies: bool = True) -> tuple[float, Gradients]:
+    def _alone(self, expectation: Expectation) -> tuple[float, Gradients]:
         """Loss and gradient of what an expectation runs, each row on one rank."""
         with torch.enable_grad():
-            result = self.model.alone(runs(self.short.rows), copies=copies)
+            result = self.model.alone(expectation.runs(self.short.rows), copies=expectation.copies)
         self.kept.restored()
         return result
 
@@ -228,8 +229,7 @@ class Prover:
             seen.append(self._fitted("divisor", found, expected, "{}"))
         else:
             for each in self._expectations():
-                predicted = self._alone(each.runs, copies=each.copies)[1]
-                seen.append(self._fitted(each.name, found, predicted, each.remedy))
+                seen.append(self._fitted(each.name, found, self._alone(each)[1], each.remedy))
         # Whatever is nearer than rounding is equally near; the first of these in the table wins.
         best = min(seen, key=lambda one: max(one.apart, self._allowed / 10))
         if best.apart <= self._allowed:
@@ -302,15 +302,15 @@ class Prover:
             return _BY_CHANCE
         # The last document of each row teaches; the tokens before it differ.
         first, second = (
-            _filled(self._trained(self.short.step(change))[1], found)
-            for change in (_behind_reversed, _behind_one_token)
+            _filled(self._trained(self.short.step(partial(_last_alone, others=others)))[1], found)
+            for others in (lambda tokens: tokens, lambda tokens: torch.full_like(tokens, int(tokens.max())))
         )
         if self._apart(second, first) > self._allowed:
             return SEE_EACH_OTHER.format(self._mixing())
         if self.by_rows:
             return ""
         _, rows = self._rows_of_their_own()
-        _, expected = self._alone(right)
+        _, expected = self._alone(RIGHT)
         if self._apart(rows, expected, self._factor(rows, expected)) <= self._allowed:
             return _PLACE
         return _DIVIDED if self.short.divided else ""
@@ -351,7 +351,7 @@ class Prover:
     def _loss_explained(self, loss: float, mean: float) -> str:
         """What is wrong with a loss whose gradient is right."""
         for each in [] if self.by_rows else self._expectations():
-            if each.name == "means" and _relative(loss, self._alone(each.runs)[0]) <= self._allowed_of_losses:
+            if each.name == "means" and _relative(loss, self._alone(each)[0]) <= self._allowed_of_losses:
                 return each.remedy
         factor = loss / mean if mean else math.inf
         return self._counted(factor) or (
@@ -360,18 +360,10 @@ class Prover:
         )
 
 
-def _behind_reversed(documents: Sequence[Document]) -> list[Document]:
-    return _behind(documents, lambda tokens: tokens.flip(0))
-
-
-def _behind_one_token(documents: Sequence[Document]) -> list[Document]:
-    return _behind(documents, lambda tokens: torch.full_like(tokens, int(tokens.max())))
-
-
-def _behind(documents: Sequence[Document], make: Callable[[Tensor], Tensor]) -> list[Document]:
-    """The last document, behind others of the same lengths that teach nothing."""
-    others = [replace(teaching_nothing(each), tokens=make(each.tokens)) for each in documents[:-1]]
-    return [*others, *documents[-1:]]
+def _last_alone(documents: Sequence[Document], others: Callable[[Tensor], Tensor]) -> list[Document]:
+    """The last document teaches, those before it do not."""
+    before = [replace(teaching_nothing(each), tokens=others(each.tokens)) for each in documents[:-1]]
+    return [*before, *documents[-1:]]
 
 
 def _names(modules: Sequence[torch.nn.Module]) -> set[str]:
