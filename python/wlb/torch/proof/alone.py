@@ -16,7 +16,7 @@ import wlb
 from wlb._errors import error
 from wlb.torch.data.batch import WEIGHTS, PackedBatch
 from wlb.torch.gradients import as_written, sum_gradients, unchanged, unwrapped
-from wlb.torch.lazy import dtensor, fsdp
+from wlb.torch.lazy import dtensor, fsdp, local
 from wlb.torch.loss import token_normalized_loss
 from wlb.torch.proof.expectations import Run
 from wlb.torch.proof.ranks import Ranks
@@ -161,11 +161,6 @@ def logits_alone(model: nn.Module, batch: PackedBatch) -> Tensor:
         given |= {name: value for name, value in others.items() if name in known or takes_keywords(model)}
     logits: Tensor = hf_logits(model(**given))[0]
     return logits
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, dtensor()) else tensor
 
 
 def _batch(run: Run) -> PackedBatch:

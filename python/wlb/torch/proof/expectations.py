@@ -1,9 +1,9 @@
 """The table of known faults, and the loss and gradient that a model would have under each of them.
 
 A fault changes what tokens learn, where they stand, which of them see each other, or of what means are taken. Its
-expectation is a list of runs: rows that one rank runs alone. The sum of their losses, and its gradient, is what training
-would give under the fault. The fault whose gradient is the nearest explains what was seen, if it is as near as rounding
-allows.
+expectation is a list of runs: rows that one rank runs alone. The sum of their losses, and its gradient, is what
+training would give under the fault. The fault whose gradient is the nearest explains what was seen, if it is as near as
+rounding allows.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Tokens:
         ]
         for rank, mine in enumerate(self._of_ranks):
             self.rank[mine], self.on_rank[mine] = rank, torch.arange(mine.numel())
-            for document in self.document[mine].unique():
+            for document in set(self.document[mine].tolist()):
                 here = mine[self.document[mine] == document]
                 self.again[here] = torch.arange(here.numel())
 
@@ -113,9 +113,9 @@ class Expectation:
             tokens = Tokens(number, row)
             labels, sees, unit = self.labels(tokens), self.sees(tokens), self.unit(tokens)
             positions = None if self.positions is None else self.positions(tokens)
-            for segment in sees.unique():
-                for of in unit[sees == segment].unique().tolist():
-                    here = (sees == segment).nonzero().flatten()
+            for segment in sorted(set(sees.tolist())):
+                here = (sees == segment).nonzero().flatten()
+                for of in sorted(set(unit[here].tolist())):
                     learnt = replace(tokens.whole, labels=labels.where(unit == of, IGNORE))[here]
                     run = Run(learnt, positions=None if positions is None else positions[here])
                     found.append((of, _behind(run, int(here[0])) if self.behind else run))
@@ -188,8 +188,8 @@ EXPECTATIONS: Final = (
     ),
     Expectation(
         name="mask of labels",
-        remedy="learns tokens whose labels are masked, such as those of prompts: take the batch's labels, in which they "
-        "are IGNORE, not its tokens",
+        remedy="learns tokens whose labels are masked, such as those of prompts: take the batch's labels, in which "
+        "they are IGNORE, not its tokens",
         labels=lambda of: of.whole.labels.where(of.last, of.whole.tokens.roll(-1)),
     ),
     Expectation(

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from wlb._core import WlbError
 from wlb.torch.gradients import check_wrappers, exchanges_gradients, unwrapped
-from wlb.torch.proof.alone import Gradients, Model, local
+from wlb.torch.lazy import local
+from wlb.torch.proof.alone import Gradients, Model
 from wlb.torch.proof.checks import Check
 from wlb.torch.proof.expectations import EXPECTATIONS, RIGHT, SEE_EACH_OTHER, Expectation
 from wlb.torch.proof.ranks import Ranks
@@ -33,6 +34,10 @@ _STEPPED = (
 _NOWHERE = (
     "leaves no gradient after a step with labels: it is frozen, or what trains it keeps gradients of its own, which "
     "neither this proof nor the model's zero_grad reaches"
+)
+_NO_NUMBERS = (
+    "has gradients that are infinite or no numbers, in {}: look for weights that are none, a loss divided by 0 labels, "
+    "attention over no token, or logarithms of 0; in float16 for a loss that is not scaled"
 )
 _NOT_EXCHANGED = (
     "has another gradient on each rank: they are not exchanged before the optimizer steps. Use train_step, a wrapper "
@@ -143,7 +148,7 @@ class Prover:
         found = self.model.taken()
         if self.scaler is not None:
             found = [None if gradient is None else gradient / self.scaler.get_scale() for gradient in found]
-        return None if loss is None else float(loss), found, self.kept.restored()
+        return None if loss is None else float(torch.as_tensor(loss).detach()), found, self.kept.restored()
 
     def _reference(self) -> tuple[float, Gradients]:
         """Mean loss and gradient of the documents alone."""
@@ -188,6 +193,8 @@ class Prover:
         length, true = self._length(mine), self._length(expected)
         if not self.ranks.largest(length)[0]:  # nothing was compared, so nothing is proved
             apart, fix = math.inf, _NOWHERE
+        elif math.isinf(apart):
+            fix = _NO_NUMBERS.format("training" if math.isfinite(true) else "documents alone")
         elif apart > self._allowed:
             fix = self._explained(mine, expected, apart)
         return Check("gradient", f"{length:.6g}", f"{true:.6g}", apart, self._allowed, fix)
@@ -228,8 +235,8 @@ class Prover:
         if self.by_rows:
             seen.append(self._fitted("divisor", found, expected, "{}"))
         else:
-            for each in self._expectations():
-                seen.append(self._fitted(each.name, found, self._alone(each)[1], each.remedy))
+            fitted = (self._fitted(of.name, found, self._alone(of)[1], of.remedy) for of in self._expectations())
+            seen.extend(fitted)
         # Whatever is nearer than rounding is equally near; the first of these in the table wins.
         best = min(seen, key=lambda one: max(one.apart, self._allowed / 10))
         if best.apart <= self._allowed:

@@ -168,7 +168,7 @@ def _key(step: AnyStep, place: int) -> Key:
 
 
 def _labelled(batch: PackedBatch) -> tuple[str, NDArray[np.int64], NDArray[np.int64]]:
-    """How a micro-batch is sharded, the lengths of its documents, and of each the last place with a label here, or -1."""
+    """The strategy of a micro-batch, lengths of its documents, and of each the last place with a label here, or -1."""
     strategy = batch.shard.strategy if batch.shard.strategy in ("contiguous", "per_sequence") else "per_document"
     lengths = batch.shard.lengths[: batch.document_ids.numel()].astype(np.int64)
     at = batch.shard.rank(batch.cp_rank).token_indices[batch.labels.cpu().numpy() != IGNORE]

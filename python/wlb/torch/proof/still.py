@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from wlb.torch.lazy import fsdp2
-from wlb.torch.proof.alone import local
+from wlb.torch.lazy import fsdp2, local
 from wlb.torch.timing import untimed
 from wlb.torch.training import untrained
 
