@@ -70,26 +70,40 @@ def no_network() -> Iterator[None]:
 
 
 class Stub:
-    """A kernel that computes nothing; its outputs are new memory, as those of a flash kernel are."""
+    """A kernel that computes nothing, and writes where it is told, as flash-attn 3 does; else its outputs are new."""
 
     counting: Counting | None = None
+
+    def chosen(self, *_: Any, **__: Any) -> Stub:
+        """Itself, whatever the tensors: in place of `kernels.choose`, since a mock takes longer than that does."""
+        return self
 
     @staticmethod
     def tiles(head_dim: int) -> tuple[int, int]:
         """As the flash kernels'."""
         return 128, 128
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Any, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Output like `q`, and the log-sum-exp."""
         with self._apart():
-            return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+            lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+            return torch.empty_like(q) if out is None else out, lse
 
     def backward(
-        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Any
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Any,
+        into: tuple[Tensor | None, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of queries, and of keys and values."""
         with self._apart():
-            return torch.empty_like(q), k.new_empty((k.shape[0], 2, *k.shape[1:]))
+            dq, d_keys = into or (None, k.new_empty((k.shape[0], 2, *k.shape[1:])))
+            return torch.empty_like(q) if dq is None else dq, d_keys
 
     def _apart(self) -> Any:
         return nullcontext() if self.counting is None else self.counting.kernel()
@@ -103,7 +117,12 @@ NEW = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 PICKS = {"index_select", "index", "gather"}
 PLACES = {"index_copy_", "index_put_", "index_copy"}
 ADDS = {"index_add_"}
+SUMS = {"_embedding_bag_forward_only"}
 FILLS = {"zero_", "fill_", "zeros", "new_zeros", "full", "new_full", "zeros_like", "full_like", "index_fill_"}
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
 
 
 @dataclass
@@ -133,8 +152,10 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         outputs = [x for x in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(x, Tensor)]
+        before = {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if _is_tensor(x)}
         for output in outputs:
-            self._hold(output)
+            if output.untyped_storage()._cdata not in before:
+                self._hold(output)
         name = func.overloadpacket.__name__
         if self._in_kernel or func.namespace == "c10d":
             return result
@@ -156,6 +177,9 @@ class Counting(TorchDispatchMode):
             return 2 * written + sum(size[id(x)] for x in inputs[1:] if not x.is_floating_point())
         if name in PLACES:
             return 2 * size[id(inputs[-1])] + sum(size[id(x)] for x in inputs[1:-1])
+        if name in SUMS:  # rows are read where they are, and each result is written once
+            row = inputs[0].element_size() * (inputs[0].numel() // max(inputs[0].shape[0], 1))
+            return inputs[1].numel() * row + size[id(outputs[0])] + sum(size[id(x)] for x in inputs[1:])
         if name in ADDS:  # a row is read and written again
             into = inputs[-1].numel() * inputs[0].element_size()
             return sum(size[id(x)] for x in inputs[1:]) + 2 * into
@@ -218,7 +242,7 @@ def counted(layer: Layer, shard: wlb.Shard, rank: int) -> dict[str, Any]:
     stub = Stub()
     inputs = layer.inputs(int(shard.tokens_per_rank[rank]), "meta", torch.bfloat16)
     found: dict[str, Any] = {}
-    with world(rank, shard.cp_size) as group, no_network(), mock.patch.object(kernels, "choose", return_value=stub):
+    with world(rank, shard.cp_size) as group, no_network(), mock.patch.object(kernels, "choose", new=stub.chosen):
         layer.attend(inputs, shard, group)  # the plan
         with Counting() as forward:
             stub.counting = forward
@@ -251,7 +275,7 @@ def host_seconds(layer: Layer, shard: wlb.Shard, rank: int, repeats: int = 60) -
     stub = Stub()
     inputs = layer.inputs(int(shard.tokens_per_rank[rank]), "cpu", torch.bfloat16)
     forward, backward = [], []
-    with world(rank, shard.cp_size) as group, mock.patch.object(kernels, "choose", return_value=stub):
+    with world(rank, shard.cp_size) as group, mock.patch.object(kernels, "choose", new=stub.chosen):
         for _ in range(repeats):
             started = time.thread_time()
             out = layer.attend(inputs, shard, group)

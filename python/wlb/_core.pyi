@@ -1631,7 +1631,8 @@ def split_documents(
 class RankShard:
     """What one rank of a context-parallel group holds and computes, ready for a varlen attention kernel.
 
-    Tokens stand in packed order. A segment is a contiguous run of one document; segment ``i``'s queries are
+    Rows have an order of their own: first come the documents of which the rank has all keys that it sees, then the
+    others (``docs/semantics.md``). A segment is a contiguous run of one document; segment ``i``'s queries are
     ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of the rank's tokens, and its keys are
     ``packed[k_starts[i] : k_starts[i] + cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its
     document up to the segment's end, so that a kernel's bottom-right causal alignment is right.
@@ -1663,7 +1664,7 @@ class RankShard:
         """Segments of the rank, ``s``."""
     @property
     def token_indices(self) -> NDArray[np.int32]:
-        """int32[T_r]: where each token stands in the packed sequence; ascending."""
+        """int32[T_r]: where each token stands in the packed sequence, row by row."""
     @property
     def position_ids(self) -> NDArray[np.int32]:
         """int32[T_r]: where each token stands in its document; the positions that RoPE needs."""
@@ -1744,14 +1745,14 @@ class Shard:
         """
     @property
     def tokens_split(self) -> NDArray[np.int64]:
-        """int64[cp_size]: all tokens of a rank that needs two calls of attention, because some of its segments, an eighth
-        of its tokens or more, find all of their keys on the rank and others do not; else 0. Without a window;
+        """int64[cp_size]: all tokens of a rank that needs two calls of attention, because of some of its documents, an
+        eighth of its tokens or more, it has all keys that it sees, and of others not; else 0. Without a window;
         O(segments).
         """
     @property
     def keys_picked(self) -> NDArray[np.int64]:
-        """int64[cp_size]: keys that each rank picks, of its own and of those that arrive: for every segment of a call that
-        sees some of the latter, all keys that it sees. Without a window; O(segments).
+        """int64[cp_size]: keys that each rank picks, of its own and of those that arrive: for every segment of a document
+        of which the rank has not all keys, all keys that the segment sees. Without a window; O(segments).
         """
     @property
     def restore_indices(self) -> NDArray[np.int32]:
@@ -2133,6 +2134,7 @@ def order_micro_batches(
     """
 
 _Rows: TypeAlias = tuple[int, int, bool]
+_Sum = tuple[_Rows, _Rows, int]
 _Call: TypeAlias = tuple[_Rows, _Rows, int, int, int, int, tuple[int, int], bool]
 _Indices: TypeAlias = tuple[NDArray[np.int32], int]
 
@@ -2142,12 +2144,12 @@ def keys_plan(
     _Indices,
     list[_Call],
     list[_Call],
-    int,
-    tuple[_Rows, int],
-    list[int],
-    list[int],
+    tuple[int, int],
+    _Rows,
+    tuple[list[int], list[int]],
     bool,
-    tuple[_Rows, _Rows, _Rows, _Rows],
+    tuple[_Sum, list[int], list[int]],
+    _Sum,
 ]: ...
 def ring_plan(
     shard: Shard, rank: int, degree: int, *, window: int | None, biased: bool

@@ -260,7 +260,7 @@ EXPECTED: dict[str, int | None] = {
     "llama3-8B-eagle3": None,
     "qwen3-8b-dflash": None,
     "adapter": None,
-    "deepseek-ai-DeepSeek-V4-Flash": None,
+    "deepseek-ai-DeepSeek-V4-Flash": 284_332_230_231,
     "google-gemma-4-26B-A4B": 25_805_933_872,
     "zai-org-GLM-5": 743_911_199_232,
     "meta-llama-Llama-4-Scout-17B-16E-Instruct": 108_225_039_360,

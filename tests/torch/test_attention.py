@@ -199,7 +199,7 @@ def test_as_many_heads_come_together_as_memory_has_room_for() -> None:
         k = torch.empty(1 << 15, kv_heads, 128, dtype=dtype, device="meta")
         return keys.head_parts(whole, k)
 
-    assert [parts(8), parts(32), parts(24), parts(8, torch.float32)] == [1, 4, 3, 2]
+    assert [parts(8), parts(32), parts(24), parts(8, torch.float32)] == [2, 8, 6, 4]
 
 
 PLANNED = (90, 60, 20, 9, 1)
@@ -328,8 +328,8 @@ def test_ranks_gather_the_keys_that_their_shard_says(strategy: str, causal: bool
     for rank, gathered in enumerate(shard.keys_gathered.tolist()):
         made = keys_plan(shard, rank)
         assert made.arriving_rows == [shard.keys_gathered.max()] * 4
-        assert made.num_needed == gathered
-        split = sum(call.cu_seqlens_q[-1].item() for call in (*made.local, *made.remote))
+        assert gathered <= sum(made.coming_rows)  # a gradient from every rank that sees the key
+        split = sum(int(call.cu_seqlens_q[-1] - call.cu_seqlens_q[0]) for call in (*made.local, *made.remote))
         assert shard.tokens_split[rank] == (split if made.local and made.remote else 0)
         assert shard.keys_picked[rank] == sum(call.cu_seqlens_k[-1].item() for call in made.remote)
 
@@ -343,7 +343,22 @@ def test_a_rank_fetches_what_its_shard_says(strategy: str, causal: bool) -> None
         assert made.arriving_rows[rank] == 0  # its own are read where they are
         assert made.arriving == shard.keys_moved[rank]
         assert made.arriving_rows == [other.sent_rows[rank] for other in plans]
-        assert rows_of(made.sent, int(shard.tokens_per_rank[rank])) == sum(made.sent_rows) == made.num_needed
+        assert rows_of(made.sent, int(shard.tokens_per_rank[rank])) == sum(made.sent_rows)
+        assert (made.sent_rows, made.arriving_rows) == (made.coming_rows, made.going_rows)
+        assert made.going.count == made.arriving
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_that_attend_alone_and_rows_that_others_need_are_slices(strategy: str, causal: bool) -> None:
+    for lengths in (*LENGTHS, (300, 90, 40, 40, 40, 30, 30, 30, 20, 20)):
+        shard = wlb.shard(lengths, cp_size=4, causal=causal, **STRATEGIES[strategy])
+        for rank in range(4):
+            made = keys_plan(shard, rank)
+            assert all(not isinstance(call.q_rows, Tensor) for call in (*made.local, *made.remote))
+            assert all(not isinstance(call.k_rows, Tensor) for call in made.local)
+            assert all(call.cu_seqlens_q[0] == 0 for call in made.local)
+            assert not isinstance(made.sent, Tensor)
 
 
 def test_rings_have_no_hop_that_serves_nobody() -> None:
@@ -500,7 +515,7 @@ def test_compilers_leave_plans_alone() -> None:
 
 # What a layer of each transport does beside its kernel, at most, of operations that a dispatch mode sees: forward and
 # backward, on the rank with most. The bench writes what they cost: benches/attention.py.
-OPERATIONS = {"all_gather": (14, 32), "fetch": (14, 32), "ring": (126, 111), "ulysses": (21, 25)}
+OPERATIONS = {"all_gather": (10, 18), "fetch": (10, 18), "ring": (126, 111), "ulysses": (21, 25)}
 
 
 @pytest.mark.parametrize("transport", OPERATIONS)
@@ -658,7 +673,7 @@ UPSTREAM: dict[int | str, tuple[str, str, str, str]] = {
 USED = {
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "alibi_slopes"),
     *("causal", "is_causal", "window_size_left", "window_size_right", "dout", "out", "softmax_lse", "dq", "dk", "dv"),
-    "scale",
+    *("scale", "out_"),
 }
 OFF = {"rotary_interleaved": True, "num_splits": 1}
 
@@ -698,8 +713,16 @@ class FlashStandIn:
     def forward(self, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         self.calls["forward"] += 1
         kernel, call = self.as_told(options)
-        out, lse = kernel.forward(options["q"], options["k"], options["v"], call)
+        out, lse = kernel.forward(options["q"], options["k"], options["v"], call, options.get("out_"))
         return out, lse, torch.empty(0), torch.empty(0)
+
+    def inplace(self, out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The forward of torch that writes where it is told."""
+        function = getattr(self.module, f"{UPSTREAM[self.version][1]}forward")
+        found, lse, *_ = function(*args, **kwargs)
+        rows = slice(int(args[3][0]), int(args[3][-1]))
+        out[rows] = found[rows]
+        return lse  # type: ignore[no-any-return]
 
     def backward(self, options: dict[str, Any]) -> Any:
         self.calls["backward"] += 1
@@ -712,7 +735,8 @@ class FlashStandIn:
             return gradients
         for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
             assert options[name].shape == gradient.shape
-            options[name].copy_(gradient)
+            rows = call.q_rows if name == "dq" else slice(None)
+            options[name][rows] = gradient[rows]
         return options["softmax_lse"]
 
     def as_told(self, options: dict[str, Any]) -> tuple[kernels.ReferenceKernel, Call]:
@@ -722,16 +746,17 @@ class FlashStandIn:
             assert cu_seqlens.dtype == torch.int32
             assert cu_seqlens.is_contiguous()
             edges.append(cu_seqlens.numpy().astype(np.int64))
-            assert edges[-1][-1] == len(options[side])
         (q, k) = edges
+        assert (k[0], k[-1]) == (0, len(options["k"]))
+        assert 0 <= q[0] < q[-1] <= len(options["q"])  # rows beside these are another call's
         assert q.size == k.size
         longest_q, longest_k = np.diff(q).max(), np.diff(k).max()
-        assert options["max_seqlen_q"] == longest_q
+        assert options["max_seqlen_q"] == max(longest_q, 2)  # 1: rows are as many as spans
         assert options["max_seqlen_k"] in (longest_k, max(longest_q, longest_k))
         slopes = options.get("alibi_slopes")
         assert slopes is None or slopes.dtype == torch.float32
         call = Call(
-            q_rows=None,
+            q_rows=slice(int(q[0]), int(q[-1])),
             k_rows=None,
             cu_seqlens_q=options["cu_seqlens_q"],
             cu_seqlens_k=options["cu_seqlens_k"],
@@ -781,6 +806,7 @@ def flash(
     if request.param == "torch":
         for name in ("_flash_attention_forward", "_flash_attention_backward"):
             monkeypatch.setattr(torch.ops.aten, name, getattr(stand_in.module, name))
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", stand_in.inplace)
         return stand_in
     flash_modules[stand_in.module.__name__] = stand_in.module
     if request.param == 3:

@@ -88,7 +88,7 @@ class Attention(Block):
         """Q, K, V and O, and the indexer's."""
         found = (
             Matrix(hidden, self.query_width * (1 + self.gated), self.qkv_bias),
-            Matrix(hidden, 2 * self.kv_width, self.qkv_bias),
+            Matrix(hidden, 2 * self.kv_width, self.qkv_bias, parts=2),
             Matrix(self.query_width, hidden, self.output_bias),
         )
         if self.indexer is None:

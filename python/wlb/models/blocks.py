@@ -48,6 +48,8 @@ class Matrix:
     copies: int = 1  # experts
     used: int = 1  # copies that one token meets
     split: bool = True  # tensor parallelism divides it
+    router: bool = False  # chooses experts
+    parts: int = 1  # matrices with the same input that stand side by side here, as those of keys and of values
 
     def parameters(self, copies: int) -> int:
         """With so many copies."""

@@ -166,7 +166,8 @@ _OTHER_TOWER = re.compile(
     r"projector|depth_decoder|generation|mtp|patcher|action|expert_model",
     re.IGNORECASE,
 )
-_FULL = ("full_attention", "global", "attention", "full", "hybrid")
+# The last is a window in generation alone: what is read at once, as in training, is a reference, which all see.
+_FULL = ("full_attention", "global", "attention", "full", "hybrid", "reference_sliding_attention")
 _SLIDING = ("sliding_attention", "local", "local_attention", "sliding", "hybrid_sliding")
 
 # What a configuration says of attention that only its own code could explain. Read where it is known, else refused.
@@ -199,6 +200,8 @@ _NOT_SUSPECT = frozenset(
         "attention_window_size",
         "index_n_heads",
         "index_head_dim",
+        "index_kpool",
+        "index_kpool_always_select_tail",
     }
 )
 
@@ -214,6 +217,9 @@ class _Reader:
     def read(self) -> Built:
         config = self.whole.get_text_config(decoder=True)
         self.config = config
+        languages = self._get("languages")
+        if isinstance(languages, (list, tuple)) and len(languages) > 1:  # X-MOD
+            raise Refused(f"has adapters of {len(languages)} languages, of which a token meets one", None)
         if self._get("use_bidirectional_attention") is True:
             raise Refused("has use_bidirectional_attention: a decoder's attention is causal", True)
         path, stack = self._stack()
@@ -232,8 +238,14 @@ class _Reader:
                 kinds[key] = self._layer(module, kind)
             layers.append(kinds[key])
         self.config = config
+        said = [*self.assumptions]
         found = self._whole(path, layers)
-        self._check_forward(path, layers, found.vocab_size)
+        beside = self._check_forward(path, layers, found.vocab_size)
+        if beside is not None:
+            first = layers[0]
+            layers[0] = dataclasses.replace(first, sublayers=(*first.sublayers, beside))
+            self.assumptions[:] = said
+            found = self._whole(path, layers)
         return dataclasses.replace(found, assumptions=tuple(self.assumptions))
 
     def _by_family(self, stack: Sequence[Any]) -> list[Layer] | None:
@@ -350,6 +362,8 @@ class _Reader:
     # One layer.
 
     def _layer(self, module: Any, kind: tuple[str, int]) -> Layer:
+        if _CROSS.search(type(module).__name__):  # Mllama's: passed over where there is no image
+            return Layer((self._not_run(module),), norms=0)
         parts = [(name, part) for name, part in _outermost(module) if self._is_mixer(part)]
         taken = {id(parameter) for _, part in parts for parameter in part.parameters()}
         blocks: list[Block] = []
@@ -361,6 +375,26 @@ class _Reader:
             else:
                 blocks.append(self._recurrent(part, kind))
         rest = [each for each in _weights(module, self._experts_visited()) if not each.ids & taken]
+        for each in rest:
+            if each.matrix is not None and re.search(r"(^|\.)vision_moe\.", each.name):  # ERNIE's, of images alone
+                each.matrix = dataclasses.replace(each.matrix, used=0)
+                self._assume("experts of images have parameters and no work")
+        streams = {
+            id(parameter)
+            for inner in module.modules()
+            if type(inner).__name__.endswith("HyperConnection")
+            for parameter in inner.parameters()
+        }
+        mixing = [each for each in rest if each.ids & streams]
+        if mixing:
+            rest = [each for each in rest if not each.ids & streams]
+            blocks.append(
+                CountedBlock(
+                    weights=tuple(each.matrix for each in mixing if each.matrix is not None),
+                    other_parameters=_vectors(mixing),
+                    streams=self._integer("hc_mult"),
+                )
+            )
         feed_forward = self._feed_forward(rest)
         norms = sum(each.count for each in rest)
         norms -= feed_forward.parameters(self.hidden) if feed_forward is not None else 0
@@ -399,7 +433,12 @@ class _Reader:
 
     def _attention(self, part: Any, kind: tuple[str, int]) -> Block:
         """Attention with heads or latent attention where one of these has the same parameters, else counted."""
-        mask = self._mask(part, kind)
+        if self._get("compress_rates") and hasattr(part, "compressor"):
+            return self._compressed(part, kind[0])
+        in_blocks = self._get("index_block_size") is not None and hasattr(part, "indexer")
+        if in_blocks and part.indexer is not None:
+            return self._by_blocks(part)
+        mask = Mask() if in_blocks else self._mask(part, kind)
         weights = _weights(part, 1)
         matrices = [each for each in weights if each.matrix is not None]
         heads = _first(part, self.config, "num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads", "nh")
@@ -437,6 +476,66 @@ class _Reader:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             kv_width=2 * kv_heads * head_dim,
+        )
+
+    def _compressed(self, part: Any, kind: str) -> Block:
+        """DeepSeek V4: a window, and behind it keys that stand for several tokens each, all or those selected.
+
+        A query meets (position + 1) / rate of these, rounded down: counted without the rounding, half a key more.
+        """
+        rates, window = self._get("compress_rates"), self._get("sliding_window")
+        heads, width = self._integer("num_attention_heads"), self._integer("head_dim")
+        weights = _weights(part, 1)
+        flops, more, keys = 4 * heads * width, [], width
+        if kind != "window":
+            rate = rates.get(kind) if isinstance(rates, Mapping) else None
+            if not isinstance(rate, int) or rate < 1 or part.compressor is None:
+                raise Refused(f"has layer_types {kind!r} without its rate in compress_rates", kind)
+            selected = Mask()
+            if kind == "compressed_sparse_attention":
+                count, width_of_index = self._integer("index_n_heads"), self._integer("index_head_dim")
+                more.append((Mask(), round(2 * count * (width_of_index + 1) / rate)))
+                selected = Mask("window", self._integer("index_topk") * rate)
+                keys += -(-width_of_index // rate)
+            more.append((selected, round(flops / rate)))
+            keys += -(-width // rate)
+        return CountedBlock(
+            weights=tuple(each.matrix for each in weights if each.matrix is not None),
+            other_parameters=_vectors(weights),
+            mask=Mask("window", int(window)),
+            pair_flops=flops,
+            other_pairs=tuple(more),
+            num_heads=heads,
+            num_kv_heads=1,
+            head_dim=width,
+            kv_width=keys,
+        )
+
+    def _by_blocks(self, part: Any) -> Block:
+        """MiniMax M3: the best blocks of keys, the query's own among them, which is half full in the mean."""
+        heads, kv_heads, width, block, kept, count, width_of_index = (
+            self._integer(name)
+            for name in (
+                "num_attention_heads",
+                "num_key_value_heads",
+                "head_dim",
+                "index_block_size",
+                "index_topk_blocks",
+                "index_n_heads",
+                "index_head_dim",
+            )
+        )
+        weights = _weights(part, 1)
+        return CountedBlock(
+            weights=tuple(each.matrix for each in weights if each.matrix is not None),
+            other_parameters=_vectors(weights),
+            mask=Mask("window", (kept - 1) * block + (block + 1) // 2),
+            pair_flops=4 * heads * width,
+            other_pairs=((Mask(), 2 * count * width_of_index),),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=width,
+            kv_width=2 * kv_heads * width + width_of_index,
         )
 
     def _kv_heads(self, part: Any, heads: int, head_dim: int, matrices: Sequence[_Weight]) -> int:
@@ -490,7 +589,12 @@ class _Reader:
         config = self.config
         rank = self._get("kv_lora_rank")
         sizes = [self._get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-        if not isinstance(rank, int) or not all(isinstance(size, int) and size > 0 for size in sizes):
+        if (
+            not isinstance(rank, int)
+            or not all(isinstance(size, int) for size in sizes)
+            or not sizes[0]
+            or not sizes[2]
+        ):
             return None
         key, rope, value = (int(size) for size in sizes if size is not None)
         weights = _weights(part, 1)
@@ -508,20 +612,22 @@ class _Reader:
             )
         except ValueError:
             block = None
-        selected = self._get("index_topk")
+        selected, pool = self._get("index_topk"), 1
         exact = block is not None and mask == Mask() and block.parameters(self.hidden) == counted
         if exact and (indexer is not None or not selected):
             return block
         if selected and (mask == Mask() or indexer is not None):  # by its own indexer, or by that of a layer before it
             if mask != Mask():
                 raise Refused("has an indexer beside a sliding window: what that costs is not known to wlb", None)
-            mask = Mask("window", int(selected))
+            # GLM-5-Next: pools of keys are scored and kept whole, and the last pool, half full in the mean, always is.
+            pool = self._get("index_kpool") or 1
+            mask = Mask("window", int(selected) + (pool // 2 if self._get("index_kpool_always_select_tail") else 0))
         return CountedBlock(
             weights=tuple(each.matrix for each in weights if each.matrix is not None),
             other_parameters=_vectors(weights),
             mask=mask,
             pair_flops=2 * heads * (key + rope + value),
-            score_flops=2 * indexer.num_heads * (indexer.head_dim + 1) if indexer else 0,
+            other_pairs=((Mask(), round(2 * indexer.num_heads * (indexer.head_dim + 1) / pool)),) if indexer else (),
             num_heads=heads,
             num_kv_heads=heads,
             head_dim=-(-(key + rope + value) // 2),
@@ -530,6 +636,9 @@ class _Reader:
 
     def _mask(self, part: Any, kind: tuple[str, int]) -> Mask:
         name, size = kind
+        kept = getattr(part, "keep_window_size", None)
+        if name == "full" and isinstance(kept, int):  # Doge: as many keys as under a window, though other ones
+            return Mask("window", kept)
         for each in _suspects(self.config):
             message = f"has {each[0]} = {each[1]!r:.40}: what its attention does with that is not known to wlb"
             raise Refused(message, each[1])
@@ -578,7 +687,9 @@ class _Reader:
         matrices = [each for each in rest if each.matrix is not None]
         if not matrices:
             return None
-        if any(each.matrix is not None and each.matrix.copies > 1 and not each.matrix.used for each in matrices):
+        if self._get("zero_expert_num"):
+            raise Refused("has zero_expert_num: a token visits fewer experts the more of these it visits", None)
+        if not self._experts_visited() and any(each.matrix is not None and each.matrix.copies > 1 for each in matrices):
             raise Refused("has experts, and how many of them a token visits is not found in its configuration", None)
         exact = self._plain_feed_forward(matrices)
         if exact is not None:
@@ -644,14 +755,23 @@ class _Reader:
 
     # The forward that the count is held to.
 
-    def _check_forward(self, path: str, layers: Sequence[Layer], vocabulary: int) -> None:
+    def _check_forward(self, path: str, layers: Sequence[Layer], vocabulary: int) -> CountedBlock | None:
         """Runs the layers' forward on the meta device, and refuses a count that is more than 1 % off it.
 
         Products of matrices alone: a state is computed by each library in its own way.
+
+        Returns:
+            matrices outside the layers that the forward turns out to use, as Gemma 3n's projections before the first
+            layer; None: it is explained without them.
         """
         tokens = CHECKED_TOKENS
         experts = any(m.copies > 1 for layer in layers for b in layer.blocks for m in b.matrices(self.hidden))
         ran = None if experts and not self._batched_experts() else self._run(path, tokens)
+        without_experts = ran is None and experts and self._pass_over_experts(layers)
+        if without_experts:
+            ran = self._run(path, tokens)
+            if ran is not None:
+                self._assume("what routed experts compute is not held to a run of the model, which needs data")
         if ran is None:
             known = (Attention, LatentAttention, FeedForward)
             other = {type(block).__name__ for layer in layers for block in layer.blocks if not isinstance(block, known)}
@@ -661,7 +781,7 @@ class _Reader:
                 )
                 raise Refused(f"{message}: what they cost is not known", None)
             self._assume("not held to a run of the model, which needs data")
-            return
+            return None
         counter, with_output = ran
         counts = counter.get_flop_counts()
         rotary = sum(
@@ -677,12 +797,36 @@ class _Reader:
         for layer in layers:
             for block in layer.blocks:
                 matrices = block.matrices(self.hidden)
-                ours += sum(2 * m.used * m.rows * m.columns for m in matrices if not states or m.copies == 1) * tokens
+                counted = [m for m in matrices if m.copies == 1 or not (states or without_experts)]
+                ours += sum(2 * m.used * m.rows * m.columns for m in counted) * tokens
             if not states:
                 ours += sum(layer.pairs().values()) * tokens * tokens
         if abs(products - ours) > 0.01 * max(products, ours):
+            beside = self._beside(path, whole=with_output)
+            more = sum(2 * m.rows * m.columns for m in beside.weights) * tokens
+            if beside.weights and abs(products - ours - more) <= 0.001 * products:
+                return beside
             message = f"is counted as {ours:,} FLOPs of {tokens} tokens, and its forward computes {products:,}"
             raise Refused(f"{message}: something in it is not known to wlb", products)
+        return None
+
+    def _beside(self, path: str, *, whole: bool) -> CountedBlock:
+        """Matrices outside the layers, of the whole model or of what the layers are in; no embedding and no output."""
+        from torch import nn
+
+        inner = self.model if whole else self.model.get_submodule(path.rpartition(".")[0])
+        stack = {id(parameter) for parameter in self.model.get_submodule(path).parameters()}
+        output = self.model.get_output_embeddings()
+        found = [
+            each
+            for name, module in inner.named_modules()
+            if isinstance(module, nn.Linear) and module is not output and not _OTHER_TOWER.search(name)
+            for each in _of_module(name, module, dict(module.named_parameters(recurse=False)), 1)
+            if not each.ids & stack
+        ]
+        return CountedBlock(
+            weights=tuple(each.matrix for each in found if each.matrix is not None), other_parameters=_vectors(found)
+        )
 
     def _run(self, path: str, tokens: int) -> tuple[Any, bool] | None:
         """Counts a forward of the model, else of what its layers are in; None: neither runs without data.
@@ -691,6 +835,7 @@ class _Reader:
             the counter; whether the output projection was run.
         """
         import torch
+        import torch.fx.experimental._config as meta
         from torch.utils.flop_counter import FlopCounterMode
 
         ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
@@ -700,12 +845,27 @@ class _Reader:
         for module, given in ((self.model, {"input_ids": ids}), (inner, {"inputs_embeds": rows})):
             for mask in masks:
                 try:
-                    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                    # Without data: as if all were chosen, as X-MOD's tokens of one language are.
+                    every = meta.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+                    with every, torch.no_grad(), FlopCounterMode(display=False) as counter:
                         module(**given, attention_mask=mask, use_cache=False)
                 except Exception:  # whatever a model's code says without data
                     continue
                 return counter, module is self.model
         return None
+
+    def _pass_over_experts(self, layers: Sequence[Layer]) -> bool:
+        """Has experts hand on zeros, where all that they have are the matrices that were counted as theirs."""
+        import torch
+
+        found = [module for module in self.model.modules() if type(module).__name__.endswith("Experts")]
+        theirs = sum(parameter.numel() for module in found for parameter in module.parameters())
+        matrices = (m for layer in layers for block in layer.blocks for m in block.matrices(self.hidden))
+        if not found or theirs != sum(m.parameters(m.copies) for m in matrices if m.copies > 1):
+            return False
+        for module in found:
+            module.forward = lambda rows, *_, **__: torch.zeros_like(rows)
+        return True
 
     def _batched_experts(self) -> bool:
         try:
@@ -777,7 +937,9 @@ def _of_module(name: str, inner: Any, own: dict[str, Any], visited: int) -> Iter
         transposed = type(inner).__name__ == "Conv1D" or getattr(inner, "is_transposed", False)
         rows, columns = value.shape[-2:] if transposed else reversed(value.shape[-2:])
         copies = value.shape[0] if value.dim() == 3 else 1
-        if value.dim() == 2 and not (each == "weight" or each.endswith(("_proj", "_weight", ".weight"))):
+        if value.dim() == 2 and not (
+            each in ("weight", "fn") or each.endswith(("_proj", "_weight", ".weight", "_gate"))
+        ):
             continue  # a table of decays, of a state
         bias = rest.get("bias" if each == "weight" else f"{each}_bias")
         with_bias = bias is not None and bias.numel() == copies * columns
@@ -786,7 +948,7 @@ def _of_module(name: str, inner: Any, own: dict[str, Any], visited: int) -> Iter
         count, ids = value.numel(), {id(value)}
         if with_bias and bias is not None:
             count, ids = count + bias.numel(), ids | {id(bias)}
-        yield _Weight(full, count, ids, Matrix(rows, columns, with_bias, copies, used, split))
+        yield _Weight(full, count, ids, Matrix(rows, columns, with_bias, copies, used, split, router=not split))
         rest = {other: kept for other, kept in rest.items() if id(kept) not in ids}
     for each, value in rest.items():
         yield _Weight(f"{name}.{each}" if name else each, value.numel(), {id(value)})
@@ -835,7 +997,7 @@ def _state_flops(part: Any) -> int | None:
     def size(*names: str) -> int:
         return next((v for n in names if isinstance(v := getattr(part, n, None), int) and not isinstance(v, bool)), 0)
 
-    if "delta" in name:
+    if "delta" in name or (hasattr(part, "forget_gate") and hasattr(part, "b_proj")):  # the latter: GLM-5-Next's
         heads, key, value = (
             size("num_v_heads", "num_heads"),
             size("head_k_dim", "head_dim"),

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb._choices import Passes
 from wlb._core import CostModel, pass_weights
-from wlb._errors import check_bool, check_integer, check_positive, error
+from wlb._errors import check_bool, check_integer, check_positive, check_share, error
 from wlb.models.attention import Attention, LatentAttention
 from wlb.models.blocks import Mask
 from wlb.models.counted import CountedBlock
@@ -285,7 +285,8 @@ class ModelConfig:
     @cached_property
     def residual_width(self) -> int:
         """Numbers of a token that a layer hands to the next: of all residual streams, where there are several."""
-        streams = [block.streams for layer in self.kinds for block in layer.of_kind(HyperConnection)]
+        mixing = (HyperConnection, CountedBlock)
+        streams = [block.streams for layer in self.kinds for block in layer.blocks if isinstance(block, mixing)]
         return max(streams, default=1) * self.hidden_size
 
     @cached_property
@@ -302,7 +303,7 @@ class ModelConfig:
         attention_efficiency: float = 0.55,
         flops_per_second: float = 1.0,
         passes: Passes = "forward_backward",
-        recompute: bool = False,
+        recompute: bool | float = False,
         causal: bool = True,
     ) -> CostModel:
         """Cost of documents from FLOPs, with a term for all pairs, for pairs of each window and chunk, and for tokens.
@@ -314,7 +315,7 @@ class ModelConfig:
             attention_efficiency: FLOP rate of attention relative to the matrix multiplications'.
             flops_per_second: rate of the matrix multiplications; 1: the unit is one of their FLOPs, else seconds.
             passes: what is counted.
-            recompute: the backward runs the forward again.
+            recompute: the backward runs the forward again; or the share of the layers of which it does, from 0 to 1.
             causal: a token attends to itself and those before it, else to its whole document.
 
         Raises:
@@ -323,8 +324,10 @@ class ModelConfig:
         """
         for name, value in (("attention_efficiency", attention_efficiency), ("flops_per_second", flops_per_second)):
             check_positive(name, value)
-        check_bool("recompute", recompute)
-        pair_weight, token_weight = pass_weights(passes, recompute=recompute)
+        if not isinstance(recompute, bool):
+            check_share("recompute", recompute)
+        once, again = (pass_weights(passes, recompute=each) for each in (False, True))
+        pair_weight, token_weight = (a + float(recompute) * (b - a) for a, b in zip(once, again, strict=True))
         check_bool("causal", causal)
         by_kind = {kind: {m.size: f for m, f in self.pair_flops.items() if m.kind == kind} for kind in _LOCAL}
         if not causal and any(by_kind.values()):

@@ -17,12 +17,13 @@ class CountedBlock(Block):
         other_parameters: parameters that are in no matrix: norms, sinks, convolutions.
         mask: which keys a query meets.
         pair_flops: forward FLOPs of one (query, key) pair under the mask; 0: the block has no attention.
-        score_flops: forward FLOPs of one (query, key) pair of all keys: the scores of an indexer.
+        other_pairs: further masks and forward FLOPs of their pairs: scores of an indexer, compressed keys.
         state_flops: forward FLOPs of a token in convolutions and in a state.
         num_heads: query heads; 0: the block has no attention.
         num_kv_heads: key and value heads.
         head_dim: width of a head, the mean of keys and values.
         kv_width: numbers of a token that context-parallel ranks send each other: keys and values.
+        streams: residual streams that the block mixes; 1: it has the usual one.
 
     Raises:
         WlbError: naming the first size that makes no sense.
@@ -38,18 +39,18 @@ class CountedBlock(Block):
     other_parameters: int = 0
     mask: Mask = field(default_factory=Mask)
     pair_flops: int = 0
-    score_flops: int = 0
+    other_pairs: tuple[tuple[Mask, int], ...] = ()
     state_flops: int = 0
     num_heads: int = 0
     num_kv_heads: int = 0
     head_dim: int = 0
     kv_width: int = 0
+    streams: int = 1
 
     def __post_init__(self) -> None:
         for name in (
             "other_parameters",
             "pair_flops",
-            "score_flops",
             "state_flops",
             "num_heads",
             "num_kv_heads",
@@ -74,8 +75,8 @@ class CountedBlock(Block):
         return self.other_parameters
 
     def pairs(self) -> tuple[tuple[Mask, int], ...]:
-        """QK' and PV; scores of all keys, where there is an indexer."""
-        found = ((self.mask, self.pair_flops), (Mask(), self.score_flops))
+        """QK' and PV; then what else is computed for pairs."""
+        found = ((self.mask, self.pair_flops), *self.other_pairs)
         return tuple((mask, flops) for mask, flops in found if flops)
 
     def recurrence(self) -> int:

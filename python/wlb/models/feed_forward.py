@@ -76,13 +76,17 @@ class FeedForward(Block):
         up = 1 + self.gated
         copies = self.num_experts, self.experts_per_token
         rows = self.latent_size or hidden
-        found = [Matrix(rows, up * self.width, self.bias, *copies), Matrix(self.width, rows, self.bias, *copies)]
+        found = [
+            Matrix(rows, up * self.width, self.bias, *copies, parts=up),
+            Matrix(self.width, rows, self.bias, *copies),
+        ]
         if self.latent_size:
             found += [Matrix(hidden, rows, self.bias, split=False), Matrix(rows, hidden, self.bias, split=False)]
         if self.num_experts > 1:
-            found.append(Matrix(hidden, self.num_experts, self.router_bias, split=False))
+            found.append(Matrix(hidden, self.num_experts, self.router_bias, split=False, router=True))
         if self.shared_width:
-            found += [Matrix(hidden, up * self.shared_width, self.bias), Matrix(self.shared_width, hidden, self.bias)]
+            found.append(Matrix(hidden, up * self.shared_width, self.bias, parts=up))
+            found.append(Matrix(self.shared_width, hidden, self.bias))
         if self.shared_gate:
-            found.append(Matrix(hidden, 1, split=False))
+            found.append(Matrix(hidden, 1, split=False, router=True))
         return tuple(found)

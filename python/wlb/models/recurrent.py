@@ -117,7 +117,7 @@ class KimiDeltaAttention(_SquareStates):
         """Queries, keys and values; the two gates through narrow rows; write strength; output."""
         width, rank = self.value_width, self.head_dim
         gate = (Matrix(hidden, rank, split=False), Matrix(rank, width))
-        return (Matrix(hidden, 3 * width), *gate, *gate, Matrix(hidden, self.num_heads), Matrix(width, hidden))
+        return (Matrix(hidden, 3 * width, parts=3), *gate, *gate, Matrix(hidden, self.num_heads), Matrix(width, hidden))
 
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
         """Keeps input and output of the convolution, both gates, output, normalised gated output and strength."""
@@ -149,7 +149,7 @@ class LightningAttention(_SquareStates):
     def matrices(self, hidden: int) -> tuple[Matrix, ...]:
         """Queries, keys and values; the output's gate; output."""
         width = self.value_width
-        return (Matrix(hidden, 3 * width), Matrix(hidden, width), Matrix(width, hidden))
+        return (Matrix(hidden, 3 * width, parts=3), Matrix(hidden, width), Matrix(width, hidden))
 
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
         """Queries, keys and values before and after their activation, the output, its gate, and their product."""

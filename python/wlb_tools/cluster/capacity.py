@@ -27,7 +27,7 @@ def max_tokens(
     hardware: Hardware,
     *,
     schedule: Schedule | None = None,
-    num_micro_batches: int | None = None,
+    num_micro_batches: int | Callable[[ParallelLayout], int] | None = None,
     reserved_bytes: int = RESERVED_BYTES,
     at_least: int = 1,
 ) -> int:
@@ -40,7 +40,8 @@ def max_tokens(
         layout: how it is spread.
         hardware: `memory_bytes` of it.
         schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
-        num_micro_batches: as in `wlb_tools.memory_per_rank`.
+        num_micro_batches: as in `wlb_tools.memory_per_rank`; or a function that gives them for a layout, so that
+            changes are advised that fit with as many as there then are.
         reserved_bytes: as in `wlb_tools.memory_per_rank`.
         at_least: tokens that a micro-batch must be able to have, as the context window.
 
@@ -65,7 +66,7 @@ def max_tokens(
             layout,
             tokens,
             schedule=schedule,
-            num_micro_batches=num_micro_batches,
+            num_micro_batches=num_micro_batches(layout) if callable(num_micro_batches) else num_micro_batches,
             reserved_bytes=reserved_bytes,
         )
 
@@ -169,7 +170,7 @@ class DoesNotFit(WlbError):
 
 _SAVINGS: dict[str, tuple[object, ...]] = {
     "fsdp": ("none", "zero1", "zero2", "zero3"),
-    "recompute": ("none", "selective", "full"),
+    "recompute": ("attention", "none", "selective", "full"),
     "fused_loss": (False, True),
     "fused_ffn": (False, True),
     "sequence_parallel": (False, True),

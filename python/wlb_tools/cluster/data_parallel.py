@@ -1,6 +1,9 @@
 """What data-parallel ranks send each other: gradients, and parameters that they share out; and when.
 
-The dp x cp ranks of a stage hold the same parameters; of routed experts dp x cp / ep of them do.
+The dp x cp ranks of a stage hold the same parameters; fewer ranks hold the same routed experts, dp x cp / ep unless
+`expert_tp` is apart from tp. Where ranks share state out in groups (`dp_replicate`, HSDP), gradients are summed inside
+each group, and then each rank's share of them over the groups. Only gradients of what is trained are sent: with LoRA
+those of adapters. Parameters that are kept in FP8 are gathered in FP8.
 
 - `sync="step"`: once a step, behind its last backward (DDP that accumulates, ZeRO-1 and 2, Megatron). Gradients are
   summed, and where the optimizer's state is shared out new parameters are gathered.
@@ -22,7 +25,7 @@ from wlb._errors import error
 from wlb.models import ModelConfig
 from wlb_tools.cluster.collectives import Communicator
 from wlb_tools.cluster.hardware import Hardware
-from wlb_tools.cluster.memory import experts_per_rank, parameters_per_rank, units_of_stages
+from wlb_tools.cluster.memory import gathered_bytes_per_rank, trained_per_rank, units_of_stages
 from wlb_tools.cluster.parallel import GRADIENT_BYTES, ParallelLayout
 
 Floats = NDArray[np.float64]
@@ -39,8 +42,9 @@ def data_parallel_seconds(
     """Seconds at the end of a step in which dp x cp ranks sum gradients and share out new parameters.
 
     A reduce-scatter of gradients and an all-gather of parameters, an all-reduce of gradients without FSDP; of experts
-    one more, among the dp x cp / ep ranks that hold the same. Computation can hide all but the first and last layer's
-    share of it. What every micro-batch has of it is in `micro_batch_seconds`, and not here.
+    one more, among the ranks that hold the same; with HSDP an all-reduce over replicas between the two. Computation can
+    hide all but the first and last layer's share of it. What every micro-batch has of it is in `micro_batch_seconds`,
+    and not here.
 
     Args:
         model: its shape.
@@ -58,14 +62,15 @@ def data_parallel_seconds(
     """
     layout.check(model=model)
     sync = check_sync(sync, layout)
-    experts = experts_per_rank(model, layout, schedule=schedule)
-    rest = parameters_per_rank(model, layout, schedule=schedule) - experts
     seconds = np.zeros(layout.pp)
-    for parameters, group in _alike(rest, experts, layout, hardware):
-        if sync == "step":
-            seconds += _summed(parameters, group, layout)
-        if layout.fsdp in ("zero1", "zero2"):
-            seconds += group.all_gather(parameters * layout.number_bytes)
+    if sync == "step":
+        trained = trained_per_rank(model, layout, schedule=schedule)
+        for parameters, group in _alike(*trained, layout, hardware):
+            seconds += _summed(parameters, group, layout, hardware)
+    if layout.fsdp in ("zero1", "zero2"):
+        gathered = gathered_bytes_per_rank(model, layout, schedule=schedule)
+        for num_bytes, group in _alike(*gathered, layout, hardware):
+            seconds += group.all_gather(num_bytes)
     return seconds
 
 
@@ -104,11 +109,13 @@ def micro_batch_seconds(
     if check_sync(sync, layout) == "step":
         return seconds
     for stage, units in enumerate(units_of_stages(model, layout, schedule=schedule)):
-        for count, rest, experts in units:
-            for parameters, group in _alike(np.array(rest), np.array(experts), layout, hardware):
-                if layout.fsdp == "zero3":
-                    seconds[stage, :2] += count * group.all_gather(parameters * layout.number_bytes)
-                seconds[stage, 2] += count * _summed(parameters, group, layout)
+        for unit in units:
+            if layout.fsdp == "zero3":
+                for parameters, group in _alike(np.array(unit.rest), np.array(unit.experts), layout, hardware):
+                    seconds[stage, :2] += unit.count * group.all_gather(parameters * unit.width)
+            trained = np.array(unit.trained), np.array(unit.trained_experts)
+            for parameters, group in _alike(*trained, layout, hardware):
+                seconds[stage, 2] += unit.count * _summed(parameters, group, layout, hardware)
     return seconds
 
 
@@ -156,13 +163,16 @@ def check_sync(sync: Sync | None, layout: ParallelLayout) -> Sync:
 def _alike(
     rest: Floats, experts: Floats, layout: ParallelLayout, hardware: Hardware
 ) -> list[tuple[Floats, Communicator]]:
-    """Parameters, and the ranks that hold the same of them: fewer hold the same experts where these are divided."""
-    everywhere = Communicator.along("dp_cp", layout, hardware)
-    if layout.ep == 1:
+    """What ranks share out, and the ranks that do: fewer hold the same experts where these are divided."""
+    everywhere = Communicator.along("shard", layout, hardware)
+    if layout.size("edp") == layout.size("dp_cp"):
         return [(rest + experts, everywhere)]
-    return [(rest, everywhere), (experts, Communicator.along("edp", layout, hardware))]
+    return [(rest, everywhere), (experts, Communicator.along("expert_shard", layout, hardware))]
 
 
-def _summed(parameters: Floats, group: Communicator, layout: ParallelLayout) -> Floats:
+def _summed(parameters: Floats, group: Communicator, layout: ParallelLayout, hardware: Hardware) -> Floats:
     gradients = parameters * GRADIENT_BYTES
-    return group.all_reduce(gradients) if layout.fsdp == "none" else group.reduce_scatter(gradients)
+    if layout.fsdp == "none":
+        return group.all_reduce(gradients)
+    replicas = Communicator.along("replicate", layout, hardware)
+    return group.reduce_scatter(gradients) + replicas.all_reduce(gradients / group.size)

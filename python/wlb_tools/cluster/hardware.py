@@ -44,6 +44,9 @@ class Hardware:
         launch_latency: seconds that a collective takes before anything is sent.
         gemm_efficiency: share of the peak that the linear part of a layer reaches, element-wise work included.
         attention_efficiency: attention's FLOP rate relative to the linear part's, assumed as in `preset`.
+        fp8_gain: how many times as fast the linear part of a layer is with FP8 matrix products; None: there are none.
+        host_bandwidth: bytes/s between a GPU and its host's memory, each way.
+        host_memory_bandwidth: bytes/s of the host's memory, for each GPU.
 
     Raises:
         WlbError: naming the first value that is not positive, or of another type.
@@ -58,6 +61,9 @@ class Hardware:
     launch_latency: float = 8.4e-6
     gemm_efficiency: float = 0.65
     attention_efficiency: float = 0.85
+    fp8_gain: float | None = 1.4
+    host_bandwidth: float = 48e9
+    host_memory_bandwidth: float = 61e9
 
     def __post_init__(self) -> None:
         check_positive("peak_flops", self.peak_flops)
@@ -66,8 +72,10 @@ class Hardware:
         for name in ("intra_node", "inter_node"):
             if not isinstance(getattr(self, name), Link):
                 raise error(name, f"= {getattr(self, name)!r}: must be a Link", value=getattr(self, name))
-        for name in ("launch_latency", "gemm_efficiency", "attention_efficiency"):
-            check_positive(name, getattr(self, name))
+        for name in ("launch_latency", "gemm_efficiency", "attention_efficiency", "fp8_gain", *_HOST):
+            value = getattr(self, name)
+            if value is not None or name != "fp8_gain":
+                check_positive(name, value)
 
     @classmethod
     def preset(cls, name: str) -> Hardware:
@@ -120,6 +128,13 @@ class Hardware:
           those of 128K at 1.07; flash-attn 2 on a H100 reaches 0.55. A cluster with communication that nothing hides
           has a higher ratio, since that is part of the rest: `wlb_tools.Scenario.fitted_efficiency`.
 
+        - FP8 (`fp8_gain`): 1.4 is assumed of all but A100, which has none: torchtitan's Llama 3.1 8B goes from 6,667 to
+          8,532 tokens a second on 8 H100 with it (`docs/performance.md`), which is 1.4 without attention and the output
+          projection.
+        - Host: three quarters of a PCIe 4.0 (A100, L40S) or 5.0 link, or of half of a Grace CPU's NVLink-C2C; and four
+          fifths of the memory bandwidth of the CPUs in DGX A100, H100, B200 and B300, GB200 and EPYC 9004 machines,
+          divided by the GPUs. They count where the optimizer is offloaded.
+
         Raises:
             WlbError: there is no such name.
         """
@@ -158,8 +173,9 @@ def _preset(
     link: float,
     network: float,
     attention: float,
+    host: tuple[float, float] = (48, 61),
 ) -> tuple[Hardware, Generation]:
-    """`link` in GB/s, `network` in Gb/s; `peak_flops` where it is not that of its generation."""
+    """`link` and `host` in GB/s, `network` in Gb/s; `peak_flops` where it is not that of its generation."""
     hardware = Hardware(
         name=name,
         peak_flops=peak_flops or PEAK_FLOPS[generation],
@@ -168,27 +184,32 @@ def _preset(
         intra_node=Link(latency=3.4e-6, bandwidth=links * link * 1e9),
         inter_node=Link(latency=14e-6, bandwidth=0.96 * network / 8 * 1e9),
         attention_efficiency=attention,
+        fp8_gain=None if generation == "a100" else 1.4,
+        host_bandwidth=host[0] * 1e9,
+        host_memory_bandwidth=host[1] * 1e9,
     )
     return hardware, generation
 
 
+_HOST = ("host_bandwidth", "host_memory_bandwidth")
+_PCIE4: dict[str, Any] = {"host": (24, 41)}
 _HOPPER: dict[str, Any] = {"gpus": 8, "links": 18, "link": 20.6, "network": 400, "attention": 0.85}
 _BLACKWELL: dict[str, Any] = {"links": 18, "link": 40.1, "network": 400}
+_NVL72 = _BLACKWELL | {"gpus": 72, "attention": 0.84, "peak_flops": 2.5e15, "host": (169, 205)}
+_CDNA3: dict[str, Any] = {"gpus": 8, "links": 7, "link": 50.0, "network": 400, "attention": 0.46, "host": (48, 92)}
 _GPUS = (
-    _preset("a100", "a100", mebibytes=81920, gpus=8, links=12, link=20.0, network=200, attention=0.90),
+    _preset("a100", "a100", mebibytes=81920, gpus=8, links=12, link=20.0, network=200, attention=0.90, **_PCIE4),
     _preset("h100", "h100", mebibytes=81559, **_HOPPER),
     _preset("h200", "h200", mebibytes=143771, **_HOPPER),
-    _preset("b200", "b200", mebibytes=183359, gpus=8, attention=0.93, **_BLACKWELL),
-    _preset("gb200", "b200", peak_flops=2.5e15, mebibytes=189471, gpus=72, attention=0.84, **_BLACKWELL),
-    _preset("a100-40gb", "a100", mebibytes=40960, gpus=8, links=12, link=20.0, network=200, attention=0.90),
+    _preset("b200", "b200", mebibytes=183359, gpus=8, attention=0.93, host=(48, 72), **_BLACKWELL),
+    _preset("gb200", "b200", mebibytes=189471, **_NVL72),
+    _preset("a100-40gb", "a100", mebibytes=40960, gpus=8, links=12, link=20.0, network=200, attention=0.90, **_PCIE4),
     _preset("h800", "h100", mebibytes=81559, **_HOPPER | {"links": 8}),
     _preset("h20", "h20", mebibytes=97871, **_HOPPER),
-    _preset("l40s", "l40s", mebibytes=46068, gpus=8, links=1, link=24.0, network=100, attention=0.90),
-    _preset("b300", "b200", mebibytes=275040, gpus=8, attention=0.93, **_BLACKWELL | {"network": 800}),
-    _preset(
-        "gb300", "b200", peak_flops=2.5e15, mebibytes=265121, gpus=72, attention=0.84, **_BLACKWELL | {"network": 800}
-    ),
-    _preset("mi300x", "mi300x", mebibytes=196592, gpus=8, links=7, link=50.0, network=400, attention=0.46),
+    _preset("l40s", "l40s", mebibytes=46068, gpus=8, links=1, link=24.0, network=100, attention=0.90, **_PCIE4),
+    _preset("b300", "b200", mebibytes=275040, gpus=8, attention=0.93, host=(48, 82), **_BLACKWELL | {"network": 800}),
+    _preset("gb300", "b200", mebibytes=265121, **_NVL72 | {"network": 800}),
+    _preset("mi300x", "mi300x", mebibytes=196592, **_CDNA3),
 )
 _PRESETS = {hardware.name: hardware for hardware, _ in _GPUS}
 GENERATIONS = {hardware.name: generation for hardware, generation in _GPUS}

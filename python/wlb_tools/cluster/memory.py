@@ -21,20 +21,28 @@ product of the two, input of down          a f          tp                      
 reciprocal norms, float32                  8            tp, if sequence parallel   full
 =========================================  ===========  =========================  ================
 
-A mixture of experts keeps the feed-forward rows for each expert visited, and a copy of the input for each, which tensor
-parallelism does not divide. Normalised heads (Qwen3) add their inputs, `a (q + kv)`, and their reciprocal norms. A
-layer is at work on one micro-batch at a time, which takes for each token
+Where only some layers are recomputed (`recompute_layers`), the others keep everything. Recomputed attention keeps its
+queries, keys, values and output, which O needs, and drops the log-sum-exp. A mixture of experts keeps the feed-forward
+rows for each expert visited, and a copy of the input for each: not divided by tp, but times `expert_tp / tp`.
+Normalised heads (Qwen3) add their inputs, `a (q + kv)`, and their reciprocal norms. A layer is at work on one
+micro-batch at a time, which takes for each token
 
-=========================================  ==============================================
+=========================================  ====================================================
 gradients in the feed-forward block        a (3 f experts_per_token / tp + h)
 gathered keys and values, their gradients  2 (a + 4) cp kv / tp, with cp above 1
 a layer again, if recompute is full        the table above
-rows to experts and back, with ep above 1  2 a h experts_per_token
+rows to experts and back, with ep above 1  2 a h experts_per_token, times expert_tp / tp
 logits, on the rank of the last stage      (a + 4) vocab / tp, unless `fused_loss`
-=========================================  ==============================================
+=========================================  ====================================================
 
 Of `ep` ranks each holds its share of the routed experts, whose optimizer, gradients and parameters the remaining
 dp x cp / ep ranks share out. Every rank is taken to receive as many rows as it sends.
+
+With LoRA, adapters have gradients and an optimizer's state, and nothing else has; an adapter is whole on each
+tensor-parallel rank. FP8 matrix products keep two copies of a layer's weights, as they are and transposed, of 1 byte
+each, beside the parameters, as Transformer Engine caches them; kept in FP8, these two are the parameters. Where ZeRO-3
+shares parameters out, FP8 makes what is gathered smaller, and copies live no longer than a layer. The optimizer's state
+that is offloaded is in host memory.
 
 Logits are the values and a float32 softmax, which becomes their gradient in place. The gradients of gathered keys are
 summed in float32, as `wlb.torch` does.
@@ -44,6 +52,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +63,7 @@ from wlb._core import MAX_MICRO_BATCHES, simulate_pipeline
 from wlb._errors import check_integer, error, numbers
 from wlb.models import Attention, Block, FeedForward, Layer, ModelConfig
 from wlb_tools.cluster.hardware import GIB
-from wlb_tools.cluster.parallel import GRADIENT_BYTES, ParallelLayout, default_schedule
+from wlb_tools.cluster.parallel import GRADIENT_BYTES, ParallelLayout, Recompute, default_schedule
 
 RESERVED_BYTES = 4 * GIB
 """Left free by default: CUDA's context and kernels, NCCL's buffers, what the allocator cannot use."""
@@ -95,14 +104,14 @@ def activation_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer | 
         layer: which of its layers, where they differ; default: the one that keeps most.
     """
     layers = model.kinds if layer is None else (layer,)
-    if layout.recompute == "full":
-        return layout.number_bytes * model.residual_width / (layout.tp if layout.sequence_parallel else 1)
-    selective = layout.recompute == "selective"
-    return max(_layer_bytes(model, layout, each, selective=selective) for each in layers)
+    return max(_layer_bytes(model, layout, each, layout.recompute) for each in layers)
 
 
-def _layer_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer, *, selective: bool) -> float:
+def _layer_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer, recompute: Recompute) -> float:
     a, tp, h = layout.number_bytes, layout.tp, model.hidden_size
+    if recompute == "full":
+        return a * model.residual_width / (tp if layout.sequence_parallel else 1)
+    selective = recompute == "selective"
     # Split over tensor-parallel ranks only by sequence parallelism: what norms are given, and what they give.
     by_token = float(layer.norms * (a * h + 4))
     by_head, on_each = 0.0, 0.0
@@ -110,8 +119,12 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer, *, se
         by_token += len(layer.sublayers) * a * h
     for block in layer.blocks:
         kept = block.kept(h, kv_copies=_kv_copies(block, layout))
-        by_head += a * kept.values + 4 * kept.statistics
-        on_each += a * kept.rows
+        by_head += a * kept.values
+        if recompute != "attention" or not block.pairs():
+            by_head += 4 * kept.statistics
+        # Rows of routed experts: those that came to the tensor-parallel ranks of an expert.
+        share = layout.tp_of_experts / tp if isinstance(block, FeedForward) else 1.0
+        on_each += a * kept.rows * share
         if not selective:
             by_head += a * (kept.recomputed + (0 if layout.fused_ffn else kept.unfused))
     return by_token / (tp if layout.sequence_parallel else 1) + by_head / tp + on_each
@@ -236,9 +249,8 @@ def memory_per_rank(
     reserved = np.full(layout.pp, float(reserved_bytes))
     ranks = ranks_of_stages(layout, schedule=schedule)
     activations, workspace, logits = _per_token(model, layout, ranks)
-    return RankMemory(
-        *_constant(model, layout, ranks), reserved, held * activations, per_rank * workspace, per_rank * logits
-    )
+    constant = _constant(model, layout, ranks, schedule)
+    return RankMemory(*constant, reserved, held * activations, per_rank * workspace, per_rank * logits)
 
 
 def _check_tokens(name: str, tokens: ArrayLike) -> NDArray[np.float64]:
@@ -273,57 +285,150 @@ def experts_per_rank(
     return _experts(model, layout, ranks_of_stages(layout, schedule=schedule))
 
 
+def trained_per_rank(
+    model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
+) -> tuple[Floats, Floats]:
+    """Parameters on a GPU of every pipeline rank that have gradients, apart from routed experts, and of these.
+
+    Those of `parameters_per_rank` and `experts_per_rank`, or with LoRA the adapters, and no expert.
+
+    Returns:
+        float64[pp] and float64[pp].
+    """
+    ranks = ranks_of_stages(layout, schedule=schedule)
+    experts = _experts(model, layout, ranks)
+    if layout.lora_rank:
+        return _over_layers(model, layout, ranks, _layer_adapters), np.zeros_like(experts)
+    return _parameters(model, layout, ranks) - experts, experts
+
+
+def gathered_bytes_per_rank(
+    model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
+) -> tuple[Floats, Floats]:
+    """Bytes of updated parameters that a GPU of every pipeline rank needs after a step, of others and of experts.
+
+    Args:
+        model: its shape.
+        layout: how it is spread. Parameters that LoRA freezes are not updated; those kept in FP8 are sent in FP8.
+        schedule: of the pipeline.
+
+    Returns:
+        float64[pp] and float64[pp].
+    """
+    rest, experts = trained_per_rank(model, layout, schedule=schedule)
+    if layout.lora_rank:
+        return rest * layout.number_bytes, experts
+    in_layers = _over_layers(model, layout, ranks_of_stages(layout, schedule=schedule), _layer_parameters) - experts
+    width = layer_bytes(layout)
+    return in_layers * width + (rest - in_layers) * layout.number_bytes, experts * width
+
+
+def layer_bytes(layout: ParallelLayout) -> int:
+    """Width of a parameter of a layer that is sent to where it is needed."""
+    return 1 if layout.fp8 == "parameters" else layout.number_bytes
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that ZeRO-3 gathers together, on a GPU: of a layer, the embedding, the output projection.
+
+    Args:
+        count: how many such units a stage has.
+        rest: parameters of one apart from routed experts.
+        experts: those of routed experts.
+        trained: parameters that have gradients, apart from routed experts; adapters with LoRA.
+        trained_experts: those of routed experts.
+        width: bytes of a parameter as it is sent.
+    """
+
+    count: int
+    rest: float
+    experts: float
+    trained: float
+    trained_experts: float
+    width: int
+
+
 def units_of_stages(
     model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
-) -> list[list[tuple[int, float, float]]]:
+) -> list[list[Unit]]:
     """Units that ZeRO-3 gathers on every stage: layers of each kind, the embedding, the output projection.
 
     Returns:
-        of each stage, in the order of the model: how many such units there are, and of one its parameters on a GPU
-        apart from routed experts, and those of the experts. Together those of `parameters_per_rank`.
+        of each stage, in the order of the model. Together their parameters are those of `parameters_per_rank`, but for
+        adapters.
     """
     ranks = ranks_of_stages(layout, schedule=schedule)
     embedding = model.vocab_size * model.hidden_size / layout.tp
     separate = ranks[0] != ranks[-1] or not model.tied_embeddings
     projection = (2 * model.hidden_size**2) / layout.tp + 3 * model.hidden_size
 
-    def unit(count: int, layer: Layer, more: float = 0.0) -> tuple[int, float, float]:
+    def unit(count: int, layer: Layer, more: float = 0.0) -> Unit:
         experts = _layer_experts(model, layout, layer)
-        return count, _layer_parameters(model, layout, layer) - experts + more, experts
+        rest = _layer_parameters(model, layout, layer) - experts + more
+        if layout.lora_rank:
+            return Unit(count, rest, experts, _layer_adapters(model, layout, layer), 0.0, layer_bytes(layout))
+        return Unit(count, rest, experts, rest, experts, layer_bytes(layout))
+
+    def end(parameters: float) -> Unit:
+        return Unit(1, parameters, 0.0, 0.0 if layout.lora_rank else parameters, 0.0, layout.number_bytes)
 
     counts = layout.kinds_of_stages(model).tolist()
     units = [[unit(n, layer) for n, layer in zip(row, model.kinds, strict=True) if n] for row in counts]
-    units[0].append((1, embedding + (model.vision.num_parameters if model.vision else 0), 0.0))
+    units[0].append(end(embedding + (model.vision.num_parameters if model.vision else 0)))
     units[-1].extend(unit(1, layer, projection) for layer in model.prediction_layers)
-    units[-1].append((1, model.hidden_size + (embedding if separate else 0.0), 0.0))
+    units[-1].append(end(model.hidden_size + (embedding if separate else 0.0)))
     return units
 
 
+def adapter_parameters(layer: Layer, hidden_size: int, rank: int) -> int:
+    """Parameters of LoRA adapters of that rank on a layer: two narrow matrices beside each of its matrices.
+
+    Routers and routed experts have none, as PEFT's and Megatron-Bridge's defaults have it.
+    """
+    matrices = [m for block in layer.blocks for m in block.matrices(hidden_size) if m.used and not m.router]
+    return sum(rank * (m.parts * m.rows + m.columns) for m in matrices if m.copies == 1)
+
+
+def _over_layers(
+    model: ModelConfig,
+    layout: ParallelLayout,
+    ranks: NDArray[np.int64],
+    of_layer: Callable[[ModelConfig, ParallelLayout, Layer], float],
+) -> Floats:
+    """float64[pp]: the sum over a rank's layers, those of heads of multi-token prediction included."""
+    of_kinds = np.array([of_layer(model, layout, layer) for layer in model.kinds])
+    total: Floats = np.zeros(layout.pp)
+    np.add.at(total, ranks, (layout.kinds_of_stages(model) * of_kinds).sum(axis=1))
+    total[ranks[-1]] += sum(of_layer(model, layout, layer) for layer in model.prediction_layers)
+    return total
+
+
 def _experts(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> Floats:
-    of_kinds = np.array([_layer_experts(model, layout, layer) for layer in model.kinds])
-    experts: Floats = np.zeros(layout.pp)
-    np.add.at(experts, ranks, (layout.kinds_of_stages(model) * of_kinds).sum(axis=1))
-    experts[ranks[-1]] += sum(_layer_experts(model, layout, layer) for layer in model.prediction_layers)
-    return experts
+    return _over_layers(model, layout, ranks, _layer_experts)
 
 
 def _layer_experts(model: ModelConfig, layout: ParallelLayout, layer: Layer) -> float:
-    routed = sum(block.expert_parameters(model.hidden_size) for block in layer.of_kind(FeedForward))
-    return routed / (layout.tp * layout.ep)
+    return _routed(model, layer) / (layout.tp_of_experts * layout.ep)
+
+
+def _routed(model: ModelConfig, layer: Layer) -> int:
+    return sum(block.expert_parameters(model.hidden_size) for block in layer.of_kind(FeedForward))
+
+
+def _layer_adapters(model: ModelConfig, layout: ParallelLayout, layer: Layer) -> float:
+    return float(adapter_parameters(layer, model.hidden_size, layout.lora_rank))
 
 
 def _parameters(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> Floats:
-    of_kinds = np.array([_layer_parameters(model, layout, layer) for layer in model.kinds])
-    parameters: Floats = np.zeros(layout.pp)
-    np.add.at(parameters, ranks, (layout.kinds_of_stages(model) * of_kinds).sum(axis=1))
+    parameters = _over_layers(model, layout, ranks, _layer_parameters)
     embedding = model.vocab_size * model.hidden_size / layout.tp
     parameters[ranks[0]] += embedding + (model.vision.num_parameters if model.vision else 0)
     separate = ranks[0] != ranks[-1] or not model.tied_embeddings
     parameters[ranks[-1]] += model.hidden_size + (embedding if separate else 0)
-    for layer in model.prediction_layers:
-        # The projection of row and embedding, its three norms, and the layer.
-        projection = (2 * model.hidden_size**2) / layout.tp + 3 * model.hidden_size
-        parameters[ranks[-1]] += _layer_parameters(model, layout, layer) + projection
+    # Of each head of multi-token prediction: the projection of row and embedding, and its three norms.
+    projection = (2 * model.hidden_size**2) / layout.tp + 3 * model.hidden_size
+    parameters[ranks[-1]] += len(model.prediction_layers) * projection
     return parameters
 
 
@@ -335,33 +440,60 @@ def _layer_parameters(model: ModelConfig, layout: ParallelLayout, layer: Layer) 
         on_each += block.vectors(h) + sum(m.parameters(m.copies) for m in block.matrices(h) if not m.split)
         if isinstance(block, Attention):
             copied += 2 * h * (kv_width(block, layout) - block.kv_width / tp)
-    elsewhere = (layout.ep - 1) * _layer_experts(model, layout, layer)
-    return (layer.parameters(h) - on_each) / tp + on_each + copied - elsewhere
+    divided = layer.parameters(h) - on_each - _routed(model, layer)
+    return divided / tp + on_each + copied + _layer_experts(model, layout, layer)
 
 
 def _constant(
-    model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]
+    model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64], schedule: Schedule | None
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """The first four terms of `RankMemory`; each float64[pp]."""
     experts = _experts(model, layout, ranks)
     rest = _parameters(model, layout, ranks) - experts
-    shards, replicas = layout.size("dp_cp"), layout.size("edp")
+    trained, trained_experts = trained_per_rank(model, layout, schedule=schedule)
+    adapters = trained if layout.lora_rank else np.zeros_like(trained)
+    shards, replicas = layout.size("shard"), layout.size("expert_shard")
     level = ("none", "zero1", "zero2", "zero3").index(layout.fsdp)
 
-    def held(width: int, shared_from: int) -> Floats:
+    def held(width: float, shared_from: int, rest: Floats, experts: Floats) -> Floats:
         """Bytes, shared out among the ranks that hold the same from that level on."""
         shared = level >= shared_from
         return np.asarray(rest * width / (shards if shared else 1) + experts * width / (replicas if shared else 1))
 
+    parameters = held(layout.number_bytes, 3, rest + adapters, experts)
+    if layout.fp8 == "matmul" and level < 3:
+        parameters = parameters + _FP8_COPIES * _over_layers(model, layout, ranks, _layer_parameters)
     gathered = np.zeros(layout.pp)
     if level >= 3 and shards > 1:
-        # Experts of which there is no other copy are whole where they are, and gathered nowhere.
-        own = [_layer_experts(model, layout, each) if replicas == 1 else 0.0 for each in model.kinds]
-        layer = max(_layer_parameters(model, layout, each) - of for each, of in zip(model.kinds, own, strict=True))
-        largest = np.full(layout.pp, layer)
-        largest[ranks[[0, -1]]] = max(layer, model.vocab_size * model.hidden_size / layout.tp)
-        gathered = largest * (2 * layout.number_bytes + GRADIENT_BYTES)
-    return held(layout.number_bytes, 3), held(GRADIENT_BYTES, 2), held(layout.optimizer_bytes, 1), gathered
+        gathered = _gathered(model, layout, ranks, alone=replicas == 1)
+    on_gpu = layout.optimizer_bytes * (1 - layout.offload_optimizer)
+    return (
+        parameters,
+        held(GRADIENT_BYTES, 2, trained, trained_experts),
+        held(on_gpu, 1, trained, trained_experts),
+        gathered,
+    )
+
+
+_FP8_COPIES = 2
+"""Bytes of a weight's FP8 copies, as it is and transposed."""
+
+
+def _gathered(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64], *, alone: bool) -> Floats:
+    """float64[pp]: bytes of two layers' parameters and of one's gradients, which ZeRO-3 holds whole.
+
+    Experts of which there is no other copy (`alone`) are whole where they are, and gathered nowhere.
+    """
+    sizes = []
+    for layer in model.kinds:
+        parameters = _layer_parameters(model, layout, layer) - (_layer_experts(model, layout, layer) if alone else 0.0)
+        trained = _layer_adapters(model, layout, layer) if layout.lora_rank else parameters
+        sizes.append(2 * layer_bytes(layout) * parameters + GRADIENT_BYTES * trained)
+    embedding = model.vocab_size * model.hidden_size / layout.tp
+    largest = np.full(layout.pp, max(sizes))
+    gradients = 0 if layout.lora_rank else GRADIENT_BYTES
+    largest[ranks[[0, -1]]] = max(max(sizes), embedding * (2 * layout.number_bytes + gradients))
+    return largest
 
 
 def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> tuple[Floats, Floats, Floats]:
@@ -370,9 +502,13 @@ def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int
     Activations of a micro-batch under way, workspace and logits of the one at work.
     """
     # Stages under way are counted as the rank's largest.
-    of_kinds = np.array([activation_bytes(model, layout, layer) for layer in model.kinds])
+    saving, whole = (
+        np.array([_layer_bytes(model, layout, layer, recompute) for layer in model.kinds])
+        for recompute in (layout.recompute, "none")
+    )
+    again = layout.recomputed_of_stages(model)
     largest_stage = np.zeros(layout.pp)
-    of_stages = (layout.kinds_of_stages(model) * of_kinds).sum(axis=1)
+    of_stages = (again * saving + (layout.kinds_of_stages(model) - again) * whole).sum(axis=1)
     of_stages[-1] += sum(activation_bytes(model, layout, layer) for layer in model.prediction_layers)
     np.maximum.at(largest_stage, ranks, of_stages)
     activations = largest_stage * layout.virtual_stages
@@ -392,8 +528,8 @@ def _working(model: ModelConfig, layout: ParallelLayout, layer: Layer) -> float:
     if layout.cp > 1:
         # Windows need less, but all keys are gathered alike.
         working += (a + KEY_GRADIENT_BYTES) * layout.cp * exchanged_width(layer, layout)
-    if layout.ep > 1:
-        working += 2 * a * visit_width(model, layer)
+    if layout.ep > 1 or layout.tp_of_experts != layout.tp:
+        working += 2 * a * visit_width(model, layer) * layout.tp_of_experts / layout.tp
     if layout.recompute == "full":
-        working += _layer_bytes(model, layout, layer, selective=False)
+        working += _layer_bytes(model, layout, layer, "none")
     return working

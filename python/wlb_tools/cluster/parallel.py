@@ -2,26 +2,29 @@
 
 Ranks are numbered with tensor parallelism fastest, then context, data and pipeline, as `wlb.torch.build_mesh` does
 and as the paper maps them (section 7.1): what talks most sits inside a node. Experts are divided among neighbours of
-the dp x cp ranks, as `wlb.torch.expert_ranks` has it: expert parallelism takes no ranks of its own.
+the ranks of a stage, as `wlb.torch.expert_ranks` and Megatron-Core have it: expert parallelism takes no ranks of its
+own. Where parameters are replicated as well as shared out (`dp_replicate`), neighbours share them out, as in torch's
+HSDP.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb._choices import Schedule
-from wlb._errors import check_bool, check_integer, error
+from wlb._errors import check_bool, check_integer, check_share, error
 from wlb.models import Attention, FeedForward, ModelConfig
 
 Fsdp = Literal["none", "zero1", "zero2", "zero3"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "attention", "selective", "full"]
+Fp8 = Literal["none", "matmul", "parameters"]
 Dtype = Literal["bfloat16", "float32"]
-Axis = Literal["tp", "cp", "dp", "pp", "dp_cp", "ep", "edp"]
+Axis = Literal["tp", "cp", "dp", "pp", "dp_cp", "etp", "ep", "edp", "shard", "expert_shard", "replicate"]
 
 GRADIENT_BYTES = 4
 """Width of an accumulated gradient."""
@@ -39,13 +42,17 @@ class ParallelLayout:
         pp: pipeline ranks.
         cp: context-parallel ranks.
         tp: tensor-parallel ranks.
-        ep: expert-parallel ranks: of the dp x cp ranks, neighbours that divide a layer's experts.
+        ep: expert-parallel ranks: neighbours of a stage's ranks that divide a layer's experts.
+        expert_tp: tensor-parallel ranks of one expert (Megatron's --expert-tensor-parallel-size); default: tp.
         virtual_stages: stages of a pipeline rank; above 1: interleaved 1F1B.
         fsdp: what the dp x cp ranks share out among them: nothing, the optimizer's state ("zero1"), also gradients
             ("zero2"), also parameters, gathered layer by layer ("zero3").
-        recompute: what the backward computes again instead of keeping it: "none"; "selective": norms and the product
-            inside the feed-forward block (element-wise work only; flash attention keeps no scores anyway); "full":
+        dp_replicate: groups of the dp x cp ranks that each hold everything, and share it out inside (HSDP).
+        recompute: what the backward pass computes again instead of keeping it: "none"; "attention": attention, which
+            saves next to nothing with flash attention (Megatron's core_attn, the default of its selective);
+            "selective": norms and the product inside the feed-forward block, which is element-wise work; "full":
             everything but the input of each layer.
+        recompute_layers: first layers of each stage for which `recompute` holds; default: all.
         sequence_parallel: between matrix multiplications, tensor-parallel ranks split the tokens.
         fused_ffn: the gated product keeps its two inputs only (a fused kernel, torch.compile); plain torch also keeps
             the activated gate.
@@ -53,7 +60,12 @@ class ParallelLayout:
         stage_layers: layers of each stage in the order of the model, `pp * virtual_stages` numbers; default: as even as
             possible, see `layers_of_stages`.
         dtype: of the parameters that are multiplied, and of activations. Gradients are accumulated in float32.
+        fp8: what is in FP8: "none"; "matmul": matrix products of layers, from FP8 copies of their weights;
+            "parameters": these weights are also kept and gathered in FP8. Activations stay in bfloat16.
+        lora_rank: rank of LoRA adapters on every matrix of a layer but routers and routed experts; all other
+            parameters are frozen. 0: all parameters are trained.
         optimizer_bytes: state for a parameter; 12: float32 master weight and Adam's two moments.
+        offload_optimizer: share of the optimizer's state that is in host memory and updated by the CPU, from 0 to 1.
 
     Raises:
         WlbError: naming the first value that makes no sense.
@@ -64,29 +76,36 @@ class ParallelLayout:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    expert_tp: int | None = None
     virtual_stages: int = 1
     fsdp: Fsdp = "zero1"
+    dp_replicate: int = 1
     recompute: Recompute = "none"
+    recompute_layers: int | None = None
     sequence_parallel: bool = True
     fused_ffn: bool = True
     fused_loss: bool = False
     stage_layers: tuple[int, ...] | None = None
     dtype: Dtype = "bfloat16"
+    fp8: Fp8 = "none"
+    lora_rank: int = 0
     optimizer_bytes: int = 12
+    offload_optimizer: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "int":
-                check_integer(field.name, value, minimum=1)
+            if field.type == "int" or (field.type == "int | None" and value is not None):
+                check_integer(field.name, value, minimum=0 if field.name == "lora_rank" else 1)
             elif field.type == "bool":
                 check_bool(field.name, value)
-        for name, choices in (("fsdp", get_args(Fsdp)), ("recompute", get_args(Recompute)), ("dtype", get_args(Dtype))):
-            value = getattr(self, name)
+        for name, literal in _CHOICES.items():
+            value, choices = getattr(self, name), get_args(literal)
             if not isinstance(value, str) or value not in choices:
                 raise error(name, f"= {value!r}: must be one of {', '.join(choices)}", value=value)
-        if self.dp * self.cp % self.ep:
-            raise error("ep", f"= {self.ep}: does not divide dp x cp = {self.dp * self.cp} ranks", value=self.ep)
+        check_share("offload_optimizer", self.offload_optimizer)
+        self._check_experts()
+        self._check_savings()
         if self.virtual_stages > 1 and self.pp == 1:
             raise error("virtual_stages", f"= {self.virtual_stages}: needs pp above 1", value=self.virtual_stages)
         if self.stage_layers is not None:
@@ -97,6 +116,50 @@ class ParallelLayout:
                 raise error("stage_layers", message, value=self.stage_layers)
             for index, layers in enumerate(self.stage_layers):
                 check_integer("stage_layers", layers, minimum=0, index=index)
+
+    def _check_experts(self) -> None:
+        """Whether groups of experts fill the ranks of a stage, and lie evenly in its tensor-parallel groups."""
+        etp, ranks, group = self.tp_of_experts, self.tp * self.dp * self.cp, self.tp_of_experts * self.ep
+        if ranks % group:
+            if self.expert_tp is None:
+                message = f"= {self.ep}: does not divide dp x cp = {self.dp * self.cp} ranks"
+                raise error("ep", message, value=self.ep)
+            message = f"= {etp}: expert_tp x ep = {group} does not divide tp x dp x cp = {ranks} ranks"
+            raise error("expert_tp", message, value=etp)
+        if group % self.tp and self.tp % group:
+            message = f"= {etp}: expert_tp x ep = {group} neither divides nor is a multiple of tp = {self.tp}"
+            raise error("expert_tp", message, value=etp)
+        if etp != self.tp and self.tp > 1 and not self.sequence_parallel:
+            message = f"= {etp}: apart from tp = {self.tp} it needs sequence_parallel, which splits the tokens"
+            raise error("expert_tp", message, value=etp)
+
+    def _check_savings(self) -> None:
+        """Whether settings that save memory go together."""
+        if self.recompute_layers is not None and self.recompute == "none":
+            message = f"= {self.recompute_layers}: recompute = 'none' computes no layer again; set recompute as well"
+            raise error("recompute_layers", message, value=self.recompute_layers)
+        if self.fp8 != "none" and self.dtype != "bfloat16":
+            raise error("fp8", f"= {self.fp8!r}: goes with dtype = 'bfloat16', which the rest is in", value=self.fp8)
+        copies = self.dp_replicate
+        if copies > 1 and self.fsdp == "none":
+            message = f"= {copies}: fsdp = 'none' shares nothing out, so that every rank is a replica already"
+            raise error("dp_replicate", message, value=copies)
+        both, same_experts = self.size("dp_cp"), self.size("edp")
+        if both % copies:
+            raise error("dp_replicate", f"= {copies}: does not divide dp x cp = {both} ranks", value=copies)
+        if same_experts % copies:
+            message = f"= {copies}: does not divide the {same_experts} ranks that hold the same experts"
+            raise error("dp_replicate", message, value=copies)
+
+    @property
+    def tp_of_experts(self) -> int:
+        """Tensor-parallel ranks of one expert: `expert_tp`, by default `tp`."""
+        return self.expert_tp or self.tp
+
+    @property
+    def ranks_of_experts(self) -> int:
+        """Number of neighbouring dp x cp ranks whose tokens visit the same experts; 1: those of a rank alone."""
+        return max(1, self.ep * self.tp_of_experts // self.tp) if self.ep > 1 else 1
 
     @property
     def number_bytes(self) -> int:
@@ -118,8 +181,9 @@ class ParallelLayout:
 
         Args:
             model: the heads, channels and widths of its blocks must divide by tp (fewer key and value heads than tp
-                are copied, if they divide it), and the experts of each block that has some by ep. It must have a layer
-                for every stage but the first and the last, unless `stage_layers` says otherwise.
+                are copied, if they divide it), widths of routed experts by `expert_tp`, and the number of experts of
+                each block that has some by ep. It must have a layer for every stage but the first and the last, unless
+                `stage_layers` says otherwise.
             world_size: GPUs there are.
 
         Raises:
@@ -136,10 +200,16 @@ class ParallelLayout:
         for count in experts or [1]:  # a dense model has nothing to divide
             if count % self.ep:
                 raise error("ep", f"= {self.ep}: does not divide num_experts = {count}", value=self.ep)
+        if not experts and self.tp_of_experts != self.tp:
+            message = f"= {self.expert_tp}: {model.name} has no experts, which wlb could divide apart from tp"
+            raise error("expert_tp", message, value=self.expert_tp)
         for block in blocks:
+            routed = isinstance(block, FeedForward) and block.num_experts > 1
             for name, size in block.divisors.items():
-                if size % self.tp:
-                    raise error("tp", f"= {self.tp}: does not divide {name} = {size}", value=self.tp)
+                of_experts = routed and name == "ffn_hidden_size" and self.expert_tp is not None
+                argument, degree = ("expert_tp", self.tp_of_experts) if of_experts else ("tp", self.tp)
+                if size % degree:
+                    raise error(argument, f"= {degree}: does not divide {name} = {size}", value=degree)
             kv_heads = block.num_kv_heads if isinstance(block, Attention) else self.tp
             if kv_heads % self.tp and self.tp % kv_heads:
                 raise error(
@@ -171,21 +241,66 @@ class ParallelLayout:
 
     def kinds_of_stages(self, model: ModelConfig) -> NDArray[np.int64]:
         """int64[stages, kinds]: of those layers, how many there are of each of `model.kinds`."""
+        return self._first_layers(model, None)
+
+    def recomputed_of_stages(self, model: ModelConfig) -> NDArray[np.int64]:
+        """int64[stages, kinds]: of those layers, how many `recompute` holds for; zeros where it is "none"."""
+        return self._first_layers(model, 0 if self.recompute == "none" else self.recompute_layers)
+
+    def _first_layers(self, model: ModelConfig, most: int | None) -> NDArray[np.int64]:
+        """int64[stages, kinds]: the first layers of each stage, at most so many, by kind."""
         columns = {kind: column for column, kind in enumerate(model.kinds)}
-        ends = self.layers_of_stages(model).cumsum()
+        layers = self.layers_of_stages(model)
+        ends = layers.cumsum()
         counts = np.zeros((self.num_stages, len(columns)), dtype=np.int64)
-        stages = np.searchsorted(ends, np.arange(model.num_layers), side="right")
-        np.add.at(counts, (stages, np.array([columns[kind] for kind in model.stack])), 1)
+        index = np.arange(model.num_layers)
+        stages = np.searchsorted(ends, index, side="right")
+        chosen = index - (ends - layers)[stages] < (model.num_layers if most is None else most)
+        kinds = np.array([columns[kind] for kind in model.stack])
+        np.add.at(counts, (stages[chosen], kinds[chosen]), 1)
         return counts
 
     def size(self, axis: Axis) -> int:
-        """Ranks of a group along that axis; "dp_cp": that hold the same parameters; "edp": the same experts."""
+        """Ranks of a group along an axis.
+
+        Args:
+            axis: one of the layout's sizes, or "dp_cp": ranks that hold the same parameters; "edp": the same experts;
+                "shard" and "expert_shard": those of them that share state out among them; "replicate": those that hold
+                the same share of it; "etp": the tensor-parallel ranks of one expert.
+        """
         both = self.dp * self.cp
-        return {"dp_cp": both, "edp": both // self.ep}.get(axis) or int(getattr(self, axis))
+        same_experts = self.tp * both // (self.tp_of_experts * self.ep)
+        sizes = {
+            "dp_cp": both,
+            "edp": same_experts,
+            "etp": self.tp_of_experts,
+            "shard": both // self.dp_replicate,
+            "expert_shard": same_experts // self.dp_replicate,
+            "replicate": self.dp_replicate,
+        }
+        return sizes.get(axis) or int(getattr(self, axis))
+
+    def _stride(self, axis: Axis) -> int:
+        """Distance of two neighbours along an axis, in ranks."""
+        stage = self.tp * self.dp * self.cp
+        strides: dict[Axis, int] = {
+            "tp": 1,
+            "etp": 1,
+            "cp": self.tp,
+            "dp_cp": self.tp,
+            "shard": self.tp,
+            "dp": self.tp * self.cp,
+            "pp": stage,
+            "ep": self.tp_of_experts,
+            "edp": self.tp_of_experts * self.ep,
+            "expert_shard": self.tp_of_experts * self.ep,
+            "replicate": stage // self.dp_replicate,
+        }
+        return strides[axis]
 
     def nodes(self, axis: Axis, *, gpus_per_node: int) -> int:
         """Over how many nodes the ranks of a group along that axis are spread, in the worst group."""
-        size, stride = self.size(axis), math.prod(self.size(inner) for inner in _INSIDE[axis])
+        size, stride = self.size(axis), self._stride(axis)
         if stride >= gpus_per_node:
             return size
         # A group has ranks `first`, `first + stride`, ...: it skips no node, so the later in its node it begins, the
@@ -198,16 +313,8 @@ class ParallelLayout:
         return (min(latest, gpus_per_node - 1) + block - stride) // gpus_per_node + 1
 
 
-# Whose ranks come between two neighbours along an axis.
-_INSIDE: dict[Axis, tuple[Axis, ...]] = {
-    "tp": (),
-    "cp": ("tp",),
-    "dp_cp": ("tp",),
-    "ep": ("tp",),
-    "edp": ("tp", "ep"),
-    "dp": ("tp", "cp"),
-    "pp": ("tp", "cp", "dp"),
-}
+_CHOICES: dict[str, Any] = {"fsdp": Fsdp, "recompute": Recompute, "dtype": Dtype, "fp8": Fp8}
+"""Fields of a layout that are one of a few words."""
 
 
 def default_schedule(layout: ParallelLayout) -> Schedule:

@@ -9,8 +9,11 @@ Assumptions, all of them inputs of `stage_seconds` or of the layout and hardware
   weights'. The output projection has the FLOP rate of a layer's linear part, pass by pass.
 - Attention's seconds are given, for one layer and a rank's share of the heads; its backward is part of the inputs'
   gradient, since it has no weights.
-- Full recomputation adds the forward, with its communication, to the inputs' gradient. Selective adds nothing: what it
-  repeats is element-wise.
+- Full recomputation adds the forward, with its communication, to the inputs' gradient, in the layers that it holds for;
+  that of attention adds attention's, with the keys that it gathers. Selective adds nothing: what it repeats is
+  element-wise.
+- FP8 makes the linear part of layers `Hardware.fp8_gain` times as fast, the output projection and attention no faster.
+- With LoRA, matrices have no weights' gradient but that of their adapters, whose FLOPs all passes have beside.
 - Tensor parallelism: a layer's forward gathers the tokens before QKV and before the feed-forward block and
   reduce-scatters after each (two all-reduces without sequence parallelism); its backward does the same. Exposed, except
   for `tp_overlap` of it. The gather that the weights' gradient repeats runs beside the inputs' gradient.
@@ -20,7 +23,8 @@ Assumptions, all of them inputs of `stage_seconds` or of the layout and hardware
 - Expert parallelism: in a layer with experts an all-to-all brings every token's row to each expert that it visits, and
   another one brings the answers back; the backward sends their gradients both ways again. Exposed, except for
   `ep_overlap` of it. Tensor-parallel ranks each send their share of the tokens, gather the rows that arrived and
-  reduce-scatter the answers: `experts_per_token` times the rows that a dense block would have. Every expert has as many
+  reduce-scatter the answers: `experts_per_token` times the rows that a dense block would have, among the `expert_tp`
+  ranks of an expert, whose tokens these rows are of. Every expert has as many
   visits as the mean, or the busiest rank `expert_imbalance` times that, for which the others wait. What visits take is
   the experts' share of the linear part, by FLOPs.
 - A stage sends its output, split over tensor-parallel ranks by sequence parallelism, to the next, and a gradient back.
@@ -42,7 +46,7 @@ from wlb._errors import check_positive, check_share, error, numbers
 from wlb.models import FeedForward, ModelConfig
 from wlb_tools.cluster.collectives import Communicator
 from wlb_tools.cluster.hardware import Hardware
-from wlb_tools.cluster.memory import KEY_GRADIENT_BYTES, exchanged_width, visit_width
+from wlb_tools.cluster.memory import KEY_GRADIENT_BYTES, adapter_parameters, exchanged_width, visit_width
 from wlb_tools.cluster.parallel import ParallelLayout
 
 Floats = NDArray[np.float64]
@@ -153,6 +157,7 @@ def stage_seconds(
 
     hidden_size = model.hidden_size
     flops = np.array([float(kind.token_flops(hidden_size)) for kind in kinds])
+    gain = fp8_gain(layout, hardware)
     if (linear_forward is None) != (linear_backward is None):
         missing = "linear_forward" if linear_forward is None else "linear_backward"
         raise error(missing, "is missing: both passes are measured, or neither")
@@ -172,48 +177,83 @@ def stage_seconds(
     hidden = count * model.hidden_size * layout.number_bytes
     one_block = tp.all_gather(hidden) + tp.reduce_scatter(hidden) if layout.sequence_parallel else tp.all_reduce(hidden)
     blocks = np.array([float(len(kind.sublayers)) for kind in kinds])
-    to_experts = np.zeros_like(layer)
-    if layout.ep > 1:
-        rows = np.array([visit_width(model, kind) for kind in kinds]) / hidden_size
+    to_experts, among_experts = np.zeros_like(layer), np.zeros_like(layer)
+    rows = np.array([visit_width(model, kind) for kind in kinds]) / hidden_size
+    if layout.tp_of_experts != layout.tp:
+        # Rows of the tokens that the tensor-parallel ranks of an expert have, instead of a dense block's.
+        arrived = hidden * layout.tp_of_experts / layout.tp
+        etp = Communicator.along("etp", layout, hardware)
+        among_experts = rows * (etp.all_gather(arrived) + etp.reduce_scatter(arrived))[:, None]
+        blocks -= rows > 0
+    elif layout.ep > 1:
         blocks += np.where(rows > 0, rows - 1, 0.0)
+    if layout.ep > 1:
         share = layout.tp if layout.sequence_parallel else 1
         sent = expert_imbalance * fullest[:, None] * rows * hidden_size * layout.number_bytes / share
         there_and_back = 2 * Communicator.along("ep", layout, hardware).all_to_all(sent)
         to_experts = (1 - ep_overlap) * there_and_back
-    exchange = (1 - tp_overlap) * blocks * one_block[:, None]
+    exchange = (1 - tp_overlap) * (blocks * one_block[:, None] + among_experts)
 
     zero = np.zeros_like(layer)
     layer_cp = np.stack([gather, gather + scatter, zero], axis=-1)
     layer_tp = np.stack([exchange, exchange, zero], axis=-1)
     layer_ep = np.stack([to_experts, to_experts, zero], axis=-1)
     linear = np.stack([layer, layer_gradient, layer_gradient], axis=-1)
+    trained = np.array([1.0, 1.0, 0.0 if layout.lora_rank else 1.0])  # frozen weights have no gradient
     by_visits = np.ones_like(layer)
     if layout.ep > 1:
         # Of a layer's time its experts take their share of the FLOPs, for the tokens that come instead of its own.
         visits = np.array([sum(b.expert_flops(hidden_size) for b in kind.of_kind(FeedForward)) for kind in kinds])
         others = (expert_imbalance * visiting - count) / np.maximum(count, 1)
         by_visits += others[:, None] * visits / flops
-    layer_compute = linear * by_visits[..., None] + np.stack([forward_attention, backward_attention, zero], axis=-1)
-    if layout.recompute == "full":
-        for part in (layer_cp, layer_tp, layer_ep, layer_compute):
-            part[..., 1] += part[..., 0]
+    adapters = np.array([2.0 * adapter_parameters(kind, hidden_size, layout.lora_rank) for kind in kinds]) / flops
+    layer_linear = linear * (by_visits[..., None] * trained + adapters[:, None]) / gain
+    layer_compute = layer_linear + np.stack([forward_attention, backward_attention, zero], axis=-1)
 
     # [micro-batches, stages, 3], each the sum over the layers of a stage, kind by kind.
     layers = layout.kinds_of_stages(model).astype(np.float64)
-    layers[-1] += _prediction_kinds(model)
-    exposed_cp, exposed_tp, exposed_ep, seconds = (
-        np.asarray((part[:, None] * layers[None, :, :, None]).sum(axis=2))
-        for part in (layer_cp, layer_tp, layer_ep, layer_compute)
+    again = layout.recomputed_of_stages(model).astype(np.float64)
+    predicting = _prediction_kinds(model)
+    layers[-1] += predicting
+    again[-1] += predicting if layout.recompute != "none" else 0.0
+
+    def over_stages(part: Floats, repeated: Floats) -> Floats:
+        """Sums over a stage's layers; what is repeated of the forward stands in the inputs' gradient."""
+        summed = np.asarray((part[:, None] * layers[None, :, :, None]).sum(axis=2))
+        summed[..., 1] += (repeated[:, None] * again).sum(axis=2)
+        return summed
+
+    nothing = np.zeros_like(layer)
+    repeated = {
+        "full": (gather, exchange, to_experts, layer_compute[..., 0]),
+        "attention": (gather, nothing, nothing, forward_attention),
+    }.get(layout.recompute, (nothing,) * 4)
+    exposed_cp, exposed_tp, exposed_ep, seconds = map(
+        over_stages, (layer_cp, layer_tp, layer_ep, layer_compute), repeated
     )
     # Output projections run at the FLOP rate of the mean layer's linear part; all tokens are their own.
     shares = np.array(list(model.kinds.values())) / model.num_layers
-    seconds[:, -1] += (_head_flops(model) / (flops @ shares)) * np.einsum("mkp,k->mp", linear, shares)
+    head = (_head_flops(model) / (flops @ shares)) * np.einsum("mkp,k->mp", linear, shares)
+    seconds[:, -1] += head * trained
     sent = hidden * (model.residual_width / hidden_size) / (layout.tp if layout.sequence_parallel else 1)
     p2p = Communicator.along("pp", layout, hardware).neighbour(sent)
     exposed_pp = np.zeros_like(seconds)
     exposed_pp[:, 1:, 0] = exposed_pp[:, :-1, 1] = (1 - p2p_overlap) * p2p[:, None]
     made = StageSeconds(seconds, exposed_cp, exposed_tp, exposed_ep, exposed_pp, p2p_overlap * p2p)
     return dataclasses.replace(made, seconds=seconds + made.exposed)
+
+
+def fp8_gain(layout: ParallelLayout, hardware: Hardware) -> float:
+    """How many times as fast the linear part of a layer is for FP8; 1 without it.
+
+    Raises:
+        WlbError: the GPU has no FP8.
+    """
+    if layout.fp8 == "none":
+        return 1.0
+    if hardware.fp8_gain is None:
+        raise error("fp8", f"= {layout.fp8!r}: {hardware.name} has no FP8 matrix products", value=layout.fp8)
+    return hardware.fp8_gain
 
 
 def check_imbalance(value: float) -> None:

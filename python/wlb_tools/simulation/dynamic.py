@@ -79,7 +79,7 @@ class DynamicCpRun(Trained):
 
     def together(self, layout: ParallelLayout, *, sync: Sync = "step") -> Groups:
         """Groups that meet because their ranks divide experts, or all groups of a micro-batch."""
-        return Groups(self.cp_size, ep=self.world_size if sync == "micro_batch" else layout.ep)
+        return Groups(self.cp_size, ep=self.world_size if sync == "micro_batch" else layout.ranks_of_experts)
 
     def groups(self, steps: Integers) -> Integers:
         """int64[steps, micro-batches, ranks]: the group of each, for steps with equally many micro-batches."""

@@ -122,6 +122,7 @@ def in_short(layout: ParallelLayout) -> str:
     """`tp 8 cp 2 pp 4 v 2 dp 1`, and ` ep 2` where experts are divided."""
     virtual = f" v {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
     experts = f" ep {layout.ep}" if layout.ep > 1 else ""
+    experts += f" expert_tp {layout.expert_tp}" if layout.expert_tp is not None else ""
     return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{virtual} dp {layout.dp}{experts}"
 
 
@@ -263,9 +264,14 @@ class _Search:
                 for pp in _divisors(gpus // tp // cp):
                     dp = gpus // tp // cp // pp
                     for virtual in _VIRTUAL_STAGES if pp > 1 else (1,):
-                        for ep in _divisors(math.gcd(dp * cp, experts)):
+                        ranks = tp * dp * cp // math.gcd(tp * dp * cp, template.expert_tp or tp)
+                        for ep in _divisors(math.gcd(ranks, experts)):
                             sizes: dict[str, Any] = dict(zip(SIZES, (tp, cp, pp, dp, virtual, ep), strict=True))
-                            layout = dataclasses.replace(template, stage_layers=None, **sizes)
+                            try:
+                                layout = dataclasses.replace(template, stage_layers=None, **sizes)
+                            except WlbError as reason:
+                                self._refused[f"their ranks are no multiple of {reason.argument}"] += 1
+                                continue
                             if (why := self._obstacle(layout)) is None:
                                 yield layout
                             else:

@@ -49,7 +49,7 @@ class Replicas:
     """
 
     def __init__(self, layout: ParallelLayout, *, sync: Sync = "step") -> None:
-        of_experts = math.lcm(layout.ep, layout.cp) // layout.cp if layout.ep > 1 else 1
+        of_experts = math.lcm(layout.ranks_of_experts, layout.cp) // layout.cp
         self.count = layout.dp if sync == "micro_batch" else of_experts
 
     def most(self, values: Floats) -> Floats:

@@ -192,7 +192,7 @@ class Outcome(ABC):
     @cached_property
     def flops(self) -> float:
         """FLOPs of the documents as they are trained: fewer where they are cut."""
-        return float(self.scenario.model.flops(self.run.length).sum())
+        return float(self.scenario.model_flops(self.run.length).sum())
 
     @property
     def flush_share(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -135,9 +136,8 @@ def obstacle(scenario: Scenario) -> WlbError | None:
 
 def of_size(layout: ParallelLayout, cp_size: int) -> ParallelLayout:
     """The layout if all groups of its dp x cp ranks had that size; a few more ranks where it does not divide them."""
-    dp = -(-layout.size("dp_cp") // cp_size)
-    while dp * cp_size % layout.ep:
-        dp += 1
+    whole = math.lcm(layout.ranks_of_experts * layout.dp_replicate, cp_size)
+    dp = -(-layout.size("dp_cp") // whole) * whole // cp_size
     return dataclasses.replace(layout, cp=cp_size, dp=dp)
 
 

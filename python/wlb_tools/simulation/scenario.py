@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._choices import Generation, Passes, Schedule, Sync
-from wlb._core import MAX_MEAN_DELAY, CostModel, KernelModel, Shard, WlbError, simulate_pipeline
+from wlb._core import MAX_MEAN_DELAY, CostModel, KernelModel, Shard, WlbError, pass_weights, simulate_pipeline
 from wlb._errors import check_integer, check_positive, check_share, error
 from wlb._results import PipelineTimeline
 from wlb.models import Mask, ModelConfig
@@ -23,9 +23,10 @@ from wlb_tools.cluster.capacity import max_tokens
 from wlb_tools.cluster.data_parallel import check_sync, data_parallel_seconds, exposed, micro_batch_seconds
 from wlb_tools.cluster.hardware import GENERATIONS, Hardware
 from wlb_tools.cluster.memory import RESERVED_BYTES, RankMemory, in_flight, kv_width, memory_per_rank
+from wlb_tools.cluster.offload import offload_seconds
 from wlb_tools.cluster.overhead import NO_OVERHEAD, Overhead
 from wlb_tools.cluster.parallel import V_SHAPED, ParallelLayout, default_schedule
-from wlb_tools.cluster.step_time import StageSeconds, check_imbalance, stage_seconds
+from wlb_tools.cluster.step_time import StageSeconds, check_imbalance, fp8_gain, stage_seconds
 from wlb_tools.simulation.methods import Setup, meeting_ranks
 
 Floats = NDArray[np.float64]
@@ -142,6 +143,7 @@ class Scenario:
             message = f"= {self.p2p_overlap}: of {self.pipeline_schedule!r} is 1, its transfers are received ahead"
             raise error("p2p_overlap", message, value=self.p2p_overlap)
         check_imbalance(self.expert_imbalance)
+        fp8_gain(self.layout, self.hardware)
         if self.max_step_cost is not None:
             check_positive("max_step_cost", self.max_step_cost)
         if self.noise == 1:
@@ -218,10 +220,11 @@ class Scenario:
         )
         return (1 - self.dp_overlap) * float(gradients.max())
 
-    @property
+    @cached_property
     def step_end(self) -> float:
-        """Seconds of a step beside its micro-batches: `dp_end`, and what was measured."""
-        return self.dp_end + self.overhead.step
+        """Seconds of a step beside its micro-batches: `dp_end`, an optimizer on the CPU, and what was measured."""
+        offloaded = offload_seconds(self.model, self.layout, self.hardware, schedule=self.pipeline_schedule)
+        return self.dp_end + float(offloaded.max()) + self.overhead.step
 
     def exposed_dp(self, computing: Floats) -> Floats:
         """Seconds of data parallelism in every pass that nothing hides: zeros where ranks meet once a step.
@@ -292,9 +295,34 @@ class Scenario:
 
     def flops(self, *, attention_efficiency: float) -> CostModel:
         """The model's FLOPs, those that recomputation repeats included."""
-        return self.model.cost_model(
-            attention_efficiency=attention_efficiency, recompute=self.layout.recompute == "full"
-        )
+        return self.model.cost_model(**self.cost_arguments(attention_efficiency=attention_efficiency))
+
+    def cost_arguments(self, *, attention_efficiency: float) -> dict[str, Any]:
+        """Arguments of `wlb.ModelConfig.cost_model` for the model's FLOPs, those that recomputation repeats included.
+
+        Attention that is recomputed without the rest counts as attention that is as much slower.
+        """
+        share = float(self.layout.recomputed_of_stages(self.model).sum()) / self.model.num_layers
+        if self.layout.recompute == "full":
+            return {"attention_efficiency": attention_efficiency, "recompute": True if share == 1 else share}
+        if self.layout.recompute == "attention":
+            (once, _), (again, _) = (pass_weights("forward_backward", recompute=each) for each in (False, True))
+            return {"attention_efficiency": attention_efficiency * once / (once + share * (again - once))}
+        return {"attention_efficiency": attention_efficiency}
+
+    def model_flops(self, lengths: ArrayLike) -> Floats:
+        """FLOPs of training each document, as MFU counts them, without gradients of weights that LoRA freezes.
+
+        Args:
+            lengths: int[n] tokens of the documents.
+
+        Returns:
+            float64[n].
+        """
+        flops = self.model.flops(lengths)
+        if not self.layout.lora_rank:
+            return flops
+        return np.asarray(flops - self.model.token_flops * np.asarray(lengths, dtype=np.float64))
 
     @cached_property
     def limit(self) -> int:
@@ -306,12 +334,13 @@ class Scenario:
         if self.max_tokens is not None:
             in_flight(self.layout, schedule=self.pipeline_schedule, num_micro_batches=per_rank)  # refuses the number
             return self.max_tokens
+        default = self.num_micro_batches is None
         return max_tokens(
             self.model,
             self.layout,
             self.hardware,
             schedule=self.pipeline_schedule,
-            num_micro_batches=per_rank,
+            num_micro_batches=lambda layout: layout.pp * split if default else per_rank,
             reserved_bytes=self.reserved_bytes,
             at_least=self.context,
         )
@@ -372,15 +401,17 @@ class Scenario:
     def attention_by_mask(self, lengths: ArrayLike) -> dict[Mask, float]:
         """Seconds of attention over all layers and passes, for the pairs under each of the model's masks."""
         masks, weights = self.masks
-        layers = weights @ np.array(list(self.model.kinds.values()))
-        times = {"forward": 2 if self.layout.recompute == "full" else 1, "backward": 1}
+        layers = np.array(list(self.model.kinds.values()), dtype=np.float64)
+        again = self.layout.recomputed_of_stages(self.model).sum(axis=0)
+        repeated = again if self.layout.recompute in ("full", "attention") else 0 * again
+        times = {"forward": weights @ (layers + repeated), "backward": weights @ layers}
         return {
             mask: sum(
-                times[passes] * float(segment_seconds(self.attention, lengths, lengths, mask, passes=passes).sum())
+                float(times[passes][row])
+                * float(segment_seconds(self.attention, lengths, lengths, mask, passes=passes).sum())
                 for passes in _PASSES
             )
-            * float(count)
-            for mask, count in zip(masks, layers, strict=True)
+            for row, mask in enumerate(masks)
         }
 
     def rank_seconds(self, shard: Shard, *, passes: Passes, kernel: KernelModel | None = None) -> Floats:

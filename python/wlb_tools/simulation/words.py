@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 
 from wlb_tools.cluster.hardware import GIB
+from wlb_tools.cluster.parallel import ParallelLayout
+from wlb_tools.cluster.step_time import fp8_gain
 from wlb_tools.simulation.outcome import IDLE, Outcome
 from wlb_tools.simulation.run import Simulation
 from wlb_tools.simulation.scenario import Scenario
@@ -160,9 +162,12 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
     memory = hardware.memory_bytes / GIB
     return {
         "attention": f"{scenario.attention.source}, {scenario.attention.num_heads} heads of a GPU",
-        "linear part": f"{hardware.gemm_efficiency:.0%} of {hardware.peak_flops / 1e12:,.0f} TFLOP/s (assumed)"
-        if scenario.linear is None
-        else f"measured: {scenario.profile}",
+        "linear part": (
+            f"{hardware.gemm_efficiency:.0%} of {hardware.peak_flops / 1e12:,.0f} TFLOP/s (assumed)"
+            if scenario.linear is None
+            else f"measured: {scenario.profile}"
+        )
+        + (f"; in FP8 {fp8_gain(layout, hardware):g} times as fast (assumed)" if layout.fp8 != "none" else ""),
         "packer's costs": _packer_costs(scenario),
         "links": f"{hardware.intra_node.bandwidth / 1e9:.0f} GB/s between {hardware.gpus_per_node} GPUs of a node,"
         f" {hardware.inter_node.bandwidth / 1e9:.0f} GB/s between nodes",
@@ -172,13 +177,28 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
         "pipeline": f"{scenario.pipeline_schedule}, {layout.pp} ranks x {layout.virtual_stages} stages,"
         f" {scenario.micro_batches} micro-batches a step",
         "data parallelism": f"ranks wait for each other {_MEETINGS[scenario.waiting]}",
-        "memory": f"{memory:.1f} GiB, {scenario.reserved_bytes / GIB:g} of them reserved; fsdp {layout.fsdp},"
-        f" recompute {layout.recompute}",
+        "memory": f"{memory:.1f} GiB, {scenario.reserved_bytes / GIB:g} of them reserved; {_savings(layout)}",
         **({"layers of the stages": ", ".join(map(str, layers))} if len(set(layers)) > 1 else {}),
         "S_max": f"{scenario.limit:,} tokens ({'given' if scenario.max_tokens is not None else 'what fits'})",
         "noise": f"{scenario.noise:.1%} of every pass, seed {scenario.noise_seed}" if scenario.noise else "none",
-        "not modelled": "optimizer step, kernel launches between layers, stragglers, loading",
+        "not modelled": "optimizer step on the GPU, kernel launches between layers, stragglers, loading",
     }
+
+
+def _savings(layout: ParallelLayout) -> str:
+    """Settings of a layout that say what is kept where."""
+    replicas, layers = layout.dp_replicate, layout.recompute_layers
+    said = [
+        f"fsdp {layout.fsdp}{f' in {replicas} replicas' if replicas > 1 else ''}",
+        f"recompute {layout.recompute}{'' if layers is None else f' of the first {layers} layers of a stage'}",
+    ]
+    if layout.fp8 != "none":
+        said.append(f"fp8 {layout.fp8}")
+    if layout.lora_rank:
+        said.append(f"LoRA adapters of rank {layout.lora_rank}")
+    if layout.offload_optimizer:
+        said.append(f"{layout.offload_optimizer:.0%} of the optimizer's state offloaded")
+    return ", ".join(said)
 
 
 def _experts(scenario: Scenario) -> str:

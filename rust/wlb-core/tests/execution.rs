@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use wlb_core::sharding::execution::{
-    Call, HeadsPlan, Indices, KeysPlan, Layout, MovesPlan, Paths, Piece, Reach, RingPlan, Rows, Run, Transport,
+    Call, HeadsPlan, Indices, KeysPlan, Layout, MovesPlan, Paths, Piece, Reach, RingPlan, Rows, Run, Sum, Transport,
 };
 use wlb_core::{Lengths, Mask, ShardOptions, Strategy, shard};
 
@@ -99,12 +99,14 @@ fn listed(rows: &Rows, indices: &Indices) -> Vec<usize> {
 fn computed(call: &Call, indices: &Indices) -> Vec<(usize, usize, i64, usize)> {
     let bounds = |at: usize| i64::from(indices.bounds[call.bounds + at]);
     let (queries, keys) = (listed(&call.queries, indices), listed(&call.keys, indices));
-    assert_eq!(bounds(call.spans), queries.len() as i64);
+    // Queries that are neighbours are counted through the rank's rows.
+    let first = if call.queries.listed { 0 } else { call.queries.first };
+    assert_eq!((bounds(0), bounds(call.spans)), (first, first + queries.len() as i64));
     assert_eq!(bounds(2 * call.spans + 1), keys.len() as i64);
     let mut found = Vec::new();
     let (mut max_queries, mut max_keys) = (0, 0);
     for span in 0..call.spans {
-        let (q_from, q_to) = (bounds(span), bounds(span + 1));
+        let (q_from, q_to) = (bounds(span) - first, bounds(span + 1) - first);
         let (k_from, k_to) = (bounds(call.spans + 1 + span), bounds(call.spans + 2 + span));
         let shift = bounds(2 * (call.spans + 1) + span);
         assert!(q_from < q_to && k_from < k_to);
@@ -174,6 +176,20 @@ impl<'a> Seen<'a> {
 
 const NOTHING: i64 = -1;
 
+/// What a sum makes of numbers of rows.
+fn summed(sum: &Sum, indices: &Indices, of: &[i64]) -> Vec<i64> {
+    let rows = listed(&sum.rows, indices);
+    if sum.begins.count == 0 {
+        assert_eq!(rows.len() as i64, sum.count);
+        return rows.iter().map(|&row| of[row]).collect();
+    }
+    let mut ends = listed(&sum.begins, indices);
+    assert_eq!((ends.len() as i64, ends[0]), (sum.count, 0));
+    ends.push(rows.len());
+    assert!(ends.windows(2).all(|pair| pair[0] < pair[1]), "a row gets nothing");
+    ends.windows(2).map(|pair| rows[pair[0]..pair[1]].iter().map(|&row| of[row]).sum()).collect()
+}
+
 fn keys_transports_are_the_mask(layout: &Layout, transport: Transport, reach: Reach, biased: bool) {
     let size = layout.held.len();
     let plans: Vec<KeysPlan> =
@@ -182,7 +198,7 @@ fn keys_transports_are_the_mask(layout: &Layout, transport: Transport, reach: Re
     let own = |rank: usize| rows_of(layout, rank);
     let mut buffers: Vec<Vec<i64>> = Vec::new();
     for (rank, plan) in plans.iter().enumerate() {
-        let mut buffer: Vec<i64> = own(rank).iter().map(|row| row.2).collect();
+        let mut buffer: Vec<i64> = own(rank)[plan.first as usize..].iter().map(|row| row.2).collect();
         assert!(plan.own_rows as usize >= buffer.len());
         buffer.resize(plan.own_rows as usize, NOTHING);
         buffers.push(buffer);
@@ -211,63 +227,43 @@ fn keys_transports_are_the_mask(layout: &Layout, transport: Transport, reach: Re
             buffers[rank].extend(read);
         }
     }
-    // Of every rank the queries that see each row of its buffer, by calls; and what it makes of them.
-    let mut totals: Vec<Vec<i64>> = Vec::new();
+    // Of every rank the queries that see each key of its calls: they are its gradients. And of each token, of all.
+    let mut of_calls: Vec<Vec<i64>> = Vec::new();
     let mut right: BTreeMap<i64, i64> = BTreeMap::new();
     for (rank, plan) in plans.iter().enumerate() {
         let mut seen = Seen::of(layout, own(rank), reach, biased);
         let mut gradients: Vec<i64> = Vec::new();
-        for call in plan.local.iter().chain(&plan.remote) {
+        for (place, call) in plan.local.iter().chain(&plan.remote).enumerate() {
             assert!(call.fresh, "a query is in two calls");
             let of_call = gradients.len();
             gradients.resize(of_call + call.keys.count as usize, 0);
+            let token = |row: usize| if place < plan.local.len() { own(rank)[row].2 } else { buffers[rank][row] };
             seen.add(call, &plan.indices, |row| {
-                assert_ne!(buffers[rank][row], NOTHING);
-                buffers[rank][row]
+                assert_ne!(token(row), NOTHING);
+                token(row)
             });
             for (_, row, _, key) in computed(call, &plan.indices) {
                 gradients[of_call + key] += 1;
-                *right.entry(buffers[rank][row]).or_default() += 1;
+                *right.entry(token(row)).or_default() += 1;
             }
-        }
-        for call in &plan.local {
-            assert!(listed(&call.keys, &plan.indices).iter().all(|&row| row < own(rank).len()));
         }
         seen.is_whole();
-        let mut total = vec![0; buffers[rank].len()];
-        if !gradients.is_empty() {
-            let first = listed(&plan.gradients, &plan.indices);
-            assert_eq!(first.len(), total.len());
-            total = first.iter().map(|&gradient| gradients[gradient]).collect();
-            listed(&plan.without, &plan.indices).iter().for_each(|&row| total[row] = 0);
-            for (row, more) in listed(&plan.more_rows, &plan.indices).iter().zip(listed(&plan.more, &plan.indices)) {
-                total[*row] += gradients[more];
-            }
-        }
-        totals.push(total);
+        of_calls.push(gradients);
     }
     // Every gradient goes home.
+    let going: Vec<Vec<i64>> =
+        plans.iter().zip(&of_calls).map(|(plan, gradients)| summed(&plan.going, &plan.indices, gradients)).collect();
     for (rank, plan) in plans.iter().enumerate() {
-        let mut home = totals[rank][..plan.own_rows as usize].to_vec();
-        let rows = listed(&plan.sent, &plan.indices);
-        for (other, total) in totals.iter().enumerate() {
-            let offset = plans[other].own_rows + plans[other].arriving_rows[..rank].iter().sum::<i64>();
-            let part = &total[offset as usize..][..plans[other].arriving_rows[rank] as usize];
-            let from = match transport {
-                Transport::AllGather => 0,
-                Transport::Fetch => plan.sent_rows[..other].iter().sum::<i64>() as usize,
-            };
-            for (at, gradient) in part.iter().enumerate() {
-                if ((from + at) as i64) < plan.needed {
-                    home[rows[from + at]] += gradient;
-                } else {
-                    assert_eq!(*gradient, 0);
-                }
-            }
+        let mut gradients = of_calls[rank].clone();
+        for (other, going) in going.iter().enumerate() {
+            let rows = plans[other].going_rows[rank];
+            assert_eq!(plan.coming_rows[other], rows);
+            let from = plans[other].going_rows[..rank].iter().sum::<i64>() as usize;
+            gradients.extend(&going[from..from + rows as usize]);
         }
-        for (row, &(_, _, token)) in own(rank).iter().enumerate() {
-            assert_eq!(home[row], right.get(&token).copied().unwrap_or(0));
-        }
+        let found = summed(&plan.own, &plan.indices, &gradients);
+        let expected: Vec<i64> = own(rank).iter().map(|row| right.get(&row.2).copied().unwrap_or(0)).collect();
+        assert_eq!(found, expected);
     }
 }
 

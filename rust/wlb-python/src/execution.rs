@@ -3,7 +3,9 @@
 use std::num::NonZeroI64;
 
 use pyo3::prelude::*;
-use wlb_core::sharding::execution::{Call, HeadsPlan, Indices, KeysPlan, Layout, MovesPlan, RingPlan, Rows, Transport};
+use wlb_core::sharding::execution::{
+    Call, HeadsPlan, Indices, KeysPlan, Layout, MovesPlan, RingPlan, Rows, Sum, Transport,
+};
 
 use crate::error::raise;
 use crate::plain::Array;
@@ -11,6 +13,8 @@ use crate::sharding::Shard;
 
 /// First row (of a list: where it begins), how many, whether it is a list.
 type PlainRows = (i64, i64, bool);
+/// Rows, where those of each row of the result begin among them, and how many these are.
+type PlainSum = (PlainRows, PlainRows, i64);
 /// Rows of queries and of keys, where the bounds begin, spans, longest queries and keys, window, whether it is fresh.
 type PlainCall = (PlainRows, PlainRows, usize, usize, i64, i64, (i64, i64), bool);
 /// Lists of rows and, from the number beside it on, bounds.
@@ -18,6 +22,10 @@ type PlainIndices = (Array<Vec<i32>>, usize);
 
 fn rows(rows: Rows) -> PlainRows {
     (rows.first, rows.count, rows.listed)
+}
+
+fn sum(sum: Sum) -> PlainSum {
+    (rows(sum.rows), rows(sum.begins), sum.count)
 }
 
 fn calls(calls: &[Call]) -> Vec<PlainCall> {
@@ -54,10 +62,10 @@ fn indices(indices: Indices) -> PlainIndices {
 ///     biased: scores have a bias by position.
 ///
 /// Returns:
-///     int32 numbers, and where bounds begin in them; local calls; remote calls; the buffer's rows before those that
-///     arrive; rows sent, and how many of them are needed; rows sent to and arriving from each rank; whether any
-///     rank sends; gradients by row of the buffer, more of them, their rows, and rows without any. See
-///     ``wlb_core::sharding::execution``.
+///     int32 numbers, and where bounds begin in them; local calls; remote calls; the first of the rank's rows in the
+///     buffer, and the buffer's rows before those that arrive; rows sent; rows sent to and arriving from each rank;
+///     whether any rank sends; sums of gradients that go home, how many rows go to and come from each rank; sums of the
+///     gradients of own keys. See ``wlb_core::sharding::execution``.
 ///
 /// Raises:
 ///     WlbError: the keys of a call are more than int32 can count.
@@ -75,12 +83,12 @@ pub(crate) fn keys_plan(
     PlainIndices,
     Vec<PlainCall>,
     Vec<PlainCall>,
-    i64,
-    (PlainRows, i64),
-    Vec<i64>,
-    Vec<i64>,
+    (i64, i64),
+    PlainRows,
+    (Vec<i64>, Vec<i64>),
     bool,
-    (PlainRows, PlainRows, PlainRows, PlainRows),
+    (PlainSum, Vec<i64>, Vec<i64>),
+    PlainSum,
 )> {
     let transport = if fetch { Transport::Fetch } else { Transport::AllGather };
     let plan = py.detach(|| {
@@ -92,12 +100,12 @@ pub(crate) fn keys_plan(
         indices(plan.indices),
         calls(&plan.local),
         calls(&plan.remote),
-        plan.own_rows,
-        (rows(plan.sent), plan.needed),
-        plan.sent_rows,
-        plan.arriving_rows,
+        (plan.first, plan.own_rows),
+        rows(plan.sent),
+        (plan.sent_rows, plan.arriving_rows),
         plan.moves,
-        (rows(plan.gradients), rows(plan.more), rows(plan.more_rows), rows(plan.without)),
+        (sum(plan.going), plan.going_rows, plan.coming_rows),
+        sum(plan.own),
     ))
 }
 

@@ -209,16 +209,16 @@ impl Shard {
         Array(self.plan.keys_gathered())
     }
 
-    /// int64[cp_size]: all tokens of a rank that needs two calls of attention, because some of its segments, an eighth
-    /// of its tokens or more, find all of their keys on the rank and others do not; else 0. Without a window;
+    /// int64[cp_size]: all tokens of a rank that needs two calls of attention, because of some of its documents, an
+    /// eighth of its tokens or more, it has all keys that it sees, and of others not; else 0. Without a window;
     /// O(segments).
     #[getter]
     fn tokens_split(&self) -> Array<Vec<i64>> {
         Array(self.ranks().map(|rank| self.plan.tokens_split(rank)).collect())
     }
 
-    /// int64[cp_size]: keys that each rank picks, of its own and of those that arrive: for every segment of a call that
-    /// sees some of the latter, all keys that it sees. Without a window; O(segments).
+    /// int64[cp_size]: keys that each rank picks, of its own and of those that arrive: for every segment of a document
+    /// of which the rank has not all keys, all keys that the segment sees. Without a window; O(segments).
     #[getter]
     fn keys_picked(&self) -> Array<Vec<i64>> {
         Array(self.ranks().map(|rank| self.plan.keys_picked(rank)).collect())
@@ -309,7 +309,8 @@ impl Shard {
 
 /// What one rank of a context-parallel group holds and computes, ready for a varlen attention kernel.
 ///
-/// Tokens stand in packed order. A segment is a contiguous run of one document; segment ``i``'s queries are
+/// Rows have an order of their own: first come the documents of which the rank has all keys that it sees, then the
+/// others (``docs/semantics.md``). A segment is a contiguous run of one document; segment ``i``'s queries are
 /// ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of the rank's tokens, and its keys are
 /// ``packed[k_starts[i] : k_starts[i] + cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its
 /// document up to the segment's end, so that a kernel's bottom-right causal alignment is right.
@@ -365,7 +366,7 @@ impl RankShard {
         self.held.k_starts.len()
     }
 
-    /// int32[T_r]: where each token stands in the packed sequence; ascending.
+    /// int32[T_r]: where each token stands in the packed sequence, row by row.
     #[getter]
     fn token_indices(&self) -> PyResult<Array<Vec<i32>>> {
         Ok(Array(self.shard.plan.token_indices(self.rank).map_err(raise)?))

@@ -640,9 +640,9 @@ def test_tune_takes_the_options_of_simulate(run: Any) -> None:
         }
         for name in ("simulate", "tune")
     )
-    differ = {"--steps", "--by", "--global-batch", "--thresholds", "--noise", "--noise-seed", "--variants"}
+    differ = {"--steps", "--by", "--thresholds", "--noise", "--noise-seed", "--variants"}
     assert {"--seed", "--oversize", "--dp", "--fsdp", "--gpu", "--max-tokens", "--memory-factor"} <= tuned.keys()
-    assert simulated.keys() - tuned.keys() == differ - {"--steps", "--by", "--global-batch"}
+    assert simulated.keys() - tuned.keys() == differ - {"--steps", "--by"}
     assert {name: simulated[name] for name in tuned.keys() - differ} == {
         name: tuned[name] for name in tuned.keys() - differ
     }
@@ -917,9 +917,13 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
         ("simulate", npy, *CLUSTER, "--stage-layers", "20,13"): "--stage-layers add up to 33",
         ("simulate", npy, *CLUSTER, "--stage-layers", "a"): "--stage-layers a: give whole numbers",
         ("simulate", npy, "--schedule", "zbv"): "--virtual-stages = 1",
-        ("tune", npy, "--global-batch", "8K"): "--global-batch: searches the layout of --gpus",
-        ("tune", npy, "--gpus", 8, "--global-batch", "8KB"): "--global-batch 8KB: must be a number of tokens",
-        ("tune", npy, "--gpus", 8, "--global-batch", "8K"): "--global-batch 8,192: is below --context 131,072",
+        ("tune", npy, "--global-batch", "130000"): "--global-batch 130,000 tokens: is below --context",
+        ("tune", npy, "--gpus", 8, "--global-batch", "8KB"): "--global-batch 8KB: must be tokens, such as 4M",
+        ("tune", npy, "--gpus", 8, "--global-batch", "8K"): "--global-batch 8,192 tokens: is below --context 131,072",
+        ("simulate", npy, "--global-batch", "200K"): "--global-batch 204,800 tokens: is no multiple of",
+        ("simulate", npy, "--global-batch", "0samples"): "--global-batch 0samples: must be tokens",
+        ("simulate", npy, "--global-batch", "7samples", "--micro-batch-size", 2): "7 sequences are no multiple of",
+        ("simulate", npy, "--global-batch", "4M", "--micro-batches", 8): "--global-batch says how large",
         ("tune", npy, *CLUSTER, "--gpus", 9, "--global-batch", "8K"): "--gpus = 9: dp 2 x pp 2 x cp 2 x tp 1 = 8 GPUs",
         ("tune", npy, *CLUSTER, "--attention-efficiency", 0.1): "--attention-efficiency: tuning on a cluster",
         ("tune", npy, *CLUSTER, "--gpus", 16): "--gpus = 16: dp 2 x pp 2 x cp 2 x tp 1 = 8 GPUs",

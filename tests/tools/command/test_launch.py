@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ MEGATRON = """#!/bin/bash
 GPUS_PER_NODE=8
 NNODES=${SLURM_NNODES:-8}
 TP=4
+DTYPE="fp8"
 DISTRIBUTED_ARGS=(
     --nproc_per_node $GPUS_PER_NODE   # a comment
     --nnodes $NNODES
@@ -26,10 +29,18 @@ MODEL_ARGS=(
     --group-query-attention --num-query-groups 8 --seq-length 8192 --swiglu
     --untie-embeddings-and-output-weights --vocab-size 128256
 )
-TRAINING_ARGS="--micro-batch-size 2 --global-batch-size 128 --bf16 --fp8-format hybrid \\
+TRAINING_ARGS="--micro-batch-size 2 --global-batch-size 128 --bf16 \\
     --recompute-granularity selective --sequence-parallel --use-distributed-optimizer --lr 1e-4"
-torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} ${TRAINING_ARGS[@]} \\
-    --tensor-model-parallel-size ${TP} --pipeline-model-parallel-size 2
+FP8_ARGS=()
+if [[ "$DTYPE" == "fp8" ]]; then
+    FP8_ARGS+=(
+        "--fp8-format hybrid"
+        "--fp8-amax-history-len 1024"
+        "--fp8-param-gather"
+    )
+fi
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} ${TRAINING_ARGS[@]} ${FP8_ARGS[@]} \\
+    --tensor-model-parallel-size ${TP} --pipeline-model-parallel-size 2 --num-distributed-optimizer-instances 2
 """
 EXPERTS = """GPUS_PER_NODE=8
 NNODES=4
@@ -37,8 +48,9 @@ torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES pretrain_gpt.py \\
   --num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --seq-length 4096 --swiglu \\
   --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1408 --expert-model-parallel-size 4 \\
   --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \\
-  --num-layers-per-virtual-pipeline-stage 4 --micro-batch-size 1 --global-batch-size $((8 * 32)) \\
-  --vocab-size 32000 --use-distributed-optimizer --optimizer-cpu-offload
+  --num-layers-per-virtual-pipeline-stage 4 --micro-batch-size 1 --global-batch-size $((8 * 32)) --bf16 \\
+  --vocab-size 32000 --use-distributed-optimizer --optimizer-cpu-offload --sequence-parallel \\
+  --recompute-granularity full --recompute-method block --recompute-num-layers 2
 """
 ARGUMENTS = """--num-layers 24
 --hidden-size 2048
@@ -47,24 +59,46 @@ ARGUMENTS = """--num-layers 24
 --micro-batch-size 4
 --global-batch-size 256
 --tensor-model-parallel-size 1
---pipeline-model-parallel-size 1
+--pipeline-model-parallel-size 4
+--decoder-first-pipeline-num-layers 5
+--decoder-last-pipeline-num-layers 5
 --context-parallel-size 2
+--recompute-granularity selective
+--recompute-modules layernorm core_attn
 --vocab-size 50304
+--bf16
+"""
+MODEL_ARGS = """ENV_VARS:
+  CUDA_DEVICE_MAX_CONNECTIONS: 1
+MODEL_ARGS:
+  --num-layers: 8
+  --hidden-size: 1024
+  --num-attention-heads: 16
+  --seq-length: 4096
+  --micro-batch-size: 1
+  --global-batch-size: 32
+  --tensor-model-parallel-size: 2
+  --sequence-parallel: true
+  --use-distributed-optimizer: true
+  --vocab-size: 32000
+  --bf16: true
 """
 TITAN = """[model]
 name = "llama3"
 flavor = "8B"
+converters = ["quantize.linear.float8"]
 [training]
 local_batch_size = 1
 seq_len = 8192
 global_batch_size = 32
 [parallelism]
-data_parallel_replicate_degree = 1
+data_parallel_replicate_degree = 2
 data_parallel_shard_degree = 8
 tensor_parallel_degree = 2
 context_parallel_degree = 1
 [activation_checkpoint]
 mode = "selective"
+selective_ac_option = "2"
 [quantize.linear.float8]
 enable_fsdp_float8_all_gather = true
 """
@@ -74,9 +108,26 @@ micro_batch_size: 2
 gradient_accumulation_steps: 4
 gradient_checkpointing: true
 adapter: lora
+lora_r: 32
+lora_target_linear: true
 load_in_8bit: true
 deepspeed: deepspeed_configs/zero3_bf16.json
 learning_rate: 0.0002
+optimizer: adamw_bnb_8bit
+"""
+AXOLOTL_FSDP = """base_model: {model}
+sequence_len: 4096
+micro_batch_size: 1
+gradient_accumulation_steps: 2
+dp_shard_size: 4
+dp_replicate_size: 2
+fp8: true
+fp8_enable_fsdp_float8_all_gather: true
+fsdp_config:
+  fsdp_version: 2
+  offload_params: true
+  reshard_after_forward: true
+  activation_checkpointing: true
 """
 FACTORY = """model_name_or_path: {model}
 stage: sft
@@ -84,7 +135,7 @@ finetuning_type: full
 cutoff_len: 4096
 per_device_train_batch_size: 1
 gradient_accumulation_steps: 8
-deepspeed: examples/deepspeed/ds_z2_config.json
+deepspeed: examples/deepspeed/ds_z2_offload_config.json
 """
 CONFIG = {
     "model_type": "llama",
@@ -99,11 +150,13 @@ FILES = {
     "pretrain.sh": MEGATRON,
     "experts.sh": EXPERTS,
     "arguments.txt": ARGUMENTS,
+    "model_args.yaml": MODEL_ARGS,
     "titan.toml": TITAN,
     "axolotl.yaml": AXOLOTL,
+    "axolotl_fsdp.yaml": AXOLOTL_FSDP,
     "factory.yaml": FACTORY,
 }
-MORE = {"arguments.txt": ("--gpus", 16), "axolotl.yaml": ("--dp", 8), "factory.yaml": ("--dp", 8)}
+"""Eight kinds of launch files, as people write them: none needs another option."""
 
 
 def written(folder: Path, name: str) -> Path:
@@ -128,29 +181,131 @@ def test_every_key_that_matters_is_taken_or_left_out_with_a_reason(tmp_path: Pat
         "gpus": "64",
         "micro-batch-size": "2",
         "micro-batches": "64",
-        "recompute": "selective",
+        "recompute": "attention",
         "fsdp": "zero1",
+        "dp-replicate": "2",
+        "fp8": "parameters",
     }
-    assert launch.left == ["--fp8-format = hybrid: FP8 is not modelled: rates and parameters are those of bfloat16"]
+    assert launch.left == ["--fp8-amax-history-len = 1024: FP8 is priced alike in every recipe"]
 
     launch = read_launch(written(tmp_path, "experts.sh"))
     assert launch.options["virtual-stages"] == "2"
     assert launch.options["micro-batches"] == "256"
     assert "num_experts=8,experts_per_token=2" in str(launch.options["model"])
     assert "ffn_hidden_size=1408" in str(launch.options["model"])
-    assert [line.split(" ")[0] for line in launch.left] == ["--expert-tensor-parallel-size", "--optimizer-cpu-offload"]
+    assert launch.options["expert-tp"] == "1"
+    assert launch.options["offload-optimizer"] == "1"
+    assert (launch.options["recompute"], launch.options["recompute-layers"]) == ("full", "2")
+    assert launch.left == []
+
+    launch = read_launch(written(tmp_path, "arguments.txt"))
+    assert launch.options["stage-layers"] == "5,7,7,5"
+    assert launch.options["recompute"] == "selective"
+    assert [line.split(":")[0] for line in launch.left] == ["--recompute-modules = core_attn"]
 
     launch = read_launch(written(tmp_path, "titan.toml"))
     assert launch.options["model"] == "llama3-8b"
-    assert launch.options["dp"] == "8"
+    assert (launch.options["dp"], launch.options["dp-replicate"]) == ("16", "2")
     assert launch.options["micro-batches"] == "32"
-    assert any("float8" in line for line in launch.left) or not launch.left
+    assert launch.options["fp8"] == "parameters"
+    assert (launch.options["recompute"], launch.options["recompute-layers"]) == ("full", "16")
+    assert launch.left == []
 
     launch = read_launch(written(tmp_path, "axolotl.yaml"))
     assert launch.options["fsdp"] == "zero3"
     assert launch.options["recompute"] == "full"
-    assert [line.split(" ")[0] for line in launch.left] == ["gradient_accumulation_steps", "adapter", "load_in_8bit"]
-    assert read_launch(written(tmp_path, "factory.yaml")).options["fsdp"] == "zero2"
+    assert launch.options["lora-rank"] == "32"
+    assert [line.split(" ")[0] for line in launch.left] == ["optimizer", "load_in_8bit"]
+    launch = read_launch(written(tmp_path, "axolotl_fsdp.yaml"))
+    assert {"dp": "8", "dp-replicate": "2", "fp8": "parameters", "fsdp": "zero3"}.items() <= launch.options.items()
+    assert (launch.options["recompute"], launch.options["offload-optimizer"]) == ("full", "1")
+    assert [line.split(":")[0] for line in launch.left] == ["offload of parameters = True"]
+    launch = read_launch(written(tmp_path, "factory.yaml"))
+    assert (launch.options["fsdp"], launch.options["offload-optimizer"]) == ("zero2", "1")
+
+
+def test_a_file_of_deepspeed_is_read_where_it_is(tmp_path: Path) -> None:
+    path = written(tmp_path, "factory.yaml")
+    (tmp_path / "examples/deepspeed").mkdir(parents=True)
+    deepspeed = tmp_path / "examples/deepspeed/ds_z2_offload_config.json"
+    deepspeed.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}))
+    launch = read_launch(path)
+    assert launch.options["fsdp"] == "zero3"
+    assert "offload-optimizer" not in launch.options
+    assert [line.split(":")[0] for line in launch.left] == ["offload of parameters = True"]
+    deepspeed.write_text("{")
+    with pytest.raises(CliError, match="is no JSON"):
+        read_launch(path)
+    path.write_text(path.read_text().replace("ds_z2_offload_config", "ds_own"))
+    with pytest.raises(CliError, match="there is no such file, and its name has no stage"):
+        read_launch(path)
+
+
+def test_accumulation_counts_on_the_ranks_that_there_are(tmp_path: Path) -> None:
+    """Steps of gradient accumulation are a rank's; ranks are typed, or as few as there can be."""
+
+    def options(name: str, *typed: str) -> dict[str, str]:
+        words, _ = with_launch_file(["simulate", "x.npy", "--from", str(written(tmp_path, name)), *typed])
+        return {word: words[place + 1] for place, word in enumerate(words[:-1]) if word.startswith("--")}
+
+    assert options("axolotl.yaml")["--micro-batches"] == "4"
+    assert options("axolotl.yaml", "--dp", "8")["--micro-batches"] == "32"
+    assert options("axolotl.yaml", "--gpus=16", "--cp", "2")["--micro-batches"] == "32"
+    assert "--micro-batches" not in options("axolotl.yaml", "--dp", "8", "--global-batch", "64samples")
+    assert "--micro-batches" not in options("titan.toml", "--global-batch", "1M")
+    assert options("axolotl_fsdp.yaml")["--micro-batches"] == "16"
+    text = EXPERTS.replace("--nproc_per_node $GPUS_PER_NODE --nnodes $NNODES", "").replace("GPUS_PER_NODE=8", "")
+    path = tmp_path / "no_gpus.sh"
+    path.write_text(text)
+    words, said = with_launch_file(["simulate", "x.npy", "--from", str(path)])
+    assert words[words.index("--dp") + 1] == "2", "two ranks of tp 2 for the four that divide experts"
+    assert any("not said; as few as there can be" in line for line in said)
+
+
+QUOTED = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+
+
+def test_options_that_are_quoted_exist(tmp_path: Path) -> None:
+    """In texts of the tools, in what is said of launch files, and in what would make a model fit."""
+    import wlb_tools
+    from wlb_tools.cluster import capacity
+    from wlb_tools.command.app import _COMMANDS, _options
+    from wlb_tools.command.errors import setting
+    from wlb_tools.command.inputs import launch as module
+
+    existing = {each.__name__: _options([each.__name__, "x"]) for each in _COMMANDS}
+    anywhere = set().union(*existing.values(), {"--help", "--version"})
+    of_others = {"--format", "--id", "--query-gpu", "--expert-tensor-parallel-size"}  # nvidia-smi's and Megatron's
+    for path in Path(wlb_tools.__file__).parent.rglob("*.py"):
+        if path == Path(module.__file__):
+            continue
+        texts = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+        quoted = {word for text in texts if isinstance(text, str) for word in QUOTED.findall(text)}
+        assert quoted - of_others <= anywhere, path
+    for _, reason in module._REASONS:
+        assert {*QUOTED.findall(reason)} <= existing["simulate"], reason
+    for name in FILES:
+        launch = read_launch(written(tmp_path, name))
+        launch.complete({})
+        for command in ("simulate", "tune", "advise"):
+            assert {f"--{option}" for option in launch.options} <= existing[command]
+        for line in (*launch.taken, *launch.left):
+            assert {*QUOTED.findall(line.partition(": ")[2])} <= existing["simulate"], line
+    changes = [(name, value) for name, values in capacity._SAVINGS.items() for value in values]
+    for name, value in (*changes, *((axis, 2) for axis in (*capacity._AXES, "ep", "schedule"))):
+        assert setting(name, value).split(" ")[0] in existing["simulate"]
+
+
+def test_what_would_make_a_model_fit_does(run: Any, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.full(4000, 4096))
+    command = ("simulate", "lengths.npy", "--model", "llama2-70b", "--tp", 4, "--context", "64k", "--steps", 1)
+    shown = run(*command)
+    advice = shown.err.partition("it would fit with ")[2].strip().split(", or with ")
+    assert len(advice) > 1
+    for each in advice:
+        words = re.sub(r"\(.*\)", "", each).replace(" and ", " ").split()
+        again = run(*command, *words, "--variants", "plain")
+        assert again.code == 0, (each, again.err)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -158,7 +313,7 @@ def test_launch_files_run_as_they_are(name: str, run: Any, tmp_path: Path) -> No
     written(tmp_path, name)
     lengths = np.minimum(4096, (np.random.default_rng(0).pareto(1.1, 8000) * 300).astype(int) + 10)
     np.save(tmp_path / "lengths.npy", lengths)
-    options = ("--from", name, "--steps", 2, "--variants", "plain", "--json", *MORE.get(name, ()))
+    options = ("--from", name, "--steps", 2, "--variants", "plain", "--json")
     shown = run("simulate", "lengths.npy", *options)
     assert shown.code == 0, shown.err
     assert "Taken:" in shown.err
@@ -171,9 +326,6 @@ def test_what_is_typed_wins(tmp_path: Path) -> None:
     assert words.index("--tp") < len(words) - 2
     assert words[-2:] == ["--tp", "8"]
     assert said[0].endswith("Taken:")
-    words, _ = with_launch_file(["tune", "x.npy", f"--from={path}"])
-    assert "--micro-batch-size" not in words
-    assert words[words.index("--micro-batches") + 1] == "128", "the global batch stays what it is"
     assert with_launch_file(["pack", "x.npy", "--from", "y"]) == (["pack", "x.npy", "--from", "y"], [])
 
 
@@ -191,6 +343,7 @@ def test_what_is_typed_wins(tmp_path: Path) -> None:
         ("bad.yaml", "a: [", "is no YAML"),
         ("list.yaml", "- a", "is no YAML of keys and values"),
         ("other.yaml", "a: 1", "is YAML of neither axolotl"),
+        ("stage.yaml", "base_model: x\ndeepspeed: own.json", "its name has no stage"),
     ],
 )
 def test_other_files_are_refused_by_name(name: str, text: str, said: str, tmp_path: Path) -> None:

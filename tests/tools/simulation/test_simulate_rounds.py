@@ -209,8 +209,8 @@ def test_units_are_all_parameters(stages: tuple[int, int], ep: int, schedule: An
     units = units_of_stages(model, layout, schedule=schedule)
     found = np.zeros((2, pp))
     for rank, of_stage in zip(ranks_of_stages(layout, schedule=schedule).tolist(), units, strict=True):
-        for count, rest, experts in of_stage:
-            found[:, rank] += count * rest, count * experts
+        for unit in of_stage:
+            found[:, rank] += unit.count * unit.rest, unit.count * unit.experts
     assert found.sum(axis=0) == pytest.approx(parameters_per_rank(model, layout, schedule=schedule))
     assert found[1] == pytest.approx(experts_per_rank(model, layout, schedule=schedule))
 

@@ -37,22 +37,38 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+Gradients = tuple[Tensor, Tensor]
+"""Of queries, like `q`; of keys and values together, `[keys, 2, kv_heads, head_dim]`."""
+
+
 class Kernel(Protocol):
-    """Attention of one call: `q` is `[queries, heads, head_dim]`, `k` and `v` are `[keys, kv_heads, head_dim]`."""
+    """Attention of one call: `q` is `[queries, heads, head_dim]`, `k` and `v` are `[keys, kv_heads, head_dim]`.
+
+    `q` may have rows beside those of the call (`Call.q_rows` that are neighbours): they are not read, and of results
+    these rows are not written.
+    """
 
     @staticmethod
     def tiles(head_dim: int) -> tuple[int, int]:
         """Queries of a segment that the forward and the backward compute together: fewer take as long."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Output like `q`, and the log-sum-exp `[heads, queries]`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Output like `q`, written to `out` if that is given, and the log-sum-exp `[heads, queries]`."""
         ...
 
     def backward(
-        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of `q`, and of `k` and `v` as one tensor `[keys, 2, kv_heads, head_dim]`.
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: tuple[Tensor | None, Tensor] | None = None,
+    ) -> Gradients:
+        """The gradients, written to `into` where that is given.
 
         `out` and `lse` are over all keys of a query, not only this call's.
         """
@@ -75,9 +91,9 @@ class ReferenceKernel:
         """One query each: its own tiles are for memory, and what it computes goes with the queries."""
         return 1, 1
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        out = torch.empty_like(q)
+        out = _like(q) if out is None else out
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q.dtype))
         kv_heads = k.shape[1]
         for rows, keys, distance, hidden in self._tiles(call, q.shape[1]):
@@ -89,12 +105,21 @@ class ReferenceKernel:
         return out, lse
 
     def backward(
-        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: tuple[Tensor | None, Tensor] | None = None,
+    ) -> Gradients:
         """See `Kernel`."""
-        dq = torch.zeros(q.shape, dtype=accumulator(q.dtype), device=q.device)
-        d_keys = k.new_zeros((k.shape[0], 2, *k.shape[1:]), dtype=accumulator(k.dtype))
-        dk, dv = d_keys.unbind(1)
+        dq, d_keys = _gradients(q, k, into)
+        wide = accumulator(k.dtype)
+        summed = d_keys.zero_() if d_keys.dtype == wide else torch.zeros_like(d_keys, dtype=wide)
+        dk, dv = summed.unbind(1)
         kv_heads = k.shape[1]
         for rows, keys, distance, hidden in self._tiles(call, q.shape[1]):
             q_tile, k_tile, v_tile = _stack(q[rows], kv_heads), _by_head(k[keys]), _by_head(v[keys])
@@ -104,8 +129,10 @@ class ReferenceKernel:
             dv[keys] += (p.mT @ d_tile).transpose(0, 1)
             delta = (d_tile * _stack(out[rows], kv_heads)).sum(-1, keepdim=True)
             ds = (d_tile @ v_tile.mT).sub_(delta).mul_(p).mul_(self.scale)
-            dq[rows] = _unstack(ds @ k_tile, q[rows].shape)
+            dq[rows] = _unstack(ds @ k_tile, q[rows].shape).to(dq.dtype)
             dk[keys] += (ds.mT @ q_tile).transpose(0, 1)
+        if summed is not d_keys:
+            d_keys.copy_(summed)
         return dq, d_keys
 
     def _scores(self, q: Tensor, k: Tensor, distance: Tensor | None, hidden: Tensor | None) -> Tensor:
@@ -162,12 +189,12 @@ class CpuFlashKernel:
         """As the reference kernel: what it computes goes with the queries."""
         return 1, 1
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         spans = self._spans(call)
         if spans is None:
-            return ReferenceKernel(self.scale).forward(q, k, v, call)
-        out = q.new_empty(q.shape)
+            return ReferenceKernel(self.scale).forward(q, k, v, call, out)
+        out = _like(q) if out is None else out
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q.dtype))
         for queries, parts in spans:
             found = [self._forward(q[queries], k[keys], v[keys], causal) for keys, causal in parts]
@@ -180,13 +207,21 @@ class CpuFlashKernel:
         return out, lse
 
     def backward(
-        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: tuple[Tensor | None, Tensor] | None = None,
+    ) -> Gradients:
         """See `Kernel`."""
         spans = self._spans(call)
         if spans is None:
-            return ReferenceKernel(self.scale).backward(d_out, q, k, v, out, lse, call)
-        dq, d_keys = _gradients(q, k)
+            return ReferenceKernel(self.scale).backward(d_out, q, k, v, out, lse, call, into)
+        dq, d_keys = _gradients(q, k, into)
         for queries, parts in spans:
             given = (d_out[queries], q[queries], out[queries], lse[:, queries])
             found = []
@@ -275,12 +310,33 @@ def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
     most = call.max_seqlen_k
     if call.window not in ((-1, -1), (-1, 0)):
         most = max(call.max_seqlen_q, most)
-    return call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, most
+    return call.cu_seqlens_q, call.cu_seqlens_k, longest_queries(call), most
 
 
-def _gradients(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of queries, and of keys and values, to be filled in."""
-    return torch.empty_like(q, memory_format=torch.contiguous_format), k.new_empty((k.shape[0], 2, *k.shape[1:]))
+def longest_queries(call: Call) -> int:
+    """What flash kernels are told of it: where each span is one query they take all rows for spans, not only theirs."""
+    return max(call.max_seqlen_q, 2)
+
+
+def _like(q: Tensor) -> Tensor:
+    """Rows like these, one behind the other, to be filled in."""
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def _gradients(q: Tensor, k: Tensor, into: tuple[Tensor | None, Tensor] | None) -> Gradients:
+    """Those of queries, and of keys and values, to be filled in: `into` where that is given."""
+    if into is None:
+        return _like(q), k.new_empty((k.shape[0], 2, *k.shape[1:]))
+    return _like(q) if into[0] is None else into[0], into[1]
+
+
+def _written(call: Call, rows: Tensor, into: Tensor | None) -> Tensor:
+    """The rows of a call, in `into` if that is given."""
+    if into is None:
+        return rows
+    place = slice(None) if call.q_rows is None or isinstance(call.q_rows, Tensor) else call.q_rows
+    into[place] = rows[place]
+    return into
 
 
 class FlashTiles:
@@ -304,22 +360,37 @@ class VarlenKernel(FlashTiles):
 
     scale: float
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         causal = call.window == (-1, 0)
-        options = {"return_debug_mask": False, "scale": self.scale, **_window(call)}
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *_spans(call), 0.0, causal, **options)
-        return out, lse
+        given = (q, k, v, *_spans(call), 0.0, causal, False)
+        options = {"scale": self.scale, **_window(call)}
+        into = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)
+        if out is not None and into is not None:
+            return out, into(out, *given, **options)
+        found, lse, *_ = torch.ops.aten._flash_attention_forward(*given, **options)
+        return _written(call, found, out), lse
 
     def backward(
-        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: tuple[Tensor | None, Tensor] | None = None,
+    ) -> Gradients:
         """See `Kernel`."""
         given = (d_out, q, k, v, out, lse, *_spans(call), 0.0, call.window == (-1, 0))
         # The state of a dropout that is not there.
         nothing = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(*given, *nothing, scale=self.scale, **_window(call))
-        return dq, torch.stack((dk, dv), 1)
+        if into is None:
+            return dq, torch.stack((dk, dv), 1)
+        torch.stack((dk, dv), 1, out=into[1])
+        return _written(call, dq, into[0]), into[1]
 
 
 @dataclass(frozen=True)
@@ -329,17 +400,26 @@ class FlashAttention2(FlashTiles):
     scale: float
     alibi_slopes: Tensor | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         options = {"causal": call.window == (-1, 0), "alibi_slopes": self.alibi_slopes, **_window(call)}
-        out, lse, *_ = _flash_attn_2()._flash_attn_varlen_forward(q, k, v, *_spans(call), 0.0, self.scale, **options)
-        return out, lse
+        forward = _flash_attn_2()._flash_attn_varlen_forward
+        found, lse, *_ = forward(q, k, v, *_spans(call), 0.0, self.scale, **options)
+        return _written(call, found, out), lse
 
     def backward(
-        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: tuple[Tensor | None, Tensor] | None = None,
+    ) -> Gradients:
         """See `Kernel`."""
-        dq, d_keys = _gradients(q, k)
+        dq, d_keys = _gradients(q, k, into)
         dk, dv = d_keys.unbind(1)
         softcap, deterministic = 0.0, torch.are_deterministic_algorithms_enabled()
         options = (0.0, self.scale, call.window == (-1, 0), *call.window, softcap, self.alibi_slopes, deterministic)
@@ -353,18 +433,25 @@ class FlashAttention3(FlashTiles):
 
     scale: float
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        out, lse, *_ = _flash_attn_3()._flash_attn_forward(
-            q, k, v, causal=call.window == (-1, 0), **self._options(call)
-        )
+        options = {"causal": call.window == (-1, 0), "out_": out, **self._options(call)}
+        out, lse, *_ = _flash_attn_3()._flash_attn_forward(q, k, v, **options)
         return out, lse
 
     def backward(
-        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: tuple[Tensor | None, Tensor] | None = None,
+    ) -> Gradients:
         """See `Kernel`."""
-        dq, d_keys = _gradients(q, k)
+        dq, d_keys = _gradients(q, k, into)
         dk, dv = d_keys.unbind(1)
         options = {"is_causal": call.window == (-1, 0), **self._options(call)}
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
@@ -372,8 +459,9 @@ class FlashAttention3(FlashTiles):
         return dq, d_keys
 
     def _options(self, call: Call) -> dict[str, Any]:
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        return {name: getattr(call, name) for name in names} | {"softmax_scale": self.scale, **_window(call)}
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_k")
+        given = {name: getattr(call, name) for name in names} | {"max_seqlen_q": longest_queries(call)}
+        return given | {"softmax_scale": self.scale, **_window(call)}
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Keys to the ranks that need them, by all-gather or all-to-all: every rank attends at once.
 
-A rank's own keys lie in a buffer, and behind them what arrives; one varlen call runs over what its segments see of it.
-A segment whose keys are all here (a short document kept whole, a first chunk) does without: if there are enough of
-these, they run in a call of their own over the rank's own tensors, while the others' keys are under way. No query is in
-both calls, so that nothing is merged.
+Documents of which a rank has all keys that it sees run in a call over the rank's own tensors while others' keys are
+under way, if there are enough of them; they are its first rows. The others run over a buffer: the rank's own keys, and
+behind them what arrives; one varlen call over what its segments see of it. No query is in both calls, so that nothing
+is merged: both write their rows of one output.
 
 `all_gather` gathers the keys that some rank needs from another, as Llama 3's context parallelism does. Ranks send equal
 numbers of rows, one fused collective, since NCCL makes one broadcast a rank of unequal counts and gloo refuses them; a
@@ -12,6 +12,10 @@ shard's token counts differ by at most one, so without a window the padding is a
 `fetch` sends to each rank only what that one needs, `wlb.Shard.keys_moved` rows: where documents lie on few ranks
 (`wlb.shard`'s "auto") a fraction of a full gather; where every document lies on all ranks three quarters of one on
 average, in as many messages as there are pairs of ranks.
+
+Gradients go home as `fetch` brings keys, in both: from every rank those of the keys that it saw, each summed there over
+its segments, in the dtype of the keys, by all-to-all. That is at most half of the bytes of a reduce-scatter in float32,
+and needs no float32 of all keys. At home all are summed at once, in float32 for half precision.
 """
 
 from __future__ import annotations
@@ -23,12 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.torch.attention.kernels import accumulator
 from wlb.torch.attention.merge import Attend, AttendBackward, Heads
-from wlb.torch.attention.plan import KeysPlan, add, pick
+from wlb.torch.attention.plan import KeysPlan, pick
 
-GATHERED = 1 << 29
-"""Bytes of keys and values of all tokens, of the heads that are computed together; gradients take twice as many."""
+GATHERED = 1 << 28
+"""Bytes of keys and values of all tokens, of the heads that are computed together."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ class KeysExchange:
     """Exchanges keys and values together, their gradients the way back.
 
     Many heads are taken in parts, so that memory is bounded; one part's keys come, and the gradients of the one before
-    go home, while it is computed. The backward exchanges keys again instead of keeping other ranks'. All-gathered
-    gradients are summed on the way, in float32 for half precision; those of `fetch` travel in the dtype of the keys.
+    go home, while it is computed. Of the first part the local calls run while its keys come, of the last one while its
+    gradients go. The backward exchanges keys again instead of keeping other ranks'.
     """
 
     plan: KeysPlan
@@ -52,91 +55,81 @@ class KeysExchange:
 
     def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
         """See `KeyExchange`."""
-        for heads, own, arrive in self._parts(k, v):
+        for heads, own, take in self._parts(k, v):
             attend(own, self.plan.local, heads)
-            if arrive is not None:
-                attend(arrive(), self.plan.remote, heads)
+            if take is not None:
+                attend(take(), self.plan.remote, heads)
 
     def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> Tensor:
         """See `KeyExchange`."""
         plan = self.plan
-        done: list[Tensor] = []
+        of_local, of_remote, coming = plan.gradients
+        total: Tensor | None = None  # the gradients of all heads, if they come in parts
         finish: Callable[[], Tensor] | None = None
-        for heads, own, arrive in self._parts(k, v):
-            gradients = attend(own, plan.local, heads)
-            if arrive is not None:
-                gradients += attend(arrive(), plan.remote, heads)
-                arrive = None  # the buffer is free
-            total = self._by_row(gradients, own[0])
-            del gradients
+        for heads, own, take in self._parts(k, v):
+            # Gradients of keys, of all calls and of what comes home.
+            gradients = k.new_empty((of_local + of_remote + coming, 2, *own[0].shape[1:]))
+            local, remote, home = torch.split(gradients, [of_local, of_remote, coming])
+            last = heads.part > 0 and heads.part == heads.parts - 1
+            if not last:
+                attend(own, plan.local, heads, local)
+            if take is not None:
+                attend(take(), plan.remote, heads, remote)
             if finish is not None:
-                done.append(finish())  # of the heads before: sent home meanwhile
-            finish = self._send_home(total, own[0])
-            del total
+                # Of the heads before: sent home meanwhile.
+                total = k.new_empty((k.shape[0], 2, *k.shape[1:])) if total is None else total
+                total.chunk(heads.parts, 2)[heads.part - 1].copy_(finish())
+            finish = self._send_home(gradients, home)
+            if last:
+                attend(own, plan.local, heads, local)
+            del gradients, local, remote, home
         assert finish is not None
-        done.append(finish())
-        return done[0] if len(done) == 1 else torch.cat(done, 2)
+        if total is None:
+            return finish()
+        total.chunk(self.parts, 2)[-1].copy_(finish())
+        return total
 
     def _parts(
         self, k: Tensor, v: Tensor
     ) -> Iterator[tuple[Heads, tuple[Tensor, Tensor], Callable[[], Tensor] | None]]:
-        """Parts of the heads, their own keys and values, and what waits for the buffer.
+        """Parts of the heads, their own keys and values, and what waits for the keys of remote calls.
 
-        The next part is under way while one is computed.
+        It has the next part sent, too: the buffer of one part is free before that of the next is made.
         """
         count = self.parts if self.plan.moves else 1
         own = list(zip(k.chunk(count, 1), v.chunk(count, 1), strict=True)) if count > 1 else [(k, v)]
         arrive = self._exchange(*own[0])
         for index, keys in enumerate(own):
-            following = self._exchange(*own[index + 1]) if index + 1 < count else None
-            now, arrive = arrive, following
-            yield Heads(index, count), keys, now
-            now = None
 
-    def _send_home(self, total: Tensor, k: Tensor) -> Callable[[], Tensor]:
+            def take(index: int = index) -> Tensor:
+                nonlocal arrive
+                assert arrive is not None
+                picked, arrive = pick(arrive(), self.plan.picked), None
+                if index + 1 < count:
+                    arrive = self._exchange(*own[index + 1])
+                return picked
+
+            yield Heads(index, count), keys, None if arrive is None else take
+
+    def _send_home(self, gradients: Tensor, home: Tensor) -> Callable[[], Tensor]:
         """Starts it; call the result for the gradient of own keys, `[tokens, 2, kv_heads, head_dim]`."""
-        plan, tokens = self.plan, k.shape[0]
-        own = total[:tokens]
+        plan, shape = self.plan, gradients.shape[1:]
         if not plan.moves:
-            return lambda: own
-        back = total[plan.own_rows :]
-        if self.fetch:
-            back = back.to(k.dtype)
-            home = k.new_empty((sum(plan.sent_rows), 2, *k.shape[1:]))
-            work = dist.all_to_all_single(
-                home, back, plan.sent_rows, plan.arriving_rows, group=self.group, async_op=True
-            )
-        else:
-            home = back.new_empty((plan.arriving_rows[0], 2, *k.shape[1:]))
-            work = dist.reduce_scatter_tensor(home, back, group=self.group, async_op=True)
+            return lambda: plan.own.of(gradients)
+        flat = gradients.flatten(1)
+        going = plan.going.of(flat) if plan.going.count else flat[:0]
+        work = dist.all_to_all_single(
+            home, going.view(-1, *shape), plan.coming_rows, plan.going_rows, group=self.group, async_op=True
+        )
 
         def finish() -> Tensor:
+            nonlocal going
             assert work is not None
             work.wait()
-            sum_of_all = own.to(accumulator(k.dtype))
-            if plan.num_needed:
-                needed = home if plan.num_needed == home.shape[0] else home[: plan.num_needed]
-                add(sum_of_all, plan.needed, needed)
-            return sum_of_all
+            del going  # until here it was being sent
+            return plan.own.of(flat).view(-1, *shape)
 
         return finish
-
-    def _by_row(self, gradients: list[Tensor], k: Tensor) -> Tensor:
-        """The gradients of calls, one behind the other, added up by row of the buffer."""
-        plan, wide = self.plan, accumulator(k.dtype)
-        if not gradients:
-            return k.new_zeros((plan.own_rows + plan.arriving, 2, *k.shape[1:]), dtype=wide)
-        everything = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
-        total = pick(everything, plan.gradients)
-        if plan.more is not None or (plan.moves and not self.fetch):
-            total = total.to(wide)
-        if isinstance(plan.without, Tensor):
-            total.index_fill_(0, plan.without, 0)
-        elif plan.without is not None:
-            total[plan.without] = 0
-        if plan.more is not None:
-            add(total, plan.more_rows, pick(everything, plan.more))
-        return total
 
     def _exchange(self, k: Tensor, v: Tensor) -> Callable[[], Tensor] | None:
         """Starts it; call the result to wait for the buffer, `[rows, 2, kv_heads, head_dim]`."""
@@ -145,9 +138,12 @@ class KeysExchange:
             return None
         buffer = k.new_empty((plan.own_rows + plan.arriving, 2, *k.shape[1:]))
         own, arriving = torch.split(buffer, [plan.own_rows, plan.arriving])
-        if plan.remote or plan.num_needed:
-            torch.stack((k, v), 1, out=own if k.shape[0] == plan.own_rows else own[: k.shape[0]])
-        send = pick(buffer, plan.sent)
+        tokens = k.shape[0] - plan.first
+        if tokens:
+            if plan.first:
+                k, v = k[plan.first :], v[plan.first :]
+            torch.stack((k, v), 1, out=own if tokens == plan.own_rows else own[:tokens])
+        send = pick(own, plan.sent)
         if self.fetch:
             work = dist.all_to_all_single(
                 arriving, send, plan.arriving_rows, plan.sent_rows, group=self.group, async_op=True

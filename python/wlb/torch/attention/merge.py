@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from wlb.torch.attention.kernels import Kernel, accumulator
-from wlb.torch.attention.plan import Call, Rows, add, pick
+from wlb.torch.attention.plan import Call, Rows, add, pick, put
 
 LSE_CHANNELS = 8
 """Channels that a head gets in its backward for the gradient of the log-sum-exp: flash kernels take multiples of 8."""
@@ -36,8 +36,8 @@ ALL_HEADS = Heads()
 Attend = Callable[[Keys, Sequence[Call], Heads], None]
 """Attends with these heads of the queries to keys that have their heads."""
 
-AttendBackward = Callable[[Keys, Sequence[Call], Heads], list[Tensor]]
-"""Gradients of the keys and values of each call, `[keys of the call, 2, kv_heads, head_dim]`."""
+AttendBackward = Callable[[Keys, Sequence[Call], Heads, Tensor], None]
+"""Writes the gradients of keys and values, `[keys, 2, kv_heads, head_dim]`, those of all calls one behind the other."""
 
 
 class KeyExchange(Protocol):
@@ -56,57 +56,12 @@ class KeyExchange(Protocol):
         ...
 
     def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> Tensor:
-        """Passes the same blocks to `attend`, which gives their gradients; returns that of own keys and values.
+        """Passes the same blocks and calls to `attend`, in any order, which writes their gradients.
 
         Returns:
             `[tokens, 2, kv_heads, head_dim]`.
         """
         ...
-
-
-def _place(like: Tensor, parts: Sequence[tuple[Rows, Tensor]]) -> Tensor:
-    """A tensor like this that has each part in its rows, all of them together every row once."""
-    if len(parts) == 1 and parts[0][0] is None:
-        return parts[0][1].to(like.dtype)
-    spans = [rows for rows, _ in parts if isinstance(rows, slice)]
-    starts = [rows.start for rows in spans]
-    if parts and len(spans) == len(parts) and starts == sorted(starts):
-        return torch.cat([part.to(like.dtype) for _, part in parts])
-    result = like.new_empty(like.shape)
-    for rows, part in parts:
-        if isinstance(rows, Tensor):
-            result.index_copy_(0, rows, part.to(result.dtype))
-        else:
-            result[rows] = part
-    return result
-
-
-class _Parts:
-    """Outputs of calls, no query in two of them, by parts of the heads; or gradients of queries."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._parts: list[list[tuple[Rows, Tensor]]] = []
-        self._whole: list[Tensor] = []
-
-    def add(self, heads: Heads, rows: Rows, part: Tensor) -> None:
-        while len(self._parts) <= heads.part:
-            self._close()
-            self._parts.append([])
-        self._count = heads.parts
-        self._parts[heads.part].append((rows, part))
-
-    def _close(self) -> None:
-        """Puts the parts of the last heads together, so that they are held once."""
-        if self._parts:
-            self._whole.append(_place(Heads(0, self._count).of(self._like), self._parts[-1]))
-            self._parts[-1] = []
-
-    def result(self) -> Tensor:
-        if not self._parts:
-            return torch.empty_like(self._like)
-        self._close()
-        return self._whole[0] if len(self._whole) == 1 else torch.cat(self._whole, 1)
 
 
 class _Merged:
@@ -120,50 +75,49 @@ class _Merged:
         self._parts: tuple[Tensor, Tensor] | None = None
 
     def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
-        if self._parts is None and call.q_rows is None:
+        """Adds a call's output and log-sum-exp, of the rows that the kernel was given."""
+        rows, lse = call.q_rows, lse.t()
+        if self._parts is None and rows is None:
             self._parts = out, lse
             return
         total, total_lse = self._so_far()
-        rows = call.q_rows
-        if call.fresh:
-            _write(total, 0, rows, out)
-            _write(total_lse, 1, rows, lse)
-            return
         if isinstance(rows, Tensor):
-            before, part = total_lse.index_select(1, rows), total.index_select(0, rows)
+            if call.fresh:
+                put(total, rows, out)
+                put(total_lse, rows, lse)
+                return
+            before, part = total_lse.index_select(0, rows), total.index_select(0, rows)
         else:
-            before, part = (total_lse, total) if rows is None else (total_lse[:, rows], total[rows])
-        weight = torch.sub(lse, before).sigmoid_().t().unsqueeze(-1)
+            before, part, out, lse = (pick(x, rows) for x in (total_lse, total, out, lse))
+            if call.fresh:
+                part.copy_(out)
+                before.copy_(lse)
+                return
+        weight = torch.sub(lse, before).sigmoid_().unsqueeze(-1)
         part.lerp_(out.to(part.dtype), weight.to(part.dtype))
-        torch.logaddexp(before, lse.double(), out=before)
+        torch.logaddexp(before, lse, out=before)
         if isinstance(rows, Tensor):
             total.index_copy_(0, rows, part)
-            total_lse.index_copy_(1, rows, before)
+            total_lse.index_copy_(0, rows, before)
 
     def _so_far(self) -> tuple[Tensor, Tensor]:
         """In the dtypes of sums; what no call has yet been for is 0, and its log-sum-exp -inf."""
         dtype = accumulator(self._q.dtype)
         if self._parts is None:
-            tokens, heads, _ = self._q.shape
-            lse = self._q.new_full((heads, tokens), -torch.inf, dtype=torch.float64)
+            lse = self._q.new_full(self._q.shape[:2], -torch.inf, dtype=torch.float64)
             self._parts = self._q.new_zeros(self._q.shape, dtype=dtype), lse
         total, lse = self._parts
-        self._parts = total.to(dtype), lse.double()
+        if lse.dtype != torch.float64 or total.dtype != dtype:
+            self._parts = total.to(dtype), lse.to(torch.float64, memory_format=torch.contiguous_format)
         return self._parts
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Output like the queries, and log-sum-exp."""
+        """Output like the queries, and log-sum-exp `[heads, tokens]`."""
         out, lse = self._parts or self._so_far()
-        return out.to(self._q.dtype), lse.to(accumulator(self._q.dtype))
-
-
-def _write(x: Tensor, dim: int, rows: Rows, part: Tensor) -> None:
-    if isinstance(rows, Tensor):
-        x.index_copy_(dim, rows, part.to(x.dtype))
-    elif rows is None:
-        x.copy_(part)
-    else:
-        x.narrow(dim, rows.start, rows.stop - rows.start).copy_(part)
+        of_kernel = lse.t()
+        if of_kernel.dtype != accumulator(self._q.dtype) or not of_kernel.is_contiguous():
+            of_kernel = of_kernel.to(accumulator(self._q.dtype), memory_format=torch.contiguous_format, copy=True)
+        return out.to(self._q.dtype), of_kernel
 
 
 class _Sum:
@@ -174,10 +128,11 @@ class _Sum:
         self._total: Tensor | None = None
 
     def add(self, rows: Rows, part: Tensor) -> None:
+        """Adds the rows of a call, of those that the kernel was given."""
         if self._total is None and rows is None:
             self._total = part.to(accumulator(part.dtype))
         else:
-            add(self.total(), rows, part)
+            add(self.total(), rows, part[rows] if isinstance(rows, slice) else part)
 
     def total(self) -> Tensor:
         if self._total is None:
@@ -208,6 +163,11 @@ def _keys(keys: Keys, rows: Rows) -> tuple[Tensor, Tensor]:
     return k, v
 
 
+def _queries(x: Tensor, rows: Rows) -> Tensor:
+    """Queries, or what belongs to them, as a kernel takes them: it leaves neighbours out itself."""
+    return x.index_select(0, rows) if isinstance(rows, Tensor) else x
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     @_without_autocast
@@ -215,75 +175,84 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel, with_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         merged = None if exchange.once else _Merged(q)
-        parts = _Parts(q)
+        out: Tensor | None = None
+        shown = q.new_empty(q.shape[:2], dtype=accumulator(q.dtype)) if with_lse else None
         lses: list[Tensor] = []
-        shown = _Parts(q.new_empty(q.shape[:2], dtype=accumulator(q.dtype))) if with_lse else None
+        places: dict[tuple[int, int], int] = {}  # of the log-sum-exp of each call, by the part of the heads
 
         def attend(keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
+            nonlocal out
             queries = heads.of(q)
             for call in calls:
-                out, lse = kernel.forward(pick(queries, call.q_rows), *_keys(keys, call.k_rows), call)
+                rows = call.q_rows
+                given = (_queries(queries, rows), *_keys(keys, call.k_rows), call)
                 if merged is not None:
-                    merged.add(call, out, lse)
+                    merged.add(call, *kernel.forward(*given))
+                    continue
+                if rows is None and heads.parts == 1:  # there is no other
+                    out, lse = kernel.forward(*given)
                 else:
-                    parts.add(heads, call.q_rows, out)
-                    lses.append(lse)
-                    if shown is not None:
-                        shown.add(heads, call.q_rows, lse.t())
+                    out = q.new_empty(q.shape) if out is None else out
+                    if isinstance(rows, Tensor):
+                        part, lse = kernel.forward(*given)
+                        put(heads.of(out), rows, part)
+                    else:
+                        _, lse = kernel.forward(*given, heads.of(out))
+                places[heads.part, id(call)] = len(lses)
+                lses.append(lse)
+                if shown is not None:
+                    put(heads.of(shown), rows, lse.t()[rows] if isinstance(rows, slice) else lse.t())
 
         exchange.forward(k, v, attend)
-        if merged is None:
-            out = parts.result()
-        else:
+        if merged is not None:
             out, lse = merged.result()
             lses.append(lse)
+            shown = lse.t().contiguous() if with_lse else None
+        elif out is None:
+            out = q.new_empty(q.shape)
         ctx.save_for_backward(q, k, v, out, *lses)
-        ctx.exchange, ctx.kernel, ctx.with_lse = exchange, kernel, with_lse
-        if shown is None:
-            return out, None
-        return out, (lses[0].t() if merged is not None else shown.result()).contiguous()
+        ctx.exchange, ctx.kernel, ctx.with_lse, ctx.places = exchange, kernel, with_lse, places
+        return out, shown
 
     @staticmethod
     @_without_autocast
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, out, *lses = ctx.saved_tensors
-        dtypes, width = (q.dtype, k.dtype), q.shape[2]
+        width = q.shape[2]
         if ctx.with_lse:
             assert d_lse is not None
             q, k, v, out, d_out = _with_lse(q, k, v, out, d_out, d_lse)
         once = ctx.exchange.once
         d_out = d_out.contiguous()
-        parts = _Parts(q)
+        dq = q.new_empty(q.shape) if once else q
         total = _Sum(q)
-        in_turn = iter(lses)  # in the order of the forward
 
-        def attend(keys: Keys, calls: Sequence[Call], heads: Heads) -> list[Tensor]:
-            gradients = []
+        def attend(keys: Keys, calls: Sequence[Call], heads: Heads, d_keys: Tensor) -> None:
             mine = [heads.of(x) for x in (d_out, q, out)]
-            for call in calls:
+            of_calls = torch.split(d_keys, [call.num_keys for call in calls]) if len(calls) > 1 else (d_keys,)
+            for call, d_call in zip(calls, of_calls, strict=False):
                 rows = call.q_rows
+                lse = lses[ctx.places[heads.part, id(call)]] if once else lses[0]
+                if not once and isinstance(rows, Tensor):
+                    lse = lse.index_select(1, rows)
+                call_d_out, call_q, call_out = (_queries(x, rows) for x in mine)
+                given = (call_d_out, call_q, *_keys(keys, call.k_rows), call_out, lse, call)
+                if once and not isinstance(rows, Tensor):
+                    ctx.kernel.backward(*given, (heads.of(dq), d_call))
+                    continue
+                part, _ = ctx.kernel.backward(*given, (None, d_call))
                 if once:
-                    lse = next(in_turn)
+                    put(heads.of(dq), rows, part)
                 else:
-                    (lse,) = lses
-                    if rows is not None:
-                        lse = lse.index_select(1, rows) if isinstance(rows, Tensor) else lse[:, rows].contiguous()
-                call_d_out, call_q, call_out = (pick(x, rows) for x in mine)
-                dq, d_keys = ctx.kernel.backward(call_d_out, call_q, *_keys(keys, call.k_rows), call_out, lse, call)
-                if once:
-                    parts.add(heads, rows, dq)
-                else:
-                    total.add(rows, dq)
-                gradients.append(d_keys)
-            return gradients
+                    total.add(rows, part)
 
         d_keys = ctx.exchange.backward(k, v, attend)
-        dq = parts.result() if once else total.total()
+        dq = dq if once else total.total().to(q.dtype)
         if ctx.with_lse:
             dq, d_keys = dq[..., :width], d_keys[..., :width]
-        dk, dv = d_keys.to(dtypes[1]).unbind(1)
-        return dq.to(dtypes[0]), dk, dv, None, None, None
+        dk, dv = d_keys.to(k.dtype).unbind(1)
+        return dq, dk, dv, None, None, None
 
 
 def _with_lse(

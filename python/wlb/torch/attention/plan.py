@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ KEPT = 128
 which are prepared beside it. Shards are compared by content; what a backward needs it holds itself."""
 
 Rows = slice | Tensor | None
-"""Rows of a tensor: neighbours, an int64 index, or all in order."""
+"""Rows of a tensor: neighbours, an index, or all in order."""
 
 PlainRows = tuple[int, int, bool]
 
@@ -35,6 +35,14 @@ def pick(x: Tensor, rows: Rows) -> Tensor:
     if rows is None:
         return x
     return x.index_select(0, rows) if isinstance(rows, Tensor) else x[rows]
+
+
+def put(total: Tensor, rows: Rows, part: Tensor) -> None:
+    """Writes rows of `total`, each once."""
+    if isinstance(rows, Tensor):
+        total.index_copy_(0, rows, part.to(total.dtype))
+    else:
+        (total if rows is None else total[rows]).copy_(part)
 
 
 def add(total: Tensor, rows: Rows, part: Tensor) -> None:
@@ -51,7 +59,7 @@ class Call:
 
     q_rows: Rows  # of the queries
     k_rows: Rows  # of the keys
-    cu_seqlens_q: Tensor  # int32 [spans + 1]
+    cu_seqlens_q: Tensor  # int32 [spans + 1]: of all queries, but for an index: then of those that it names
     cu_seqlens_k: Tensor  # int32 [spans + 1]
     max_seqlen_q: int
     max_seqlen_k: int
@@ -71,10 +79,15 @@ class Call:
 
     @property
     def spans(self) -> NDArray[np.int32]:
-        """[spans, 4]: rows of the call: queries from, to; keys from, to."""
+        """[spans, 4]: queries from, to; keys from, to; counted as `cu_seqlens_q` and `cu_seqlens_k` are."""
         count = self.cu_seqlens_q.numel()
         q, k = self.bounds[:count], self.bounds[count : 2 * count]
         return np.stack([q[:-1], q[1:], k[:-1], k[1:]], axis=1)
+
+    @property
+    def num_keys(self) -> int:
+        """Rows of keys."""
+        return int(self.bounds[2 * self.cu_seqlens_q.numel() - 1])
 
     @property
     def shifts(self) -> NDArray[np.int32]:
@@ -94,7 +107,7 @@ class _Tensors:
         if device.type == "cuda":
             host = host.pin_memory()
         moved = host.to(device, non_blocking=True)
-        self._rows = moved[:begin].long()
+        self._rows = moved[:begin]
         self._bounds = moved[begin:]
         self._host_bounds = numbers[begin:].copy() if begin else numbers
 
@@ -105,6 +118,12 @@ class _Tensors:
             return self._rows[first : first + count]
         return None if first == 0 and count == total else slice(first, first + count)
 
+    def sum(self, plain: tuple[PlainRows, PlainRows, int]) -> Sum:
+        """A sum over rows."""
+        rows, begins, count = plain
+        first, of_result, listed = begins
+        return Sum(self.rows(rows), self._rows[first : first + of_result] if listed else None, count)
+
     def calls(self, plain: Iterable[Sequence[Any]], queries: int, keys: int | None) -> list[Call]:
         """Calls over `queries` rows of queries and a tensor of `keys` rows."""
         calls = []
@@ -112,38 +131,61 @@ class _Tensors:
             cu_q, cu_k = self._bounds[begin : begin + 2 * (spans + 1)].view(2, -1).unbind(0)
             bounds = self._host_bounds[begin : begin + 3 * spans + 2]
             rows = self.rows(q_rows, queries), self.rows(k_rows, keys)
+            if isinstance(rows[0], Tensor):  # outputs are copied to these: that takes no int32
+                rows = rows[0].long(), rows[1]
             calls.append(Call(*rows, cu_q, cu_k, longest_q, longest_k, window, bounds, fresh))
         return calls
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Rows of a result, each a sum of rows of one tensor."""
+
+    rows: Rows  # what is summed
+    begins: Tensor | None  # int32: of each row of the result where its rows begin in `rows`; None: it is the row
+    count: int  # rows of the result
+
+    def of(self, x: Tensor) -> Tensor:
+        """The sums over `x`, `[rows, numbers]`, in its dtype; they are summed in float32, or wider if `x` is."""
+        if self.begins is None:
+            return pick(x, self.rows)
+        sums: Tensor = torch.ops.aten._embedding_bag_forward_only(x, self.rows, self.begins)[0]
+        return sums
 
 
 @dataclass(frozen=True)
 class KeysPlan:
     """What one rank does where keys come to the ranks that need them.
 
-    Its *buffer* has the rank's own keys, in its order, and behind them what arrives.
+    Its *buffer* has the rank's own keys, from row `first` on, and behind them what arrives. Gradients of keys stand one
+    behind the other, call by call, local ones first, and behind them those that come home.
     """
 
     local: list[Call]  # over the rank's own keys, while others' arrive
-    remote: list[Call]  # over the buffer; no query is in two calls
+    remote: list[Call]  # over what is picked of the buffer; no query is in two calls
+    picked: Rows  # of the buffer
     tokens: int  # of all ranks
+    first: int  # the first of the rank's rows whose keys are in the buffer
     own_rows: int  # of the buffer, before those that arrive
     sent: Rows  # of the buffer; by destination, or as many as every rank sends
-    needed: Rows  # those of them whose gradients come back, and
-    num_needed: int  # how many
     sent_rows: list[int]  # to each rank; empty: as many to all
     arriving_rows: list[int]  # from each rank
     moves: bool  # whether any rank sends anything
-    # Of the gradients of keys, of all calls one behind the other: one for each row of the buffer, others beside them
-    # and the rows that they belong to, and the rows that get none.
-    gradients: Rows
-    more: Rows
-    more_rows: Rows
-    without: Rows
+    going: Sum  # gradients of others' keys, by rank
+    going_rows: list[int]  # to each rank
+    coming_rows: list[int]  # from each rank
+    own: Sum  # gradients of own keys
 
     @property
     def arriving(self) -> int:
         """Rows of the buffer that arrive."""
         return sum(self.arriving_rows)
+
+    @functools.cached_property
+    def gradients(self) -> list[int]:
+        """Rows of gradients: of the local calls, of the remote ones, coming home."""
+        of_calls = (sum(call.num_keys for call in calls) for calls in (self.local, self.remote))
+        return [*of_calls, sum(self.coming_rows)]
 
 
 @functools.lru_cache(maxsize=KEPT)
@@ -151,29 +193,32 @@ def keys_plan(
     shard: wlb.Shard, rank: int, *, fetch: bool, window: int | None, biased: bool, device: torch.device
 ) -> KeysPlan:
     """What `rank` does. `biased`: scores have a bias by position; `fetch`: every rank gets just what it needs."""
-    indices, local, remote, own_rows, (sent, needed), sent_rows, arriving_rows, moves, gradients = _core.keys_plan(
+    indices, local, remote, (first, own_rows), sent, (sent_rows, arriving_rows), moves, going, own = _core.keys_plan(
         shard, rank, fetch=fetch, window=window, biased=biased
     )
     tensors = _Tensors(indices, device)
     queries = int(shard.tokens_per_rank[rank])
-    first, more, more_rows, without = gradients
-    no_more = more[1] == 0
     rows = own_rows + sum(arriving_rows)
+    of_going, going_rows, coming_rows = going
+    remote_calls, picked = tensors.calls(remote, queries, rows), None
+    if len(remote_calls) == 1:
+        # Picked before the call, so that the buffer is free while it runs.
+        picked, remote_calls = remote_calls[0].k_rows, [replace(remote_calls[0], k_rows=None)]
     return KeysPlan(
         local=tensors.calls(local, queries, queries),
-        remote=tensors.calls(remote, queries, rows),
+        remote=remote_calls,
+        picked=picked,
         tokens=shard.num_tokens,
+        first=first,
         own_rows=own_rows,
         sent=tensors.rows(sent),
-        needed=tensors.rows((sent[0], needed, sent[2])),
-        num_needed=needed,
         sent_rows=sent_rows,
         arriving_rows=arriving_rows,
         moves=moves,
-        gradients=tensors.rows(first, rows),
-        more=None if no_more else tensors.rows(more),
-        more_rows=None if no_more else tensors.rows(more_rows),
-        without=tensors.rows(without) if without[1] else None,
+        going=tensors.sum(of_going),
+        going_rows=going_rows,
+        coming_rows=coming_rows,
+        own=tensors.sum(own),
     )
 
 
@@ -198,8 +243,8 @@ class HeadsPlan:
 
     counts: list[int]  # tokens of each rank of the block
     place: int  # of this rank in the block
-    ascending: Tensor  # int64: tokens in packed order from those in order of ranks
-    by_rank: Tensor  # int64: the inverse
+    ascending: Tensor  # int32: tokens in packed order from those in order of ranks
+    by_rank: Tensor  # int32: the inverse
 
 
 @functools.lru_cache(maxsize=KEPT)
@@ -217,7 +262,7 @@ def ring_plan(
     if heads is None:
         return None, ring
     counts, place, numbers = heads
-    ascending, by_rank = torch.from_numpy(numbers).to(device, non_blocking=True).long().view(2, -1).unbind(0)
+    ascending, by_rank = torch.from_numpy(numbers).to(device, non_blocking=True).view(2, -1).unbind(0)
     return HeadsPlan(counts, place, ascending, by_rank), ring
 
 

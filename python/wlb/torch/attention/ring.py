@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.torch.attention.kernels import accumulator
-from wlb.torch.attention.merge import ALL_HEADS, Attend, AttendBackward
+from wlb.torch.attention.merge import ALL_HEADS, Attend, AttendBackward, Keys
 from wlb.torch.attention.plan import Call, RingPlan, add
 
 _CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -60,7 +60,9 @@ class Ring:
         """
         plan = self.plan
         if not any(plan.last):
-            return self._added(k, plan.steps[0], attend((k, v), plan.steps[0], ALL_HEADS), None)
+            gradients = self._gradients((k, v), plan.steps[0], attend)
+            whole = len(plan.steps[0]) == 1 and plan.steps[0][0].k_rows is None
+            return gradients if whole else self._added(k, plan.steps[0], gradients, None)
         self._connect(k.device)
         block: Tensor | None = torch.stack((k, v), 1)
         own = k.new_empty(0)
@@ -72,8 +74,8 @@ class Ring:
             if block is None:
                 coming()  # what was sent has arrived
             else:
-                gradients = attend(block, calls, ALL_HEADS)
-                total = self._added(block, calls, gradients, coming())
+                gradients = self._gradients(block, calls, attend)
+                total = self._added(k, calls, gradients, coming(), block.shape[0])
             if step == 0:
                 assert total is not None
                 own, total = total, None
@@ -86,16 +88,27 @@ class Ring:
         return own
 
     @staticmethod
-    def _added(keys: Tensor, calls: Sequence[Call], gradients: Sequence[Tensor], rest: Tensor | None) -> Tensor:
-        """The gradients of calls over these keys and what others have added, by row, in the dtype of sums."""
-        dtype = accumulator(keys.dtype)
+    def _gradients(keys: Keys, calls: Sequence[Call], attend: AttendBackward) -> Tensor:
+        """The gradients of keys, those of all calls one behind the other."""
+        like = keys[0] if isinstance(keys, tuple) else keys
+        gradients = like.new_empty((sum(call.num_keys for call in calls), 2, *like.shape[-2:]))
+        attend(keys, calls, ALL_HEADS, gradients)
+        return gradients
+
+    @staticmethod
+    def _added(
+        k: Tensor, calls: Sequence[Call], gradients: Tensor, rest: Tensor | None, rows: int | None = None
+    ) -> Tensor:
+        """The gradients of calls over keys of so many rows and what others have added, in the dtype of sums."""
+        dtype = accumulator(k.dtype)
         if len(calls) == 1 and calls[0].k_rows is None:
-            total = gradients[0].to(dtype)
+            total = gradients.to(dtype)
             return total if rest is None else total.add_(rest)
-        total = keys.new_zeros((keys.shape[0], 2, *keys.shape[-2:]), dtype=dtype) if rest is None else rest
-        for call, gradient in zip(calls, gradients, strict=True):
-            add(total, call.k_rows, gradient)
-        return total
+        if rest is None:
+            rest = k.new_zeros((k.shape[0] if rows is None else rows, 2, *k.shape[1:]), dtype=dtype)
+        for call, gradient in zip(calls, torch.split(gradients, [call.num_keys for call in calls]), strict=False):
+            add(rest, call.k_rows, gradient)
+        return rest
 
     def _pass_on(self, block: Tensor | None, step: int, like: Tensor) -> Callable[[], Tensor | None]:
         """Sends this step's keys on if a later position needs them; call the result to wait for the next step's."""

@@ -46,7 +46,7 @@ def advise(
     Args:
         steps: global batches to form.
     """
-    scenario = cluster.scenario()
+    scenario = cluster.scenario(chosen=True)
     with output.progress() as bars:
         stream = reading.stream(sources, scenario.setup(), bars, steps=steps, longest=cluster.context)
         output.folder("advise")
@@ -92,7 +92,7 @@ def _report(
             command="advise",
             subject="advice",
             title=answer,
-            blocks=(Paragraphs([answer, more]), Heading("The documents"), documents),
+            blocks=(Paragraphs([more]), Heading("The documents"), documents),
             numbers=numbers | {"gain": 1.0, "answer": answer},
             facts={"Settings": about},
         )
@@ -121,7 +121,7 @@ def _report(
     keys = ("speedup", "speedup_band", "micro_batch_imbalance_mean", "delay_mean", "delay_max", "peak_bytes")
     rows = [(KINDS[choice.kind], choice.summary(tuning.baseline), choice == tuning.best) for choice in tuning.by_plan]
     blocks: list[Any] = [
-        Paragraphs([answer, cost, *([needs] if lines else [])]),
+        Paragraphs([cost, *([needs] if lines else [])]),
         Heading("The documents"),
         documents,
         Table.of("Plans that were tried", "plan", keys, rows),

@@ -14,7 +14,7 @@ from wlb_tools.cluster.hardware import GIB
 from wlb_tools.command.errors import CliError, option
 from wlb_tools.command.inputs.cluster import Cluster
 from wlb_tools.command.inputs.model import Cost
-from wlb_tools.command.inputs.options import BATCHES, CommandLine, NotAnOption, Settings, Tokens, options, settings
+from wlb_tools.command.inputs.options import BATCHES, CommandLine, NotAnOption, Settings, options, settings
 from wlb_tools.command.inputs.packing import Batches, Delay, Held, Limits
 from wlb_tools.command.inputs.stream import Reading, Source, Stream
 from wlb_tools.command.output.console import Output, reporting
@@ -45,11 +45,11 @@ class TunedCluster(Cluster):
 
     Args:
         num_micro_batches: micro-batches of a global batch; by default 16, on a cluster pp x dp.
-        global_batch: tokens of a global batch, such as 4M: then the layout of --gpus is searched; sizes that are given
-            (--tp, --cp, --pp, --dp) are those of the own layout, to compare with.
+        global_batch: size of a global batch, instead of --micro-batches: tokens, such as 4M, or samples of --context
+            tokens, such as 256samples. With --gpus the layout is searched; sizes that are given (--tp, --cp, --pp,
+            --dp) are those of the own layout, to compare with.
     """
 
-    global_batch: Annotated[int | None, Tokens] = None
     outlier_thresholds: Annotated[tuple[int, ...] | None, NotAnOption] = None
     noise: Annotated[float, NotAnOption] = 0.0
     noise_seed: Annotated[int, NotAnOption] = 0
@@ -87,15 +87,13 @@ def tune(
         by: on a cluster, what the best plan trains most of in a second: tokens, or FLOPs of the documents as they are
             trained, fewer where they are cut.
     """
-    if cluster.micro_batch_size > 1:
-        raise CliError("--micro-batch-size: tuning chooses how many tokens a micro-batch has; leave this out")
-    if cluster.global_batch is not None:
+    if cluster.global_batch is not None and cluster.gpu_count is not None:
         _search(sources, reading, steps, by, cluster, output, command_line)
         return
     for name in ("attention_efficiency", "cost_file"):
         if cluster.known and name in cluster.given:
             raise CliError(f"--{option(name)}: tuning on a cluster fits the packer's costs to it; leave this out")
-    scenario = cluster.scenario() if cluster.known else None
+    scenario = cluster.scenario(chosen=True) if cluster.known else None
     batches = Batches(
         num_micro_batches=scenario.micro_batches if scenario else cluster.num_micro_batches or _MICRO_BATCHES,
         context=cluster.context,
@@ -152,13 +150,8 @@ def _search(
     command_line: str,
 ) -> None:
     """The layout of GPUs."""
-    tokens, context = cluster.global_batch or 0, cluster.context
-    if cluster.gpu_count is None:
-        raise CliError("--global-batch: searches the layout of --gpus; give their number")
-    if "num_micro_batches" in cluster.given:
-        raise CliError("--micro-batches: --global-batch says how large a global batch is; leave this out")
-    if tokens < context:
-        raise CliError(f"--global-batch {tokens:,}: is below --context {context:,}")
+    context = cluster.context
+    tokens = (cluster.samples() or 0) * context
     batches = Batches(num_micro_batches=tokens // context, context=context, max_tokens=cluster.token_limit())
     steps = steps or min(max(_SEARCHED // tokens, 2), 8)
     layout = cluster.spread()
@@ -167,7 +160,7 @@ def _search(
         output.folder("tune")
         search = search_layouts(
             stream.lengths,
-            gpus=cluster.gpu_count,
+            gpus=cluster.gpu_count or 0,
             tokens_per_batch=tokens,
             template=layout,
             own=layout if cluster.layout.given & set(SIZES) else None,

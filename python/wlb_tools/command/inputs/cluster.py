@@ -16,7 +16,17 @@ import wlb_tools
 from wlb_tools.cluster.hardware import GIB
 from wlb_tools.command.errors import CliError, in_options
 from wlb_tools.command.inputs.model import Cost
-from wlb_tools.command.inputs.options import BATCHES, Numbers, Options, options, plain, scaled, values_of
+from wlb_tools.command.inputs.options import (
+    BATCHES,
+    GlobalBatch,
+    GlobalBatchSize,
+    Numbers,
+    Options,
+    options,
+    plain,
+    scaled,
+    values_of,
+)
 from wlb_tools.command.inputs.packing import Limits
 
 
@@ -48,7 +58,7 @@ def _in_gib(size: int) -> str:
     "Cluster",
     of=wlb_tools.Scenario,
     without=("model", "hardware", "selector", "cost_model", "overhead"),
-    batches=("context", "num_micro_batches", "max_tokens", "memory_factor"),
+    batches=("context", "num_micro_batches", "global_batch", "max_tokens", "memory_factor"),
     waiting=("num_queues", "outlier_thresholds", "max_mean_delay", "max_delay", "max_step_cost"),
     methods=("noise", "noise_seed"),
 )
@@ -63,7 +73,10 @@ class Cluster(Cost, Limits):
         launch_file: a launch file: a script or list of Megatron's arguments, a .toml of torchtitan, a .yaml of
             axolotl or LLaMA-Factory. What it says become options, which typed ones override; what was taken and what
             was left out is said.
-        micro_batch_size: sequences of --context tokens in a micro-batch; of `wlb simulate`.
+        micro_batch_size: sequences of --context tokens in a micro-batch. `wlb tune` and `wlb advise` choose the tokens
+            of a micro-batch themselves, of a global batch of that size.
+        global_batch: size of a global batch, instead of --micro-batches: tokens, such as 4M, or samples of --context
+            tokens, such as 256samples.
         gpu_count: GPUs there are: dp is what tp, cp and pp leave of them, or where it is given the product is checked.
         gemm_efficiency: share of the GPU's peak that the linear part of a layer reaches; by default the preset's.
     """
@@ -71,14 +84,19 @@ class Cluster(Cost, Limits):
     layout: Layout = Layout()
     launch_file: Path | None = None
     micro_batch_size: Annotated[PositiveInt, BATCHES] = 1
+    global_batch: Annotated[GlobalBatch | None, GlobalBatchSize] = None
     gpu_count: int | None = None
     kernel_model: str | None = None
     gemm_efficiency: Annotated[float | None, Parameter(validator=validators.Number(gte=0.01, lte=1))] = None
     outlier_thresholds: Annotated[tuple[int, ...] | None, Numbers] = None
     reserved_bytes: Annotated[int, Parameter(converter=_gib, show_default=_in_gib)] = 4 * GIB
 
-    def scenario(self) -> wlb_tools.Scenario:
+    def scenario(self, *, chosen: bool = False) -> wlb_tools.Scenario:
         """The scenario that the options say.
+
+        Args:
+            chosen: the tokens of a micro-batch are to be chosen, so that the scenario has micro-batches of one sequence
+                in a global batch of the same size.
 
         Raises:
             CliError: a name that there is not, or options that contradict each other.
@@ -87,8 +105,40 @@ class Cluster(Cost, Limits):
         layout = self.spread()
         self._check_profile()
         layout.check(world_size=self.gpu_count)
-        context = self.context * self.micro_batch_size
-        return plain(self, wlb_tools.Scenario, layout=layout, **self._named() | {"context": context})
+        size, samples = self.micro_batch_size, self.samples()
+        if samples is not None and samples % size:
+            said = f"--global-batch {self.global_batch}: {samples:,} sequences"
+            raise CliError(f"{said} are no multiple of --micro-batch-size {size}")
+        count = self.num_micro_batches if samples is None else samples // size
+        if chosen and size > 1:
+            count, size = (count or layout.pp * layout.dp) * size, 1
+        named = self._named() | {"num_micro_batches": count, "context": self.context * size}
+        return plain(self, wlb_tools.Scenario, layout=layout, **named)
+
+    def samples(self) -> int | None:
+        """Sequences of --context tokens in a global batch, where --global-batch says it.
+
+        Raises:
+            CliError: it is no multiple of the context, or --micro-batches says it, too.
+        """
+        batch = self.global_batch
+        if batch is None:
+            return None
+        if "num_micro_batches" in self.given:
+            raise CliError("--micro-batches: --global-batch says how large a global batch is; leave this out")
+        if batch.unit == "samples":
+            return batch.count
+        if batch.count < self.context:
+            raise CliError(
+                f"--global-batch {batch.count:,} tokens: is below --context {self.context:,}; samples are"
+                f" --global-batch {batch.count}samples"
+            )
+        if batch.count % self.context:
+            raise CliError(
+                f"--global-batch {batch.count:,} tokens: is no multiple of --context {self.context:,}, which a sequence"
+                " has"
+            )
+        return batch.count // self.context
 
     def spread(self) -> wlb_tools.ParallelLayout:
         """The layout, on all of the GPUs where their number is given and that of data-parallel ranks is not.

@@ -6,13 +6,17 @@ that are typed: those win.
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wlb.models.presets import PRESETS
 from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.options import tokens_of
 
@@ -26,12 +30,14 @@ class Launch:
         options: of `wlb simulate` and `wlb tune`.
         taken: sentences about keys that became options.
         left: keys that did not, with the reason.
+        accumulation: micro-batches of a data-parallel rank, where the file says them instead of a global batch.
     """
 
     kind: str
     options: dict[str, str | None] = field(default_factory=dict)
     taken: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    accumulation: int = 0
 
     def take(self, key: str, value: object, option: str, given: object = ...) -> None:
         """Notes that a key became an option; `given` is its value where it is not the key's own."""
@@ -42,6 +48,29 @@ class Launch:
     def leave(self, key: str, value: object, reason: str) -> None:
         """Notes that a key did not."""
         self.left.append(f"{key} = {value}: {reason}")
+
+    def size(self, option: str, typed: Mapping[str, str], default: int = 1) -> int:
+        """An axis of the layout: as typed, else as the file says."""
+        value = typed.get(option, self.options.get(option))
+        return int(value) if value and value.isdigit() else default
+
+    def complete(self, typed: Mapping[str, str]) -> None:
+        """Fills in what needs the number of ranks, which may be typed: data-parallel ranks and micro-batches.
+
+        Args:
+            typed: the options that are typed, by name.
+        """
+        tp, cp, pp, ep = (self.size(axis, typed) for axis in ("tp", "cp", "pp", "ep"))
+        gpus = self.size("gpus", typed, 0)
+        dp = gpus // (tp * cp * pp) if gpus else self.size("dp", typed, 0)
+        if not dp:
+            dp = max(1, math.ceil(ep * self.size("expert-tp", typed, tp) / (tp * cp)))
+            self.take("GPUs", "not said; as few as there can be", "dp", dp)
+        if self.accumulation and not {"micro-batches", "global-batch"} & typed.keys():
+            said = f"{self.accumulation} on each of dp = {dp} ranks"
+            self.take("gradient accumulation", said, "micro-batches", self.accumulation * dp)
+        if "global-batch" in typed:
+            self.options.pop("micro-batches", None)
 
     def argv(self) -> list[str]:
         """The options, as they are typed."""
@@ -75,12 +104,19 @@ def with_launch_file(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             raise CliError("--from: give a file")
         path = Path(joined or words[place + 1])
         launch = read_launch(path)
-        if words[0] != "simulate" and (size := launch.options.pop("micro-batch-size", None)):
-            launch.leave("sequences of a micro-batch", size, "wlb chooses the tokens of a micro-batch")
-            if count := launch.options.get("micro-batches"):  # the global batch stays what it is
-                launch.options["micro-batches"] = str(int(count) * int(size))
+        launch.complete(_typed(words))
         return [words[0], *launch.argv(), *words[1:]], launch.lines(path)
     return words, []
+
+
+def _typed(words: Sequence[str]) -> dict[str, str]:
+    """The options of a command line and their values, by name."""
+    typed = {}
+    for place, word in enumerate(words):
+        if word.startswith("--"):
+            name, has, value = word[2:].partition("=")
+            typed[name] = value if has else next(iter(words[place + 1 : place + 2]), "")
+    return typed
 
 
 def read_launch(path: Path) -> Launch:
@@ -98,9 +134,9 @@ def read_launch(path: Path) -> Launch:
     if path.suffix in (".yaml", ".yml"):
         content = _yaml(path, text)
         if "stage" in content or "finetuning_type" in content or "cutoff_len" in content:
-            return _llama_factory(content)
+            return _llama_factory(content, path)
         if "base_model" in content:
-            return _axolotl(content)
+            return _axolotl(content, path)
         if "ModelParallel" in content or "MODEL_ARGS" in content:
             return _megatron(_flags_of_yaml(content), {})
         raise CliError(f"--from {path}: is YAML of neither axolotl (base_model) nor LLaMA-Factory (stage, cutoff_len)")
@@ -135,14 +171,21 @@ def _flags(text: str) -> tuple[dict[str, str], dict[str, str]]:
         except ValueError:
             words += line.split()
     flags: dict[str, str] = {}
+    words = [part for word in words for part in (word.split() if word.startswith("--") and " " in word else [word])]
     for place, word in enumerate(words):
         if not word.startswith("--") or len(word) < 3:
             continue
         name, has, value = word[2:].partition("=")
         following = words[place + 1] if place + 1 < len(words) else "--"
         value = value if has else "" if following.startswith("--") else following
+        if name.replace("_", "-") in _SEVERAL and value and not has:
+            value = " ".join(itertools.takewhile(lambda word: not word.startswith("-"), words[place + 1 :]))
         flags[name.replace("_", "-")] = value
     return flags, variables
+
+
+_SEVERAL = ("recompute-modules",)
+"""Options of Megatron with several values."""
 
 
 def _filled(text: str, variables: Mapping[str, str]) -> str:
@@ -184,16 +227,18 @@ def _megatron(flags: Mapping[str, str], variables: Mapping[str, str]) -> Launch:
         except ValueError:
             raise CliError(f"--from: --{name} {value}: must be a whole number (is a variable not set?)") from None
 
+    def given(name: str) -> bool:
+        return rest.pop(name, "false").lower() != "false"
+
     sizes = {"tensor-model-parallel-size": "tp", "pipeline-model-parallel-size": "pp", "context-parallel-size": "cp"}
     layout = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
     for name, option in (*sizes.items(), ("expert-model-parallel-size", "ep")):
-        given = name in rest
+        said = name in rest
         layout[option] = number(name) or 1
-        launch.take(f"--{name}" if given else f"--{name} (not given)", layout[option], option)
-    expert_tp = number("expert-tensor-parallel-size")
-    if expert_tp is not None and expert_tp != layout["tp"]:
-        reason = f"experts are taken to be divided by tp = {layout['tp']} as all other matrices"
-        launch.leave("--expert-tensor-parallel-size", expert_tp, reason)
+        launch.take(f"--{name}" if said else f"--{name} (not given)", layout[option], option)
+    expert_tp, routed = number("expert-tensor-parallel-size"), "num-experts" in rest
+    if expert_tp is not None and expert_tp != layout["tp"] and routed:
+        launch.take("--expert-tensor-parallel-size", expert_tp, "expert-tp")
     layers = number("num-layers")
     virtual = number("num-virtual-stages-per-pipeline-rank")
     each = number("num-layers-per-virtual-pipeline-stage")
@@ -201,7 +246,10 @@ def _megatron(flags: Mapping[str, str], variables: Mapping[str, str]) -> Launch:
         virtual = layers // layout["pp"] // each
     if virtual and virtual > 1:
         launch.take("virtual stages", virtual, "virtual-stages")
+    _stages(launch, number("decoder-first-pipeline-num-layers"), number("decoder-last-pipeline-num-layers"), layers)
     context = number("seq-length")
+    if context is None:
+        context = number("max-length")
     if context:
         launch.take("--seq-length", context, "context")
     gpus = _world(rest, variables)
@@ -209,25 +257,87 @@ def _megatron(flags: Mapping[str, str], variables: Mapping[str, str]) -> Launch:
         launch.take("GPUs (nodes x processes)", gpus, "gpus")
     _batch(launch, number("micro-batch-size") or 1, number("global-batch-size"), layout, gpus)
     _megatron_model(launch, rest, number, layers)
-    granularity = rest.pop("recompute-granularity", None)
-    method, count = rest.pop("recompute-method", None), rest.pop("recompute-num-layers", None)
-    if granularity in ("full", "selective"):
-        launch.take("--recompute-granularity", granularity, "recompute")
-        if count and granularity == "full" and layers and int(count) < layers // layout["pp"] and method == "block":
-            launch.leave("--recompute-num-layers", count, "all layers are taken to be recomputed")
-    distributed = rest.pop("use-distributed-optimizer", None) is not None
-    launch.take("--use-distributed-optimizer", distributed, "fsdp", "zero1" if distributed else "none")
-    if rest.pop("sequence-parallel", None) is None and layout["tp"] > 1:
+    _megatron_memory(launch, rest, number, given)
+    if not given("sequence-parallel") and layout["tp"] > 1:
         launch.take("--sequence-parallel", False, "no-sequence-parallel", True)
     for name, value in rest.items():
-        if said := _reason(name):
-            launch.leave(f"--{name}", value or "set", said)
+        if reason := _reason(name):
+            launch.leave(f"--{name}", value or "set", reason)
     return launch
+
+
+def _stages(launch: Launch, first: int | None, last: int | None, layers: int | None) -> None:
+    """Layers of the first and the last stage, where a file sets them apart."""
+    if first is None and last is None:
+        return
+    pp = launch.size("pp", {})
+    ends = [each for each in (first, last) if each is not None]
+    between, left = divmod((layers or 0) - sum(ends), max(1, pp - len(ends)))
+    if layers is None or left or between < 0 or "virtual-stages" in launch.options:
+        launch.leave("layers of the first and last stage", f"{first} and {last}", "give them as --stage-layers")
+        return
+    stages = [first] * (first is not None) + [between] * (pp - len(ends)) + [last] * (last is not None)
+    launch.take("layers of the first and last stage", f"{first} and {last}", "stage-layers", ",".join(map(str, stages)))
+
+
+def _megatron_memory(
+    launch: Launch,
+    rest: dict[str, str],
+    number: Callable[..., int | None],
+    given: Callable[[str], bool],
+) -> None:
+    """What is recomputed, shared out, offloaded, in FP8, or frozen."""
+    _megatron_recompute(launch, rest, number)
+    if given("use-torch-fsdp2") or rest.get("data-parallel-sharding-strategy") == "optim_grads_params":
+        rest.pop("data-parallel-sharding-strategy", None)
+        given("use-distributed-optimizer")
+        launch.take("FSDP of all parameters", "set", "fsdp", "zero3")
+    else:
+        shared = given("use-distributed-optimizer")
+        launch.take("--use-distributed-optimizer", shared, "fsdp", "zero1" if shared else "none")
+    if (instances := number("num-distributed-optimizer-instances") or 1) > 1:
+        launch.take("--num-distributed-optimizer-instances", instances, "dp-replicate")
+    if given("optimizer-cpu-offload"):
+        share = rest.pop("optimizer-offload-fraction", None) or "1"
+        launch.take("--optimizer-cpu-offload", share, "offload-optimizer")
+        if given("overlap-cpu-optimizer-d2h-h2d"):
+            reason = "copies and the CPU's work are taken one after the other"
+            launch.leave("--overlap-cpu-optimizer-d2h-h2d", "set", reason)
+    fp8 = rest.pop("fp8-format", None) or rest.pop("fp8", None)
+    gathered = given("fp8-param-gather") or given("fp8-param")
+    if fp8:
+        launch.take("--fp8-format", fp8, "fp8", "parameters" if gathered else "matmul")
+    if not ({"bf16", "fp16"} & rest.keys()):
+        launch.taken.append("bfloat16, although neither --bf16 nor --fp16 is given: an assumption (--dtype)")
+    if "lora" in (rest.pop("train-type", None), rest.pop("tuner-type", None)):
+        launch.take("--lora-rank", number("lora-rank", 8), "lora-rank")
+
+
+def _megatron_recompute(launch: Launch, rest: dict[str, str], number: Callable[..., int | None]) -> None:
+    granularity = rest.pop("recompute-granularity", None)
+    if rest.pop("recompute-activations", None) is not None and granularity is None:
+        granularity = "selective"
+    method, count = rest.pop("recompute-method", None), number("recompute-num-layers")
+    modules = set((rest.pop("recompute-modules", None) or "core_attn").split())
+    if granularity == "full":
+        launch.take("--recompute-granularity", granularity, "recompute")
+        if count and method == "block":
+            launch.take("--recompute-num-layers", count, "recompute-layers")
+        elif count and count > 1:
+            reason = "the input of every layer is taken to be kept, where a block of them keeps one"
+            launch.leave("--recompute-num-layers", count, reason)
+    elif granularity == "selective":
+        said = f"selective, {' '.join(sorted(modules))}"
+        attention = modules == {"core_attn"}
+        launch.take("--recompute-granularity", said, "recompute", "attention" if attention else "selective")
+        if not attention and (other := modules - {"layernorm", "moe_act"}):
+            reason = "norms and the product of the feed-forward block are taken to be recomputed"
+            launch.leave("--recompute-modules", " ".join(sorted(other)), reason)
 
 
 def _world(rest: dict[str, str], variables: Mapping[str, str]) -> int | None:
     nodes = rest.pop("nnodes", "") or variables.get("NNODES") or variables.get("NUM_NODES") or "1"
-    each = rest.pop("nproc-per-node", "") or variables.get("GPUS_PER_NODE", "")
+    each = rest.pop("nproc-per-node", "") or variables.get("GPUS_PER_NODE", "") or variables.get("NPROC_PER_NODE", "")
     world = variables.get("WORLD_SIZE")
     if each and each.isdigit() and nodes.isdigit():
         return int(each) * int(nodes)
@@ -289,18 +399,18 @@ def _megatron_model(
 
 # Why a key has no place; keys of logging, data, learning rates and the like have none to have.
 _REASONS: tuple[tuple[str, str], ...] = (
-    (r"fp8|float8|fp4", "FP8 is not modelled: rates and parameters are those of bfloat16"),
-    (r"offload", "optimizer states are taken to be on the GPU"),
-    (r"lora|qlora|peft|adapter", "adapters are not modelled: all parameters are taken to be trained"),
-    (r"load-in|load_in|quantiz", "quantised weights are not modelled"),
-    (r"replicate", "hybrid sharding is not modelled: all data-parallel ranks share out the state"),
+    (r"fp4", "FP4 is not modelled"),
+    (r"fp8|float8", "FP8 is priced alike in every recipe"),
+    (r"offload", "of what is offloaded only optimizer states are modelled: --offload-optimizer"),
+    (r"load-in|load_in|quantiz", "frozen weights are counted in bfloat16"),
+    (r"lora.*(target|modules)", "adapters are counted on every matrix but routers and routed experts"),
     (r"moe-shared|shared-expert|moe-layer-freq|moe-latent", "part of the model that --model sizes cannot say"),
     (r"multi-latent|kv-lora|q-lora|qk-head|qk-pos|v-head", "latent attention: give --model a config.json"),
     (r"mtp", "heads of multi-token prediction: --multi-token-prediction, with --model a config.json"),
     (r"moe-(token-dispatcher|a2a|expert-cap|grouped|aux|router-(load|bias))", "of how experts run, not of what"),
     (r"window", "a sliding window: give --model a config.json"),
     (r"overlap", "shares of communication that computation hides: --dp-overlap, --tp-overlap and the like"),
-    (r"decoder-(first|last)|account-for", "layers of stages: --stage-layers"),
+    (r"cp-comm-type", "keys and values are taken to be gathered, or with --cp-keys needed only a part of them"),
 )
 
 
@@ -326,14 +436,18 @@ def _toml(path: Path, text: str) -> dict[str, Any]:
         raise CliError(f"--from {path}: is no TOML: {problem}") from None
 
 
+def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys of all levels, with dots between, and their values."""
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def _torchtitan(content: Mapping[str, Any]) -> Launch:
     launch = Launch("torchtitan's configuration")
-    keys = {
-        f"{section}.{name}": value
-        for section, inner in content.items()
-        if isinstance(inner, Mapping)
-        for name, value in inner.items()
-    }
+    keys = dict(_flat(content))
 
     def pop(*names: str, default: Any = None) -> Any:
         return next((keys.pop(name) for name in names if name in keys), default)
@@ -348,39 +462,103 @@ def _torchtitan(content: Mapping[str, Any]) -> Launch:
     }.items():
         layout[option] = int(pop(*(f"{section}.{name}" for section in parallel), default=1))
         launch.take(name, layout[option], option)
+    expert_tp = int(pop("parallelism.expert_tensor_parallel_degree", default=layout["tp"]))
+    if expert_tp != layout["tp"] and layout["ep"] > 1:
+        launch.take("expert_tensor_parallel_degree", expert_tp, "expert-tp")
     shard = int(pop(*(f"{section}.data_parallel_shard_degree" for section in parallel), default=-1))
     replicas = int(pop(*(f"{section}.data_parallel_replicate_degree" for section in parallel), default=1))
     if shard > 0:
         launch.take("data_parallel_shard_degree x data_parallel_replicate_degree", shard * replicas, "dp")
     if replicas > 1:
-        launch.leave("data_parallel_replicate_degree", replicas, _reason("replicate") or "")
+        launch.take("data_parallel_replicate_degree", replicas, "dp-replicate")
     launch.take("fully_shard", "parameters", "fsdp", "zero3")
     if context := pop("training.seq_len"):
         launch.take("training.seq_len", context, "context")
+    _titan_pipeline(launch, pop, layout["pp"])
     size = int(pop("training.local_batch_size", "training.batch_size", default=1))
     total = int(pop("training.global_batch_size", default=-1))
     micro = int(pop("parallelism.pipeline_parallel_microbatch_size", default=size if layout["pp"] == 1 else 1))
     if total > 0:
         _batch(launch, micro, total, layout, None)
-    elif shard > 0:
-        _batch(launch, micro, size * shard * replicas, layout, None)
     else:
-        launch.leave("training.local_batch_size", size, "of how many GPUs is not said: --gpus and --micro-batches")
-    mode = pop("activation_checkpoint.mode", default="none")
-    if mode in ("none", "full"):
-        launch.take("activation_checkpoint.mode", mode, "recompute")
-    else:
-        launch.take("activation_checkpoint.mode", mode, "recompute", "selective")
-    name, flavor = pop("model.name", default=""), pop("model.flavor", default="")
+        if micro > 1:
+            launch.take("sequences of a micro-batch", micro, "micro-batch-size")
+        launch.accumulation = max(1, size // micro)
+    name, flavor = str(pop("model.name", default="")), str(pop("model.flavor", default=""))
     preset = f"{name}-{flavor}".lower()
-    if preset in ("llama3-8b", "llama3-70b", "llama3-405b"):
+    layers = None
+    if preset in PRESETS:
         launch.take("model.name, model.flavor", f"{name} {flavor}", "model", preset)
+        layers = PRESETS[preset]["num_layers"] // layout["pp"] // launch.size("virtual-stages", {})
     else:
         launch.leave("model.name, model.flavor", f"{name} {flavor}", "its sizes are not in the file: --model")
+    _titan_recompute(launch, pop, layers)
+    _titan_float8(launch, keys, [str(each) for each in pop("model.converters", default=())])
+    if pop("training.enable_cpu_offload"):
+        launch.take("training.enable_cpu_offload", True, "offload-optimizer", 1)
+        launch.leave("training.enable_cpu_offload", True, "parameters and gradients are taken to stay on the GPU")
+    if str(pop("training.dtype", default="float32")) == "bfloat16":
+        launch.take("training.dtype", "bfloat16", "optimizer-bytes", 4)
     for key, value in keys.items():
         if (reason := _reason(key)) and value not in (False, [], "", 1):
             launch.leave(key, value, reason)
     return launch
+
+
+_SCHEDULES = {
+    "gpipe": ("gpipe", 1),
+    "1f1b": ("1f1b", 1),
+    "interleaved1f1b": ("interleaved_1f1b", 2),
+    "interleavedzerobubble": ("interleaved_zero_bubble", 2),
+    "zbvzerobubble": ("zbv", 2),
+    "dualpipev": ("dualpipev", 2),
+}
+"""torch's schedules: the word here, and the stages of a rank that torchtitan gives it."""
+
+
+def _titan_pipeline(launch: Launch, pop: Callable[..., Any], pp: int) -> None:
+    schedule = str(pop("parallelism.pipeline_parallel_schedule", default=""))
+    if pp == 1 or not schedule:
+        return
+    known = _SCHEDULES.get(schedule.lower())
+    if known is None:
+        launch.leave("pipeline_parallel_schedule", schedule, "is not among --schedule's")
+        return
+    launch.take("pipeline_parallel_schedule", schedule, "schedule", known[0])
+    if known[1] > 1:
+        launch.take("stages of a rank under this schedule", known[1], "virtual-stages")
+
+
+def _titan_recompute(launch: Launch, pop: Callable[..., Any], layers: int | None) -> None:
+    """Recomputation; `layers` of a stage, where they are known."""
+    mode = pop("activation_checkpoint.mode", default="none")
+    option = str(pop("activation_checkpoint.selective_ac_option", default="op"))
+    if mode in ("none", "full"):
+        launch.take("activation_checkpoint.mode", mode, "recompute")
+    elif not option.isdigit():
+        launch.take("activation_checkpoint.mode", f"{mode}, {option}", "recompute", "selective")
+        reason = "every second matrix product that it computes again, and does not keep, is taken to be kept"
+        launch.leave("selective_ac_option", option, reason)
+    elif layers is None and int(option) > 1:
+        launch.leave("selective_ac_option", option, "of how many layers is not known: --recompute-layers")
+    else:
+        launch.take("activation_checkpoint.mode", f"every layer of {option}", "recompute", "full")
+        if layers is not None and int(option) > 1:
+            count = max(1, layers // int(option))
+            launch.take("selective_ac_option", option, "recompute-layers", count)
+
+
+def _titan_float8(launch: Launch, keys: dict[str, Any], converters: list[str]) -> None:
+    """FP8: it needs its converter, whatever its section says."""
+    section = [name for name in keys if "float8" in name]
+    gathered = any("float8_all_gather" in name and keys[name] for name in section)
+    if any("float8" in each for each in converters):
+        for name in section:
+            del keys[name]
+        launch.take("model.converters", ", ".join(converters), "fp8", "parameters" if gathered else "matmul")
+        return
+    for name in section:
+        launch.leave(name, keys.pop(name), "has no effect without its converter among model.converters")
 
 
 # YAML.
@@ -400,7 +578,7 @@ def _yaml(path: Path, text: str) -> dict[str, Any]:
     return content
 
 
-def _trainer(launch: Launch, content: Mapping[str, Any], names: Mapping[str, str]) -> Launch:
+def _trainer(launch: Launch, content: Mapping[str, Any], names: Mapping[str, str], path: Path) -> Launch:
     """A trainer on one model with data parallelism, as axolotl's and LLaMA-Factory's."""
     rest = dict(content)
     model = rest.pop(names["model"], None)
@@ -412,48 +590,107 @@ def _trainer(launch: Launch, content: Mapping[str, Any], names: Mapping[str, str
     tp = int(rest.pop("tensor_parallel_size", None) or 1)
     for option, value in (("tp", tp), ("pp", 1), ("cp", cp)):
         launch.take(f"{option} ranks", value, option)
+    replicas, shard = (int(rest.pop(f"dp_{name}_size", None) or 0) for name in ("replicate", "shard"))
+    if shard:
+        launch.take("dp_shard_size x dp_replicate_size", shard * max(1, replicas), "dp")
     size = int(rest.pop(names["size"], None) or 1)
-    steps = int(rest.pop("gradient_accumulation_steps", None) or 1)
+    launch.accumulation = int(rest.pop("gradient_accumulation_steps", None) or 1)
     if size > 1:
         launch.take(names["size"], size, "micro-batch-size")
-    launch.leave("gradient_accumulation_steps", steps, "of how many ranks is not said: --micro-batches steps x ranks")
-    deepspeed = str(rest.pop("deepspeed", "") or "")
-    found = re.search(r"(?:zero|z)_?(?:stage_?)?([0-3])", deepspeed)
-    if found:
-        launch.take("deepspeed", deepspeed, "fsdp", "none" if found.group(1) == "0" else f"zero{found.group(1)}")
-    elif rest.pop("fsdp", None) or rest.pop("fsdp_config", None):
-        launch.take("fsdp", "on", "fsdp", "zero3")
-    else:
-        launch.take("fsdp and deepspeed", "neither", "fsdp", "none")
+    _sharing(launch, rest, path)
+    if replicas > 1 and launch.options["fsdp"] != "none":
+        launch.take("dp_replicate_size", replicas, "dp-replicate")
     if names["recompute"] in rest:
         on = bool(rest.pop(names["recompute"]))
         on = on if names["recompute"] == "gradient_checkpointing" else not on
         launch.take(names["recompute"], on, "recompute", "full" if on else "none")
+    kind = str(rest.pop("adapter", None) or rest.pop("finetuning_type", None) or "full")
+    rank = rest.pop("lora_r", None) or rest.pop("lora_rank", None) or 8
+    if kind in ("lora", "qlora"):
+        launch.take("rank of LoRA", rank, "lora-rank")
+    elif kind != "full":
+        launch.leave("finetuning_type" if "stage" in content else "adapter", kind, "all parameters are trained")
+    if rest.pop("fp8", None):
+        gathered = bool(rest.pop("fp8_enable_fsdp_float8_all_gather", None))
+        launch.take("fp8", True, "fp8", "parameters" if gathered else "matmul")
+    if (optimizer := str(rest.pop("optimizer", None) or rest.pop("optim", None) or "")) and "8bit" in optimizer:
+        launch.leave("optimizer", optimizer, "its state is counted as 12 bytes a parameter: --optimizer-bytes")
+    everything = ("all", "all-linear", True)
+    if rest.pop("lora_target_linear", None) is True or rest.get("lora_target") in everything:
+        rest.pop("lora_target", None)
     for name, value in rest.items():
-        said = str(value) if name in ("adapter", "finetuning_type") else name
-        if name == "finetuning_type" and value in ("full", "freeze"):
-            continue
-        reason = _reason(said) or (_reason("adapter") if name in ("adapter",) and value else None)
-        if reason and value not in (None, False, ""):
+        if (reason := _reason(name)) and value not in (None, False, "", [], {}):
             launch.leave(name, value, reason)
     return launch
 
 
-def _axolotl(content: Mapping[str, Any]) -> Launch:
+def _sharing(launch: Launch, rest: dict[str, Any], path: Path) -> None:
+    """What data-parallel ranks share out, and whether the optimizer is offloaded: by DeepSpeed's file, or FSDP."""
+    deepspeed, fsdp, config = (rest.pop(name, None) for name in ("deepspeed", "fsdp", "fsdp_config"))
+    if deepspeed:
+        name = deepspeed if isinstance(deepspeed, str) else "deepspeed"
+        content = deepspeed if isinstance(deepspeed, Mapping) else _deepspeed_file(path, name)
+        offloaded = re.search(r"offload", name) is not None
+        found = re.search(r"(?:zero|z)_?(?:stage_?)?([0-3])", name)
+        stage = found.group(1) if found else None
+        parameters = offloaded and stage == "3"
+        if content is not None:
+            zero = content.get("zero_optimization") or {}
+            stage = str(zero.get("stage", 0))
+            offloaded, parameters = (
+                (zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param")
+            )
+        if stage is None:
+            raise CliError(f"--from {path}: deepspeed = {name}: there is no such file, and its name has no stage")
+        launch.take("deepspeed", name, "fsdp", "none" if stage == "0" else f"zero{stage}")
+    elif fsdp or config:
+        inner = config if isinstance(config, Mapping) else {}
+        said = {str(key).removeprefix("fsdp_"): value for key, value in inner.items()}
+        strategy = str(said.get("sharding_strategy") or fsdp or "FULL_SHARD").lower()
+        kept = "shard_grad_op" in strategy or said.get("reshard_after_forward") is False
+        launch.take("fsdp", strategy, "fsdp", "zero2" if kept else "zero3")
+        if "hybrid" in strategy:
+            launch.leave("fsdp", strategy, "of how many replicas is not said: --dp-replicate")
+        parameters = offloaded = bool(said.get("offload_params") or said.get("cpu_offload"))
+        if said.pop("activation_checkpointing", None):
+            launch.take("activation_checkpointing", True, "recompute", "full")
+    else:
+        launch.take("fsdp and deepspeed", "neither", "fsdp", "none")
+        return
+    if offloaded:
+        launch.take("offload of the optimizer", True, "offload-optimizer", 1)
+    if parameters:
+        launch.leave("offload of parameters", True, "parameters are taken to be on the GPU")
+
+
+def _deepspeed_file(path: Path, name: str) -> Mapping[str, Any] | None:
+    """DeepSpeed's JSON beside the launch file, or where its name says from here; None where there is none."""
+    for folder in (path.parent, Path()):
+        if (folder / name).is_file():
+            try:
+                content = json.loads((folder / name).read_text(encoding="utf-8"))
+            except ValueError as problem:
+                raise CliError(f"--from {path}: {folder / name} is no JSON: {problem}") from None
+            if isinstance(content, dict):
+                return content
+    return None
+
+
+def _axolotl(content: Mapping[str, Any], path: Path) -> Launch:
     names = {
         "model": "base_model",
         "context": "sequence_len",
         "size": "micro_batch_size",
         "recompute": "gradient_checkpointing",
     }
-    return _trainer(Launch("axolotl's configuration"), content, names)
+    return _trainer(Launch("axolotl's configuration"), content, names, path)
 
 
-def _llama_factory(content: Mapping[str, Any]) -> Launch:
+def _llama_factory(content: Mapping[str, Any], path: Path) -> Launch:
     names = {
         "model": "model_name_or_path",
         "context": "cutoff_len",
         "size": "per_device_train_batch_size",
         "recompute": "disable_gradient_checkpointing",
     }
-    return _trainer(Launch("LLaMA-Factory's configuration"), content, names)
+    return _trainer(Launch("LLaMA-Factory's configuration"), content, names, path)

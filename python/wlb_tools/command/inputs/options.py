@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from cyclopts import Parameter, Token
 from docstring_parser import parse
@@ -195,6 +196,35 @@ def _tokens(type_: object, tokens: Sequence[Token]) -> int:
 
 Tokens = Parameter(converter=_tokens)
 """A number of tokens, as 8192, 8k or 4M."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalBatch:
+    """The size of a global batch, in tokens or in samples of a context window each."""
+
+    count: int
+    unit: Literal["tokens", "samples"]
+
+    def __str__(self) -> str:
+        """The option's value."""
+        return f"{self.count}{self.unit}"
+
+
+def _global_batch(type_: object, tokens: Sequence[Token]) -> GlobalBatch:
+    token = tokens[0]
+    found = re.fullmatch(r"(.*?)\s*(tokens|samples|sequences|)", token.value.strip(), re.DOTALL)
+    number, unit = found.groups() if found else ("", "")
+    try:
+        count = tokens_of(number)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise CliError(f"{token.keyword} {token.value}: must be tokens, such as 4M, or samples, such as 256samples")
+    return GlobalBatch(count, "samples" if unit in ("samples", "sequences") else "tokens")
+
+
+GlobalBatchSize = Parameter(converter=_global_batch, n_tokens=1, accepts_keys=False)
+"""A size of a global batch, as 4M (tokens), 4194304tokens or 256samples."""
 
 
 def scaled(option: str, value: float, unit: int) -> int:

@@ -48,9 +48,10 @@ def packer_micro_batches(scenario: Scenario, choice: Choice) -> int:
 def _static(tuning: Tuning, model: str, profile: str | None) -> str:
     """A packer and a way to shard what it packs."""
     best, scenario = tuning.best, tuning.scenario
-    costs = f"attention_efficiency={tuning.attention_efficiency:.3f}"
-    if scenario.layout.recompute == "full":
-        costs += ", recompute=True"
+    arguments = scenario.cost_arguments(attention_efficiency=tuning.attention_efficiency)
+    costs = f"attention_efficiency={arguments['attention_efficiency']:.3f}"
+    if (again := arguments.get("recompute")) is not None:
+        costs += f", recompute={again if again is True else format(again, '.3g')}"
     cost_model = _Code(f"model.cost_model({costs})")
     lines = [
         "import functools",

@@ -1,8 +1,9 @@
 //! Sharding: the tokens of a micro-batch on each context-parallel rank (section 5 of WLB-LLM).
 //!
-//! Every strategy fills the same [`Shard`]: for each rank, segments in packed order. What a rank feeds its attention
-//! kernel follows from them alone ([`Shard::rank`]). How long that takes is predicted in [`kernel`]; by that, and
-//! from lengths only, [`ShardOptions::resolve`] chooses between the strategies.
+//! Every strategy fills the same [`Shard`]: for each rank, segments in packed order. Its rows have the order of
+//! [`Shard::rows`]. What a rank feeds its attention kernel follows from them alone ([`Shard::rank`]). How long that
+//! takes is predicted in [`kernel`]; by that, and from lengths only, [`ShardOptions::resolve`] chooses between the
+//! strategies.
 
 mod adaptive;
 mod auto;

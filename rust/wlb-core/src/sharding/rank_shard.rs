@@ -6,7 +6,8 @@ use crate::limits::MAX_TOKENS;
 
 use super::shard::{Segment, Shard};
 
-/// The arrays of one rank. Tokens are in packed order; segment `i` is `cu_seqlens_q[i]..cu_seqlens_q[i + 1]`.
+/// The arrays of one rank. Segments are in the order of [`Shard::rows`]; segment `i` is the rows
+/// `cu_seqlens_q[i]..cu_seqlens_q[i + 1]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankShard {
     /// Tokens of the rank.
@@ -33,7 +34,7 @@ impl Shard {
     /// are more than int32 `cu_seqlens_k` can count.
     ///
     /// # Complexity
-    /// O(segments).
+    /// O(segments), those of other ranks too.
     pub fn rank(&self, rank: usize) -> Result<RankShard> {
         let segments = self.segments(rank)?;
         let mut found = RankShard {
@@ -47,7 +48,7 @@ impl Shard {
         let (mut queries, mut keys) = (0_i32, 0_i64);
         found.cu_seqlens_q.push(0);
         found.cu_seqlens_k.push(0);
-        for segment in segments {
+        for segment in &segments {
             let document = segment.document as usize;
             let segment_keys = match self.mask {
                 Mask::Causal => segment.end(),
@@ -68,17 +69,20 @@ impl Shard {
         Ok(found)
     }
 
-    /// The segments of one rank.
+    /// The segments of one rank, in the order of its rows ([`Shard::rows`]).
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a rank that does not exist.
-    pub fn segments(&self, rank: usize) -> Result<&[Segment]> {
+    ///
+    /// # Complexity
+    /// O(segments), those of other ranks too.
+    pub fn segments(&self, rank: usize) -> Result<Vec<Segment>> {
         let last = self.cp_size() as i64 - 1;
         check_range("rank", saturating_i64(rank), 0, last)?;
-        Ok(&self.ranks[rank])
+        Ok(self.rank_rows(rank))
     }
 
-    /// Place of each of a rank's tokens in the packed sequence, ascending.
+    /// Place of each of a rank's tokens in the packed sequence, row by row ([`Shard::rows`]).
     ///
     /// # Errors
     /// As [`Shard::segments`].
@@ -86,7 +90,7 @@ impl Shard {
     /// # Complexity
     /// O(tokens of the rank).
     pub fn token_indices(&self, rank: usize) -> Result<Vec<i32>> {
-        Ok(write_out(self.segments(rank)?, |segment| self.packed_start(segment)))
+        Ok(write_out(&self.segments(rank)?, |segment| self.packed_start(segment)))
     }
 
     /// Place of each of a rank's tokens in its document.
@@ -97,7 +101,7 @@ impl Shard {
     /// # Complexity
     /// O(tokens of the rank).
     pub fn position_ids(&self, rank: usize) -> Result<Vec<i32>> {
-        Ok(write_out(self.segments(rank)?, |segment| segment.start))
+        Ok(write_out(&self.segments(rank)?, |segment| segment.start))
     }
 
     /// Place of each packed token among the concatenated tokens of all ranks: `rank_major[restore] == packed`.
@@ -107,7 +111,7 @@ impl Shard {
     pub fn restore_indices(&self) -> Vec<i32> {
         let mut restore = vec![0; self.num_tokens() as usize];
         let mut position = 0;
-        for segment in self.ranks.iter().flatten() {
+        for segment in self.rows().iter().flatten() {
             let start = self.packed_start(segment) as usize;
             let span = &mut restore[start..start + segment.length as usize];
             span.iter_mut().zip(position..).for_each(|(token, position)| *token = position);

@@ -24,13 +24,28 @@ impl Segment {
     }
 }
 
-/// A segment, how many keys it sees of its document, whether all of them lie on its rank, and whether it is the first
-/// of the document there.
+/// A segment, how many keys it sees of its document, whether all that the rank's segments of the document see lie on
+/// the rank, and whether it is the first of them.
 struct Sight<'a> {
     segment: &'a Segment,
     sees: i32,
     here: bool,
     first: bool,
+}
+
+/// The rank that sees most of a document's keys, how many, and the most that another sees.
+#[derive(Clone, Copy)]
+struct SeenMost {
+    rank: usize,
+    seen: i32,
+    others: i32,
+}
+
+impl SeenMost {
+    /// How many some other rank sees.
+    fn but(&self, rank: usize) -> i32 {
+        if self.rank == rank { self.others } else { self.seen }
+    }
 }
 
 /// A micro-batch cut for the ranks of a context-parallel group.
@@ -44,7 +59,8 @@ pub struct Shard {
     pub lengths: Vec<i32>,
     /// First token of each document in the packed sequence, and the total at the end.
     pub document_starts: Vec<i32>,
-    /// Segments of each rank, in packed order; no two of a rank touch.
+    /// Segments of each rank, in packed order; no two of a rank touch. Rows of a rank have another order:
+    /// [`Shard::rows`].
     pub ranks: Vec<Vec<Segment>>,
 }
 
@@ -84,10 +100,7 @@ impl Shard {
             if document != Some(segment.document) {
                 (document, seen) = (Some(segment.document), 0);
             }
-            let sees = match self.mask {
-                Mask::Causal => segment.end(),
-                Mask::Full => self.lengths[segment.document as usize],
-            };
+            let sees = self.sees(segment);
             moved += i64::from(sees - seen - segment.length);
             seen = sees;
         }
@@ -99,28 +112,10 @@ impl Shard {
     /// # Complexity
     /// O(segments + documents).
     pub fn keys_gathered(&self) -> Vec<i64> {
-        // Of each document the rank that sees the most of its keys, how many, and the most that another sees.
-        let mut most = vec![(usize::MAX, 0, 0); self.lengths.len()];
-        for (rank, segments) in self.ranks.iter().enumerate() {
-            for segment in segments {
-                let sees = match self.mask {
-                    Mask::Causal => segment.end(),
-                    Mask::Full => self.lengths[segment.document as usize],
-                };
-                let (first, seen, others) = &mut most[segment.document as usize];
-                if *first == rank {
-                    *seen = sees.max(*seen);
-                } else if sees > *seen {
-                    (*first, *seen, *others) = (rank, sees, *seen);
-                } else {
-                    *others = sees.max(*others);
-                }
-            }
-        }
+        let most = self.seen_most();
         let of_rank = |(rank, segments): (usize, &Vec<Segment>)| {
             let of_segment = |segment: &Segment| {
-                let (first, seen, others) = most[segment.document as usize];
-                let needed = if first == rank { others } else { seen };
+                let needed = most[segment.document as usize].but(rank);
                 i64::from((segment.end().min(needed) - segment.start).max(0))
             };
             segments.iter().map(of_segment).sum()
@@ -128,8 +123,77 @@ impl Shard {
         self.ranks.iter().enumerate().map(of_rank).collect()
     }
 
-    /// Tokens of a rank that attends to its own keys while others' arrive: all, if some of its segments find their keys
-    /// there, enough for a call of their own, and some do not; else none, since one call does it. Exact.
+    /// Of each document how many of its keys ranks see.
+    fn seen_most(&self) -> Vec<SeenMost> {
+        let mut most = vec![SeenMost { rank: usize::MAX, seen: 0, others: 0 }; self.lengths.len()];
+        for (rank, segments) in self.ranks.iter().enumerate() {
+            for segment in segments {
+                let sees = self.sees(segment);
+                let of_document = &mut most[segment.document as usize];
+                if of_document.rank == rank {
+                    of_document.seen = sees.max(of_document.seen);
+                } else if sees > of_document.seen {
+                    *of_document = SeenMost { rank, seen: sees, others: of_document.seen };
+                } else {
+                    of_document.others = sees.max(of_document.others);
+                }
+            }
+        }
+        most
+    }
+
+    /// The segments of every rank in the order of its rows.
+    ///
+    /// First come the documents of which the rank has all keys that its segments see; those of which no other rank
+    /// sees any of the rank's keys come before the others. Then come the documents of which it needs keys of other
+    /// ranks; those of which no other rank sees any of its keys come last. So what attends alone and what others need
+    /// are neighbouring rows. The segments of a document stay together. Among equals, and with
+    /// [`Strategy::Contiguous`] altogether, the order is the packed one.
+    ///
+    /// # Complexity
+    /// O(segments + documents).
+    pub fn rows(&self) -> Vec<Vec<Segment>> {
+        let most = self.seen_most();
+        (0..self.cp_size()).map(|rank| self.rows_of(rank, &most)).collect()
+    }
+
+    /// [`Shard::rows`] of one rank.
+    ///
+    /// # Complexity
+    /// O(segments + documents), those of other ranks too.
+    pub fn rank_rows(&self, rank: usize) -> Vec<Segment> {
+        self.rows_of(rank, &self.seen_most())
+    }
+
+    fn rows_of(&self, rank: usize, most: &[SeenMost]) -> Vec<Segment> {
+        let segments = &self.ranks[rank];
+        if self.strategy == Strategy::Contiguous || self.cp_size() == 1 {
+            return segments.clone();
+        }
+        // The first segment of a document is needed, if any of the rank is.
+        let mut needed = false;
+        let mut place = |sight: &Sight<'_>| {
+            if sight.first {
+                needed = most[sight.segment.document as usize].but(rank) > sight.segment.start;
+            }
+            match (sight.here, needed) {
+                (true, false) => 0,
+                (true, true) => 1,
+                (false, true) => 2,
+                (false, false) => 3,
+            }
+        };
+        let mut placed: Vec<(u8, Segment)> =
+            self.sights(segments).map(|sight| (place(&sight), *sight.segment)).collect();
+        if !placed.is_sorted_by_key(|(place, _)| *place) {
+            placed.sort_by_key(|(place, _)| *place);
+        }
+        placed.into_iter().map(|(_, segment)| segment).collect()
+    }
+
+    /// Tokens of a rank that attends to its own keys while others' arrive: all, if of some documents it has all keys
+    /// that its segments see, enough for a call of their own, and of some it has not; else none, since one call does
+    /// it. Exact.
     ///
     /// # Complexity
     /// O(segments of the rank).
@@ -137,8 +201,8 @@ impl Shard {
         if self.lacks_keys(rank) && self.has_local_call(rank) { self.tokens(rank) } else { 0 }
     }
 
-    /// Keys that a rank picks, its own and those that arrive, for segments that do not find theirs in place: all that a
-    /// segment sees; one that several segments see as often, but once where all of a document's segments see all of
+    /// Keys that a rank picks, its own and those that arrive, for documents of which it has not all: all that a segment
+    /// sees; one that several segments see as often, but once where all of a document's segments see all of
     /// its keys. Exact.
     ///
     /// # Complexity
@@ -159,7 +223,7 @@ impl Shard {
         self.sights(&self.ranks[rank]).any(|sight| !sight.here)
     }
 
-    /// Whether the segments that find all of their keys on their rank have a call of their own.
+    /// Whether the documents of which the rank has all keys that it sees have a call of their own.
     fn has_local_call(&self, rank: usize) -> bool {
         let here = self.sights(&self.ranks[rank]).filter(|sight| sight.here);
         let local: i64 = here.map(|sight| i64::from(sight.segment.length)).sum();
@@ -169,18 +233,24 @@ impl Shard {
     /// Keys that the segments of one rank see.
     fn sights<'a>(&'a self, segments: &'a [Segment]) -> impl Iterator<Item = Sight<'a>> {
         segments.chunk_by(|one, next| one.document == next.document).flat_map(move |of_document| {
-            let length = self.lengths[of_document[0].document as usize];
+            let (first, last) = (of_document[0], of_document[of_document.len() - 1]);
+            let length = self.lengths[first.document as usize];
             let all: i32 = of_document.iter().map(|segment| segment.length).sum();
-            // How many tokens of the document lie on this rank up to the end of a segment.
-            of_document.iter().enumerate().scan(0, move |held, (index, segment)| {
-                *held += segment.length;
-                let (held, sees) = match self.mask {
-                    Mask::Causal => (*held, segment.end()),
-                    Mask::Full => (all, length),
-                };
-                Some(Sight { segment, sees, here: held == sees, first: index == 0 })
+            // The last segment sees most.
+            let here = all == self.sees(&last);
+            of_document.iter().enumerate().map(move |(index, segment)| {
+                let sees = if self.mask == Mask::Causal { segment.end() } else { length };
+                Sight { segment, sees, here, first: index == 0 }
             })
         })
+    }
+
+    /// How many keys of its document a segment sees.
+    fn sees(&self, segment: &Segment) -> i32 {
+        match self.mask {
+            Mask::Causal => segment.end(),
+            Mask::Full => self.lengths[segment.document as usize],
+        }
     }
 
     /// First token of a segment in the packed sequence.

@@ -46,26 +46,26 @@ pub(crate) fn keys_gathered(owners: &Owners, cp: usize, mask: Mask) -> Vec<i64> 
     gathered
 }
 
-/// Of each rank the tokens, if some of its runs of a document lack a key and the others have an eighth of its tokens or
-/// more, and the keys that the former see, or all where the others have fewer: token by token.
+/// Of each rank the tokens, if it lacks keys of some of its documents and of the others it has an eighth of its tokens
+/// or more, and the keys that the former see, or all where the others have fewer: token by token.
 pub(crate) fn tokens_split_and_keys_picked(owners: &Owners, cp: usize, mask: Mask) -> Vec<(i64, i64)> {
     let of_rank = |rank: usize| {
         let (mut tokens, mut complete, mut lacking) = (0, 0, false);
-        // Keys seen by runs that lack none, and by the others.
+        // Keys seen in documents that lack none, and in the others.
         let mut seen_keys = [0, 0];
         for owners in owners {
-            tokens += owners.iter().filter(|&&owner| owner == rank).count() as i64;
+            let held = owners.iter().filter(|&&owner| owner == rank).count() as i64;
+            tokens += held;
+            let Some(last) = owners.iter().rposition(|&owner| owner == rank) else { continue };
+            let seen = |end: usize| if mask == Mask::Full { &owners[..] } else { &owners[..=end] };
+            let here = seen(last).iter().all(|&owner| owner == rank);
+            lacking |= !here;
+            complete += if here { held } else { 0 };
             let ends = (0..owners.len()).filter(|&at| owners[at] == rank && owners.get(at + 1) != Some(&rank));
             for (run, end) in ends.enumerate() {
-                let seen = if mask == Mask::Full { &owners[..] } else { &owners[..=end] };
-                let here = seen.iter().all(|&owner| owner == rank);
-                lacking |= !here;
-                if here {
-                    complete += owners[..=end].iter().rev().take_while(|&&owner| owner == rank).count() as i64;
-                }
                 // Runs that see the same keys are one to attention.
                 if mask == Mask::Causal || run == 0 {
-                    seen_keys[usize::from(!here)] += seen.len() as i64;
+                    seen_keys[usize::from(!here)] += seen(end).len() as i64;
                 }
             }
         }

@@ -1120,6 +1120,23 @@ pub(crate) fn hybrid(lengths: &[i32], cp: usize, threshold: i64) -> Owners {
     owners
 }
 
+/// The runs of one rank in the order of its rows, key by key: documents whose keys are all here and that nobody else
+/// sees, documents whose keys are all here, documents that others see, the rest.
+pub(crate) fn rows(owners: &Owners, cp: usize, mask: Mask, rank: usize) -> Vec<Segment> {
+    let runs = &segments(owners, cp)[rank];
+    let sees = |query: usize, key: usize| mask == Mask::Full || query >= key;
+    let place = |document: u32| {
+        let owners = &owners[document as usize];
+        let is_seen_by =
+            |key: usize, own: bool| (0..owners.len()).any(|query| (owners[query] == rank) == own && sees(query, key));
+        let here = (0..owners.len()).all(|key| owners[key] == rank || !is_seen_by(key, true));
+        let needed = (0..owners.len()).any(|key| owners[key] == rank && is_seen_by(key, false));
+        [[3, 2], [0, 1]][usize::from(here)][usize::from(needed)]
+    };
+    let of_place = |wanted: i32| runs.iter().filter(move |run| place(run.document) == wanted).copied();
+    (0..4).flat_map(of_place).collect()
+}
+
 /// Runs of equal owners, rank by rank in packed order.
 pub(crate) fn segments(owners: &Owners, cp: usize) -> Vec<Vec<Segment>> {
     let mut ranks = vec![Vec::new(); cp];

@@ -7,7 +7,7 @@ use wlb_core::{Mask, ShardOptions, Strategy, shard};
 use super::cost::mask;
 use super::file::{Case, hold};
 use crate::common::auto;
-use crate::common::naive::{self, Owners};
+use crate::common::naive;
 use crate::common::strategies::checked;
 
 #[derive(Deserialize, Serialize)]
@@ -44,14 +44,13 @@ struct Rank {
 
 impl Rank {
     /// Token by token.
-    fn of_oracle(lengths: &[i32], owners: &Owners, segments: &[Segment], pairs: u64, rank: usize, mask: Mask) -> Self {
+    fn of_oracle(lengths: &[i32], segments: &[Segment], pairs: u64, mask: Mask) -> Self {
         let start = |document: usize| lengths[..document].iter().sum::<i32>();
-        let tokens: Vec<(usize, i32)> = owners
+        let tokens: Vec<(usize, i32)> = segments
             .iter()
-            .enumerate()
-            .flat_map(|(document, owners)| {
-                let held = owners.iter().enumerate().filter(|&(_, &owner)| owner == rank);
-                held.map(move |(position, _)| (document, position as i32))
+            .flat_map(|segment| {
+                let held = segment.start..segment.start + segment.length;
+                held.map(move |position| (segment.document as usize, position))
             })
             .collect();
         let queries: Vec<i32> = segments.iter().map(|segment| segment.length).collect();
@@ -108,9 +107,16 @@ impl Case for ShardCase {
             Strategy::Auto => auto::auto(lengths, cp_size, mask, self.max_imbalance.unwrap_or(1.01)),
             Strategy::Adaptive => panic!("kernel.json has what is chosen by a kernel"),
         };
-        let segments = naive::segments(&owners, cp_size);
+        let in_packed_order = self.strategy == Strategy::Contiguous || cp_size == 1;
+        let segments = |rank: usize| {
+            if in_packed_order {
+                naive::segments(&owners, cp_size).swap_remove(rank)
+            } else {
+                naive::rows(&owners, cp_size, mask, rank)
+            }
+        };
         let pairs = auto::pairs(lengths, &owners, cp_size, mask);
-        let rank = |rank: usize| Rank::of_oracle(lengths, &owners, &segments[rank], pairs[rank], rank, mask);
+        let rank = |rank: usize| Rank::of_oracle(lengths, &segments(rank), pairs[rank], mask);
         Self { ranks: (0..cp_size).map(rank).collect(), ..self }
     }
 

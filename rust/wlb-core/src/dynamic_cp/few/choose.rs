@@ -20,7 +20,7 @@ use super::layout::{Layout, MOST, Parts, SAME};
 use super::slots::Slots;
 
 /// Work of all walks of a document, of two and so on, in thousands of [`Clock::LEAST`].
-const WORK: [usize; MOST] = [0, 1, 2, 4, 6, 10, 16, 24, 36, 48, 60, 64, 64, 64, 64, 64];
+const WORK: [usize; MOST] = [0, 4, 20, 22, 24, 26, 28, 32, 34, 38, 42, 48, 56, 64, 64, 64];
 /// The part of it that is for all numbers of micro-batches alike; the rest is for the best of them.
 const ALIKE: f64 = 0.3;
 /// So many numbers of micro-batches are the best.
@@ -31,6 +31,9 @@ const ROUNDS: usize = 8;
 /// out, and from the best layout.
 const FAR: f64 = 0.03;
 const NEAR: f64 = 0.01;
+/// How much more that is for documents that were dealt out, over the square of their number: of few documents each is
+/// much of a step, and nearly every step to a neighbour takes much longer.
+const ROUGH: f64 = 80.0;
 
 /// Whether there are so few documents, and ranks.
 pub(in crate::dynamic_cp) fn are_few(problem: &Problem) -> bool {
@@ -137,11 +140,12 @@ fn searched(
     }
     let work = WORK[problem.documents.len() - 1] * 1000 * Clock::LEAST;
     let alike = (work as f64 * ALIKE) as usize;
+    let far = FAR * (1.0 + ROUGH / (problem.documents.len() as f64).powi(2));
     for &count in counts {
         walks.neighbours.draw = Draw(count as u64);
         walks.neighbours.allow(&[count]);
         if let Some(dealt) = walks.neighbours.dealt(count) {
-            walks.walk(dealt, alike / counts.len(), FAR)?;
+            walks.walk(dealt, alike / counts.len(), far)?;
         }
     }
     walks.neighbours.allow(counts);
@@ -151,7 +155,7 @@ fn searched(
         for found in &best {
             let count = usize::from(found.layout.count);
             let dealt = if round % 2 == 0 { walks.neighbours.dealt(count) } else { None };
-            let above = if dealt.is_some() { FAR } else { NEAR };
+            let above = if dealt.is_some() { far } else { NEAR };
             if let Some(start) = dealt.or_else(|| walks.best_of(count).map(|found| found.layout)) {
                 walks.walk(start, (work - alike) / (ROUNDS * best.len()), above)?;
             }

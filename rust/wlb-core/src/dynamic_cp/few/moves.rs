@@ -413,7 +413,8 @@ impl<'a> Neighbours<'a> {
         let many = documents.count_ones() as usize;
         let mut groups = [(0_u16, Set::default(), Load::default(), 0.0_f64); MOST];
         let mut len = 0;
-        let pieces = 1 + self.draw.below(many.clamp(1, world_size));
+        // One more than there are documents: a document alone need not have all ranks.
+        let pieces = 1 + self.draw.below((many + 1).min(world_size));
         let mut first = 0;
         while first < world_size && len < MOST {
             let left = world_size - first;
@@ -451,14 +452,20 @@ impl<'a> Neighbours<'a> {
         Some(())
     }
 
-    /// Documents in so many micro-batches, costliest first: one for each, then to the one with the least work.
+    /// Documents in so many micro-batches: one for each, then to the one with the least work; costliest first, or in an
+    /// order drawn at random.
     /// `None` if no groups were found that they fit in.
     pub(super) fn dealt(&mut self, count: usize) -> Option<Layout> {
         let mut dealt: Vec<(f64, Set)> = vec![(0.0, 0); count];
-        for (place, document) in self.parts.problem.documents.iter().enumerate() {
+        let documents = &self.parts.problem.documents;
+        let mut order: Vec<usize> = (0..documents.len()).collect();
+        if self.draw.one_in(2) {
+            (1..order.len()).for_each(|at| order.swap(at, self.draw.below(at + 1)));
+        }
+        for (place, document) in order.into_iter().enumerate() {
             let lightest = (1..count).fold(0, |a, b| if dealt[b].0 < dealt[a].0 * (1.0 - SAME) { b } else { a });
             let at = if place < count { place } else { lightest };
-            dealt[at] = (dealt[at].0 + document.load.work(), dealt[at].1 | 1 << place);
+            dealt[at] = (dealt[at].0 + documents[document].load.work(), dealt[at].1 | 1 << document);
         }
         let mut layout = Layout::empty(count);
         for (j, (_, documents)) in dealt.into_iter().enumerate() {

@@ -121,7 +121,7 @@ pub struct Rows {
 }
 
 impl Rows {
-    fn next_to(first: i64, count: i64) -> Self {
+    pub(super) fn next_to(first: i64, count: i64) -> Self {
         Self { first, count, listed: false }
     }
 }
@@ -133,8 +133,9 @@ pub struct Call {
     pub queries: Rows,
     /// Of the keys.
     pub keys: Rows,
-    /// Where in [`Indices::bounds`] its numbers begin: where the queries of each span begin, and their end; the same of
-    /// keys; the shift of each span.
+    /// Where in [`Indices::bounds`] its numbers begin: where the queries of each span begin, and their end, counted
+    /// through the rank's rows where these are neighbours, else through the list; the same of keys, counted from 0; the
+    /// shift of each span.
     pub bounds: usize,
     /// Spans.
     pub spans: usize,
@@ -194,11 +195,11 @@ impl Calls {
         Self { seen: vec![false; queries as usize], biased }
     }
 
-    /// Calls of one window each, and no query twice.
+    /// Calls of one window each, and no query twice. Adds the rows of their keys, one behind the other, to `keys`.
     ///
     /// # Errors
     /// [`Error::TotalTooLong`] when the keys of a call are more than int32 can count.
-    pub(super) fn add(&mut self, mut spans: Spans, indices: &mut Indices) -> Result<Vec<Call>> {
+    pub(super) fn add(&mut self, mut spans: Spans, indices: &mut Indices, keys: &mut Vec<Part>) -> Result<Vec<Call>> {
         let mut calls = Vec::new();
         // Windows in the order in which they come, which the map is not read in.
         let mut groups: Vec<Vec<Span>> = Vec::new();
@@ -227,6 +228,7 @@ impl Calls {
             }
             for turn in turns {
                 calls.push(self.call(&turn, &spans, indices)?);
+                keys.extend(spans.parts_of(&turn));
             }
         }
         Ok(calls)
@@ -238,11 +240,11 @@ impl Calls {
             return Err(Error::TotalTooLong { argument: "cu_seqlens_k", total });
         }
         // At once: numbers that outgrow their memory are copied.
-        indices.rows.reserve(total as usize + self.seen.len());
+        indices.rows.reserve(total as usize);
         let bounds = indices.bounds.len();
-        let longest = |lengths: &mut dyn Iterator<Item = i64>, bounds: &mut Vec<i32>| {
-            let (mut end, mut longest) = (0, 0);
-            bounds.push(0);
+        let longest = |first: i64, lengths: &mut dyn Iterator<Item = i64>, bounds: &mut Vec<i32>| {
+            let (mut end, mut longest) = (first, 0);
+            bounds.push(end as i32);
             for length in lengths {
                 end += length;
                 longest = longest.max(length);
@@ -251,8 +253,10 @@ impl Calls {
             longest
         };
         let of_keys = |span: &Span| spans.keys(span).iter().map(|part| part.1).sum();
-        let max_queries = longest(&mut group.iter().map(|span| span.q_length), &mut indices.bounds);
-        let max_keys = longest(&mut group.iter().map(of_keys), &mut indices.bounds);
+        let queries = indices.list(group.iter().map(|span| (span.q_row, span.q_length)));
+        let first = if queries.listed { 0 } else { queries.first };
+        let max_queries = longest(first, &mut group.iter().map(|span| span.q_length), &mut indices.bounds);
+        let max_keys = longest(0, &mut group.iter().map(of_keys), &mut indices.bounds);
         indices.bounds.extend(group.iter().map(|span| span.shift as i32));
 
         let mut fresh = true;
@@ -263,7 +267,7 @@ impl Calls {
         }
         let open = |side: i64| if side >= Reach::UNLIMITED { -1 } else { side };
         Ok(Call {
-            queries: indices.list(group.iter().map(|span| (span.q_row, span.q_length))),
+            queries,
             keys: indices.list(spans.parts_of(group)),
             bounds,
             spans: group.len(),

@@ -1,8 +1,9 @@
 //! Plans in which keys come to the rank that needs them: by all-gather, or by all-to-all.
 //!
-//! A rank computes over a *buffer* of keys: its own, in its order, and behind them what arrives. A rank sends what some
-//! other rank's queries see, and nothing else. Runs all of whose keys are there form calls of their own, which run over
-//! the rank's own tensors while the others' keys arrive, if there are enough of them (see `pays_alone`).
+//! Paths of which a rank has all keys that its runs see form calls of their own, which run over the rank's own tensors
+//! while the others' keys arrive, if there are enough of them (see `pays_alone`). The other runs compute over a *buffer*
+//! of keys: those of the rank's rows, from the first on that they or other ranks see, and behind these what arrives.
+//! Gradients of others' keys go home by rank, each summed over this rank's runs, with either transport.
 
 use crate::error::Result;
 
@@ -11,6 +12,7 @@ use super::calls::{Call, Calls, Indices, Part, Rows, Spans, span};
 use super::intervals::{self, Interval, Place, among, contain, count, find, places, seen, union, without};
 use super::layout::Layout;
 use super::paths::{Reach, Run, tokens};
+use super::sums::{Share, Sum};
 
 /// How keys reach the ranks that need them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,28 +30,27 @@ pub struct KeysPlan {
     pub local: Vec<Call>,
     /// Calls over the buffer. No query is in two calls.
     pub remote: Vec<Call>,
+    /// The first of the rank's rows whose keys are in the buffer; those behind it are, too.
+    pub first: i64,
     /// Rows of the buffer before those that arrive: the rank's own keys, and what fills up what it sends.
     pub own_rows: i64,
-    /// Rows of the buffer that it sends; of `AllGather` as many as other ranks, filled up with any; of `Fetch` by
-    /// destination.
+    /// Rows of the buffer that it sends; of `AllGather` as many as other ranks, of `Fetch` by destination.
     pub sent: Rows,
-    /// How many of these others need.
-    pub needed: i64,
     /// `Fetch`: how many rows go to each rank.
     pub sent_rows: Vec<i64>,
     /// How many rows arrive from each rank.
     pub arriving_rows: Vec<i64>,
     /// Whether any rank sends anything.
     pub moves: bool,
-    /// For each row of the buffer, one row that belongs to it among the gradients of keys, where those of all calls
-    /// stand one behind the other.
-    pub gradients: Rows,
-    /// Gradients beside these, and the rows of the buffer that they belong to. Rows may be named more than once.
-    pub more: Rows,
-    /// See `more`.
-    pub more_rows: Rows,
-    /// Rows of the buffer without a gradient, where `gradients` names any.
-    pub without: Rows,
+    /// What goes home of the gradients of other ranks' keys, by rank. The gradients of all calls stand one behind the
+    /// other, in the order of their keys.
+    pub going: Sum,
+    /// How many rows go to each rank.
+    pub going_rows: Vec<i64>,
+    /// How many gradients of own keys come home from each rank.
+    pub coming_rows: Vec<i64>,
+    /// The gradients of own keys, row by row, from those of all calls, and behind these what comes home.
+    pub own: Sum,
     /// What these refer to.
     pub indices: Indices,
 }
@@ -71,47 +72,72 @@ impl KeysPlan {
         let lacks = |rank: usize| without(&seen(&layout.held[rank], &layout.paths, reach), &held[rank]);
         let lacking: Vec<Vec<Interval>> = (0..held.len()).map(lacks).collect();
         let mut plan = Self { moves: lacking.iter().any(|lacking| !lacking.is_empty()), ..Self::default() };
-        let own_rows = tokens(&layout.held[rank]);
-        plan.own_rows = own_rows;
+        let (own, runs) = (&held[rank], &layout.held[rank]);
+        let all_rows = tokens(runs);
+
+        let local = attends_alone(layout, rank, reach, own);
+        // What others see of its keys, by rank; and all of its own that are read from the buffer.
+        let wanted: Vec<Vec<Place>> = lacking.iter().map(|lacking| among(lacking, own).collect()).collect();
+        let mut first = wanted.iter().flatten().map(|place| place.row).min().unwrap_or(all_rows);
+        for (run, _) in runs.iter().zip(&local).filter(|(_, local)| !**local) {
+            let (from, to) = run.sees(&layout.paths, reach);
+            for piece in layout.paths.cut(run.path, from, to) {
+                let rows = find((piece.token, piece.token + piece.length), own).map(|place| place.row);
+                first = rows.min().unwrap_or(first).min(first);
+            }
+        }
+        plan.first = first;
+        plan.own_rows = all_rows - first;
 
         // Where in the buffer the keys of others will be.
         let mut arrived: Vec<Place> = Vec::new();
-        let mut arrive = |parts: &mut dyn Iterator<Item = Place>, first: i64| {
-            let mut row = first;
-            for part in parts {
-                arrived.push(Place { row, ..part });
-                row += part.length;
-            }
-            row - first
-        };
         match transport {
             Transport::Fetch => {
-                let mut row = own_rows;
+                let mut row = plan.own_rows;
                 for own in &held {
-                    let rows = arrive(&mut among(&lacking[rank], own), row);
+                    let rows = arrive(&mut arrived, among(&lacking[rank], own), row);
                     plan.arriving_rows.push(rows);
                     row += rows;
                 }
-                let sent: Vec<Vec<Place>> =
-                    lacking.iter().map(|lacking| among(lacking, &held[rank]).collect()).collect();
-                plan.sent_rows = sent.iter().map(|places| count(places)).collect();
-                plan.sent = plan.indices.list(sent.iter().flatten().map(|place| (place.row, place.length)));
-                plan.needed = plan.sent.count;
+                plan.sent_rows = wanted.iter().map(|places| count(places)).collect();
+                plan.sent = plan.indices.list(wanted.iter().flatten().map(|place| (place.row - first, place.length)));
             }
             Transport::AllGather => {
                 let wanted = union(lacking.concat());
-                let most = held.iter().map(|own| among(&wanted, own).map(|place| place.length).sum()).max();
-                let rows: i64 = most.unwrap_or(0);
-                let sent: Vec<Part> = among(&wanted, &held[rank]).map(|place| (place.row, place.length)).collect();
-                plan.needed = sent.iter().map(|part| part.1).sum();
-                plan.sent = filled_up(&sent, rows, &mut plan.indices);
+                let sent: Vec<Vec<Place>> = held.iter().map(|own| among(&wanted, own).collect()).collect();
+                let rows = sent.iter().map(|places| count(places)).max().unwrap_or(0);
+                // What all rows between the first and the last that it sends are: no more than others send?
+                let block = |places: &[Place]| {
+                    let from = places.iter().map(|place| place.row).min()?;
+                    let to = places.iter().map(|place| place.row + place.length).max()?;
+                    (to - from <= rows).then_some(from)
+                };
+                plan.sent = match block(&sent[rank]) {
+                    Some(from) => Rows::next_to(from - first, rows),
+                    None if sent[rank].is_empty() => Rows::next_to(0, rows),
+                    None => {
+                        let parts = sent[rank].iter().map(|place| (place.row - first, place.length));
+                        let filling = count(&sent[rank])..rows;
+                        plan.indices.list(parts.chain(filling.map(|_| (0, 1))))
+                    }
+                };
                 if !plan.sent.listed {
-                    plan.own_rows = own_rows.max(plan.sent.first + rows);
+                    plan.own_rows = plan.own_rows.max(plan.sent.first + rows);
                 }
-                for (other, own) in held.iter().enumerate() {
+                for (other, places) in sent.iter().enumerate() {
                     // A rank's own keys come back to it, and are read where they were.
                     if other != rank {
-                        arrive(&mut among(&wanted, own), plan.own_rows + other as i64 * rows);
+                        let begin = plan.own_rows + other as i64 * rows;
+                        match block(places) {
+                            Some(from) => {
+                                let moved =
+                                    places.iter().map(|place| Place { row: begin + place.row - from, ..*place });
+                                arrived.extend(moved);
+                            }
+                            None => {
+                                arrive(&mut arrived, places.iter().copied(), begin);
+                            }
+                        }
                     }
                 }
                 plan.arriving_rows = vec![rows; held.len()];
@@ -119,18 +145,16 @@ impl KeysPlan {
         }
         intervals::sort(&mut arrived, |place| place.token);
 
-        let own = &held[rank];
-        let runs = &layout.held[rank];
-        let is_local = |run: &Run| {
-            let (from, to) = run.sees(&layout.paths, reach);
-            layout.paths.cut(run.path, from, to).all(|piece| contain(own, (piece.token, piece.token + piece.length)))
-        };
-        let mut local: Vec<bool> = runs.iter().map(is_local).collect();
-        let alone: i64 = runs.iter().zip(&local).filter(|(_, local)| **local).map(|(run, _)| run.length).sum();
-        if alone < own_rows && !pays_alone(alone, own_rows) {
-            local.fill(false);
-        }
-        let spans = |wanted: bool| {
+        // Own keys by their place in the rank's tensors, and in the buffer.
+        let in_buffer: Vec<Place> = own
+            .iter()
+            .filter(|place| place.row + place.length > first)
+            .map(|place| {
+                let cut = (first - place.row).max(0);
+                Place { token: place.token + cut, row: place.row + cut - first, length: place.length - cut }
+            })
+            .collect();
+        let spans = |wanted: bool, own: &[Place]| {
             let mut spans = Spans::default();
             for (index, run) in runs.iter().enumerate().filter(|(index, _)| local[*index] == wanted) {
                 let (from, to) = run.sees(&layout.paths, reach);
@@ -143,74 +167,107 @@ impl KeysPlan {
             }
             spans
         };
-        let mut calls = Calls::new(own_rows, biased);
-        plan.local = calls.add(spans(true), &mut plan.indices)?;
-        plan.remote = calls.add(spans(false), &mut plan.indices)?;
-        plan.add_gradients();
+        let mut calls = Calls::new(all_rows, biased);
+        let mut local_parts = Vec::new();
+        plan.local = calls.add(spans(true, own), &mut plan.indices, &mut local_parts)?;
+        let mut remote_parts = Vec::new();
+        plan.remote = calls.add(spans(false, &in_buffer), &mut plan.indices, &mut remote_parts)?;
+        plan.add_gradients(all_rows, &local_parts, &remote_parts, &lacking[rank], &held, &arrived, &wanted);
         Ok(plan)
     }
 
-    /// What each row of the buffer gets from which gradient.
-    fn add_gradients(&mut self) {
-        const NONE: i32 = -1;
-        let rows = self.own_rows + self.arriving_rows.iter().sum::<i64>();
-        let indices = &mut self.indices;
-        let begin = indices.rows.len();
-        indices.rows.resize(begin + rows as usize, NONE);
-        let (lists, first) = indices.rows.split_at_mut(begin);
-        let (mut more, mut more_rows) = (Vec::new(), Vec::new());
-        let mut gradient = 0_i32;
-        // Neighbouring rows get neighbouring gradients.
-        let mut add = |row: usize, length: usize, gradient: i32| {
-            let rows = &mut first[row..row + length];
-            if rows.iter().all(|&gradient| gradient == NONE) {
-                rows.iter_mut().zip(gradient..).for_each(|(row, gradient)| *row = gradient);
-                return;
-            }
-            for ((place, gradient), row) in rows.iter_mut().zip(gradient..).zip(row as i32..) {
-                if *place == NONE {
-                    *place = gradient;
-                } else {
-                    more.push(gradient);
-                    more_rows.push(row);
+    /// Which gradients are added up, here and for others.
+    #[allow(clippy::too_many_arguments, reason = "all that a plan is made of")]
+    fn add_gradients(
+        &mut self,
+        all_rows: i64,
+        local: &[Part],
+        remote: &[Part],
+        lacking: &[Interval],
+        held: &[Vec<Place>],
+        arrived: &[Place],
+        wanted: &[Vec<Place>],
+    ) {
+        let mut own = Vec::with_capacity(local.len() + remote.len());
+        let mut gradient = 0;
+        for &(row, length) in local {
+            own.push(Share { to: row, from: gradient, length });
+            gradient += length;
+        }
+        // Where the gradient of an arrived key goes, by its row in the buffer: by rank, then by token.
+        let mut goes: Vec<Share> = Vec::new();
+        let mut place = 0;
+        for other in held {
+            let before = place;
+            for part in among(lacking, other) {
+                for arrived in find((part.token, part.token + part.length), arrived) {
+                    goes.push(Share { to: place, from: arrived.row, length: arrived.length });
+                    place += arrived.length;
                 }
             }
-        };
-        for call in self.local.iter().chain(&self.remote) {
-            let (begin, count) = (call.keys.first as usize, call.keys.count as usize);
-            if call.keys.listed {
-                let neighbours = lists[begin..begin + count].chunk_by(|row, next| row + 1 == *next);
-                for rows in neighbours {
-                    add(rows[0] as usize, rows.len(), gradient);
-                    gradient += rows.len() as i32;
+            self.going_rows.push(place - before);
+        }
+        intervals::sort(&mut goes, |share| share.from);
+        let mut going = Vec::with_capacity(remote.len());
+        for &(mut row, mut length) in remote {
+            let of_own = (self.own_rows - row).clamp(0, length);
+            if of_own > 0 {
+                own.push(Share { to: self.first + row, from: gradient, length: of_own });
+                (row, length, gradient) = (row + of_own, length - of_own, gradient + of_own);
+            }
+            if length > 0 {
+                let begin = goes.partition_point(|share| share.from + share.length <= row);
+                for share in goes[begin..].iter().take_while(|share| share.from < row + length) {
+                    let (from, to) = (share.from.max(row), (share.from + share.length).min(row + length));
+                    going.push(Share {
+                        to: share.to + from - share.from,
+                        from: gradient + from - row,
+                        length: to - from,
+                    });
                 }
-            } else {
-                add(begin, count, gradient);
-                gradient += count as i32;
             }
+            gradient += length;
         }
-        if gradient == 0 {
-            indices.rows.truncate(begin);
-            return;
-        }
-        let in_order = gradient as usize == first.len() && first.iter().zip(0..).all(|(at, row)| *at == row);
-        let mut without = Vec::new();
-        for (row, place) in (0..).zip(first.iter_mut()) {
-            if *place == NONE {
-                *place = 0;
-                without.push(row);
+        for places in wanted {
+            for place in places {
+                own.push(Share { to: place.row, from: gradient, length: place.length });
+                gradient += place.length;
             }
+            self.coming_rows.push(count(places));
         }
-        self.gradients = Rows { first: if in_order { 0 } else { begin as i64 }, count: rows, listed: !in_order };
-        let mut list = |rows: &[i32]| {
-            let first = indices.rows.len() as i64;
-            indices.rows.extend_from_slice(rows);
-            Rows { first, count: rows.len() as i64, listed: true }
-        };
-        self.without = list(&without);
-        self.more = list(&more);
-        self.more_rows = list(&more_rows);
+        self.going = Sum::of(going, place, &mut self.indices);
+        self.own = Sum::of(own, all_rows, &mut self.indices);
     }
+}
+
+/// Gives parts of what others hold their rows, one behind the other; how many.
+fn arrive(arrived: &mut Vec<Place>, parts: impl Iterator<Item = Place>, first: i64) -> i64 {
+    let mut row = first;
+    for part in parts {
+        arrived.push(Place { row, ..part });
+        row += part.length;
+    }
+    row - first
+}
+
+/// Which runs of a rank find all of their keys there, with all others of their path, if these are enough for a call of
+/// their own.
+fn attends_alone(layout: &Layout, rank: usize, reach: Reach, own: &[Place]) -> Vec<bool> {
+    let runs = &layout.held[rank];
+    let here = |run: &Run| {
+        let (from, to) = run.sees(&layout.paths, reach);
+        layout.paths.cut(run.path, from, to).all(|piece| contain(own, (piece.token, piece.token + piece.length)))
+    };
+    let mut local = Vec::with_capacity(runs.len());
+    for of_path in runs.chunk_by(|one, next| one.path == next.path) {
+        local.resize(local.len() + of_path.len(), of_path.iter().all(here));
+    }
+    let alone: i64 = runs.iter().zip(&local).filter(|(_, local)| **local).map(|(run, _)| run.length).sum();
+    let all = tokens(runs);
+    if alone < all && !pays_alone(alone, all) {
+        local.fill(false);
+    }
+    local
 }
 
 /// Rows of the buffer that hold these keys, in order; all of them have a place.
@@ -221,14 +278,4 @@ fn rows(interval: Interval, own: &[Place], arrived: &[Place]) -> impl Iterator<I
         parts.sort_unstable_by_key(|place| place.token);
     }
     parts.into_iter().map(|place| (place.row, place.length))
-}
-
-/// So many rows, of which these are the first: with those behind them where they are neighbours, else with row 0 again
-/// and again.
-fn filled_up(parts: &[Part], rows: i64, indices: &mut Indices) -> Rows {
-    let sent: i64 = parts.iter().map(|part| part.1).sum();
-    if parts.windows(2).all(|pair| pair[0].0 + pair[0].1 == pair[1].0) {
-        return Rows { first: parts.first().map_or(0, |part| part.0), count: rows, listed: false };
-    }
-    indices.list(parts.iter().copied().chain((sent..rows).map(|_| (0, 1))))
 }

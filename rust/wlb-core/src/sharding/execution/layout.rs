@@ -10,7 +10,7 @@ use super::paths::{Paths, Piece, Reach, Run};
 pub struct Layout {
     /// What queries can see.
     pub paths: Paths,
-    /// What each rank holds: rows count up from 0, in the order of tokens in the packed sequence.
+    /// What each rank holds: rows count up from 0.
     pub held: Vec<Vec<Run>>,
     /// Whether a query sees only keys before it.
     pub causal: bool,
@@ -41,7 +41,7 @@ impl Layout {
             };
             segments.iter().map(run).collect()
         };
-        Self { paths, held: shard.ranks.iter().map(of_rank).collect(), causal: shard.mask == Mask::Causal }
+        Self { paths, held: shard.rows().iter().map(of_rank).collect(), causal: shard.mask == Mask::Causal }
     }
 
     /// How far a query sees with a window of so many tokens, itself included; None: as far as its path goes.

@@ -18,6 +18,7 @@ mod layout;
 mod moves;
 mod paths;
 mod ring;
+mod sums;
 
 pub use calls::{Call, Indices, Rows};
 pub use heads::HeadsPlan;
@@ -26,3 +27,4 @@ pub use layout::Layout;
 pub use moves::MovesPlan;
 pub use paths::{Paths, Piece, Reach, Run};
 pub use ring::RingPlan;
+pub use sums::Sum;

@@ -85,7 +85,7 @@ impl RingPlan {
                     }
                 }
             }
-            plan.steps.push(calls.add(spans, &mut plan.indices)?);
+            plan.steps.push(calls.add(spans, &mut plan.indices, &mut Vec::new())?);
         }
         Ok(plan)
     }

@@ -1,0 +1,72 @@
+//! Which rows are added up to which: the gradients of a key come from every span that sees it, and from other ranks.
+
+use super::calls::{Indices, Rows};
+
+/// Neighbouring rows of a result, each of which gets one of so many neighbouring rows of what is summed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Share {
+    /// Of the result.
+    pub(super) to: i64,
+    /// Of what is summed.
+    pub(super) from: i64,
+    pub(super) length: i64,
+}
+
+/// Every row of a result is a sum of rows of one tensor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sum {
+    /// The rows that are summed, those of the first row of the result first.
+    pub rows: Rows,
+    /// Of each row of the result where its rows begin in `rows`; a list without rows: it is the row itself.
+    pub begins: Rows,
+    /// Rows of the result.
+    pub count: i64,
+}
+
+impl Sum {
+    /// The sum of such shares, which together reach each of the `count` rows of the result.
+    ///
+    /// # Complexity
+    /// O(n log n) for `n` shares, and O(rows) of what is written out.
+    pub(super) fn of(mut shares: Vec<Share>, count: i64, indices: &mut Indices) -> Self {
+        if !shares.is_sorted_by_key(|share| share.to) {
+            shares.sort_by_key(|share| share.to);
+        }
+        let total: i64 = shares.iter().map(|share| share.length).sum();
+        if total == count {
+            // Each is reached once.
+            let rows = indices.list(shares.iter().map(|share| (share.from, share.length)));
+            return Self { rows, begins: Rows::default(), count };
+        }
+        let begin = indices.rows.len();
+        indices.rows.reserve((total + count) as usize);
+        let mut begins: Vec<(i64, i64, i64)> = Vec::with_capacity(2 * shares.len());
+        let mut open: Vec<Share> = Vec::new();
+        let (mut row, mut next) = (0, 0);
+        while row < count {
+            while shares.get(next).is_some_and(|share| share.to == row) {
+                open.push(shares[next]);
+                next += 1;
+            }
+            open.retain(|share| share.to + share.length > row);
+            let end = open.iter().map(|share| share.to + share.length).min().unwrap_or(count);
+            let end = shares.get(next).map_or(end, |share| share.to.min(end));
+            debug_assert!(!open.is_empty() && end > row, "a row gets nothing");
+            begins.push(((indices.rows.len() - begin) as i64, open.len() as i64, end - row));
+            let first: Vec<i32> = open.iter().map(|share| (share.from + row - share.to) as i32).collect();
+            let length = (end - row) as i32;
+            match first[..] {
+                [one] => indices.rows.extend(one..one + length),
+                [one, other] => indices.rows.extend((0..length).flat_map(|at| [one + at, other + at])),
+                _ => (0..length).for_each(|at| indices.rows.extend(first.iter().map(|first| first + at))),
+            }
+            row = end;
+        }
+        let rows = Rows { first: begin as i64, count: total, listed: true };
+        let first = indices.rows.len() as i64;
+        for (begin, width, length) in begins {
+            indices.rows.extend((0..length).map(|at| (begin + width * at) as i32));
+        }
+        Self { rows, begins: Rows { first, count, listed: true }, count }
+    }
+}
