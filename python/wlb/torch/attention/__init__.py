@@ -12,7 +12,6 @@ import wlb
 from wlb._errors import check_bool
 from wlb.torch.attention import arguments, kernels, plan
 from wlb.torch.attention.arguments import Transport, cp_sizes
-from wlb.torch.attention.forest import forest_attention, forest_route
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
 from wlb.torch.attention.keys import KeysExchange, head_parts
 from wlb.torch.attention.merge import LSE_CHANNELS, attention
@@ -44,7 +43,7 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard,
+    shard: wlb.Shard | wlb.ForestShard,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -74,8 +73,9 @@ def context_parallel_attention(
     """Attention of a packed micro-batch whose tokens lie on the ranks of `group` as `shard` says. Differentiable.
 
     Tokens attend within their document only, to all before them and themselves, or to the whole document
-    (`shard.causal`). Row `i` of this rank's tensors is token `shard.rank(r).token_indices[i]`, `r` being its rank in
-    `group`. Every shard runs on every transport:
+    (`shard.causal`); in a forest (`wlb.shard_forest`) to those before them on their path and themselves. Row `i` of
+    this rank's tensors is token `shard.rank(r).token_indices[i]`, `r` being its rank in `group`. Every shard runs on
+    every transport:
 
     - `all_gather`: gathers the keys that some rank needs from another, one varlen call; memory for the keys of the
       micro-batch while it runs. Best when keys have few heads, or documents are mostly local.
@@ -110,8 +110,8 @@ def context_parallel_attention(
         k: Keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
         v: Values `[tokens of this rank, kv_heads, value_dim]`; narrower ones than keys, or wider, are padded to them
             with zeros, or these to them.
-        shard: How the whole micro-batch lies on the ranks; the same on all. That of a forest runs on `all_gather`: a
-            token attends to all tokens before it on its path.
+        shard: How the whole micro-batch lies on the ranks; the same on all. In that of a forest a token attends to
+            itself and all tokens before it on its path.
         group: The context-parallel group, of `shard.cp_size` ranks. None: one process holds everything.
         transport: How keys and queries meet; see above.
         ulysses_size: For `usp`: ranks that share heads. Divides the group's size.
@@ -160,10 +160,6 @@ def context_parallel_attention(
             out = out[..., :value_dim]
         return out if lse is None else (out, lse)
 
-    if isinstance(shard, wlb.ForestShard):
-        arguments.check_forest(transport, size, return_lse)
-        path = forest_route(shard, rank, window=window, device=q.device)
-        return forest_attention(q, k, v, path, group, chosen)[..., :value_dim]
     biased = alibi_slopes is not None
     if transport in ("all_gather", "fetch"):
         fetch = transport == "fetch"
@@ -183,7 +179,7 @@ def context_parallel_attention(
 
 
 def prepare_attention(
-    shard: wlb.Shard,
+    shard: wlb.Shard | wlb.ForestShard,
     *,
     rank: int,
     device: torch.device | str | int,
@@ -212,7 +208,7 @@ def prepare_attention(
     Raises:
         WlbError: the rank is not of the shard, or options do not fit.
     """
-    arguments.check_shard(shard)
+    arguments.check_any_shard(shard)
     arguments.check_rank(rank, shard.cp_size)
     degree = arguments.check_transport(transport, ulysses_size, shard.cp_size)
     arguments.check_window(window)

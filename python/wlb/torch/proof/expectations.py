@@ -39,14 +39,15 @@ class Run:
 
 
 class Tokens:
-    """All tokens of a micro-batch in packed order: int64 [tokens] each.
+    """All tokens of the documents of a micro-batch, or of the samples of its forest: int64 [tokens] each.
 
     Attributes:
         whole: They, their labels and columns.
-        row: The number of the micro-batch.
-        first: The first of its context-parallel ranks.
+        row: The micro-batch.
+        number: Its number.
         document: The number of each token's document.
         place: Its place there.
+        at: Its place in the micro-batch, where samples of a forest share some.
         rank: Its context-parallel rank.
         on_rank: Its place there.
         again: Its place among those of its document there.
@@ -54,20 +55,23 @@ class Tokens:
     """
 
     def __init__(self, number: int, row: Row) -> None:
-        self.whole, self.row, self.first = joined(row.documents), number, row.first
+        self.whole, self.row, self.number = joined(row.documents), row, number
         lengths = torch.tensor([len(document) for document in row.documents], dtype=torch.int64)
         self.document = torch.arange(lengths.numel()).repeat_interleave(lengths)
         self.place = torch.arange(len(self.whole)) - (lengths.cumsum(0) - lengths)[self.document]
         self.last = self.place == lengths[self.document] - 1
-        self.rank, self.on_rank, self.again = (torch.zeros(len(self.whole), dtype=torch.int64) for _ in range(3))
+        self.at = torch.cat(row.paths) if row.paths else torch.arange(len(self.whole))
+        held = torch.zeros(2, row.shard.num_tokens, dtype=torch.int64)
         self._of_ranks = [
             torch.from_numpy(row.shard.rank(rank).token_indices.astype(np.int64)) for rank in range(row.shard.cp_size)
         ]
         for rank, mine in enumerate(self._of_ranks):
-            self.rank[mine], self.on_rank[mine] = rank, torch.arange(mine.numel())
-            for document in set(self.document[mine].tolist()):
-                here = mine[self.document[mine] == document]
-                self.again[here] = torch.arange(here.numel())
+            held[0, mine], held[1, mine] = rank, torch.arange(mine.numel())
+        self.rank, self.on_rank = held[:, self.at]
+        self.again = torch.zeros_like(self.place)
+        for part in set((parts := self.rank * MANY + self.document).tolist()):
+            here = (parts == part).nonzero().flatten()
+            self.again[here] = torch.arange(here.numel())
 
     def following(self, values: Tensor) -> Tensor:
         """The next value in the part of each rank."""
@@ -135,37 +139,37 @@ def _behind(run: Run, start: int) -> Run:
     return Run(whole, run.weight, lengths, torch.arange(len(whole)))
 
 
-_MEANS = (
+MEANS: Final = (
     "has the mean of the means of {}, in which tokens of short ones weigh more: divide sums by the labels of the whole "
     "global batch (train_step, token_normalized_loss)"
 )
-_POSITIONS = (
+POSITIONS: Final = (
     "is trained at other positions: they go on over the row, or count the tokens of this rank's part. Give it the "
     "batch's position_ids, which begin anew in every document, and do not make positions from the number of tokens"
 )
-_OF_A_RANK = (
+OF_A_RANK: Final = (
     "has attention over the tokens of one context-parallel rank alone: give it the group of the ranks that share the "
     "micro-batch (context_parallel_attention(..., group=...))"
 )
 SEE_EACH_OTHER: Final = "lets documents of a row see each other: what one teaches changes with those before it. {}"
-_MANY = 1 << 32
+MANY: Final = 1 << 32  # more than documents, or ranks, of a micro-batch
 
 RIGHT: Final = Expectation(name="divisor", remedy="{}")
 EXPECTATIONS: Final = (
     RIGHT,
-    Expectation(name="means", remedy=_MEANS.format("documents"), unit=lambda of: of.row * _MANY + of.document),
-    Expectation(name="means", remedy=_MEANS.format("micro-batches"), unit=lambda of: of.row + 0 * of.document),
-    Expectation(name="means", remedy=_MEANS.format("ranks"), unit=lambda of: of.first + 0 * of.document),
+    Expectation(name="means", remedy=MEANS.format("documents"), unit=lambda of: of.number * MANY + of.document),
+    Expectation(name="means", remedy=MEANS.format("micro-batches"), unit=lambda of: of.number + 0 * of.document),
+    Expectation(name="means", remedy=MEANS.format("ranks"), unit=lambda of: of.row.first + 0 * of.document),
     Expectation(
         name="means",
-        remedy=_MEANS.format("parts of micro-batches"),
-        unit=lambda of: of.row * _MANY + of.rank,
+        remedy=MEANS.format("parts of micro-batches"),
+        unit=lambda of: of.number * MANY + of.rank,
         divided=True,
     ),
     Expectation(
         name="means",
-        remedy=_MEANS.format("context-parallel ranks"),
-        unit=lambda of: of.first + of.rank,
+        remedy=MEANS.format("context-parallel ranks"),
+        unit=lambda of: of.row.first + of.rank,
         divided=True,
     ),
     Expectation(
@@ -204,14 +208,14 @@ EXPECTATIONS: Final = (
         "TiedWeights.all_reduce_gradients() after the backward passes of each step",
         copies=False,
     ),
-    Expectation(name="positions", remedy=_POSITIONS, behind=True),
-    Expectation(name="positions", remedy=_POSITIONS, positions=lambda of: of.on_rank),
-    Expectation(name="positions", remedy=_POSITIONS, positions=lambda of: of.again, divided=True),
+    Expectation(name="positions", remedy=POSITIONS, behind=True),
+    Expectation(name="positions", remedy=POSITIONS, positions=lambda of: of.on_rank),
+    Expectation(name="positions", remedy=POSITIONS, positions=lambda of: of.again, divided=True),
     *(
         Expectation(
             name="attention of a rank",
-            remedy=_OF_A_RANK,
-            sees=lambda of: of.rank * _MANY + of.document,
+            remedy=OF_A_RANK,
+            sees=lambda of: of.rank * MANY + of.document,
             positions=positions,
             divided=True,
         )

@@ -17,9 +17,12 @@ from wlb.torch.lazy import local
 from wlb.torch.proof.alone import Gradients, Model
 from wlb.torch.proof.checks import Check
 from wlb.torch.proof.expectations import EXPECTATIONS, RIGHT, SEE_EACH_OTHER, Expectation
+from wlb.torch.proof.forest_expectations import FOREST_EXPECTATIONS
 from wlb.torch.proof.ranks import Ranks
-from wlb.torch.proof.short import AnyStep, Document, Short, teaching_nothing
+from wlb.torch.proof.short import Document, Short, teaching_nothing
+from wlb.torch.proof.short_forest import ShortForest
 from wlb.torch.proof.still import Still, batch_norms, mixing_layers
+from wlb.torch.training import AnyStep
 
 Train = Callable[[Any], Any]
 
@@ -69,6 +72,7 @@ _COUNTED = (
     "documents, or without what the last token of a piece predicts. Count those of a batch's num_valid_tokens, or of "
     "as_hf()'s shift_labels"
 )
+_EDGES = "is divided by {} edges where samples learn {} predictions: divide by those of count_valid_tokens(step)"
 _EVALUATED = (
     "gives another mean than that over labels: batches are weighed alike, however many labels they have. Add up losses "
     "times labels, over all ranks, and divide by all labels"
@@ -102,7 +106,7 @@ class Prover:
 
     model: Model
     train: Train
-    short: Short
+    short: Short | ShortForest
     ranks: Ranks
     kept: Still
     scaler: Any
@@ -254,7 +258,7 @@ class Prover:
         """Those of the table that this layout can show."""
         return [
             each
-            for each in EXPECTATIONS
+            for each in (FOREST_EXPECTATIONS if isinstance(self.short, ShortForest) else EXPECTATIONS)
             if (self.short.divided or not each.divided) and (self.model.is_pipeline or each.copies)
         ]
 
@@ -353,6 +357,9 @@ class Prover:
         for counted in (count - ends, count + begun, count - ends + begun):
             if counted not in (0, count) and abs(factor * counted / count - 1) < self._allowed:
                 return _COUNTED.format(counted, count)
+        edges = self.short.num_edges
+        if edges != count and abs(factor * edges / count - 1) < self._allowed:
+            return _EDGES.format(edges, count)
         return ""
 
     def _loss_explained(self, loss: float, mean: float) -> str:

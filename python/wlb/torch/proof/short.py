@@ -17,7 +17,7 @@ from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
 from wlb.torch.proof.ranks import Ranks
 
-AnyStep: TypeAlias = "Step[PackedBatch] | DynamicCpStep[PackedBatch]"
+PackedStep: TypeAlias = "Step[PackedBatch] | DynamicCpStep[PackedBatch]"
 Key: TypeAlias = tuple[int, int]
 
 _DOCUMENTS = 3  # of a micro-batch
@@ -66,11 +66,13 @@ class Row:
         documents: In packed order.
         shard: Which tokens lie on which context-parallel rank.
         first: The first of these ranks, counted among the ranks that share the step.
+        paths: Of a forest: the places of each document's tokens in the row, int64 [tokens].
     """
 
     documents: tuple[Document, ...]
-    shard: wlb.Shard
+    shard: wlb.Shard | wlb.ForestShard
     first: int
+    paths: tuple[Tensor, ...] = ()
 
 
 class Short:
@@ -82,7 +84,7 @@ class Short:
     micro-batch has labels if any has.
     """
 
-    def __init__(self, step: AnyStep, ranks: Ranks) -> None:
+    def __init__(self, step: PackedStep, ranks: Ranks) -> None:
         self._step = step
         self._mine = [(_key(step, place), batch) for place, batch in enumerate(step.micro_batches)]
         self._strategies: dict[Key, Any] = {}
@@ -108,13 +110,14 @@ class Short:
             for key, documents in self.documents.items()
         ]
         self.num_valid_tokens = sum(document.num_labels for row in self.rows for document in row.documents)
+        self.num_edges = self.num_valid_tokens
 
     @property
     def divided(self) -> bool:
         """Whether several context-parallel ranks share a micro-batch."""
         return any(size > 1 for size in self._cp_sizes.values())
 
-    def step(self, change: Callable[[Sequence[Document]], Sequence[Document]] = list) -> AnyStep:
+    def step(self, change: Callable[[Sequence[Document]], Sequence[Document]] = list) -> PackedStep:
         """This rank's part of the step, after `change` of the documents of each micro-batch."""
         changed = {key: change(documents) for key, documents in self.documents.items()}
         batches = [self._batch(key, batch, changed[key]) for key, batch in self._mine]
@@ -160,7 +163,7 @@ def teaching_nothing(document: Document) -> Document:
     return replace(document, labels=torch.full_like(document.labels, IGNORE))
 
 
-def _key(step: AnyStep, place: int) -> Key:
+def _key(step: PackedStep, place: int) -> Key:
     """Names a micro-batch of the whole step. The ranks that share the micro-batch give it the same name."""
     if isinstance(step, DynamicCpStep):
         return step.groups[place].first_rank, place
