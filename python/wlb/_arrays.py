@@ -1,4 +1,4 @@
-"""How the engine reads what is no plain array of the dtype that it wants: lists, tensors, other dtypes.
+"""Conversion of arguments (lists, tensors, other dtypes) into the plain arrays that the engine reads.
 
 The engine reads int64 and float64 arrays by itself, and asks here for the rest. Errors name the argument, and where it
 can be told the entry that is wrong.

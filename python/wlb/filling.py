@@ -1,4 +1,4 @@
-"""What enters the packer in a step: as much as it admits, and enough that the step is worth training."""
+"""Choice of the documents that enter the packer in a step: at most what it admits, enough for a step worth training."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ _KILLED: Final = "is not in the ledger of this rank: it was killed before its li
 
 
 def _share(line: Mapping[str, Any]) -> Share:
-    """What the rank of this line trained; without micro-batches where the plan was of groups."""
+    """The share that the rank of this line trained; without micro-batches under Dynamic-CP."""
     if line["micro_batches"] is None:
         return Share((), Pieces.decode(line["pieces"]))
     return Share.decode(line)

@@ -1,4 +1,4 @@
-"""What `wlb.plan_dynamic_cp` answers with."""
+"""Results of `wlb.plan_dynamic_cp`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a packer answers with."""
+"""Results of a packer."""
 
 from __future__ import annotations
 

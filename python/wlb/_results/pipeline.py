@@ -1,4 +1,4 @@
-"""What simulating a pipeline answers with."""
+"""Results of simulating a pipeline."""
 
 from __future__ import annotations
 

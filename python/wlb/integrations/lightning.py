@@ -167,7 +167,7 @@ class BalancedDataModule(LightningDataModule):
         return {} if self._given is None else self._given.state() | {"pace": self._pace.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Where a checkpoint stood, of which Lightning goes on.
+        """Takes the state of a checkpoint from which Lightning resumes.
 
         Raises:
             wlb.WlbError: a schedule was made before the checkpoint was loaded, for another number of steps.
@@ -246,7 +246,7 @@ class _Counted(Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """As Lightning's, which says -1 of data without a length."""
+        """The number of steps that have a label; Lightning itself gives -1 for data without a length."""
         data: Any = self.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, BalancedDataModule) or not _is_whole(self):
             found: int | float = super().estimated_stepping_batches
@@ -309,7 +309,7 @@ class _MicroBatches:
                 yield _without_routers(row, batch, self.trainer.lightning_module)
 
     def _divided(self) -> int:
-        """What Lightning and the strategy divide the sum of a step's losses by.
+        """The number by which Lightning and its strategy divide the sum of a step's losses.
 
         Raises:
             wlb.WlbError: `accumulate_grad_batches` has changed.

@@ -15,7 +15,7 @@ from wlb.torch.data.state import field
 
 @dataclass(frozen=True)
 class Pace:
-    """How far a step of the run moves a schedule, which counts steps of the size that the run began with.
+    """Rate at which steps of the run move a schedule, which counts steps of the size that the run began with.
 
     A run that goes on with steps of half as many tokens takes twice as many of them: each moves the schedule by half a
     step, so that the learning rate stands where the documents stand.

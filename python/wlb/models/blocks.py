@@ -1,4 +1,4 @@
-"""What a block of a layer consists of.
+"""The parts of a block of a layer: matrices, masks, kept activations.
 
 A block says what it consists of, once: its matrices, its other parameters, the (query, key) pairs that it computes and
 the work of its recurrence. Parameters, FLOPs and memory are sums over that.

@@ -32,7 +32,7 @@ CHECKED_TOKENS = 16
 
 @dataclass
 class Built:
-    """What was counted in a model that transformers built."""
+    """Counts of a model that transformers built."""
 
     hidden_size: int
     vocab_size: int
@@ -304,7 +304,7 @@ class _Reader:
         return decoders or found
 
     def _get(self, name: str) -> Any:
-        """What the configuration says, of the layer at hand where layers differ; None where it says nothing."""
+        """A value of the configuration, for the layer at hand where layers differ; None where there is none."""
         try:
             return getattr(self.config, name, None)
         except RuntimeError:  # transformers: layers differ in it
@@ -323,7 +323,7 @@ class _Reader:
     # Masks.
 
     def _kind(self, module: Any, index: int, count: int) -> tuple[str, int]:
-        """What a layer's attention meets: ("full", 0), ("window", size), ("chunk", size), or another kind's name."""
+        """The mask of a layer's attention: ("full", 0), ("window", size), ("chunk", size), or another kind's name."""
         kinds = self._get("layer_types") or self._get("layers_block_type")
         if isinstance(kinds, (list, tuple)) and len(kinds) == count:
             kind = LEGACY.get(str(kinds[index]), str(kinds[index]))
@@ -575,7 +575,7 @@ class _Reader:
         return None
 
     def _indexer(self, part: Any) -> Indexer | None:
-        """What scores keys for the attention, where it has an indexer of its own."""
+        """The indexer that scores keys for the attention; None where there is none."""
         for inner in part.modules():
             if type(inner).__name__.endswith("Indexer"):
                 sizes = [getattr(inner, name, None) for name in ("n_heads", "head_dim", "index_topk")]

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: how even its planned steps are, in the loggers that people use."""
+"""Figures of a run for loggers: how even its planned steps are."""
 
 from __future__ import annotations
 

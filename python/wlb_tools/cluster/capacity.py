@@ -1,4 +1,4 @@
-"""How many tokens fit into a GPU, and what to change where too few do."""
+"""Number of tokens that fit into a GPU, and what to change if they are too few."""
 
 from __future__ import annotations
 

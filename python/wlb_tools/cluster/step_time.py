@@ -1,4 +1,4 @@
-"""What a micro-batch takes on each pipeline stage: the ingredients of a simulated step.
+"""Time of a micro-batch on each pipeline stage, from which a step is simulated.
 
 Assumptions, all of them inputs of `stage_seconds` or of the layout and hardware:
 
@@ -244,7 +244,7 @@ def stage_seconds(
 
 
 def fp8_gain(layout: ParallelLayout, hardware: Hardware) -> float:
-    """How many times as fast the linear part of a layer is for FP8; 1 without it.
+    """Speed-up of the linear part of a layer by FP8; 1 without it.
 
     Raises:
         WlbError: the GPU has no FP8.

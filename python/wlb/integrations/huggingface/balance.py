@@ -30,7 +30,6 @@ from wlb.torch.training import meeting_place, takes_keywords
 _SET_HERE = ("trainer", "packer", "num_micro_batches")  # not given by a user
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
-
 def check_named(options: Iterable[str]) -> None:
     """Refuses options that `balance` does not have.
 
@@ -38,7 +37,6 @@ def check_named(options: Iterable[str]) -> None:
         wlb.WlbError: naming the first.
     """
     check_options(options, balance, wlb.Packer, but=_SET_HERE)
-
 
 def balance(
     trainer: AnyTrainer,
@@ -139,7 +137,6 @@ def balance(
     balanced._wlb_take(planned)
     trainer.add_callback(balanced._wlb_callback)
     return trainer
-
 
 class _Balanced(Trainer):
     """Goes in front of a trainer's own class."""
@@ -286,11 +283,10 @@ class _Balanced(Trainer):
         return {**inputs, **masked}
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """None in an evaluation: then losses are means over the labels of a batch of this rank alone."""
+        """Labels of a step; None in an evaluation, whose losses are means over the labels of one batch."""
         if self._wlb_losses is not None:
             return None
         return super()._get_num_items_in_batch([_labels_to_count(batch) for batch in batch_samples], device)
-
 
 def _labels_to_count(batch: dict[str, Any]) -> dict[str, Any]:
     """Labels that every version of transformers counts right: older ones do not look at `shift_labels`.

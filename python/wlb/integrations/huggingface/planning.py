@@ -1,4 +1,4 @@
-"""What a trainer trains, by what it has when it is asked: data set, collator, model and arguments are read then."""
+"""A plan of what a trainer trains, from the data set, collator, model and arguments that it has when it is asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer must not do beside a plan: refused by name, before anything is changed."""
+"""Refusals of settings of a trainer that contradict a plan: by name, before anything is changed."""
 
 from __future__ import annotations
 

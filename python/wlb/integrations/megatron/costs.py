@@ -1,4 +1,4 @@
-"""What documents cost a model of Megatron-Core."""
+"""Costs of documents in a model of Megatron-Core."""
 
 from __future__ import annotations
 

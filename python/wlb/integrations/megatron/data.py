@@ -234,7 +234,7 @@ def _ranks(config: Any, everyone: Any, *, dynamic_cp: bool, planning: dict[str, 
 
 
 def _group_of(size: int, everyone: Any) -> Any:
-    """This rank's among the groups of so many; None where the last ranks have none."""
+    """This rank's group of `size` ranks; None for last ranks, which are too few for a group."""
     if size == everyone.size():
         return everyone
     kind = "hybrid" if hasattr(parallel_state, "get_hybrid_data_context_parallel_groups") else "dynamic"

@@ -32,7 +32,6 @@ AnyStep = Step[PackedBatch] | DynamicCpStep[PackedBatch]
 # What the packer of a Dynamic-CP plan has by the number of ranks that read, and of the tokens that they read.
 _OF_READERS: Final = ("max_tokens", "num_micro_batches", "ranks", "tokens_per_batch", "shape")
 
-
 @dataclass(frozen=True, eq=False)
 class MegatronStep:
     """One step of a rank: everything between two updates of the optimizer.
@@ -82,7 +81,6 @@ class MegatronStep:
         """
         return None if self.source is None else self.source.state
 
-
 @dataclass(frozen=True)
 class Header:
     """The facts of a step that all ranks with the same documents need.
@@ -104,7 +102,6 @@ class Header:
     rows: tuple[Row, ...] = ()
     figures: dict[str, float] = field(default_factory=dict)
     weighted: bool = False
-
 
 class DataIterator:
     """The steps of a run, on every rank: made by `data_iterator`, which says what they are.
@@ -339,7 +336,7 @@ class DataIterator:
         )
 
     def _hidden(self, row: Row, num_tokens: int) -> NDArray[np.bool_] | None:
-        """Which tokens the routers of this stage must not learn from, bool; None: all are real, or there are none."""
+        """Mask of padding for the routers of this stage; None: no padding, or no router."""
         if not getattr(self._config, "num_moe_experts", None):
             return None
         mask = padding_of(row, num_tokens)
@@ -372,7 +369,6 @@ class DataIterator:
             "seq_length": max(batch.position_ids.shape[1] for batch in batches),
             "micro_batch_size": 1,
         }
-
 
 def _own(batch: PackedBatch) -> int:
     """Tokens of a rank's part that come before what fills it up."""

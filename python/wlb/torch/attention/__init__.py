@@ -22,7 +22,6 @@ from wlb.torch.lazy import not_compiled
 
 __all__ = ["context_parallel_attention", "cp_sizes", "halo", "prepare_attention", "recut"]
 
-
 @overload
 def context_parallel_attention(
     q: Tensor,
@@ -149,7 +148,6 @@ def context_parallel_attention(
     found: Tensor | tuple[Tensor, Tensor] = _attend(q, k, v, shard, **options)
     return found
 
-
 @operator.attends
 @not_compiled
 def _attend(
@@ -169,7 +167,12 @@ def _attend(
     with_lse: bool = False,
     known: operator.Known | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As above; `with_lse` gives the log-sum-exp without a gradient, `known` is what is not computed again."""
+    """`context_parallel_attention` on tensors, outside of `torch.compile`.
+
+    Args:
+        with_lse: Give the log-sum-exp, too, without a gradient.
+        known: Results of the forward pass that are not computed again.
+    """
     check_bool("return_lse", return_lse)
     rank, size = arguments.check_group(shard, group)
     degree = arguments.check_transport(transport, ulysses_size, size)
@@ -220,7 +223,6 @@ def _attend(
     if lse is not None:
         lse = join_heads(lse.unsqueeze(-1).contiguous(), heads).squeeze(-1)
     return given(join_heads(out, heads), lse)
-
 
 def prepare_attention(
     shard: wlb.Shard | wlb.ForestShard,

@@ -31,15 +31,12 @@ FLASH_ATTN_2 = "flash_attn.flash_attn_interface"
 FLASH_ATTN_3 = "flash_attn_interface"
 """Where the kernels of flash-attn 2 and 3 are imported from."""
 
-
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Type in which partial results and gradients are summed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
-
 Gradients = tuple[Tensor, Tensor]
 """Of queries, like `q`; of keys and values together, `[keys, 2, kv_heads, head_dim]`."""
-
 
 class Kernel(Protocol):
     """Attention of one call: `q` is `[queries, heads, head_dim]`, `k` and `v` are `[keys, kv_heads, head_dim]`.
@@ -74,7 +71,6 @@ class Kernel(Protocol):
         """
         ...
 
-
 @dataclass(frozen=True)
 class ReferenceKernel:
     """Softmax written out, span by span and in tiles of queries: exact, on any device, in any dtype.
@@ -88,7 +84,7 @@ class ReferenceKernel:
 
     @staticmethod
     def tiles(head_dim: int) -> tuple[int, int]:
-        """One query each: its own tiles are for memory, and what it computes goes with the queries."""
+        """Tiles of one query: the time of this kernel is proportional to its queries, whatever its tiles."""
         return 1, 1
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -172,7 +168,6 @@ class ReferenceKernel:
                     distance += shift
                 yield slice(q_from + i, q_from + i_end), slice(k_from + j, k_from + j_end), distance, hidden
 
-
 @dataclass(frozen=True)
 class CpuFlashKernel:
     """torch's flash attention for the CPU, span by span: what its SDPA runs, with the log-sum-exp.
@@ -186,7 +181,7 @@ class CpuFlashKernel:
 
     @staticmethod
     def tiles(head_dim: int) -> tuple[int, int]:
-        """As the reference kernel: what it computes goes with the queries."""
+        """Tiles of one query: the time of this kernel is proportional to its queries."""
         return 1, 1
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -256,7 +251,7 @@ class CpuFlashKernel:
 
     @staticmethod
     def _spans(call: Call) -> list[tuple[slice, list[tuple[slice, bool]]]] | None:
-        """Of each span its queries, and its keys by parts: which, and whether under the causal mask of a square.
+        """The queries of each span, and its keys in parts: the rows of a part, and whether it is a causal square.
 
         None: a window cuts them.
         """
@@ -275,30 +270,24 @@ class CpuFlashKernel:
             spans.append((slice(q_from, q_to), parts))
         return spans
 
-
 def _heads_first(x: Tensor) -> Tensor:
     """`[tokens, heads, head_dim]` as a batch of one, `[1, heads, tokens, head_dim]`."""
     return x.transpose(0, 1).unsqueeze(0)
-
 
 def _by_head(x: Tensor) -> Tensor:
     """`[tokens, heads, head_dim]` as `[heads, tokens, head_dim]` to compute with."""
     return x.transpose(0, 1).to(accumulator(x.dtype))
 
-
 def _stack(x: Tensor, kv_heads: int) -> Tensor:
     """`[tokens, heads, head_dim]` as `[kv_heads, group * tokens, head_dim]`: queries that share a key head, stacked."""
     return _by_head(x).reshape(kv_heads, -1, x.shape[2])
 
-
 def _unstack(x: Tensor, shape: torch.Size) -> Tensor:
     return x.view(shape[1], shape[0], shape[2]).transpose(0, 1)
-
 
 def _window(call: Call) -> dict[str, int]:
     left, right = call.window
     return {"window_size_left": left, "window_size_right": right}
-
 
 def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
     """Offsets and longest span of queries and keys, as FlashAttention-2 and torch's varlen kernel take them.
@@ -312,23 +301,19 @@ def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
         most = max(call.max_seqlen_q, most)
     return call.cu_seqlens_q, call.cu_seqlens_k, longest_queries(call), most
 
-
 def longest_queries(call: Call) -> int:
-    """What flash kernels are told of it: where each span is one query they take all rows for spans, not only theirs."""
+    """Most queries of a span, at least 2: with 1, flash kernels take every row for a span of its own."""
     return max(call.max_seqlen_q, 2)
-
 
 def _like(q: Tensor) -> Tensor:
     """Rows like these, one behind the other, to be filled in."""
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
-
 def _gradients(q: Tensor, k: Tensor, into: tuple[Tensor | None, Tensor] | None) -> Gradients:
-    """Those of queries, and of keys and values, to be filled in: `into` where that is given."""
+    """Tensors for the gradients of queries, and of keys and values: `into` where that is given."""
     if into is None:
         return _like(q), k.new_empty((k.shape[0], 2, *k.shape[1:]))
     return _like(q) if into[0] is None else into[0], into[1]
-
 
 def _written(call: Call, rows: Tensor, into: Tensor | None) -> Tensor:
     """The rows of a call, in `into` if that is given."""
@@ -337,7 +322,6 @@ def _written(call: Call, rows: Tensor, into: Tensor | None) -> Tensor:
     place = slice(None) if call.q_rows is None or isinstance(call.q_rows, Tensor) else call.q_rows
     into[place] = rows[place]
     return into
-
 
 class FlashTiles:
     """Tiles of flash-attention 2 and 3 on Hopper, by their launch templates.
@@ -349,7 +333,6 @@ class FlashTiles:
     def tiles(head_dim: int) -> tuple[int, int]:
         """See `Kernel`."""
         return 128, 128 if head_dim <= 64 else 64
-
 
 @dataclass(frozen=True)
 class VarlenKernel(FlashTiles):
@@ -392,7 +375,6 @@ class VarlenKernel(FlashTiles):
         torch.stack((dk, dv), 1, out=into[1])
         return _written(call, dq, into[0]), into[1]
 
-
 @dataclass(frozen=True)
 class FlashAttention2(FlashTiles):
     """flash-attn 2.7 and newer. The only flash kernel with ALiBi."""
@@ -425,7 +407,6 @@ class FlashAttention2(FlashTiles):
         options = (0.0, self.scale, call.window == (-1, 0), *call.window, softcap, self.alibi_slopes, deterministic)
         _flash_attn_2()._flash_attn_varlen_backward(d_out, q, k, v, out, lse, dq, dk, dv, *_spans(call), *options)
         return dq, d_keys
-
 
 @dataclass(frozen=True)
 class FlashAttention3(FlashTiles):
@@ -463,25 +444,21 @@ class FlashAttention3(FlashTiles):
         given = {name: getattr(call, name) for name in names} | {"max_seqlen_q": longest_queries(call)}
         return given | {"softmax_scale": self.scale, **_window(call)}
 
-
 @functools.cache
 def _flash_attn_2() -> Any:
     """The module of flash-attn 2, or None. Its package alone proves nothing: flash-attn 4 installs one without it."""
     return _installed(FLASH_ATTN_2)
-
 
 @functools.cache
 def _flash_attn_3() -> Any:
     """The module of flash-attn 3, or None."""
     return _installed(FLASH_ATTN_3)
 
-
 def _installed(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except (ImportError, OSError):  # missing, or built for another torch
         return None
-
 
 def choose(
     name: KernelName,
@@ -529,7 +506,6 @@ def choose(
         if name == "flash_attn":
             raise error("kernel", "'flash_attn' is not installed", value=name)
     return VarlenKernel(scale)
-
 
 def _flash_refusal(q: Tensor) -> str | None:
     """Why no flash kernel takes such tensors, or None."""

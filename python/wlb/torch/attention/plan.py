@@ -33,7 +33,7 @@ PlainRows = tuple[int, int, bool]
 
 
 def pick(x: Tensor, rows: Rows) -> Tensor:
-    """These rows of `x`: a view of it, but for an index."""
+    """Rows of `x`: a view, or a copy if `rows` is an index."""
     if rows is None:
         return x
     return x.index_select(0, rows) if isinstance(rows, Tensor) else x[rows]
@@ -114,7 +114,7 @@ class _Tensors:
         self._host_bounds = numbers[begin:].copy() if begin else numbers
 
     def rows(self, plain: PlainRows, total: int | None = None) -> Rows:
-        """Of a tensor of `total` rows: None if they are all."""
+        """Rows as slice or index; None if they are all `total` rows of a tensor."""
         first, count, listed = plain
         if listed:
             return self._rows[first : first + count]
@@ -157,7 +157,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class KeysPlan:
-    """What one rank does where keys come to the ranks that need them.
+    """Plan of one rank for transports that bring keys to the ranks that need them.
 
     Its *buffer* has the rank's own keys, from row `first` on, and behind them what arrives. Gradients of keys stand one
     behind the other, call by call, local ones first, and behind them those that come home.
@@ -194,7 +194,7 @@ class KeysPlan:
 def keys_plan(
     shard: AnyShard, rank: int, *, fetch: bool, window: int | None, biased: bool, device: torch.device
 ) -> KeysPlan:
-    """What `rank` does. `biased`: scores have a bias by position; `fetch`: every rank gets just what it needs."""
+    """Plan of `rank` for `all_gather`, or for `fetch`. `biased`: scores have a bias by position."""
     indices, local, remote, (first, own_rows), sent, (sent_rows, arriving_rows), moves, going, own = _core.keys_plan(
         shard, rank, fetch=fetch, window=window, biased=biased
     )
@@ -226,7 +226,7 @@ def keys_plan(
 
 @dataclass(frozen=True)
 class RingPlan:
-    """What one position of a ring does: `steps[s]` are the calls over the keys of position `self - s`."""
+    """Plan of one position of a ring: `steps[s]` are the calls over the keys of position `self - s`."""
 
     position: int
     steps: list[list[Call]]
@@ -241,7 +241,7 @@ class RingPlan:
 
 @dataclass(frozen=True)
 class HeadsPlan:
-    """How the ranks of a block put their tokens together."""
+    """Plan by which the ranks of a block exchange tokens for heads."""
 
     counts: list[int]  # tokens of each rank of the block
     place: int  # of this rank in the block
@@ -253,7 +253,7 @@ class HeadsPlan:
 def ring_plan(
     shard: AnyShard, rank: int, *, degree: int, window: int | None, biased: bool, device: torch.device
 ) -> tuple[HeadsPlan | None, RingPlan]:
-    """What `rank` does in blocks of `degree` ranks that exchange heads, with a ring over the blocks."""
+    """Plans of `rank` in blocks of `degree` ranks that exchange heads, with a ring over the blocks."""
     indices, steps, rows, last, heads = _core.ring_plan(shard, rank, degree, window=window, biased=biased)
     tensors = _Tensors(indices, device)
     position = rank // degree
@@ -270,7 +270,7 @@ def ring_plan(
 
 @dataclass(frozen=True)
 class MovesPlan:
-    """What one rank sends and receives when tokens move to another cut."""
+    """Plan of the tokens that one rank sends and receives when a micro-batch is cut in another way."""
 
     sent: Rows  # its rows before, by destination
     sent_rows: list[int]  # how many to each rank
@@ -280,7 +280,7 @@ class MovesPlan:
 
 @functools.lru_cache(maxsize=KEPT)
 def moves_plan(before: wlb.Shard, after: wlb.Shard, rank: int, device: torch.device) -> MovesPlan:
-    """What `rank` does when tokens move from one shard of a micro-batch to another."""
+    """Plan of `rank` for moving tokens from one shard of a micro-batch to another."""
     numbers, sent, sent_rows, placed, arriving_rows = _core.moves_plan(before, after, rank)
     tensors = _Tensors((numbers, len(numbers)), device)
     held = int(before.tokens_per_rank[rank])

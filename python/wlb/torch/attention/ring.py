@@ -159,7 +159,7 @@ class Ring:
 
 
 def _nothing() -> None:
-    """Nothing comes."""
+    """Wait of a step of the ring in which no message arrives."""
 
 
 def _wait(operations: list[dist.P2POp], received: Tensor | None) -> Callable[[], Tensor | None]:

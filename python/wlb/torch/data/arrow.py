@@ -29,7 +29,7 @@ class ArrowRows:
 
     @classmethod
     def of(cls, dataset: Any, reader: RowReader, argument: str) -> ArrowRows | None:
-        """None of what is no such data set.
+        """The rows of a data set of Arrow tables; None for any other data set.
 
         Raises:
             wlb.WlbError: The data set has a column that `reader` refuses.

@@ -79,7 +79,7 @@ class PackedBatch:
         columns: Mapping[str, Tensor] | None = None,
         own_positions: bool = False,
     ) -> PackedBatch:
-        """One of what this rank holds; all that follows from `shard` is made here.
+        """Makes a batch from the tokens of this rank; all other tensors are made from `shard`.
 
         Position ids of the documents' own may be among `columns`, or `position_ids` with `own_positions`.
 
@@ -126,7 +126,7 @@ class PackedBatch:
 
     @property
     def real(self) -> Tensor:
-        """Which tokens of this rank are those of documents: bool [tokens_of_this_rank], False where padding is.
+        """Mask of the tokens of documents: bool [tokens_of_this_rank], False for padding.
 
         For what counts tokens: routers of mixtures of experts, and losses over positions. Many take the inverse as a
         `padding_mask`.

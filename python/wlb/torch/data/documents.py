@@ -242,7 +242,7 @@ def laid_out(document: Document, layout: Layout) -> dict[str, NDArray[Any]]:
 
 
 def of_padding(name: str) -> int:
-    """What a column has where tokens are padding: no labels, and 0 otherwise."""
+    """Value of a column for padding: -100 for labels, 0 for other columns."""
     return IGNORE if name == AHEAD else 0
 
 

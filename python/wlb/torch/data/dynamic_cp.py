@@ -44,7 +44,6 @@ _NOBODY: Final = -1  # read a token of padding
 
 T = TypeVar("T")
 
-
 @dataclass(frozen=True, eq=False)
 class DynamicCpStep(Generic[T]):
     """One step of one data x context rank.
@@ -104,7 +103,6 @@ class DynamicCpStep(Generic[T]):
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> DynamicCpStep[T]:
         """A copy with its micro-batches on `device`; accelerate and Lightning move loader output this way."""
         return replace(self, micro_batches=[moved(batch, device, non_blocking) for batch in self.micro_batches])
-
 
 class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
     """An iterator of steps over any iterator of documents: a plan for each, a context-parallel group for each document.
@@ -321,7 +319,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         return Pieces.of(*([column[row] for row in rows] for column in (table.names, table.starts, table.lengths)))
 
     def _read_share(self) -> tuple[list[Document], list[int]]:
-        """This rank's documents of the next step, none once it has ended; and a packer's ids of them, or -1."""
+        """Documents that this rank reads for the next step, and their ids from a packer, or -1."""
         if self._iterator is None:
             self._iterator = iter(self._batches)
             for already in range(self._skip):
@@ -342,7 +340,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         return documents, names or [-1] * len(documents)
 
     def _gather(self) -> tuple[list[Document], Table, Layout]:
-        """This rank's documents, what is known of all ranks', and the columns of all."""
+        """The documents of this rank, the table of all ranks' documents, and the columns of all."""
         documents: list[Document] = []
         names: list[int] = []
         costs: dict[str, NDArray[np.float64]] = {}
@@ -400,7 +398,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
     def _exchange(
         self, plan: wlb.DynamicCpPlan, table: Table, documents: list[Document], layout: Layout
     ) -> list[PackedBatch]:
-        """This rank's part of all micro-batches, fetched from where documents were read."""
+        """This rank's parts of all micro-batches, fetched from the ranks that read the documents."""
         me, size = self._peers.rank, self._peers.size
         outgoing: list[list[NDArray[np.int64]]] = [[] for _ in range(size)]  # [tokens, columns], by destination
         incoming: list[list[int]] = [[] for _ in range(size)]  # sizes, by source
@@ -458,7 +456,6 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
             )
         return batches
 
-
 def check_source(batches: object) -> None:
     """Whether all that the packer in front of a loader promises can be kept.
 
@@ -475,7 +472,6 @@ def check_source(batches: object) -> None:
             )
             message += "" if name == "dp_size" else " of the packer, and give it to plan"
             raise error("batches", message, value=value)
-
 
 def _check_every_document(plan: wlb.DynamicCpPlan, lengths: NDArray[np.int64]) -> None:
     """Checks that the plan has every document once and whole: what it left out would be lost, yet counted in the loss.

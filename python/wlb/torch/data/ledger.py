@@ -127,7 +127,7 @@ class Ledger:
         self._last = step.number
 
     def _planned(self, step: _Step) -> dict[str, Any]:
-        """What the hash of the plan is computed from again; nothing of a plan of groups, whose hash is its digest.
+        """Fields from which the hash of the plan can be computed again; none for Dynamic-CP, whose hash is the digest.
 
         Raises:
             wlb.WlbError: The step has the micro-batches of another rank.
@@ -177,6 +177,6 @@ def _last_check(file: BinaryIO, end: int) -> str | None:
 
 
 def _share(plan: wlb.Packing, numbers: NDArray[np.int64]) -> Share:
-    """These micro-batches of a plan."""
+    """The share of a rank that has these micro-batches of a plan."""
     parts = [plan[number] for number in numbers.tolist()]
     return Share.of(numbers, [Pieces.of([part.document_ids], [part.starts], [part.lengths]) for part in parts])

@@ -1,4 +1,4 @@
-"""How documents of known lengths become steps: in one line for a loop of one's own, and the options of all loaders."""
+"""Steps from documents of known lengths: `balanced_loader` for a loop of your own, and the options of all loaders."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class _Noted(dict[str, Any]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dictionary."""
+        """Like `dict.get`; remembers that the column was read."""
         self.read.add(name)
         return super().get(name, default)
 

@@ -1,4 +1,4 @@
-"""Which documents make the micro-batches of a data-parallel rank: a batch sampler over known lengths."""
+"""A batch sampler over known lengths, which gives a data-parallel rank the documents of its micro-batches."""
 
 from __future__ import annotations
 

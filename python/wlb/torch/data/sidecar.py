@@ -1,4 +1,4 @@
-"""What is known of a memory-mapped array, kept in a file beside the one that is mapped: found once, read ever after."""
+"""Facts about a memory-mapped array, found once and kept in a file beside it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SLOTS: Final = 64  # of the store, used in turn: of ranks further apart, the las
 
 
 class _Group:
-    """What this rank knows of a pipeline: steps so far, and the contents of the slots, the next step's first.
+    """State of a pipeline on this rank: the number of steps, and the contents of the slots, the next step's first.
 
     It has a connection to the store of its own: one on which another thread waits takes nothing else.
     """

@@ -159,7 +159,7 @@ def joined(documents: Sequence[Document]) -> Document:
 
 
 def teaching_nothing(document: Document) -> Document:
-    """The same tokens without labels."""
+    """A copy of a document without labels."""
     return replace(document, labels=torch.full_like(document.labels, IGNORE))
 
 
