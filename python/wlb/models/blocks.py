@@ -65,7 +65,7 @@ class Kept:
 
     values: int = 0
     recomputed: int = 0  # of element-wise work, which selective recomputation does again
-    unfused: int = 0  # the same, and a fused kernel never keeps them
+    unfused: int = 0  # part of `recomputed` that a fused kernel never keeps
     statistics: int = 0  # float32
     rows: int = 0  # narrow rows and copies, whole on every tensor-parallel rank
 

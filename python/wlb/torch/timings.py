@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import wlb
 
-_ROUNDING = 1e-9  # of a predicted time: what is left of it is nothing
+_ROUNDING = 1e-9  # part of a predicted time below which a rest counts as 0
 
 Plan: TypeAlias = wlb.Packing | wlb.DynamicCpPlan
 

@@ -30,6 +30,7 @@ from wlb.torch.training import meeting_place, takes_keywords
 _SET_HERE = ("trainer", "packer", "num_micro_batches")  # not given by a user
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
+
 def check_named(options: Iterable[str]) -> None:
     """Refuses options that `balance` does not have.
 
@@ -37,6 +38,7 @@ def check_named(options: Iterable[str]) -> None:
         wlb.WlbError: naming the first.
     """
     check_options(options, balance, wlb.Packer, but=_SET_HERE)
+
 
 def balance(
     trainer: AnyTrainer,
@@ -138,6 +140,7 @@ def balance(
     trainer.add_callback(balanced._wlb_callback)
     return trainer
 
+
 class _Balanced(Trainer):
     """Goes in front of a trainer's own class."""
 
@@ -146,7 +149,7 @@ class _Balanced(Trainer):
     _wlb_plain: bool
     _wlb_callback: MicroBatchCallback
     _wlb_resumed: Resumed | None = None  # while it trains
-    _wlb_losses: list[tuple[float, int]] | None = None  # of the evaluation that runs: sum, and number of labels
+    _wlb_losses: list[tuple[float, int]] | None = None  # sums of losses and numbers of labels of the running evaluation
 
     def _wlb_take(self, planned: Planned) -> None:
         self._wlb_planner.set_arguments(self, planned.arguments)
@@ -287,6 +290,7 @@ class _Balanced(Trainer):
         if self._wlb_losses is not None:
             return None
         return super()._get_num_items_in_batch([_labels_to_count(batch) for batch in batch_samples], device)
+
 
 def _labels_to_count(batch: dict[str, Any]) -> dict[str, Any]:
     """Labels that every version of transformers counts right: older ones do not look at `shift_labels`.

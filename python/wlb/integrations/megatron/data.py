@@ -156,7 +156,7 @@ def data_iterator(
     readers = everyone if dynamic_cp else parallel_state.get_data_parallel_group()
     shares = readers.size() * _shares(config, readers.size(), held, tokens_per_batch, dynamic_cp=dynamic_cp)
     padding: dict[str, Any] = {"multiple_of_tokens": cp_size * of_rows}
-    if dynamic_cp:  # the packer's micro-batches only say who reads: nobody holds them
+    if dynamic_cp:  # the packer's micro-batches only say which rank reads
         held, padding = max(context, math.ceil(ROOM * tokens_per_batch / shares)), {}
     loading = replace(loading, max_document_tokens=context)
     limits = {"max_tokens": held, "tokens_per_batch": tokens_per_batch, **padding}

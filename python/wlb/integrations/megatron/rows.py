@@ -91,7 +91,7 @@ class Ranks:
         longest = int(shard.lengths.max(initial=0))
         params = ShardedSeqParams(
             qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,  # one and the same tensor: what is padding comes last, and is seen by none
+            cu_seqlens_q=cu_seqlens,  # one tensor for both: padding comes last, and no query sees it
             cu_seqlens_kv=cu_seqlens,
             cu_seqlens_q_padded=cu_seqlens,
             cu_seqlens_kv_padded=cu_seqlens,

@@ -22,6 +22,7 @@ from wlb.torch.lazy import not_compiled
 
 __all__ = ["context_parallel_attention", "cp_sizes", "halo", "prepare_attention", "recut"]
 
+
 @overload
 def context_parallel_attention(
     q: Tensor,
@@ -148,6 +149,7 @@ def context_parallel_attention(
     found: Tensor | tuple[Tensor, Tensor] = _attend(q, k, v, shard, **options)
     return found
 
+
 @operator.attends
 @not_compiled
 def _attend(
@@ -167,11 +169,10 @@ def _attend(
     with_lse: bool = False,
     known: operator.Known | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`context_parallel_attention` on tensors, outside of `torch.compile`.
+    """`context_parallel_attention` that can give more, or do less.
 
-    Args:
-        with_lse: Give the log-sum-exp, too, without a gradient.
-        known: Results of the forward pass that are not computed again.
+    `with_lse` also gives the log-sum-exp, without a gradient. `known` holds output and log-sum-exp of an earlier
+    forward, which is then not computed again.
     """
     check_bool("return_lse", return_lse)
     rank, size = arguments.check_group(shard, group)
@@ -223,6 +224,7 @@ def _attend(
     if lse is not None:
         lse = join_heads(lse.unsqueeze(-1).contiguous(), heads).squeeze(-1)
     return given(join_heads(out, heads), lse)
+
 
 def prepare_attention(
     shard: wlb.Shard | wlb.ForestShard,

@@ -31,12 +31,15 @@ FLASH_ATTN_2 = "flash_attn.flash_attn_interface"
 FLASH_ATTN_3 = "flash_attn_interface"
 """Where the kernels of flash-attn 2 and 3 are imported from."""
 
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Type in which partial results and gradients are summed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
+
 Gradients = tuple[Tensor, Tensor]
 """Of queries, like `q`; of keys and values together, `[keys, 2, kv_heads, head_dim]`."""
+
 
 class Kernel(Protocol):
     """Attention of one call: `q` is `[queries, heads, head_dim]`, `k` and `v` are `[keys, kv_heads, head_dim]`.
@@ -70,6 +73,7 @@ class Kernel(Protocol):
         `out` and `lse` are over all keys of a query, not only this call's.
         """
         ...
+
 
 @dataclass(frozen=True)
 class ReferenceKernel:
@@ -148,7 +152,7 @@ class ReferenceKernel:
         left, right = call.window
         scores = _SCORES_OF_CPU if call.cu_seqlens_q.device.type == "cpu" else _SCORES
         for (q_from, q_to, k_from, k_to), shift in zip(call.spans.tolist(), call.shifts.tolist(), strict=True):
-            diagonal = (k_to - k_from) - (q_to - q_from)  # the key at which the first query stands
+            diagonal = (k_to - k_from) - (q_to - q_from)  # the last key that the first query sees
             step = max(1, scores // (heads * (k_to - k_from)))
             for i in range(0, q_to - q_from, step):
                 i_end = min(i + step, q_to - q_from)
@@ -167,6 +171,7 @@ class ReferenceKernel:
                         hidden = distance < -right if hidden is None else hidden | (distance < -right)
                     distance += shift
                 yield slice(q_from + i, q_from + i_end), slice(k_from + j, k_from + j_end), distance, hidden
+
 
 @dataclass(frozen=True)
 class CpuFlashKernel:
@@ -270,24 +275,30 @@ class CpuFlashKernel:
             spans.append((slice(q_from, q_to), parts))
         return spans
 
+
 def _heads_first(x: Tensor) -> Tensor:
     """`[tokens, heads, head_dim]` as a batch of one, `[1, heads, tokens, head_dim]`."""
     return x.transpose(0, 1).unsqueeze(0)
+
 
 def _by_head(x: Tensor) -> Tensor:
     """`[tokens, heads, head_dim]` as `[heads, tokens, head_dim]` to compute with."""
     return x.transpose(0, 1).to(accumulator(x.dtype))
 
+
 def _stack(x: Tensor, kv_heads: int) -> Tensor:
     """`[tokens, heads, head_dim]` as `[kv_heads, group * tokens, head_dim]`: queries that share a key head, stacked."""
     return _by_head(x).reshape(kv_heads, -1, x.shape[2])
 
+
 def _unstack(x: Tensor, shape: torch.Size) -> Tensor:
     return x.view(shape[1], shape[0], shape[2]).transpose(0, 1)
+
 
 def _window(call: Call) -> dict[str, int]:
     left, right = call.window
     return {"window_size_left": left, "window_size_right": right}
+
 
 def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
     """Offsets and longest span of queries and keys, as FlashAttention-2 and torch's varlen kernel take them.
@@ -301,19 +312,23 @@ def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
         most = max(call.max_seqlen_q, most)
     return call.cu_seqlens_q, call.cu_seqlens_k, longest_queries(call), most
 
+
 def longest_queries(call: Call) -> int:
     """Most queries of a span, at least 2: with 1, flash kernels take every row for a span of its own."""
     return max(call.max_seqlen_q, 2)
 
+
 def _like(q: Tensor) -> Tensor:
     """Rows like these, one behind the other, to be filled in."""
     return torch.empty_like(q, memory_format=torch.contiguous_format)
+
 
 def _gradients(q: Tensor, k: Tensor, into: tuple[Tensor | None, Tensor] | None) -> Gradients:
     """Tensors for the gradients of queries, and of keys and values: `into` where that is given."""
     if into is None:
         return _like(q), k.new_empty((k.shape[0], 2, *k.shape[1:]))
     return _like(q) if into[0] is None else into[0], into[1]
+
 
 def _written(call: Call, rows: Tensor, into: Tensor | None) -> Tensor:
     """The rows of a call, in `into` if that is given."""
@@ -322,6 +337,7 @@ def _written(call: Call, rows: Tensor, into: Tensor | None) -> Tensor:
     place = slice(None) if call.q_rows is None or isinstance(call.q_rows, Tensor) else call.q_rows
     into[place] = rows[place]
     return into
+
 
 class FlashTiles:
     """Tiles of flash-attention 2 and 3 on Hopper, by their launch templates.
@@ -333,6 +349,7 @@ class FlashTiles:
     def tiles(head_dim: int) -> tuple[int, int]:
         """See `Kernel`."""
         return 128, 128 if head_dim <= 64 else 64
+
 
 @dataclass(frozen=True)
 class VarlenKernel(FlashTiles):
@@ -375,6 +392,7 @@ class VarlenKernel(FlashTiles):
         torch.stack((dk, dv), 1, out=into[1])
         return _written(call, dq, into[0]), into[1]
 
+
 @dataclass(frozen=True)
 class FlashAttention2(FlashTiles):
     """flash-attn 2.7 and newer. The only flash kernel with ALiBi."""
@@ -407,6 +425,7 @@ class FlashAttention2(FlashTiles):
         options = (0.0, self.scale, call.window == (-1, 0), *call.window, softcap, self.alibi_slopes, deterministic)
         _flash_attn_2()._flash_attn_varlen_backward(d_out, q, k, v, out, lse, dq, dk, dv, *_spans(call), *options)
         return dq, d_keys
+
 
 @dataclass(frozen=True)
 class FlashAttention3(FlashTiles):
@@ -444,21 +463,25 @@ class FlashAttention3(FlashTiles):
         given = {name: getattr(call, name) for name in names} | {"max_seqlen_q": longest_queries(call)}
         return given | {"softmax_scale": self.scale, **_window(call)}
 
+
 @functools.cache
 def _flash_attn_2() -> Any:
     """The module of flash-attn 2, or None. Its package alone proves nothing: flash-attn 4 installs one without it."""
     return _installed(FLASH_ATTN_2)
+
 
 @functools.cache
 def _flash_attn_3() -> Any:
     """The module of flash-attn 3, or None."""
     return _installed(FLASH_ATTN_3)
 
+
 def _installed(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except (ImportError, OSError):  # missing, or built for another torch
         return None
+
 
 def choose(
     name: KernelName,
@@ -506,6 +529,7 @@ def choose(
         if name == "flash_attn":
             raise error("kernel", "'flash_attn' is not installed", value=name)
     return VarlenKernel(scale)
+
 
 def _flash_refusal(q: Tensor) -> str | None:
     """Why no flash kernel takes such tensors, or None."""

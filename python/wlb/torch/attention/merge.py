@@ -201,7 +201,7 @@ class _Attention(torch.autograd.Function):
                 if merged is not None:
                     merged.add(call, *kernel.forward(*given))
                     continue
-                if rows is None and heads.parts == 1:  # there is no other
+                if rows is None and heads.parts == 1:  # one call over all rows: nothing to merge
                     out, lse = kernel.forward(*given)
                 else:
                     out = q.new_empty(q.shape) if out is None else out

@@ -61,7 +61,7 @@ class Call:
 
     q_rows: Rows  # of the queries
     k_rows: Rows  # of the keys
-    cu_seqlens_q: Tensor  # int32 [spans + 1]: of all queries, but for an index: then of those that it names
+    cu_seqlens_q: Tensor  # int32 [spans + 1]: over all queries, or over those of an index
     cu_seqlens_k: Tensor  # int32 [spans + 1]
     max_seqlen_q: int
     max_seqlen_k: int
@@ -133,7 +133,7 @@ class _Tensors:
             cu_q, cu_k = self._bounds[begin : begin + 2 * (spans + 1)].view(2, -1).unbind(0)
             bounds = self._host_bounds[begin : begin + 3 * spans + 2]
             rows = self.rows(q_rows, queries), self.rows(k_rows, keys)
-            if isinstance(rows[0], Tensor):  # outputs are copied to these: that takes no int32
+            if isinstance(rows[0], Tensor):  # `index_copy_` takes no int32
                 rows = rows[0].long(), rows[1]
             calls.append(Call(*rows, cu_q, cu_k, longest_q, longest_k, window, bounds, fresh))
         return calls
@@ -144,7 +144,7 @@ class Sum:
     """Rows of a result, each a sum of rows of one tensor."""
 
     rows: Rows  # what is summed
-    begins: Tensor | None  # int32: of each row of the result where its rows begin in `rows`; None: it is the row
+    begins: Tensor | None  # int32: where the summands of each result begin in `rows`; None: one each
     count: int  # rows of the result
 
     def of(self, x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class KeysPlan:
     picked: Rows  # of the buffer
     tokens: int  # of all ranks
     first: int  # the first of the rank's rows whose keys are in the buffer
-    own_rows: int  # of the buffer, before those that arrive
+    own_rows: int  # rows of own keys in the buffer, before those that arrive
     sent: Rows  # of the buffer; by destination, or as many as every rank sends
     sent_rows: list[int]  # to each rank; empty: as many to all
     arriving_rows: list[int]  # from each rank
@@ -231,7 +231,7 @@ class RingPlan:
     position: int
     steps: list[list[Call]]
     rows: list[int]  # keys of every position
-    last: list[int]  # of every position's keys the last step in which some position computes over them
+    last: list[int]  # last step in which any position uses the keys of each position
 
     @property
     def once(self) -> bool:
@@ -245,7 +245,7 @@ class HeadsPlan:
 
     counts: list[int]  # tokens of each rank of the block
     place: int  # of this rank in the block
-    ascending: Tensor  # int32: tokens in packed order from those in order of ranks
+    ascending: Tensor  # int32: puts tokens in order of ranks into packed order
     by_rank: Tensor  # int32: the inverse
 
 
@@ -274,7 +274,7 @@ class MovesPlan:
 
     sent: Rows  # its rows before, by destination
     sent_rows: list[int]  # how many to each rank
-    placed: Rows  # of each of its rows after, the place among those that arrive
+    placed: Rows  # place among the arriving rows of each row after the move
     arriving_rows: list[int]  # how many from each rank
 
 

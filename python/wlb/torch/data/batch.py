@@ -243,7 +243,7 @@ class PackedBatch:
         return self._map(Tensor.pin_memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A worker hands over every tensor through a socket, half a millisecond each: one is enough.
+        # A worker sends every tensor through a socket, half a millisecond each, so all are views of one.
         single = not self.own_positions
         rows = torch.stack([self.tokens, self.labels, *([self.position_ids] if single else [])])
         more = dict(self.columns) | ({} if single else {"position_ids": self.position_ids})

@@ -192,7 +192,7 @@ def packed(documents: Sequence[Document]) -> tuple[NDArray[np.int64], NDArray[np
     """Tokens of documents of arrays one after the other, and what each predicts: int64 [tokens] both."""
     arrays = [document.tokens for document in documents]
     ends = np.cumsum([array.size for array in arrays], dtype=np.int64)
-    # One more than the tokens: labels are the same array, one further on.
+    # One longer than the tokens: labels are a view of this array, one further on.
     sequence = np.empty((int(ends[-1]) if arrays else 0) + 1, np.int64)
     if arrays:
         np.concatenate(arrays, out=sequence[:-1], casting="unsafe")

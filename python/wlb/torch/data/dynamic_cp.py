@@ -40,9 +40,10 @@ from wlb.torch.data.thread import Position, PreparedStep, StepIterator, StepsAhe
 FORMAT: Final = "wlb.dynamic_cp_loader"
 VERSION: Final = 2
 _END = object()
-_NOBODY: Final = -1  # read a token of padding
+_NOBODY: Final = -1  # the reader of padding: no rank
 
 T = TypeVar("T")
+
 
 @dataclass(frozen=True, eq=False)
 class DynamicCpStep(Generic[T]):
@@ -103,6 +104,7 @@ class DynamicCpStep(Generic[T]):
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> DynamicCpStep[T]:
         """A copy with its micro-batches on `device`; accelerate and Lightning move loader output this way."""
         return replace(self, micro_batches=[moved(batch, device, non_blocking) for batch in self.micro_batches])
+
 
 class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
     """An iterator of steps over any iterator of documents: a plan for each, a context-parallel group for each document.
@@ -192,10 +194,10 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         self._stateful = all(hasattr(batches, f"{verb}state_dict") for verb in ("", "load_"))
         self._iterator: Iterator[Any] | None = None
         self._read = 0  # items of this iteration
-        self._skip = 0  # of them, those that a restored state has read
+        self._skip = 0  # items that a restored state has read already
         self._number = 0  # of the step that is read next
         self._ended = False  # this rank's share of the iteration
-        self._item: Step[Any] | None = None  # that was read last, if `batches` gives steps
+        self._item: Step[Any] | None = None  # the last step that was read, if `batches` gives steps
         self._link = Link()
         self._latest = self._position()  # after the step that was made last
         self._steps = StepsAhead(self._make, self._latest, name="wlb-dynamic-cp", argument="batches")
@@ -367,7 +369,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         self._peers.agree(parts, failure, step=self._number, argument="batches", what="step or kind of costs")
         costs = {name: np.concatenate([part["costs"][name] for part in parts]) for name in self._costs}
         everyone = [part["rows"] for part in parts]
-        # The same question on every rank, so that all fail or none.
+        # Every rank asks, so that all fail or none.
         layout = common_layout([part["layout"] for part in parts if part["layout"] is not None], "batches")
         return documents, Table.of(everyone, costs, ended=all(part["ended"] for part in parts)), layout
 
@@ -403,7 +405,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         outgoing: list[list[NDArray[np.int64]]] = [[] for _ in range(size)]  # [tokens, columns], by destination
         incoming: list[list[int]] = [[] for _ in range(size)]  # sizes, by source
         expected = []
-        width = 2 + num_rows(layout)  # numbers of a token: itself, its label, its columns
+        width = 2 + num_rows(layout)  # numbers that a token takes: its id, its label, its columns
         for micro_batch in plan.micro_batches:
             for group in micro_batch.groups:
                 rows = group.document_ids
@@ -419,7 +421,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
                     mine = [documents[at] for at in table.positions[rows[read_by == me]]]
                     of_tokens = np.concatenate([np.stack(packed(mine)), *as_bits(joined(mine, layout))]).T
                     here = source == me
-                    place = np.cumsum(here) - 1  # of a token among those read here
+                    place = np.cumsum(here) - 1  # place of each token among those that this rank read
                     for cp_rank, destination in enumerate(group.ranks):
                         held = shard.rank(cp_rank).token_indices
                         outgoing[destination].append(of_tokens[place[held[here[held]]]].ravel())
@@ -456,6 +458,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
             )
         return batches
 
+
 def check_source(batches: object) -> None:
     """Whether all that the packer in front of a loader promises can be kept.
 
@@ -472,6 +475,7 @@ def check_source(batches: object) -> None:
             )
             message += "" if name == "dp_size" else " of the packer, and give it to plan"
             raise error("batches", message, value=value)
+
 
 def _check_every_document(plan: wlb.DynamicCpPlan, lengths: NDArray[np.int64]) -> None:
     """Checks that the plan has every document once and whole: what it left out would be lost, yet counted in the loss.

@@ -170,10 +170,10 @@ def collate_forest(
     if cp_rank >= cp_size:
         raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)
 
-    packed = shard.forest  # the same, its nodes as they lie in memory; the filler's root is the last sample
+    packed = shard.forest  # the forest with nodes in memory order; padding is the last sample
     tokens = np.zeros(packed.unique_tokens, np.int64)
     paths = paths_of(packed)[: len(named)]
-    counted: list[Ints] = []  # of each sample the positions of the tokens that it predicts
+    counted: list[Ints] = []  # positions of the tokens that each sample predicts
     for number, (sample, at) in enumerate(zip(named, paths, strict=True)):
         tokens[at] = sample.tokens
         follows = np.ones(at.size - 1, bool) if sample.labels is None else _counts(sample, number)

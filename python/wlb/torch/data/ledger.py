@@ -80,7 +80,7 @@ class Ledger:
         check_integer("dp_rank", dp_rank, minimum=0, maximum=dp_size - 1)
         self._about = {"dp_rank": int(dp_rank), "dp_size": int(dp_size), **source.describe()}
         self._last: int | None = None
-        self._after: str | None = None  # the hash of the last line, once it is known
+        self._after: str | None = None  # the hash of the last line, once it was read or written
         self.path = ledger_file(Path(folder), dp_rank)
         self.path.parent.mkdir(parents=True, exist_ok=True)
 

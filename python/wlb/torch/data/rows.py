@@ -21,7 +21,7 @@ MASKS: Final = ("loss_mask", "completion_mask", "assistant_masks")
 _WEIGHTS: Final = (WEIGHTS, "token_weights", "weights")
 _TAKEN: Final = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_lengths")
 _OF_ONE_DOCUMENT: Final = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "token_type_ids")
-# What packed rows are given anew, or what says nothing of a token.
+# Columns that are made anew for packed rows, or that say nothing about tokens.
 WITHOUT_EFFECT: Final = frozenset(
     [
         "length",
@@ -152,7 +152,7 @@ class RowReader:
                 return [Document(row, id)]
             row = {"input_ids": row}
         if self.labels_ahead == 1 and not self.asked and row.keys() <= {"input_ids", "labels"} and "input_ids" in row:
-            return [Document(row["input_ids"], id, labels=row.get("labels"))]  # looked at when it is packed
+            return [Document(row["input_ids"], id, labels=row.get("labels"))]  # checked when it is packed
         return [self._document(part, id + at) for at, part in enumerate(self.parts(row, index, argument, used))]
 
     def parts(self, row: Mapping[str, Any], index: int, argument: str, used: Collection[str] = ()) -> list[Part]:
@@ -191,7 +191,7 @@ class RowReader:
     def _document(self, part: Part, id: int) -> Document:
         columns: dict[str, Any] = {name: part[name] for name in ("position_ids", *self.asked) if name in part}
         if WEIGHTS in part:
-            columns[WEIGHTS] = np.append(part[WEIGHTS][1:], np.float32(1))  # by what a token predicts
+            columns[WEIGHTS] = np.append(part[WEIGHTS][1:], np.float32(1))  # weights belong to the predicted token
         document = Document(part["input_ids"], id, labels=part.get("labels"), columns=columns)
         if self.labels_ahead > 1:
             document = _with_labels_ahead(document, self.labels_ahead)

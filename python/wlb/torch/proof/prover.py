@@ -131,7 +131,7 @@ class Prover:
         gradient = self._gradient(found, expected)
         if loss is not None:
             check = self._loss("loss", loss, mean)
-            # A gradient tells more than a loss, and is named first.
+            # A gradient says more about a fault than a loss, so it is reported first.
             explained = check.passed or not gradient.passed
             checks.append(check if explained else replace(check, fix=self._loss_explained(loss, mean)))
         checks.append(gradient)
@@ -195,7 +195,7 @@ class Prover:
         mine = _filled(found, expected)
         apart, fix = self._apart(mine, expected), ""
         length, true = self._length(mine), self._length(expected)
-        if not self.ranks.largest(length)[0]:  # nothing was compared, so nothing is proved
+        if not self.ranks.largest(length)[0]:  # no rank has a gradient, so nothing was compared
             apart, fix = math.inf, _NOWHERE
         elif math.isinf(apart):
             fix = _NO_NUMBERS.format("training" if math.isfinite(true) else "documents alone")

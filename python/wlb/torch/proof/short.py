@@ -22,7 +22,7 @@ Key: TypeAlias = tuple[int, int]
 
 _DOCUMENTS = 3  # of a micro-batch
 _TOKENS = 64  # of a document, for each of two context-parallel ranks
-_GOLDEN = 0.6180339887498949  # multiples of which never come again
+_GOLDEN = 0.6180339887498949  # its multiples never repeat, modulo 1
 
 
 @dataclass(frozen=True)
@@ -192,11 +192,11 @@ def _cuts(number: int, cp_size: int, lengths: NDArray[np.int64], last: NDArray[n
     for place, document in enumerate(taken):
         begin = int(lengths[:document].sum())
         end = int(min(last[document] + 2, lengths[document])) if last[document] >= 0 else int(lengths[document])
-        # Unequal in documents, micro-batches and ranks, so that a mean of means is another one.
+        # Unequal in documents, micro-batches and ranks, so that a mean of means differs from the mean.
         share = (number + 1) * _GOLDEN % 1 * (_DOCUMENTS - place) / _DOCUMENTS
         length = min(end, most // 8 + int(share * most * 7 / 8))
         cuts.append((begin + end - length, begin + end))
-    if len(cuts) == 1 and (third := (cuts[0][1] - cuts[0][0]) // 3) > 1:  # so that a row has what may see each other
+    if len(cuts) == 1 and (third := (cuts[0][1] - cuts[0][0]) // 3) > 1:  # so that a row has two documents
         (begin, end), *_ = cuts
         cuts = [(begin, begin + third), (begin + third, end)]
     return cuts

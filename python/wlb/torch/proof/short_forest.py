@@ -24,6 +24,7 @@ _OF_ONE_ROOT, _OF_ANOTHER = 3, 1  # samples of a micro-batch
 _SHARED = 20  # tokens that these keep of what they share
 _BEFORE = 4  # tokens before the first that is predicted
 
+
 class ShortForest:
     """A step with a few short samples in each micro-batch. Every rank knows all of them.
 
@@ -79,15 +80,18 @@ class ShortForest:
         paths = tuple(map(torch.from_numpy, paths_of(shard.forest)))
         return Row(tuple(samples), shard, holders[0], paths)
 
+
 def _forest(samples: Sequence[Document]) -> wlb.PrefixForest:
     offsets = np.cumsum([0, *map(len, samples)], dtype=np.int64)
     tokens = torch.cat([torch.empty(0, dtype=torch.int64), *(each.tokens for each in samples)])
     return wlb.PrefixForest.from_tokens(tokens.numpy(), offsets)
 
+
 def _own(document: Document) -> NDArray[Any]:
     """Labels as a data set has them: of each token whether it is predicted."""
     counts = np.append(False, (document.labels != IGNORE).numpy()[:-1])
     return np.where(counts, document.tokens.numpy(), IGNORE)
+
 
 def _edges(row: Row) -> set[int]:
     """Places of the tokens that some sample predicts."""
@@ -96,11 +100,13 @@ def _edges(row: Row) -> set[int]:
         found.update(path[1:][document.labels[:-1] != IGNORE].tolist())
     return found
 
+
 def _first(batch: ForestBatch) -> Ints:
     """First position of each sample that this rank predicts; the largest int64 where it predicts none."""
     first = np.full(batch.sample_ids.numel(), np.iinfo(np.int64).max)
     np.minimum.at(first, batch.sample_of.cpu().numpy(), batch.sample_positions.cpu().numpy())
     return first
+
 
 def _kept(batch: ForestBatch, first: Ints) -> list[tuple[int, Any, Any, Any]]:
     """For each chosen sample: tokens kept; of those on this rank places and rows; places that predict."""
@@ -127,6 +133,7 @@ def _kept(batch: ForestBatch, first: Ints) -> list[tuple[int, Any, Any, Any]]:
         )
     return result
 
+
 def _chosen(paths: Sequence[Ints], first: Ints) -> list[tuple[int, Ints]]:
     """Samples, and their positions that are kept."""
     trees: dict[int, list[int]] = {}
@@ -149,10 +156,12 @@ def _chosen(paths: Sequence[Ints], first: Ints) -> list[tuple[int, Ints]]:
             result.append((sample, np.concatenate([common, own])))
     return result
 
+
 def _in_common(one: Ints, other: Ints) -> int:
     size = min(one.size, other.size)
     different = np.flatnonzero(one[:size] != other[:size])
     return int(different[0]) if different.size else size
+
 
 def _empty(size: int) -> Document:
     return Document(torch.zeros(size, dtype=torch.int64), torch.full((size,), IGNORE, dtype=torch.int64))
