@@ -12,21 +12,14 @@ import re
 import sys
 from pathlib import Path
 
-LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#|mailto:)([^)\s]+)\)")
+ADDRESS = r"(?!https?://|#|mailto:)([^)\s]+)"
+PICTURE, LINK = re.compile(rf"(!\[[^\]]*\]\(){ADDRESS}\)"), re.compile(rf"(\]\(){ADDRESS}\)")
 
 
 def absolute(markdown: str, project: str, ref: str) -> str:
     """The page with links and pictures that work everywhere."""
-
-    def link(found: re.Match[str]) -> str:
-        kind = "raw" if found[1] else "blob"
-        return f"{found[1]}[{found[2]}]({project}/{kind}/{ref}/{found[3]})"
-
-    # A picture may be the text of a link: from the inside out.
-    before = ""
-    while before != markdown:
-        before, markdown = markdown, LINK.sub(link, markdown)
-    return markdown
+    markdown = PICTURE.sub(rf"\1{project}/raw/{ref}/\2)", markdown)
+    return LINK.sub(rf"\1{project}/blob/{ref}/\2)", markdown)
 
 
 def with_addresses(pyproject: str, project: str, ref: str) -> str:
