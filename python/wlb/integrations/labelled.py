@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import wlb
 from wlb._errors import error
 from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.loss import count_valid_tokens
@@ -47,7 +48,8 @@ def labelled_steps(
 
 def _labels(step: Step[Any], group: dist.ProcessGroup | None) -> int | None:
     """Labels of the step that count, on all ranks: the same answer on all."""
-    if not any((micro_batch.lengths > 1).any() for micro_batch in step.packing):
+    packing = step.packing
+    if isinstance(packing, wlb.Packing) and not any((micro_batch.lengths > 1).any() for micro_batch in packing):
         return 0
     if not all(map(_has_labels, step.micro_batches)):  # another collator, on all ranks: known to it alone
         return None

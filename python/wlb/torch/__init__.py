@@ -44,6 +44,7 @@ from wlb.torch.data import (
     balanced_loader,
     collate,
     collate_forest,
+    forest_step,
 )
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.gradients import all_reduce_gradients, sum_gradients
@@ -99,6 +100,7 @@ __all__ = [
     "cp_sizes",
     "data_and_context",
     "expert_ranks",
+    "forest_step",
     "halo",
     "model_flops",
     "model_flops_utilization",

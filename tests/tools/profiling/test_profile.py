@@ -479,6 +479,7 @@ def test_the_default_grid_takes_less_than_five_minutes(
 # --- the command ---
 
 CONFIG = {
+    "model_type": "llama",
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 1,

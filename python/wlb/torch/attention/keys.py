@@ -114,9 +114,9 @@ class KeysExchange:
     def _send_home(self, gradients: Tensor, home: Tensor) -> Callable[[], Tensor]:
         """Starts it; call the result for the gradient of own keys, `[tokens, 2, kv_heads, head_dim]`."""
         plan, shape = self.plan, gradients.shape[1:]
-        if not plan.moves:
-            return lambda: plan.own.of(gradients)
         flat = gradients.flatten(1)
+        if not plan.moves:
+            return lambda: plan.own.of(flat).view(-1, *shape)
         going = plan.going.of(flat) if plan.going.count else flat[:0]
         work = dist.all_to_all_single(
             home, going.view(-1, *shape), plan.coming_rows, plan.going_rows, group=self.group, async_op=True

@@ -24,6 +24,8 @@ KEPT = 128
 """Plans of each kind: the micro-batches of a step, whose layers the backward may recompute, and those of the next,
 which are prepared beside it. Shards are compared by content; what a backward needs it holds itself."""
 
+AnyShard = wlb.Shard | wlb.ForestShard
+
 Rows = slice | Tensor | None
 """Rows of a tensor: neighbours, an index, or all in order."""
 
@@ -190,7 +192,7 @@ class KeysPlan:
 
 @functools.lru_cache(maxsize=KEPT)
 def keys_plan(
-    shard: wlb.Shard, rank: int, *, fetch: bool, window: int | None, biased: bool, device: torch.device
+    shard: AnyShard, rank: int, *, fetch: bool, window: int | None, biased: bool, device: torch.device
 ) -> KeysPlan:
     """What `rank` does. `biased`: scores have a bias by position; `fetch`: every rank gets just what it needs."""
     indices, local, remote, (first, own_rows), sent, (sent_rows, arriving_rows), moves, going, own = _core.keys_plan(
@@ -249,7 +251,7 @@ class HeadsPlan:
 
 @functools.lru_cache(maxsize=KEPT)
 def ring_plan(
-    shard: wlb.Shard, rank: int, *, degree: int, window: int | None, biased: bool, device: torch.device
+    shard: AnyShard, rank: int, *, degree: int, window: int | None, biased: bool, device: torch.device
 ) -> tuple[HeadsPlan | None, RingPlan]:
     """What `rank` does in blocks of `degree` ranks that exchange heads, with a ring over the blocks."""
     indices, steps, rows, last, heads = _core.ring_plan(shard, rank, degree, window=window, biased=biased)

@@ -203,6 +203,7 @@ def halo(x: Tensor, shard: wlb.Shard, *, tokens: int, group: dist.ProcessGroup |
     Complexity:
         One all-to-all of at most `tokens` rows a rank; the route is made once, O(ranks), and kept for all layers.
     """
+    arguments.check_shard(shard)
     rank, size = arguments.check_group(shard, group)
     check_integer("tokens", tokens, minimum=0)
     held = int(shard.tokens_per_rank[rank])
