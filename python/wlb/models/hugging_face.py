@@ -85,7 +85,7 @@ def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str,
         hidden = text_keys.integer("hidden_size")
         images = keys.section("vision_config", VISION_DEFAULTS.get(model_type))
         vision = IMAGE_FAMILIES[model_type](keys, images, hidden)
-        images.pass_over("tokens_per_second", "projection_dim", "vocab_size", "image_size")  # of what no row meets
+        images.pass_over("tokens_per_second", "projection_dim", "vocab_size", "image_size")  # sizes that no row uses
         images.finish("vision_config.")
         text_keys.pass_over("vision_config", *_OF_IMAGES)
     else:
@@ -253,7 +253,7 @@ _TIED_OUTSIDE = ("gemma3", "mistral3")
 _TIED_INSIDE = ("llava", "qwen2_vl", "qwen2_5_vl")
 """Families that tie embeddings where the config of the language model says so."""
 
-# LLaVA's files give of the language model only what differs from transformers' Llama.
+# LLaVA's files give only the keys in which the language model differs from transformers' Llama.
 _NESTED_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {
         "hidden_size": 4096,

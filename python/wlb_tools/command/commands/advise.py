@@ -147,7 +147,7 @@ def _report(
 
 
 def _unequal(lengths: NDArray[np.int64]) -> dict[str, float]:
-    """How unequal documents are: the shares of the longest hundredth, and the middle one beside the longest."""
+    """Inequality of documents: the shares of the longest hundredth, and the median beside the longest."""
     real = np.sort(lengths.astype(np.float64))[::-1]
     longest = real[: max(1, real.size // 100)]
     pairs = real * (real + 1) / 2
@@ -167,7 +167,7 @@ def _unequal_in_words(unequal: dict[str, float]) -> str:
 
 
 def _lines(tuning: Tuning, trainer: Trainer, model: str) -> str:
-    """What to paste into a trainer. Its entry point chooses its own plan; a loop gets the one of this page."""
+    """Lines to paste into a trainer. Its entry point chooses its own plan; a loop gets the plan of this page."""
     scenario, tokens = tuning.scenario, tuning.best.outcome.summary()["largest_micro_batch"]
     longest = scenario.context
     calls = {
