@@ -2205,12 +2205,12 @@ def order_micro_batches(
     """
 
 _Rows: TypeAlias = tuple[int, int, bool]
-_Sum = tuple[_Rows, _Rows, int]
+_Sum: TypeAlias = tuple[_Rows, _Rows, int]
 _Call: TypeAlias = tuple[_Rows, _Rows, int, int, int, int, tuple[int, int], bool]
 _Indices: TypeAlias = tuple[NDArray[np.int32], int]
 
 def keys_plan(
-    shard: Shard, rank: int, *, fetch: bool, window: int | None, biased: bool
+    shard: Shard | ForestShard, rank: int, *, fetch: bool, window: int | None, biased: bool
 ) -> tuple[
     _Indices,
     list[_Call],
@@ -2223,7 +2223,7 @@ def keys_plan(
     _Sum,
 ]: ...
 def ring_plan(
-    shard: Shard, rank: int, degree: int, *, window: int | None, biased: bool
+    shard: Shard | ForestShard, rank: int, degree: int, *, window: int | None, biased: bool
 ) -> tuple[_Indices, list[list[_Call]], list[int], list[int], tuple[list[int], int, NDArray[np.int32]] | None]: ...
 def moves_plan(
     before: Shard, after: Shard, rank: int

@@ -49,10 +49,11 @@ class ShardLoadBalancer(_LoadBalancer):
         mesh: the one-dimensional context-parallel mesh.
 
     Raises:
-        wlb.WlbError: the mesh is of another size, or ranks have unequal token counts.
+        wlb.WlbError: the mesh is of another size, ranks have unequal token counts, or the shard is one of a forest.
     """
 
     def __init__(self, shard: wlb.Shard, mesh: DeviceMesh) -> None:
+        _check(shard)
         if mesh.ndim != 1:
             raise error("mesh", f"must be the context-parallel dimension alone, not {mesh.ndim} dimensions", value=mesh)
         if mesh.size() != shard.cp_size:
@@ -83,7 +84,11 @@ def document_mask(
     """FlexAttention's `mask_mod` of a packed sequence: attention stays inside documents, causal if the shard is.
 
     In the order of the packed sequence: torch rewrites it for the balancer's order.
+
+    Raises:
+        wlb.WlbError: the shard is one of a forest.
     """
+    _check(shard)
     documents = torch.from_numpy(np.repeat(np.arange(len(shard.lengths)), shard.lengths)).to(device)
     causal = shard.causal
 
@@ -92,6 +97,16 @@ def document_mask(
         return same & (query >= key) if causal else same
 
     return mask
+
+
+def _check(shard: wlb.Shard) -> None:
+    """Refuses the shard of a forest."""
+    if not isinstance(shard, wlb.Shard):
+        message = (
+            f"is a {type(shard).__name__}, not a wlb.Shard: torch's context parallelism is for documents, whose mask "
+            "knows no shared prefix. wt.context_parallel_attention takes forests"
+        )
+        raise error("shard", message, value=shard)
 
 
 def padded_lengths(lengths: ArrayLike, *, cp_size: int, block_size: int = 128) -> NDArray[np.int64]:

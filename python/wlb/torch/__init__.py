@@ -18,7 +18,7 @@ else receives plans and runs them on torch.distributed.
 | figures for loggers | `wlb.torch.metrics` |
 | model FLOPs, agreement of plans | `wlb.torch.flops`, `.agreement` |
 
-Needs torch 2.11 or newer: ``pip install "wlb[torch]"``.
+Needs torch 2.11 or newer: ``pip install "torch>=2.11"``.
 """
 
 from importlib.util import find_spec
@@ -48,6 +48,7 @@ from wlb.torch.data import (
     balanced_loader,
     collate,
     collate_forest,
+    forest_step,
 )
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.gradients import all_reduce_gradients, sum_gradients
@@ -103,6 +104,7 @@ __all__ = [
     "cp_sizes",
     "data_and_context",
     "expert_ranks",
+    "forest_step",
     "halo",
     "model_flops",
     "model_flops_utilization",

@@ -17,6 +17,7 @@ from wlb._errors import error
 from wlb.torch.collectives import device_of
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
+from wlb.torch.data.forest import ForestBatch
 from wlb.torch.data.step import Step
 
 _HASH = 16  # bytes
@@ -69,12 +70,12 @@ def check_agreement(
         _check_cuts(batches, group)
 
 
-def _cut(step: Step[Any] | DynamicCpStep[Any]) -> list[tuple[bytes, PackedBatch]]:
+def _cut(step: Step[Any] | DynamicCpStep[Any]) -> list[tuple[bytes, PackedBatch | ForestBatch]]:
     """The micro-batches of this rank by a name that all of its context-parallel ranks know; none where nothing is cut.
 
     Whether there are any is the same on all ranks that have the same plan and layout.
     """
-    packed = [batch for batch in step.micro_batches if isinstance(batch, PackedBatch)]
+    packed = [batch for batch in step.micro_batches if isinstance(batch, PackedBatch | ForestBatch)]
     if len(packed) < len(step.micro_batches) or not packed:
         return []
     if isinstance(step, Step):
@@ -84,7 +85,7 @@ def _cut(step: Step[Any] | DynamicCpStep[Any]) -> list[tuple[bytes, PackedBatch]
     return list(zip(map(str.encode, names), packed, strict=True))
 
 
-def _check_cuts(batches: Sequence[tuple[bytes, PackedBatch]], group: dist.ProcessGroup | None) -> None:
+def _check_cuts(batches: Sequence[tuple[bytes, PackedBatch | ForestBatch]], group: dist.ProcessGroup | None) -> None:
     """Raises unless all ranks of a micro-batch cut it alike."""
     mine = b"".join(_hash(name) + _hash(batch.shard.digest().encode()) for name, batch in batches)
     cuts: dict[bytes, dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -124,7 +125,7 @@ def _holders(everyone: NDArray[np.uint8], group: dist.ProcessGroup | None) -> di
 
 
 def _named(holders: Mapping[bytes, list[int]]) -> str:
-    """Who holds what: plans, steps and layouts, as far as they differ."""
+    """Text of an error: which ranks have which plan, step or layout, where these differ."""
     steps = {held[2 * _HASH :] for held in holders}
     plans = {held[:_HASH] for held in holders}
     parts = []

@@ -14,13 +14,14 @@ from wlb._errors import check_integer, error
 from wlb.torch.collectives import device_of
 from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
+from wlb.torch.data.forest import ForestBatch
 from wlb.torch.data.step import Step
 from wlb.torch.groups import ranks_of_step
 
 
 def token_normalized_loss(
     logits: Tensor,
-    labels: Tensor,
+    labels: Tensor | ForestBatch,
     *,
     num_valid_tokens: int | Tensor,
     ignore_index: int = IGNORE,
@@ -33,8 +34,10 @@ def token_normalized_loss(
     tokens of short micro-batches more.
 
     Args:
-        logits: float[tokens, vocabulary]; may have 0 tokens. Computed in fp32.
-        labels: int64[tokens], `ignore_index` where there is nothing to predict.
+        logits: float[tokens, vocabulary]; may have 0 tokens. Computed in fp32, of float64 in
+            float64.
+        labels: int64[tokens], `ignore_index` where there is nothing to predict. Or the `ForestBatch` that the logits
+            are of: each of its edges counts in as many samples as predict it.
         num_valid_tokens: labels that count in the whole global batch (`count_valid_tokens`). 0 if it has none:
             then the loss and its gradients are 0, so that a rank may run such a batch with the others, and the
             optimizer is not to step. A tensor is not looked at, for that would wait for the device.
@@ -43,7 +46,7 @@ def token_normalized_loss(
             sum is divided by the number of labels all the same.
 
     Returns:
-        A scalar, float32.
+        A scalar, float32; of float64 logits float64.
 
     Raises:
         WlbError: for shapes that do not fit, an int below 0, or 0 where a label counts.
@@ -52,6 +55,8 @@ def token_normalized_loss(
         raise error(
             "logits", f"has shape {tuple(logits.shape)}: must be [tokens, vocabulary]", value=tuple(logits.shape)
         )
+    if isinstance(labels, ForestBatch):
+        logits, labels, weights = _of_edges(logits, labels, weights)
     if labels.shape != logits.shape[:1]:
         shape = tuple(labels.shape)
         raise error("labels", f"has shape {shape}: must be [{logits.shape[0]}], the tokens of logits", value=shape)
@@ -60,17 +65,30 @@ def token_normalized_loss(
         if num_valid_tokens == 0 and bool((labels != ignore_index).any()):
             message = f"= 0, but labels other than ignore_index = {ignore_index} are here: count them over all ranks"
             raise error("num_valid_tokens", message, value=num_valid_tokens)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
     if weights is None:
-        total = F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="sum")
+        total = F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="sum")
     else:
         if weights.shape != labels.shape:
             shape = tuple(weights.shape)
             raise error("weights", f"has shape {shape}: must be [{labels.shape[0]}], as labels", value=shape)
-        losses = F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="none")
-        total = (losses * weights.float()).sum()
+        losses = F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="none")
+        total = (losses * weights.to(wide.dtype)).sum()
     # Without labels the sum is 0, whatever it is divided by, but 0 / 0 is not.
     at_least_1 = num_valid_tokens.clamp(min=1) if isinstance(num_valid_tokens, Tensor) else max(num_valid_tokens, 1)
     return total / at_least_1
+
+
+def _of_edges(logits: Tensor, batch: ForestBatch, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, labels and weights of the edges of a forest."""
+    if weights is not None:
+        message = "are not taken beside a ForestBatch: it has weights of its own. Weigh what to_samples gives instead"
+        raise error("weights", message, value=tuple(weights.shape))
+    tokens = batch.tokens.numel()
+    if logits.shape[0] != tokens:
+        shape = tuple(logits.shape)
+        raise error("logits", f"has shape {shape}: must be [{tokens}, vocabulary], the tokens of labels", value=shape)
+    return logits.index_select(0, batch.edge_rows), batch.edge_targets, batch.edge_weights
 
 
 def count_valid_tokens(
@@ -89,8 +107,9 @@ def count_valid_tokens(
             continue  # on every rank; say so in the log
 
     Args:
-        step: what a loader gave. Its micro-batches are `PackedBatch`, of which the first context-parallel rank counts
-            the labels; or mappings with `labels`, of one context-parallel rank.
+        step: what a loader gave. Its micro-batches are `PackedBatch` or `ForestBatch`, of which the first
+            context-parallel rank counts the labels, those of a forest once for each sample; or mappings with `labels`,
+            of one context-parallel rank.
         group: the ranks that share the step, data- and context-parallel; None for all.
 
     Returns:
@@ -131,7 +150,7 @@ def _labels(batch: Any) -> int:
     Raises:
         WlbError: It has none that are known here.
     """
-    if isinstance(batch, PackedBatch):
+    if isinstance(batch, PackedBatch | ForestBatch):
         return batch.num_valid_tokens if batch.cp_rank == 0 else 0
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor):

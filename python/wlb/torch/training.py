@@ -19,22 +19,25 @@ from wlb._warned import warn
 from wlb.torch.agreement import check_agreement
 from wlb.torch.data.batch import AHEAD, IGNORE, WEIGHTS, PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
+from wlb.torch.data.forest import ForestBatch
 from wlb.torch.data.step import Step
 from wlb.torch.gradients import all_reduce_gradients, exchanges_gradients, sum_gradients, unchanged, unwrapped
 from wlb.torch.groups import ranks_of_step
+from wlb.torch.layers import check_forest
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 from wlb.torch.routers import real_tokens
 
-LossOf = Callable[[nn.Module, PackedBatch, int], Tensor]
+AnyStep = Step[PackedBatch] | Step[ForestBatch] | DynamicCpStep[PackedBatch]
+LossOf = Callable[[nn.Module, Any, int], Tensor]
 
-# Models whose wrappers were told to add up: to look through all modules takes too long for every step.
+# Models whose wrappers were set to sum: looking through all modules in every step would take too long.
 _summing: WeakSet[nn.Module] = WeakSet()
 _bare: WeakSet[nn.Module] = WeakSet()
 
 
 def train_step(
     model: nn.Module,
-    step: Step[PackedBatch] | DynamicCpStep[PackedBatch],
+    step: AnyStep,
     *,
     group: dist.ProcessGroup | None = None,
     accelerator: Any = None,
@@ -64,12 +67,12 @@ def train_step(
             `aux_loss`, that is added with `config.router_aux_loss_coef`, weighted by labels; padding does not count in
             it (`real_tokens`). Any other is called with the batch and gives logits, float[tokens, vocabulary];
             `batch.real` says which tokens are no padding. Where documents bring weights, losses are multiplied by
-            them.
-        step: what a loader gave; as many micro-batches on every rank. Moved to the model's device.
+            them. A `ForestBatch` is taken by models of the second kind alone: they run attention on `batch.shard`.
+        step: what a loader or `forest_step` gave; as many micro-batches on every rank. Moved to the model's device.
         group: the ranks that share the step, data- and context-parallel; None for all.
         accelerator: accelerate's, if `model` is from its `prepare`: its `backward` scales for mixed precision.
-        loss: instead of all that: gives a micro-batch's part of the mean from model, batch and the number of labels of
-            the global batch; `token_normalized_loss` for one.
+        loss: instead of all that: gives a micro-batch's part of the mean from model, batch (a `PackedBatch` or
+            `ForestBatch`) and the number of labels of the global batch; `token_normalized_loss` for one.
 
     Returns:
         The mean loss of the global batch, float32 scalar, the same on all ranks, without a graph; 0 where no label
@@ -78,8 +81,9 @@ def train_step(
     Raises:
         WlbError: ranks have other plans, or cut a micro-batch otherwise (`check_agreement`, the same on all
             ranks); other ranks than `group` share the step, or a wrapper exchanges gradients between others; gradients
-            are there already; a wrapper is not known (`sum_gradients`); or the model gives something else than
-            logits.
+            are there already; a wrapper is not known (`sum_gradients`); the model gives something else than
+            logits; or it cannot run a forest: it has recurrent layers, convolutions, dropout, BatchNorm, experts of
+            a capacity, or predicts several tokens ahead.
 
     Complexity:
         Beside the model's own work one all-reduce of a number a part of the step before, and one of a number after; and
@@ -91,6 +95,8 @@ def train_step(
     where = meeting_place(group, device)
     if several:
         check_agreement(step, group=group)
+    if any(isinstance(batch, ForestBatch) for batch in step.micro_batches):
+        check_forest(model)
     _prepare(model, group, several)
     valid = count_valid_tokens(step, group=group)
     total = torch.zeros((), device=device)
@@ -98,10 +104,10 @@ def train_step(
         warn(f"step {step.number} has no label that counts on any rank: it is passed over")
         return total
     loss_of = loss or _loss
-    last = len(step.micro_batches) - 1
-    for index, batch in enumerate(step.micro_batches):
+    batches: list[Any] = list(step.micro_batches)
+    for index, batch in enumerate(batches):
         with ExitStack() as held_back:
-            if index < last:
+            if index < len(batches) - 1:
                 _hold_back(model, held_back)
             part = loss_of(model, batch.to(device, non_blocking=True), valid)
             if accelerator is None:
@@ -131,7 +137,7 @@ def untrained(model: nn.Module) -> Iterator[None]:
                 models.discard(model)
 
 
-def logits_of(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
+def logits_of(model: nn.Module, batch: PackedBatch | ForestBatch) -> tuple[Tensor, Tensor | None]:
     """Logits of a micro-batch, float[tokens, vocabulary], and the auxiliary loss if the model has one.
 
     Raises:
@@ -140,6 +146,8 @@ def logits_of(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor | No
     if not takes_input_ids(model):
         output = model(batch)
         found, auxiliary = output, None
+    elif isinstance(batch, ForestBatch):
+        batch.as_hf()
     else:
         row = without_weights(batch).as_hf(plain=not takes_keywords(model))
         given = {name: value for name, value in row.items() if name not in ("labels", "shift_labels", AHEAD)}
@@ -180,8 +188,10 @@ def takes_keywords(model: nn.Module) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def _loss(model: nn.Module, batch: PackedBatch, num_valid_tokens: int) -> Tensor:
+def _loss(model: nn.Module, batch: PackedBatch | ForestBatch, num_valid_tokens: int) -> Tensor:
     logits, auxiliary = logits_of(model, batch)
+    if isinstance(batch, ForestBatch):
+        return token_normalized_loss(logits, batch, num_valid_tokens=num_valid_tokens)
     weights = batch.columns.get(WEIGHTS)
     result = token_normalized_loss(logits, batch.labels, num_valid_tokens=num_valid_tokens, weights=weights)
     if auxiliary is not None:

@@ -355,3 +355,55 @@ fn full_masks_are_refused() {
     let options = ForestOptions { num_micro_batches, max_tokens, ranks, groups, equal_documents, max_documents };
     assert_eq!(pack_forest(&forest, &options, &cost).unwrap_err().argument(), "cost_model");
 }
+
+/// A forest of random nodes, each behind a random earlier one.
+fn trees() -> impl Strategy<Value = PrefixForest> {
+    prop::collection::vec((any::<u32>(), 1_i64..9, any::<bool>()), 1..12).prop_map(|nodes| {
+        let behind = |(at, &(dice, ..)): (usize, &(u32, i64, bool))| i64::from(dice) % (at as i64 + 1) - 1;
+        let parents: Vec<i64> = nodes.iter().enumerate().map(behind).collect();
+        let lengths: Vec<i64> = nodes.iter().map(|node| node.1).collect();
+        let is_leaf = |node: i64| !parents.contains(&node);
+        let ends: Vec<i64> = (0..parents.len() as i64).filter(|&node| nodes[node as usize].2 || is_leaf(node)).collect();
+        PrefixForest::from_parents(&parents, &Lengths::new("lengths", &lengths).unwrap(), &ends).unwrap()
+    })
+}
+
+proptest! {
+    #![proptest_config(config(2000))]
+
+    #[test]
+    fn layouts_give_every_token_its_path(forest in trees(), cp_size in 1_usize..6) {
+        let shard = shard_forest(&forest, cp_size).unwrap();
+        let layout = shard.layout();
+        // Of each token in memory those before it on its path, and itself, node by node.
+        let parents = shard.forest.parents();
+        let node_of = |token: i64| shard.node_starts.partition_point(|&start| i64::from(start) <= token) - 1;
+        let path = |token: i64| {
+            let mut node = node_of(token);
+            let mut tokens: Vec<i64> = (i64::from(shard.node_starts[node])..=token).rev().collect();
+            while let Ok(above) = usize::try_from(parents[node]) {
+                tokens.extend((shard.node_starts[above]..shard.node_starts[above + 1]).rev().map(i64::from));
+                node = above;
+            }
+            tokens.reverse();
+            tokens
+        };
+        let mut held: Vec<i64> = Vec::new();
+        for (rank, runs) in layout.held.iter().enumerate() {
+            let mut row = 0;
+            for run in runs {
+                prop_assert_eq!(run.row, row);
+                row += run.length;
+                for at in 0..run.length {
+                    let seen = layout.paths.cut(run.path, 0, run.position + at + 1);
+                    let seen: Vec<i64> = seen.flat_map(|piece| piece.token..piece.token + piece.length).collect();
+                    prop_assert_eq!(seen, path(run.token + at));
+                    held.push(run.token + at);
+                }
+            }
+            prop_assert_eq!(row, shard.tokens(rank));
+        }
+        held.sort_unstable();
+        prop_assert!(held.into_iter().eq(0..forest.unique_tokens()));
+    }
+}

@@ -2,6 +2,7 @@
 
 use std::num::NonZeroI64;
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use wlb_core::sharding::execution::{
     Call, HeadsPlan, Indices, KeysPlan, Layout, MovesPlan, RingPlan, Rows, Sum, Transport,
@@ -9,6 +10,7 @@ use wlb_core::sharding::execution::{
 
 use crate::error::raise;
 use crate::plain::Array;
+use crate::forest::ForestShard;
 use crate::sharding::Shard;
 
 /// First row (of a list: where it begins), how many, whether it is a list.
@@ -52,10 +54,38 @@ fn indices(indices: Indices) -> PlainIndices {
     (Array(numbers), begin)
 }
 
+/// How tokens lie on ranks: documents, or a forest.
+enum Cut<'a> {
+    Documents(&'a Shard),
+    Forest(&'a ForestShard),
+}
+
+impl<'a> Cut<'a> {
+    fn of(shard: &'a Bound<'_, PyAny>) -> PyResult<Self> {
+        if let Ok(shard) = shard.cast::<Shard>() {
+            return Ok(Self::Documents(shard.get()));
+        }
+        match shard.cast::<ForestShard>() {
+            Ok(shard) => Ok(Self::Forest(shard.get())),
+            Err(_) => {
+                let kind = shard.get_type().qualname()?;
+                Err(PyTypeError::new_err(format!("'{kind}' object is no Shard and no ForestShard")))
+            }
+        }
+    }
+
+    fn layout(&self) -> Layout {
+        match self {
+            Self::Documents(shard) => Layout::of(&shard.plan),
+            Self::Forest(shard) => shard.0.layout(),
+        }
+    }
+}
+
 /// What a rank does where keys come to the ranks that need them.
 ///
 /// Args:
-///     shard: of the micro-batch.
+///     shard: of the micro-batch, a ``Shard`` or a ``ForestShard``.
 ///     rank: one of its ranks.
 ///     fetch: every rank gets what it needs; else all get what some rank needs from another.
 ///     window: a token sees tokens less than this many positions away; None: any.
@@ -74,7 +104,7 @@ fn indices(indices: Indices) -> PlainIndices {
 #[allow(clippy::type_complexity, reason = "plain numbers, which a dataclass of Python names")]
 pub(crate) fn keys_plan(
     py: Python<'_>,
-    shard: &Shard,
+    shard: &Bound<'_, PyAny>,
     rank: usize,
     fetch: bool,
     window: Option<NonZeroI64>,
@@ -91,8 +121,9 @@ pub(crate) fn keys_plan(
     PlainSum,
 )> {
     let transport = if fetch { Transport::Fetch } else { Transport::AllGather };
+    let cut = Cut::of(shard)?;
     let plan = py.detach(|| {
-        let layout = Layout::of(&shard.plan);
+        let layout = cut.layout();
         KeysPlan::of(&layout, rank, transport, layout.reach(window.map(NonZeroI64::get)), biased)
     });
     let plan = plan.map_err(raise)?;
@@ -112,7 +143,7 @@ pub(crate) fn keys_plan(
 /// What a rank does where keys go around a ring of blocks of ``degree`` ranks, which exchange heads.
 ///
 /// Args:
-///     shard: of the micro-batch.
+///     shard: of the micro-batch, a ``Shard`` or a ``ForestShard``.
 ///     rank: one of its ranks.
 ///     degree: ranks of a block.
 ///     window: a token sees tokens less than this many positions away; None: any.
@@ -131,14 +162,15 @@ pub(crate) fn keys_plan(
 #[allow(clippy::type_complexity, reason = "plain numbers, which a dataclass of Python names")]
 pub(crate) fn ring_plan(
     py: Python<'_>,
-    shard: &Shard,
+    shard: &Bound<'_, PyAny>,
     rank: usize,
     degree: usize,
     window: Option<NonZeroI64>,
     biased: bool,
 ) -> PyResult<(PlainIndices, Vec<Vec<PlainCall>>, Vec<i64>, Vec<usize>, Option<(Vec<i64>, usize, Array<Vec<i32>>)>)> {
+    let cut = Cut::of(shard)?;
     let plan = py.detach(|| {
-        let layout = Layout::of(&shard.plan);
+        let layout = cut.layout();
         RingPlan::of(&layout, rank, degree, layout.reach(window.map(NonZeroI64::get)), biased)
     });
     let (heads, plan) = plan.map_err(raise)?;

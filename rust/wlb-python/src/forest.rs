@@ -663,7 +663,7 @@ pub(crate) fn shard_forest(
 /// Nodes lie in memory depth-first, of siblings the longest first; a token's place there is its packed place.
 #[pyclass(frozen, eq, hash, module = "wlb")]
 #[derive(Clone, PartialEq)]
-pub(crate) struct ForestShard(Arc<core::ForestShard>);
+pub(crate) struct ForestShard(pub(crate) Arc<core::ForestShard>);
 
 hashed_by!(ForestShard: |shard| shard.0.digest());
 

@@ -37,6 +37,21 @@ class ShardedSeqParams(PackedSeqParams):  # type: ignore[misc]
     position: dist.ProcessGroup | None = None
     padded: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuses the shard of a forest.
+
+        Raises:
+            wlb.WlbError: It is one.
+        """
+        if isinstance(self.shard, wlb.ForestShard):
+            message = (
+                "is a wlb.ForestShard: Megatron-Core finds documents by cu_seqlens, and knows no shared prefix. "
+                "Collate the samples one by one (wt.collate), or run wt.context_parallel_attention in your own model"
+            )
+            raise error("shard", message, value=self.shard)
+        if hasattr(super(), "__post_init__"):
+            super().__post_init__()
+
 
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
     """Self-attention whose rotary embedding goes by the ranks of the micro-batch, not by those of the model.

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 import wlb
 from wlb._errors import check_bool
-from wlb.torch.attention import arguments, kernels, plan
+from wlb.torch.attention import arguments, kernels, operator, plan
 from wlb.torch.attention.arguments import Transport, cp_sizes
-from wlb.torch.attention.forest import forest_attention, forest_route
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
 from wlb.torch.attention.keys import KeysExchange, head_parts
 from wlb.torch.attention.merge import LSE_CHANNELS, attention
@@ -28,7 +28,7 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard | wlb.ForestShard,
+    shard: wlb.Shard | wlb.ForestShard | Tensor,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -44,7 +44,7 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard,
+    shard: wlb.Shard | wlb.ForestShard | Tensor,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -55,12 +55,11 @@ def context_parallel_attention(
     kernel: kernels.KernelName = "auto",
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
-@not_compiled
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard | wlb.ForestShard,
+    shard: wlb.Shard | wlb.ForestShard | Tensor,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -74,8 +73,9 @@ def context_parallel_attention(
     """Attention of a packed micro-batch whose tokens lie on the ranks of `group` as `shard` says. Differentiable.
 
     Tokens attend within their document only, to all before them and themselves, or to the whole document
-    (`shard.causal`). Row `i` of this rank's tensors is token `shard.rank(r).token_indices[i]`, `r` being its rank in
-    `group`. Every shard runs on every transport:
+    (`shard.causal`); in a forest (`wlb.shard_forest`) to those before them on their path and themselves. Row `i` of
+    this rank's tensors is token `shard.rank(r).token_indices[i]`, `r` being its rank in `group`. Every shard runs on
+    every transport:
 
     - `all_gather`: gathers the keys that some rank needs from another, one varlen call; memory for the keys of the
       micro-batch while it runs. Best when keys have few heads, or documents are mostly local.
@@ -103,15 +103,17 @@ def context_parallel_attention(
     Tensors are computed in the dtype in which they come, also under `torch.autocast`, which is off inside. What is
     float32 there (a rotary embedding may be) must be cast before to run on a flash kernel.
 
-    A model under `torch.compile` has a graph break here. There is no second derivative.
+    A model under `torch.compile` has a graph break at a shard. Give it the tensor that `prepare_attention` returned for
+    the shard instead: attention is then one operator of one graph, whatever the micro-batch, `torch.ops.wlb.attention`
+    for policies of selective checkpointing. There is no second derivative.
 
     Args:
         q: Queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.
         k: Keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
         v: Values `[tokens of this rank, kv_heads, value_dim]`; narrower ones than keys, or wider, are padded to them
             with zeros, or these to them.
-        shard: How the whole micro-batch lies on the ranks; the same on all. That of a forest runs on `all_gather`: a
-            token attends to all tokens before it on its path.
+        shard: How the whole micro-batch lies on the ranks; the same on all. In that of a forest a token attends to
+            itself and all tokens before it on its path.
         group: The context-parallel group, of `shard.cp_size` ranks. None: one process holds everything.
         transport: How keys and queries meet; see above.
         ulysses_size: For `usp`: ranks that share heads. Divides the group's size.
@@ -131,6 +133,47 @@ def context_parallel_attention(
     Raises:
         WlbError: shapes, dtypes, devices, the group, or a combination of options do not fit.
     """
+    options: dict[str, Any] = {
+        "group": group,
+        "transport": transport,
+        "ulysses_size": ulysses_size,
+        "softmax_scale": softmax_scale,
+        "window": window,
+        "alibi_slopes": alibi_slopes,
+        "kernel": kernel,
+        "return_lse": return_lse,
+    }
+    if isinstance(shard, Tensor):
+        out, lse = operator.attention(q, k, v, shard, **options)
+        return (out, lse) if return_lse else out
+    found: Tensor | tuple[Tensor, Tensor] = _attend(q, k, v, shard, **options)
+    return found
+
+
+@operator.attends
+@not_compiled
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: wlb.Shard | wlb.ForestShard,
+    *,
+    group: dist.ProcessGroup | None,
+    transport: Transport,
+    ulysses_size: int | None,
+    softmax_scale: float | None,
+    window: int | None,
+    alibi_slopes: Tensor | None,
+    kernel: kernels.KernelName,
+    return_lse: bool,
+    with_lse: bool = False,
+    known: operator.Known | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`context_parallel_attention` that can give more, or do less.
+
+    `with_lse` also gives the log-sum-exp, without a gradient. `known` holds output and log-sum-exp of an earlier
+    forward, which is then not computed again.
+    """
     check_bool("return_lse", return_lse)
     rank, size = arguments.check_group(shard, group)
     degree = arguments.check_transport(transport, ulysses_size, size)
@@ -141,6 +184,9 @@ def context_parallel_attention(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
     value_dim = v.shape[2]
     q, k, v = arguments.of_one_width(q, k, v)
+    shown = return_lse or with_lse
+    if known is not None and value_dim < q.shape[2]:
+        known = pad(known[0], (0, q.shape[2] - value_dim)), known[1]
     if alibi_slopes is not None:
         share = q.shape[1] // degree
         alibi_slopes = alibi_slopes[rank % degree * share :][:share]
@@ -160,30 +206,28 @@ def context_parallel_attention(
             out = out[..., :value_dim]
         return out if lse is None else (out, lse)
 
-    if isinstance(shard, wlb.ForestShard):
-        arguments.check_forest(transport, size, return_lse)
-        path = forest_route(shard, rank, window=window, device=q.device)
-        return forest_attention(q, k, v, path, group, chosen)[..., :value_dim]
     biased = alibi_slopes is not None
     if transport in ("all_gather", "fetch"):
         fetch = transport == "fetch"
         keys = plan.keys_plan(shard, rank, fetch=fetch, window=window, biased=biased, device=q.device)
         exchange = KeysExchange(keys, fetch, group, parts=1 if biased else head_parts(keys, k))
-        return given(*attention(q, k, v, exchange, chosen, with_lse=return_lse))
+        return given(*attention(q, k, v, exchange, chosen, with_lse=shown, known=known))
     in_block, over_blocks = plan.ring_plan(shard, rank, degree=degree, window=window, biased=biased, device=q.device)
     ring = Ring(over_blocks, range(rank % degree, size, degree), group)
     if in_block is None:
-        return given(*attention(q, k, v, ring, chosen, with_lse=return_lse))
+        return given(*attention(q, k, v, ring, chosen, with_lse=shown, known=known))
     block = rank - rank % degree
     heads = HeadsExchange(in_block, range(block, block + degree), group)
-    out, lse = attention(*split_heads(q, k, v, heads), ring, chosen, with_lse=return_lse)
+    if known is not None:
+        known = heads.split_heads(known[0]), heads.split_heads(known[1].unsqueeze(-1)).squeeze(-1)
+    out, lse = attention(*split_heads(q, k, v, heads), ring, chosen, with_lse=shown, known=known)
     if lse is not None:
         lse = join_heads(lse.unsqueeze(-1).contiguous(), heads).squeeze(-1)
     return given(join_heads(out, heads), lse)
 
 
 def prepare_attention(
-    shard: wlb.Shard,
+    shard: wlb.Shard | wlb.ForestShard,
     *,
     rank: int,
     device: torch.device | str | int,
@@ -191,7 +235,7 @@ def prepare_attention(
     ulysses_size: int | None = None,
     window: int | None = None,
     alibi: bool = False,
-) -> None:
+) -> Tensor:
     """Derives what `rank` has to do for a micro-batch ahead of time, so that its first layer does not wait for it.
 
     To be called for the next micro-batch while the device works on this one; from any thread, as nothing is sent to
@@ -209,10 +253,14 @@ def prepare_attention(
         window: As attention will be called. Layers with different windows have plans of their own: one call for each.
         alibi: Whether attention will be called with `alibi_slopes`.
 
+    Returns:
+        int64 [1] on the CPU: what stands for the shard in `context_parallel_attention`, there and in compiled models.
+        It holds for this process, for the last 1,024 shards prepared; equal shards have equal ones.
+
     Raises:
         WlbError: the rank is not of the shard, or options do not fit.
     """
-    arguments.check_shard(shard)
+    arguments.check_any_shard(shard)
     arguments.check_rank(rank, shard.cp_size)
     degree = arguments.check_transport(transport, ulysses_size, shard.cp_size)
     arguments.check_window(window)
@@ -223,3 +271,4 @@ def prepare_attention(
         plan.keys_plan(shard, rank, fetch=fetch, window=window, biased=alibi, device=device)
     else:
         plan.ring_plan(shard, rank, degree=degree, window=window, biased=alibi, device=device)
+    return operator.PREPARED.add(shard)

@@ -17,32 +17,33 @@ Transport = Literal["all_gather", "fetch", "ring", "ulysses", "usp"]
 
 
 def check_shard(shard: wlb.Shard, name: str = "shard") -> None:
-    """It is one."""
+    """Refuses anything but a shard of documents."""
+    if isinstance(shard, wlb.ForestShard):
+        message = (
+            "is a wlb.ForestShard: this is for documents, whose tokens have one that comes next. Collate the samples "
+            "one by one (wt.collate) for layers that need it"
+        )
+        raise error(name, message, value=shard)
     if not isinstance(shard, wlb.Shard):
         raise error(name, f"is a {type(shard).__name__}, not a wlb.Shard", value=shard)
 
 
+def check_any_shard(shard: wlb.Shard | wlb.ForestShard) -> None:
+    """Refuses anything but a shard of documents or of a forest."""
+    if not isinstance(shard, wlb.Shard | wlb.ForestShard):
+        name = type(shard).__name__
+        raise error("shard", f"is a {name}, not a wlb.Shard or a wlb.ForestShard", value=shard)
+
+
 def check_rank(rank: int, size: int) -> None:
-    """It is one of a group of `size`."""
+    """Refuses a rank outside of a group of `size` ranks."""
     if not is_integer(rank) or not 0 <= rank < size:
         raise error("rank", f"= {rank!r}: the shard has ranks 0 to {size - 1}", value=rank)
 
 
-def check_forest(transport: Transport, size: int, return_lse: bool) -> None:
-    """A forest's shard runs on this transport; on one rank all are alike."""
-    if transport != "all_gather" and size > 1:
-        message = (
-            f"= {transport!r}: the shard of a forest runs on 'all_gather', since a run's keys lie in several places"
-        )
-        raise error("transport", message, value=transport)
-    if return_lse:
-        raise error("return_lse", "is not there for the shard of a forest", value=return_lse)
-
-
 def check_group(shard: wlb.Shard | wlb.ForestShard, group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This process's rank in the group and the group's size, which is the shard's."""
-    if not isinstance(shard, wlb.ForestShard):
-        check_shard(shard)
+    check_any_shard(shard)
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     if rank < 0:
         raise error("group", "does not contain this process", value=group)
@@ -167,7 +168,7 @@ def reach(window: int | None) -> int | None:
 
 
 def check_window(window: int | None) -> None:
-    """It is a number of tokens."""
+    """Refuses a window that is no positive number of tokens."""
     if window is not None and not (is_integer(window) and window > 0):
         raise error("window", f"= {window!r}: a positive number of tokens, or None", value=window)
 

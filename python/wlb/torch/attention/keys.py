@@ -76,7 +76,7 @@ class KeysExchange:
             if take is not None:
                 attend(take(), plan.remote, heads, remote)
             if finish is not None:
-                # Of the heads before: sent home meanwhile.
+                # Gradients of the heads before, sent home while these are computed.
                 total = k.new_empty((k.shape[0], 2, *k.shape[1:])) if total is None else total
                 total.chunk(heads.parts, 2)[heads.part - 1].copy_(finish())
             finish = self._send_home(gradients, home)
@@ -114,9 +114,9 @@ class KeysExchange:
     def _send_home(self, gradients: Tensor, home: Tensor) -> Callable[[], Tensor]:
         """Starts it; call the result for the gradient of own keys, `[tokens, 2, kv_heads, head_dim]`."""
         plan, shape = self.plan, gradients.shape[1:]
-        if not plan.moves:
-            return lambda: plan.own.of(gradients)
         flat = gradients.flatten(1)
+        if not plan.moves:
+            return lambda: plan.own.of(flat).view(-1, *shape)
         going = plan.going.of(flat) if plan.going.count else flat[:0]
         work = dist.all_to_all_single(
             home, going.view(-1, *shape), plan.coming_rows, plan.going_rows, group=self.group, async_op=True
@@ -126,7 +126,7 @@ class KeysExchange:
             nonlocal going
             assert work is not None
             work.wait()
-            del going  # until here it was being sent
+            del going  # the send ends here, so its buffer may go
             return plan.own.of(flat).view(-1, *shape)
 
         return finish

@@ -99,7 +99,7 @@ def recut(x: Tensor, before: wlb.Shard, after: wlb.Shard, *, group: dist.Process
 
 @dataclass(frozen=True)
 class HaloRoute:
-    """What one rank sends to those behind it, and gets from those before it."""
+    """Tokens that one rank sends to later ranks, and gets from earlier ranks."""
 
     sent: Tensor  # int32: its rows, by destination
     sent_rows: list[int]  # how many to each rank
@@ -203,6 +203,7 @@ def halo(x: Tensor, shard: wlb.Shard, *, tokens: int, group: dist.ProcessGroup |
     Complexity:
         One all-to-all of at most `tokens` rows a rank; the route is made once, O(ranks), and kept for all layers.
     """
+    arguments.check_shard(shard)
     rank, size = arguments.check_group(shard, group)
     check_integer("tokens", tokens, minimum=0)
     held = int(shard.tokens_per_rank[rank])

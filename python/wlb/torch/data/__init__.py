@@ -11,7 +11,7 @@ from wlb.torch.data.collate import collate
 from wlb.torch.data.dataset import Documents
 from wlb.torch.data.documents import Document, Piece
 from wlb.torch.data.dynamic_cp import DynamicCpLoader, DynamicCpStep
-from wlb.torch.data.forest import ForestBatch, collate_forest
+from wlb.torch.data.forest import ForestBatch, collate_forest, forest_step
 from wlb.torch.data.ledger import Ledger
 from wlb.torch.data.loading import Loading, balanced_loader
 from wlb.torch.data.rows import RowReader
@@ -38,4 +38,5 @@ __all__ = [
     "balanced_loader",
     "collate",
     "collate_forest",
+    "forest_step",
 ]

@@ -18,6 +18,7 @@ from wlb._shown import explained
 from wlb.torch.data.batch import IGNORE
 from wlb.torch.data.documents import Document, as_arrays
 from wlb.torch.data.rows import RowReader
+from wlb.torch.data.step import Step
 
 Ints = NDArray[np.int64]
 
@@ -27,16 +28,17 @@ Ints = NDArray[np.int64]
 class ForestBatch:
     """The tokens of one micro-batch of a forest that lie on one context-parallel rank, each shared token once.
 
-    An *edge* is a prediction: from the token before, which lies on this rank, to the token that follows it on a path. A
-    token behind which samples part has several. A loss is computed once an edge, on `hidden[edge_rows]`; what each
-    sample does with it is its own: `to_samples` gives every sample the value of each of its predictions.
+    An *edge* is a prediction that counts in some sample: from the token before, which lies on this rank, to the token
+    that follows it on a path. A token behind which samples part has several. A loss is computed once an edge, on
+    `hidden[edge_rows]`; what each sample does with it is its own: `to_samples` gives every sample the value of each of
+    its predictions.
 
     Attributes:
         tokens: int64 [tokens_of_this_rank], in the order of `shard.rank(cp_rank)`.
         position_ids: int64 [tokens_of_this_rank]: tokens before each on its path. Siblings have the same.
         edge_rows: int64 [edges]: the row of `tokens` that predicts.
         edge_targets: int64 [edges]: the token that it predicts.
-        edge_weights: int64 [edges]: in how many samples that counts. For cross-entropy, whose sums add up.
+        edge_weights: int64 [edges]: in how many samples that counts, at least 1. For cross-entropy, whose sums add up.
         sample_edges: int64 [predictions]: edge of each prediction of this rank that counts, sample by sample, in the
             order of tokens.
         sample_of: int64 [predictions]: whose it is: a place in `sample_ids`.
@@ -67,7 +69,7 @@ class ForestBatch:
         return self.shard.cp_size
 
     def to_samples(self, values: Tensor) -> Tensor:
-        """What each prediction of each sample has, from what each edge has. Differentiable: gradients add up.
+        """Values of the predictions of each sample, from one value for each edge. Differentiable: gradients add up.
 
         Args:
             values: [edges, ...]: log-probabilities, for example.
@@ -86,7 +88,7 @@ class ForestBatch:
         return values.index_select(0, self.sample_edges)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ForestBatch:
-        """The same with its tensors on `device`; `non_blocking` overlaps the copy if they are pinned."""
+        """A copy of the batch with its tensors on `device`; `non_blocking` overlaps the copy if they are pinned."""
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=non_blocking)
             for field in fields(self)
@@ -95,7 +97,7 @@ class ForestBatch:
         return replace(self, **moved)
 
     def pin_memory(self) -> ForestBatch:
-        """The same in page-locked memory; `DataLoader(pin_memory=True)` calls it."""
+        """A copy of the batch in page-locked memory; `DataLoader(pin_memory=True)` calls it."""
         pinned: dict[str, Any] = {
             field.name: value.pin_memory()
             for field in fields(self)
@@ -170,31 +172,32 @@ def collate_forest(
     if cp_rank >= cp_size:
         raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)
 
-    packed = shard.forest  # the same, its nodes as they lie in memory; the filler's root is the last sample
-    runs = _Runs.of(packed)
+    packed = shard.forest  # the forest with nodes in memory order; padding is the last sample
     tokens = np.zeros(packed.unique_tokens, np.int64)
-    counted: list[Ints] = []
-    for number, sample in enumerate(named):
-        at = runs.of_sample(int(packed.ends[number]))
+    paths = paths_of(packed)[: len(named)]
+    counted: list[Ints] = []  # positions of the tokens that each sample predicts
+    for number, (sample, at) in enumerate(zip(named, paths, strict=True)):
         tokens[at] = sample.tokens
         follows = np.ones(at.size - 1, bool) if sample.labels is None else _counts(sample, number)
         counted.append(np.flatnonzero(follows) + 1)
 
     # Edges are named by the token that is predicted: each but the first of a root is predicted by one token.
-    before = runs.before
+    before = _Runs.of(packed).before
     mine = shard.rank(cp_rank).token_indices
     row = np.full(tokens.size, -1, np.int64)
     row[mine] = np.arange(mine.size)
     held = (before >= 0) & (row[np.maximum(before, 0)] >= 0)
-    if padding:
-        held[runs.start[packed.ends[-1]] :][:padding] = False
-    targets = np.flatnonzero(held)
+    predicted = [places[positions] for places, positions in zip(paths, counted, strict=True)]
+    learnt = np.zeros(tokens.size, bool)
+    for places in predicted:
+        learnt[places] = True
+    targets = np.flatnonzero(held & learnt)
     edge = np.full(tokens.size, -1, np.int64)
     edge[targets] = np.arange(targets.size)
 
     expanded, whose, where = [], [], []
-    for number, positions in enumerate(counted):
-        edges = edge[runs.of_sample(int(packed.ends[number]))[positions]]
+    for number, (places, positions) in enumerate(zip(predicted, counted, strict=True)):
+        edges = edge[places]
         expanded.append(edges[edges >= 0])
         where.append(positions[edges >= 0])
         whose.append(np.full(expanded[-1].size, number, np.int64))
@@ -215,9 +218,82 @@ def collate_forest(
     )
 
 
+def forest_step(
+    samples: Sequence[Document | Any],
+    plan: wlb.ForestPlan,
+    *,
+    number: int = 0,
+    dp_rank: int = 0,
+    dp_size: int | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    multiple_of_tokens: int = 1,
+) -> Step[ForestBatch]:
+    """This rank's part of the step of a plan, as `train_step` and `verify` take it.
+
+    Args:
+        samples: All samples of the plan's forest, by their ids: anything with indices, which is asked for those of this
+            rank alone. Each is what `collate_forest` takes.
+        plan: Of `wlb.pack_forest`, the same on all ranks.
+        number: Steps before this one, since the run began.
+        dp_rank: This rank among the data-parallel ranks.
+        dp_size: Data-parallel ranks; None: those that the plan was made for, or one.
+        cp_rank: This rank in the context-parallel group.
+        cp_size: Ranks of that group.
+        multiple_of_tokens: As `collate_forest` takes it.
+
+    Returns:
+        The step; its `indices` say which micro-batches of the plan are this rank's (`plan.deal`).
+
+    Raises:
+        wlb.WlbError: Another number of samples than the plan's; ranks that are not there; micro-batches that ranks
+            cannot have equally many of; and what `collate_forest` refuses.
+
+    Complexity:
+        O(tokens of this rank's samples).
+
+    Examples:
+        >>> import wlb, wlb.torch as wt
+        >>> samples = [[5, 6, 7, 1, 2], [5, 6, 7, 3], [8, 9], [8, 4]]
+        >>> forest = wlb.PrefixForest.from_tokens(sum(samples, []), [0, 5, 9, 11, 13])
+        >>> cost = wlb.CostModel(attention=1.0, linear=9.0)
+        >>> plan = wlb.pack_forest(forest, num_micro_batches=2, max_tokens=8, cost_model=cost, dp_size=2)
+        >>> step = wt.forest_step(samples, plan, dp_rank=0)
+        >>> step.num_ranks, [batch.num_valid_tokens for batch in step.micro_batches]
+        (2, [7])
+    """
+    if not isinstance(plan, wlb.ForestPlan):
+        raise error("plan", f"is a {type(plan).__name__}, not a wlb.ForestPlan", value=plan)
+    if len(samples) != plan.forest.num_samples:
+        message = f"are {len(samples)}, but the plan's forest has {plan.forest.num_samples}: give all, by their ids"
+        raise error("samples", message, value=len(samples))
+    if dp_size is None:
+        dp_size = plan.dp_size or 1
+    check_integer("dp_size", dp_size, minimum=1)
+    check_integer("dp_rank", dp_rank, minimum=0, maximum=dp_size - 1)
+    indices = plan.deal(dp_size)[dp_rank]
+    batches = [
+        collate_forest(
+            [samples[sample] for sample in plan[index].sample_ids.tolist()],
+            plan[index],
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+            multiple_of_tokens=multiple_of_tokens,
+        )
+        for index in indices.tolist()
+    ]
+    return Step(number, 0, plan, indices, batches)
+
+
+def paths_of(forest: wlb.PrefixForest) -> list[Ints]:
+    """Places of the tokens of each sample, with the nodes of the forest one behind the other."""
+    runs = _Runs.of(forest)
+    return [runs.of_sample(int(end)) for end in forest.ends]
+
+
 @dataclass(frozen=True)
 class _Runs:
-    """Where the nodes of a forest lie in memory."""
+    """Places of the nodes of a forest in memory."""
 
     forest: wlb.PrefixForest
     parents: Ints
@@ -263,7 +339,7 @@ def _whole(rows: Sequence[Document], number: int) -> Document:
 
 
 def _counts(sample: Document, number: int) -> NDArray[np.bool_]:
-    """Which tokens but the first are to be predicted."""
+    """Mask of the tokens, without the first, that are to be predicted."""
     labels = np.asarray(sample.labels[1:])
     counts: NDArray[np.bool_] = labels != IGNORE
     if (wrong := np.flatnonzero(counts & (labels != sample.tokens[1:]))).size:

@@ -35,7 +35,7 @@ class Step(Generic[T]):
         number: Global steps before this one, since the run began.
         epoch: Which pass over the documents it belongs to; 0 for a stream.
         packing: The plan of the whole step, the same on every rank: compare its `digest()`. Its document ids are the
-            packer's own.
+            packer's own. Of a forest (`forest_step`) its `wlb.ForestPlan`.
         indices: int64 [micro-batches of this rank]: which of the plan's they are.
         micro_batches: In that order, which suits a pipeline: the lightest at both ends.
         planning_seconds: What the plan took.
@@ -44,7 +44,7 @@ class Step(Generic[T]):
 
     number: int
     epoch: int
-    packing: wlb.Packing
+    packing: wlb.Packing | wlb.ForestPlan
     indices: NDArray[np.int64]
     micro_batches: list[T]
     planning_seconds: float = 0.0
@@ -64,7 +64,11 @@ class Step(Generic[T]):
 
     @property
     def pieces(self) -> Pieces:
-        """Pieces of documents that this rank trains, by the packer's ids."""
+        """Pieces of documents that this rank trains, by the packer's ids; of a forest its samples, whole."""
+        if isinstance(self.packing, wlb.ForestPlan):
+            lengths = self.packing.forest.sample_lengths.astype(np.int64)
+            ids = [self.packing[index].sample_ids for index in self.indices.tolist()]
+            return Pieces.of(ids, [np.zeros_like(of) for of in ids], [lengths[of] for of in ids])
         mine = [self.packing[index] for index in self.indices.tolist()]
         return Pieces.of(
             [part.document_ids for part in mine], [part.starts for part in mine], [part.lengths for part in mine]
@@ -87,7 +91,7 @@ class Step(Generic[T]):
         return len(self.packing) // max(len(self.indices), 1) * cp_size
 
     @property
-    def plan(self) -> wlb.Packing:
+    def plan(self) -> wlb.Packing | wlb.ForestPlan:
         """The packing, by the name that it has in a `DynamicCpStep`."""
         return self.packing
 
@@ -181,7 +185,7 @@ class StepLoader(Generic[T]):
             step = Step(reader.step, reader.epoch, packing, indices, micro_batches, seconds, following.snapshot())
             return step, following
 
-        # What workers send must still be fetched from them, which takes time that a step would wait.
+        # Fetch now what workers have sent, so that the next step need not wait for it.
         with background_thread("wlb-step-loader") if self._read_ahead else nullcontext() as thread:
             ahead = thread and thread.submit(next_step, reader)
             while not reader.ended:
@@ -190,7 +194,7 @@ class StepLoader(Generic[T]):
                 self._sampler.consumed(reader)
                 yield step
                 self._sampler.check_stands(reader)
-        next(batches, None)  # only so does a loader know that its epoch is over
+        next(batches, None)  # a loader learns that its epoch is over only when it is asked once more
         reader = reader.copy()
         reader.next_epoch()
         self._sampler.consumed(reader)

@@ -1,4 +1,4 @@
-"""What one micro-batch brings to the stages of a pipeline."""
+"""The input of the stages of a pipeline for one micro-batch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import wlb
 from wlb._errors import error, is_integer
 from wlb._shown import explained
+from wlb.torch.data.forest import ForestBatch
 
 
 @explained
@@ -24,7 +25,8 @@ class PipelineMicroBatch:
             `[tokens, ...]`.
         kwargs: Keyword arguments of every stage's module: what follows from the plan, such as position ids,
             `cu_seqlens` or the shard. Any Python objects; they are not sent, and get no gradients.
-        target: Second argument of the loss function, which only the last stage calls. A tensor is `[tokens, ...]`.
+        target: Second argument of the loss function, which only the last stage calls. A tensor is `[tokens, ...]`. Of a
+            forest it is the `ForestBatch`, whose edges `token_normalized_loss` takes.
     """
 
     tokens: int
@@ -57,15 +59,30 @@ def check(micro_batches: Sequence[PipelineMicroBatch]) -> None:
             raise refuse(f"has tokens={tokens!r}, not a count", tokens)
         if not micro_batch.args:
             raise refuse("has no args for the first stage", ())
-        for name, value in (
+        given = (
             *((f"args[{i}]", arg) for i, arg in enumerate(micro_batch.args)),
             ("target", micro_batch.target),
-        ):
+        )
+        for name, value in (*given, *micro_batch.kwargs.items()):
+            if isinstance(value, ForestBatch) and value.tokens.numel() != tokens:
+                count = value.tokens.numel()
+                raise refuse(f"has {tokens} tokens, but its {name} has {count}", count)
+        for name, value in given:
             if isinstance(value, torch.Tensor) and (value.ndim == 0 or value.shape[0] != tokens):
                 raise refuse(f"has {tokens} tokens, but its {name} is {list(value.shape)}", tuple(value.shape))
         for name, value in micro_batch.kwargs.items():
             if isinstance(value, wlb.RankShard) and value.num_tokens != tokens:
                 raise refuse(f"has {tokens} tokens, but its {name} has {value.num_tokens}", value.num_tokens)
-            if isinstance(value, wlb.Shard) and tokens not in value.tokens_per_rank:
+            if isinstance(value, wlb.Shard | wlb.ForestShard) and tokens not in value.tokens_per_rank:
                 counts = value.tokens_per_rank.tolist()
                 raise refuse(f"has {tokens} tokens, but its {name} gives the ranks {counts}", counts)
+
+
+def has_forest(micro_batches: Sequence[PipelineMicroBatch]) -> bool:
+    """Whether some of them are of a forest, as far as what they bring says."""
+    of_forest = wlb.ForestShard | wlb.ForestRankShard | ForestBatch
+    return any(
+        isinstance(value, of_forest)
+        for micro_batch in micro_batches
+        for value in (*micro_batch.args, micro_batch.target, *micro_batch.kwargs.values())
+    )

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb._errors import error
+from wlb.torch.layers import check_forest
 from wlb.torch.pipeline.agreement import check_same
 from wlb.torch.pipeline.escape import escaped, escaping
-from wlb.torch.pipeline.micro_batch import PipelineMicroBatch, check
+from wlb.torch.pipeline.micro_batch import PipelineMicroBatch, check, has_forest
 from wlb.torch.pipeline.schedule import Schedule, forget, schedule_class, schedule_for, stages_of_rank
 from wlb.torch.pipeline.stage import VarlenPipelineStage
 from wlb.torch.tied import is_tied
@@ -55,7 +56,8 @@ def pipeline_step(
     Raises:
         WlbError: Stages whose configuration has `tie_word_embeddings` and whose pipeline has no `TiedWeights`; stages
             that the schedule would place otherwise, or that a failed step left unusable; a number of
-            micro-batches it cannot run; a micro-batch without args, or whose tensors or shards have other token counts.
+            micro-batches it cannot run; a micro-batch without args, or whose tensors or shards have other token counts;
+            micro-batches of a forest, and a module that cannot run one (see `train_step`).
             Micro-batches, a schedule or `loss_fn` of which another rank of the pipeline has another kind or number.
             Before any communication, but for one round trip to the store.
         BaseException: What this rank's module or loss function raised, itself: `except torch.OutOfMemoryError` works.
@@ -64,6 +66,9 @@ def pipeline_step(
     cls = schedule_class(schedule)
     _check_stages(stages, cls)
     check(micro_batches)
+    if has_forest(micro_batches):
+        for stage in stages:
+            check_forest(stage.submod, "stages")
     backward = loss_fn is not None and torch.is_grad_enabled()
     if backward:
         _check_tied(stages)

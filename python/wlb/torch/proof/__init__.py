@@ -12,18 +12,19 @@ from torch import nn
 
 from wlb._errors import error
 from wlb._shown import explained
-from wlb.torch.data.batch import PackedBatch
-from wlb.torch.data.dynamic_cp import DynamicCpStep
+from wlb.torch.data.forest import ForestBatch
 from wlb.torch.data.step import Step
 from wlb.torch.groups import ranks_of_step
+from wlb.torch.layers import against_forests
 from wlb.torch.proof import checks as data
 from wlb.torch.proof.alone import Alone, Model, logits_alone
 from wlb.torch.proof.checks import Check
 from wlb.torch.proof.prover import Prover, Train
 from wlb.torch.proof.ranks import Ranks
 from wlb.torch.proof.short import Short
+from wlb.torch.proof.short_forest import ShortForest
 from wlb.torch.proof.still import still
-from wlb.torch.training import train_step
+from wlb.torch.training import AnyStep, train_step
 
 __all__ = ["Check", "Proof", "verify"]
 
@@ -49,7 +50,7 @@ class Proof:
 
 def verify(
     model: nn.Module | Sequence[Any],
-    step: Step[PackedBatch] | DynamicCpStep[PackedBatch],
+    step: AnyStep,
     *,
     train: Train | None = None,
     evaluate: Callable[[Any], Any] | None = None,
@@ -94,7 +95,8 @@ def verify(
     Args:
         model: the outermost wrapper, as it is trained. Or the pipeline stages of this rank, ascending
             (`VarlenPipelineStage`); they need `train` and `alone`.
-        step: what the loader gave.
+        step: what the loader gave, or `forest_step`: then each sample of the forest is a document. The model is called
+            with a `ForestBatch` in training, and with a `PackedBatch` of one sample alone.
         train: runs forward and backward of a step, as you train it, without the optimizer. Returns the mean loss of the
             step, or None. Default: `train_step(model, step, group=group, accelerator=accelerator)`.
         evaluate: returns the mean loss of a step, as you evaluate.
@@ -150,16 +152,24 @@ def verify(
     if alone == "rows" and dist.is_initialized():
         whole = dist.group.WORLD
     parts: list[nn.Module] = [stage.submod for stage in stages] if stages else [model]  # type: ignore[list-item]
-    ranks = Ranks(group, whole, next(parts[0].parameters()).device)
+    weight = next((weight for part in parts for weight in part.parameters()), None)
+    if weight is None:
+        raise error("model", "has no weights, so that nothing could be proved")
+    ranks = Ranks(group, whole, weight.device)
+    of_forest = any(isinstance(batch, ForestBatch) for batch in step.micro_batches)
+    if of_forest and (wrong := "".join(ranks.gathered_of_parts("".join(map(against_forests, parts))))):
+        raise error("model", wrong)
     run_alone = logits_alone if alone is None or isinstance(alone, str) else alone
     of_model = Model(model, ranks, run_alone)
     if any(parameter.grad is not None for parameter in of_model.parameters):
         raise error("model", "has gradients: verify before the first step, or after zero_grad()")
+    data.check_numbers(of_model.whole, ranks)
     checks = [data.documents(step, ranks), *data.weights(of_model.whole, ranks), *data.tied(parts, stages)]
     checks = [replace(check, error=ranks.largest(check.error)[0]) for check in checks]
-    if not all(check.passed for check in checks):  # what follows would hang, or compare other models
+    if not all(check.passed for check in checks):  # further checks would hang, or compare different models
         return _reported(checks, report)
-    short = Short(step, ranks)
+    given: Any = step
+    short = ShortForest(given, ranks) if of_forest else Short(given, ranks)
     if not short.num_valid_tokens:
         raise error("step", "has no label that counts, so that nothing could be proved: verify with another one")
     train = train or (lambda of: train_step(of_model.whole, of, group=group, accelerator=accelerator))

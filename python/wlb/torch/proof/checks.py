@@ -11,14 +11,15 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import wlb
 from wlb._errors import error
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
 from wlb.torch.gradients import unwrapped
-from wlb.torch.lazy import dtensor, fsdp1
+from wlb.torch.lazy import dtensor, fsdp1, local
 from wlb.torch.proof.ranks import Ranks
-from wlb.torch.proof.short import AnyStep
 from wlb.torch.tied import is_tied
+from wlb.torch.training import AnyStep
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,29 @@ def documents(step: AnyStep, ranks: Ranks) -> Check:
     """Compares the documents of all ranks with the plan. Each part of the step must be on one rank."""
     if isinstance(step, DynamicCpStep):
         planned = [group.lengths for group in step.groups]
+    elif isinstance(step.packing, wlb.ForestPlan):
+        return _check_documents(step, ranks, _other_samples(step, step.packing))
     else:
-        planned = [step.packing[index].lengths for index in step.indices.tolist()]
-    wrong = abs(len(step.micro_batches) - len(planned))
-    for lengths, batch in zip(planned, step.micro_batches, strict=False):
+        packing = step.packing
+        planned = [packing[index].lengths for index in step.indices.tolist()]
+    batches: list[Any] = list(step.micro_batches)
+    wrong = abs(len(batches) - len(planned))
+    for lengths, batch in zip(planned, batches, strict=False):
         wrong += not np.array_equal(batch.shard.lengths[: batch.document_ids.numel()], lengths)
+    return _check_documents(step, ranks, wrong)
+
+
+def _other_samples(step: Step[Any], plan: wlb.ForestPlan) -> int:
+    """Micro-batches that hold other samples of a forest than planned."""
+    wrong = abs(len(step.micro_batches) - len(step.indices))
+    for index, batch in zip(step.indices.tolist(), step.micro_batches, strict=False):
+        planned = plan[index]
+        same = np.array_equal(batch.sample_ids.cpu().numpy(), planned.sample_ids)
+        wrong += not same or batch.shard.num_tokens < planned.unique_tokens
+    return wrong
+
+
+def _check_documents(step: AnyStep, ranks: Ranks, wrong: int) -> Check:
     every = ranks.gathered(((step.number, step.plan.digest()), step.parts.tolist(), wrong))
     plans, parts, wrongs = zip(*every, strict=True)
     held = sorted(part for of_rank in parts for part in of_rank)
@@ -70,6 +89,20 @@ def documents(step: AnyStep, ranks: Ranks) -> Check:
         "this rank's part already. Keep BalancedBatchSampler and StepLoader out of accelerator.prepare, "
         "use_distributed_sampler=True and DistributedSampler",
     )
+
+
+def check_numbers(model: nn.Module, ranks: Ranks) -> None:
+    """Compares no model whose weights are no numbers: each such weight differs from itself.
+
+    Raises:
+        wlb.WlbError: a weight that learns is infinite or no number, on any rank.
+    """
+    learning = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    broken = [name for name, weight in learning if not local(weight).detach().isfinite().all()]
+    (several,) = ranks.largest(float(len(broken)))
+    if several:
+        found = broken[0] if broken else "of another rank"
+        raise error("model", f"has a weight that is infinite or no number ({found}): look at how it is made or loaded")
 
 
 def weights(model: nn.Module, ranks: Ranks) -> list[Check]:
@@ -157,7 +190,7 @@ def resume(make: Callable[[], Any], save: Callable[[Any, Step[Any]], Mapping[str
     if first is None or ended:
         raise error("loader", "gives no step: verify with more documents")
     state = copy.deepcopy(save(loader, first))
-    expected = next(steps, None)  # none after a single one: then none may follow its state either
+    expected = next(steps, None)  # None after a single step: then no step may follow its state
     again = make()
     again.load_state_dict(state)
     found = next(iter(again), None)

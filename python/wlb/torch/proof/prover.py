@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,16 @@ from torch import Tensor
 
 from wlb._core import WlbError
 from wlb.torch.gradients import check_wrappers, exchanges_gradients, unwrapped
-from wlb.torch.proof.alone import Gradients, Model, local
+from wlb.torch.lazy import local
+from wlb.torch.proof.alone import Gradients, Model
 from wlb.torch.proof.checks import Check
-from wlb.torch.proof.expectations import EXPECTATIONS, SEE_EACH_OTHER, Expectation, right
+from wlb.torch.proof.expectations import EXPECTATIONS, RIGHT, SEE_EACH_OTHER, Expectation
+from wlb.torch.proof.forest_expectations import FOREST_EXPECTATIONS
 from wlb.torch.proof.ranks import Ranks
-from wlb.torch.proof.short import AnyStep, Document, Short, teaching_nothing
+from wlb.torch.proof.short import Document, Short, teaching_nothing
+from wlb.torch.proof.short_forest import ShortForest
 from wlb.torch.proof.still import Still, batch_norms, mixing_layers
+from wlb.torch.training import AnyStep
 
 Train = Callable[[Any], Any]
 
@@ -32,6 +37,10 @@ _STEPPED = (
 _NOWHERE = (
     "leaves no gradient after a step with labels: it is frozen, or what trains it keeps gradients of its own, which "
     "neither this proof nor the model's zero_grad reaches"
+)
+_NO_NUMBERS = (
+    "has gradients that are infinite or no numbers, in {}: look for weights that are none, a loss divided by 0 labels, "
+    "attention over no token, or logarithms of 0; in float16 for a loss that is not scaled"
 )
 _NOT_EXCHANGED = (
     "has another gradient on each rank: they are not exchanged before the optimizer steps. Use train_step, a wrapper "
@@ -63,6 +72,7 @@ _COUNTED = (
     "documents, or without what the last token of a piece predicts. Count those of a batch's num_valid_tokens, or of "
     "as_hf()'s shift_labels"
 )
+_EDGES = "is divided by {} edges where samples learn {} predictions: divide by those of count_valid_tokens(step)"
 _EVALUATED = (
     "gives another mean than that over labels: batches are weighed alike, however many labels they have. Add up losses "
     "times labels, over all ranks, and divide by all labels"
@@ -96,7 +106,7 @@ class Prover:
 
     model: Model
     train: Train
-    short: Short
+    short: Short | ShortForest
     ranks: Ranks
     kept: Still
     scaler: Any
@@ -121,7 +131,7 @@ class Prover:
         gradient = self._gradient(found, expected)
         if loss is not None:
             check = self._loss("loss", loss, mean)
-            # A gradient tells more than a loss, and is named first.
+            # A gradient says more about a fault than a loss, so it is reported first.
             explained = check.passed or not gradient.passed
             checks.append(check if explained else replace(check, fix=self._loss_explained(loss, mean)))
         checks.append(gradient)
@@ -142,16 +152,16 @@ class Prover:
         found = self.model.taken()
         if self.scaler is not None:
             found = [None if gradient is None else gradient / self.scaler.get_scale() for gradient in found]
-        return None if loss is None else float(loss), found, self.kept.restored()
+        return None if loss is None else float(torch.as_tensor(loss).detach()), found, self.kept.restored()
 
     def _reference(self) -> tuple[float, Gradients]:
         """Mean loss and gradient of the documents alone."""
-        return self._rows_of_their_own() if self.by_rows else self._alone(right)
+        return self._rows_of_their_own() if self.by_rows else self._alone(RIGHT)
 
-    def _alone(self, runs: Callable[..., Any], *, copies: bool = True) -> tuple[float, Gradients]:
+    def _alone(self, expectation: Expectation) -> tuple[float, Gradients]:
         """Loss and gradient of what an expectation runs, each row on one rank."""
         with torch.enable_grad():
-            result = self.model.alone(runs(self.short.rows), copies=copies)
+            result = self.model.alone(expectation.runs(self.short.rows), copies=expectation.copies)
         self.kept.restored()
         return result
 
@@ -185,8 +195,10 @@ class Prover:
         mine = _filled(found, expected)
         apart, fix = self._apart(mine, expected), ""
         length, true = self._length(mine), self._length(expected)
-        if not self.ranks.largest(length)[0]:  # nothing was compared, so nothing is proved
+        if not self.ranks.largest(length)[0]:  # no rank has a gradient, so nothing was compared
             apart, fix = math.inf, _NOWHERE
+        elif math.isinf(apart):
+            fix = _NO_NUMBERS.format("training" if math.isfinite(true) else "documents alone")
         elif apart > self._allowed:
             fix = self._explained(mine, expected, apart)
         return Check("gradient", f"{length:.6g}", f"{true:.6g}", apart, self._allowed, fix)
@@ -222,14 +234,13 @@ class Prover:
     # --- explanations ---
 
     def _explained(self, found: Gradients, expected: Gradients, apart: float) -> str:
-        """What is wrong: the nearest of all known faults, if it explains the gradient to rounding."""
+        """Explanation of a wrong gradient: the nearest of all known faults, if it explains the gradient to rounding."""
         seen = [*self._exchange(found, expected), *self._statistics()]
         if self.by_rows:
             seen.append(self._fitted("divisor", found, expected, "{}"))
         else:
-            for each in self._expectations():
-                predicted = self._alone(each.runs, copies=each.copies)[1]
-                seen.append(self._fitted(each.name, found, predicted, each.remedy))
+            fitted = (self._fitted(of.name, found, self._alone(of)[1], of.remedy) for of in self._expectations())
+            seen.extend(fitted)
         # Whatever is nearer than rounding is equally near; the first of these in the table wins.
         best = min(seen, key=lambda one: max(one.apart, self._allowed / 10))
         if best.apart <= self._allowed:
@@ -244,10 +255,10 @@ class Prover:
         )
 
     def _expectations(self) -> list[Expectation]:
-        """Those of the table that this layout can show."""
+        """Expectations of the table that this layout can show."""
         return [
             each
-            for each in EXPECTATIONS
+            for each in (FOREST_EXPECTATIONS if isinstance(self.short, ShortForest) else EXPECTATIONS)
             if (self.short.divided or not each.divided) and (self.model.is_pipeline or each.copies)
         ]
 
@@ -297,31 +308,31 @@ class Prover:
         return [self._fitted("batch statistics", _filled(found, expected), expected, _STATISTICS.format(names))]
 
     def _tried(self, found: Gradients) -> str:
-        """What changed steps show, where no known fault explains the gradient; empty if they show nothing."""
+        """Findings from changed steps, if no known fault explains the gradient; empty if there are none."""
         if self._apart(_filled(self._trained(self.short.step())[1], found), found) > self._allowed:
             return _BY_CHANCE
         # The last document of each row teaches; the tokens before it differ.
         first, second = (
-            _filled(self._trained(self.short.step(change))[1], found)
-            for change in (_behind_reversed, _behind_one_token)
+            _filled(self._trained(self.short.step(partial(_last_alone, others=others)))[1], found)
+            for others in (lambda tokens: tokens, lambda tokens: torch.full_like(tokens, int(tokens.max())))
         )
         if self._apart(second, first) > self._allowed:
             return SEE_EACH_OTHER.format(self._mixing())
         if self.by_rows:
             return ""
         _, rows = self._rows_of_their_own()
-        _, expected = self._alone(right)
+        _, expected = self._alone(RIGHT)
         if self._apart(rows, expected, self._factor(rows, expected)) <= self._allowed:
             return _PLACE
         return _DIVIDED if self.short.divided else ""
 
     def _mixing(self) -> str:
-        """What may mix documents in this model."""
+        """Parts of this model that may mix documents."""
         layers = mixing_layers(self.model.whole)
         return f"It has {layers}: such layers mix documents unless told where one begins" if layers else _MIXING
 
     def _of_ranks(self, factor: float) -> str:
-        """How ranks explain the factor; empty if they do not."""
+        """Explanation of a wrong factor by the number of ranks; empty if there is none."""
         size = self.ranks.size
         if size > 1 and abs(factor * size - 1) < 0.05:
             return f"it is averaged over {size} ranks"
@@ -339,19 +350,22 @@ class Prover:
         )
 
     def _counted(self, factor: float) -> str:
-        """How another count of labels explains the factor; empty if none does."""
+        """Explanation of a wrong factor by another count of labels; empty if there is none."""
         count = self.short.num_valid_tokens
         documents = [document for row in self.short.rows for document in row.documents]
         ends, begun = sum(document.goes_on for document in documents), len(documents)
         for counted in (count - ends, count + begun, count - ends + begun):
             if counted not in (0, count) and abs(factor * counted / count - 1) < self._allowed:
                 return _COUNTED.format(counted, count)
+        edges = self.short.num_edges
+        if edges != count and abs(factor * edges / count - 1) < self._allowed:
+            return _EDGES.format(edges, count)
         return ""
 
     def _loss_explained(self, loss: float, mean: float) -> str:
-        """What is wrong with a loss whose gradient is right."""
+        """Explanation of a wrong loss whose gradient is right."""
         for each in [] if self.by_rows else self._expectations():
-            if each.name == "means" and _relative(loss, self._alone(each.runs)[0]) <= self._allowed_of_losses:
+            if each.name == "means" and _relative(loss, self._alone(each)[0]) <= self._allowed_of_losses:
                 return each.remedy
         factor = loss / mean if mean else math.inf
         return self._counted(factor) or (
@@ -360,18 +374,10 @@ class Prover:
         )
 
 
-def _behind_reversed(documents: Sequence[Document]) -> list[Document]:
-    return _behind(documents, lambda tokens: tokens.flip(0))
-
-
-def _behind_one_token(documents: Sequence[Document]) -> list[Document]:
-    return _behind(documents, lambda tokens: torch.full_like(tokens, int(tokens.max())))
-
-
-def _behind(documents: Sequence[Document], make: Callable[[Tensor], Tensor]) -> list[Document]:
-    """The last document, behind others of the same lengths that teach nothing."""
-    others = [replace(teaching_nothing(each), tokens=make(each.tokens)) for each in documents[:-1]]
-    return [*others, *documents[-1:]]
+def _last_alone(documents: Sequence[Document], others: Callable[[Tensor], Tensor]) -> list[Document]:
+    """The last document teaches, those before it do not."""
+    before = [replace(teaching_nothing(each), tokens=others(each.tokens)) for each in documents[:-1]]
+    return [*before, *documents[-1:]]
 
 
 def _names(modules: Sequence[torch.nn.Module]) -> set[str]:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from wlb.torch.lazy import fsdp2
-from wlb.torch.proof.alone import local
+from wlb.torch.layers import has_batch_statistics, is_recurrent, with_configs
+from wlb.torch.lazy import fsdp2, local
 from wlb.torch.timing import untimed
 from wlb.torch.training import untrained
 
@@ -77,11 +77,8 @@ def _without_chance(model: nn.Module) -> Iterator[None]:
     changed: list[tuple[dict[str, Any], str, Any]] = []
     seen: set[int] = set()
     for module in model.modules():
-        configs = [getattr(module, "config", None), getattr(module, "text_config", None)]
-        configs += [getattr(config, "text_config", None) for config in configs]
-        for owner in (module, *configs):
-            values = getattr(owner, "__dict__", None)
-            if not isinstance(values, dict) or id(values) in seen:
+        for owner, values in with_configs(module):
+            if id(values) in seen:
                 continue
             seen.add(id(values))
             changed += [(values, name, value) for name, value in values.items() if _is_chance(owner, name, value)]
@@ -120,11 +117,9 @@ def mixing_layers(model: nn.Module) -> str:
 
 
 def _mixes(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    known = isinstance(module, nn.Conv1d | nn.RNNBase)
-    return known or any(word in name for word in ("mamba", "deltanet", "rwkv", "lstm", "ssm"))
+    return is_recurrent(module) or isinstance(module, nn.Conv1d)
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
     """Layers that take statistics of whole rows in this mode."""
-    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    return [module for module in model.modules() if has_batch_statistics(module)]

@@ -8,6 +8,7 @@ mod bound;
 mod cuts;
 mod few;
 mod fill;
+mod layout;
 mod leaves;
 mod level;
 mod pack;

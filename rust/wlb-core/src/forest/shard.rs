@@ -204,8 +204,12 @@ impl ForestShard {
     /// # Complexity
     /// O(nodes above).
     pub fn intervals(&self, segment: &Segment) -> Vec<Interval> {
-        let mut node = segment.document as usize;
-        let mut found = vec![(self.node_starts[node], self.packed_start(segment) + segment.length)];
+        self.path(segment.document as usize, self.packed_start(segment) + segment.length)
+    }
+
+    /// The path to a node, of whose tokens it has those up to a place in memory.
+    pub(super) fn path(&self, mut node: usize, end: i32) -> Vec<Interval> {
+        let mut found = vec![(self.node_starts[node], end)];
         while let Ok(above) = usize::try_from(self.forest.parents()[node]) {
             let (start, end) = (self.node_starts[above], self.node_starts[above + 1]);
             match found.last_mut() {

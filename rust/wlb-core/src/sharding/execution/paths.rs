@@ -33,10 +33,11 @@ pub struct Paths {
 }
 
 impl Paths {
-    /// Adds a path; its index is how many there were.
-    pub fn push(&mut self, pieces: impl IntoIterator<Item = Piece>) {
+    /// Adds a path, and gives its index: how many there were.
+    pub fn push(&mut self, pieces: impl IntoIterator<Item = Piece>) -> usize {
         self.pieces.extend(pieces);
         self.ends.push(self.pieces.len());
+        self.ends.len() - 1
     }
 
     /// The pieces of a path.

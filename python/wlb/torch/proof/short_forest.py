@@ -1,0 +1,167 @@
+"""Shortens the samples of a forest's step, and lays them out on the ranks as the step does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import wlb
+from wlb.torch.data import documents as data
+from wlb.torch.data.batch import IGNORE
+from wlb.torch.data.forest import ForestBatch, collate_forest, paths_of
+from wlb.torch.data.step import Step
+from wlb.torch.proof.ranks import Ranks
+from wlb.torch.proof.short import Document, Row
+
+Ints = NDArray[np.int64]
+
+_OF_ONE_ROOT, _OF_ANOTHER = 3, 1  # samples of a micro-batch
+_SHARED = 20  # tokens that these keep of what they share
+_BEFORE = 4  # tokens before the first that is predicted
+
+
+class ShortForest:
+    """A step with a few short samples in each micro-batch. Every rank knows all of them.
+
+    Samples of a tree keep some of the tokens that they share, then some of their own from the first that is predicted
+    on. Lengths are unequal, so that a mean of means shows.
+    """
+
+    def __init__(self, step: Step[ForestBatch], ranks: Ranks) -> None:
+        self._step = step
+        self._holders: dict[int, dict[int, int]] = {}
+        self.documents = self._cut(ranks)
+        self.rows = [self._row(key, documents) for key, documents in sorted(self.documents.items())]
+        self.num_valid_tokens = sum(document.num_labels for row in self.rows for document in row.documents)
+        self.num_edges = sum(len(_edges(row)) for row in self.rows)
+
+    @property
+    def divided(self) -> bool:
+        """Whether several context-parallel ranks share a micro-batch."""
+        return any(row.shard.cp_size > 1 for row in self.rows)
+
+    def step(self, change: Callable[[Sequence[Document]], Sequence[Document]] = list) -> Step[ForestBatch]:
+        """This rank's part of the step, after `change` of the samples of each micro-batch."""
+        batches = []
+        for key, batch in zip(self._step.indices.tolist(), self._step.micro_batches, strict=True):
+            samples = change(self.documents[key])
+            given = [data.Document(each.tokens, number, labels=_own(each)) for number, each in enumerate(samples)]
+            batches.append(collate_forest(given, _forest(samples), cp_rank=batch.cp_rank, cp_size=batch.cp_size))
+        return replace(self._step, micro_batches=batches)
+
+    def _cut(self, ranks: Ranks) -> dict[int, list[Document]]:
+        batches = list(zip(self._step.indices.tolist(), self._step.micro_batches, strict=True))
+        first: dict[int, Ints] = {}
+        for rank, theirs in enumerate(ranks.gathered([(key, batch.cp_rank, _first(batch)) for key, batch in batches])):
+            for key, cp_rank, predicted in theirs:
+                self._holders.setdefault(key, {})[cp_rank] = rank
+                first[key] = np.minimum(first.get(key, predicted), predicted)
+        found: dict[int, list[Document]] = {}
+        for theirs in ranks.gathered([(key, _kept(batch, first[key])) for key, batch in batches]):
+            for key, samples in theirs:
+                held = found.setdefault(key, [_empty(size) for size, *_ in samples])
+                for document, (_, places, tokens, counts) in zip(held, samples, strict=True):
+                    document.tokens[places] = tokens
+                    document.labels[counts] = 0  # what is counted; of which token is known once all are here
+        for samples in found.values():
+            for each in samples:
+                follows = each.tokens.roll(-1)
+                each.labels.copy_(torch.where(each.labels == IGNORE, IGNORE, follows))
+        return found
+
+    def _row(self, key: int, samples: Sequence[Document]) -> Row:
+        holders = self._holders[key]
+        shard = wlb.shard_forest(_forest(samples), cp_size=len(holders))
+        paths = tuple(map(torch.from_numpy, paths_of(shard.forest)))
+        return Row(tuple(samples), shard, holders[0], paths)
+
+
+def _forest(samples: Sequence[Document]) -> wlb.PrefixForest:
+    offsets = np.cumsum([0, *map(len, samples)], dtype=np.int64)
+    tokens = torch.cat([torch.empty(0, dtype=torch.int64), *(each.tokens for each in samples)])
+    return wlb.PrefixForest.from_tokens(tokens.numpy(), offsets)
+
+
+def _own(document: Document) -> NDArray[Any]:
+    """Labels as a data set has them: of each token whether it is predicted."""
+    counts = np.append(False, (document.labels != IGNORE).numpy()[:-1])
+    return np.where(counts, document.tokens.numpy(), IGNORE)
+
+
+def _edges(row: Row) -> set[int]:
+    """Places of the tokens that some sample predicts."""
+    found: set[int] = set()
+    for document, path in zip(row.documents, row.paths, strict=True):
+        found.update(path[1:][document.labels[:-1] != IGNORE].tolist())
+    return found
+
+
+def _first(batch: ForestBatch) -> Ints:
+    """First position of each sample that this rank predicts; the largest int64 where it predicts none."""
+    first = np.full(batch.sample_ids.numel(), np.iinfo(np.int64).max)
+    np.minimum.at(first, batch.sample_of.cpu().numpy(), batch.sample_positions.cpu().numpy())
+    return first
+
+
+def _kept(batch: ForestBatch, first: Ints) -> list[tuple[int, Any, Any, Any]]:
+    """For each chosen sample: tokens kept; of those on this rank places and rows; places that predict."""
+    paths = paths_of(batch.shard.forest)[: first.size]  # without the filler
+    row = np.full(batch.shard.num_tokens, -1, np.int64)
+    mine = batch.shard.rank(batch.cp_rank).token_indices
+    row[mine] = np.arange(mine.size)
+    tokens = batch.tokens.cpu().numpy()
+    of, at = batch.sample_of.cpu().numpy(), batch.sample_positions.cpu().numpy()
+    result = []
+    for sample, positions in _chosen(paths, first):
+        rows = row[paths[sample][positions]]
+        held = rows >= 0
+        counts = np.isin(positions, at[of == sample])
+        counts[0] = False  # nothing is before it
+        predict = np.flatnonzero(counts) - 1
+        result.append(
+            (
+                positions.size,
+                torch.from_numpy(np.flatnonzero(held)),
+                torch.from_numpy(tokens[rows[held]]),
+                torch.from_numpy(predict),
+            )
+        )
+    return result
+
+
+def _chosen(paths: Sequence[Ints], first: Ints) -> list[tuple[int, Ints]]:
+    """Samples, and their positions that are kept."""
+    trees: dict[int, list[int]] = {}
+    for sample, path in enumerate(paths):
+        trees.setdefault(int(path[0]), []).append(sample)
+    learns = first < np.iinfo(np.int64).max
+    for of_tree in trees.values():
+        of_tree.sort(key=lambda sample: (not learns[sample], sample))
+    ordered = sorted(trees.values(), key=lambda tree: (-int(learns[tree].sum()), -len(tree), tree[0]))
+    result: list[tuple[int, Ints]] = []
+    for tree, most in zip(ordered, (_OF_ONE_ROOT, _OF_ANOTHER), strict=False):
+        taken = tree[:most]
+        shared = _in_common(paths[taken[0]], paths[taken[1]]) if len(taken) > 1 else 0
+        for sample in taken:
+            size = paths[sample].size
+            label = int(first[sample]) if learns[sample] else 0
+            common = np.arange(max(0, shared - _SHARED), min(shared, size))
+            begin = max(shared, min(label - _BEFORE, size))
+            own = np.arange(begin, min(size, begin + 16 + 29 * (len(result) + 1) % 31))
+            result.append((sample, np.concatenate([common, own])))
+    return result
+
+
+def _in_common(one: Ints, other: Ints) -> int:
+    size = min(one.size, other.size)
+    different = np.flatnonzero(one[:size] != other[:size])
+    return int(different[0]) if different.size else size
+
+
+def _empty(size: int) -> Document:
+    return Document(torch.zeros(size, dtype=torch.int64), torch.full((size,), IGNORE, dtype=torch.int64))
