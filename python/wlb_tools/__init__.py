@@ -14,6 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from wlb_tools.cluster import (
         Hardware,
         Link,
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     )
     from wlb_tools.simulation import Scenario, Simulation, simulate
 
+    plot: Callable[[Any], Any]  # of `wlb_tools.plotting`, which imports the command, and the command these names
+
 __all__ = [
     "Hardware",
     "Link",
@@ -38,14 +42,19 @@ __all__ = [
     "data_parallel_seconds",
     "max_tokens",
     "memory_per_rank",
+    "plot",
     "simulate",
     "stage_seconds",
 ]
 
 
+_ROOMS = {"Scenario": "simulation", "Simulation": "simulation", "plot": "plotting", "simulate": "simulation"}
+"""Where public names are that are not in `cluster`."""
+
+
 def __getattr__(name: str) -> Any:
     """Loads a public name when it is first used: the command answers Ctrl-C before numpy is loaded."""
     if name in __all__:
-        room = "simulation" if name in ("Scenario", "Simulation", "simulate") else "cluster"
+        room = _ROOMS.get(name, "cluster")
         return getattr(import_module(f"wlb_tools.{room}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

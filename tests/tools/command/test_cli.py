@@ -515,7 +515,7 @@ def test_tune_on_a_cluster_gives_a_configuration_that_runs(run: Any, npy: Path, 
     assert (tmp_path / "wlb-tune/tune.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "wlb-tune/simulate.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "wlb-tune/tune.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 6, "the choices, the overview, and two steps of two methods"
+    assert page.count('<figure class="wide">') == 6, "the choices, the overview, and two steps of two methods"
     assert f"{KINDS[best['kind']]}" in page
     simulated = results["simulation"]["variants"][best["kind"]]
     assert simulated["digest"] == best["digest"]
@@ -552,7 +552,7 @@ def test_simulate_compares_methods_on_a_cluster(run: Any, npy: Path, tmp_path: P
         assert loads not in page
     assert "an assumption, measured nowhere" in page
     assert "(predicted)" in page
-    assert page.count("<svg") == 5, "the overview, and two steps of two methods"
+    assert page.count('<figure class="wide">') == 5, "the overview, and two steps of two methods"
     assert (tmp_path / "here/simulate.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "here/results.json").read_text())
     assert results["assumptions"]["attention"].startswith("analytic: h100")
@@ -599,7 +599,7 @@ def test_simulate_draws_any_number_of_ranks(run: Any, npy: Path, tmp_path: Path)
         result = run("simulate", npy, *deep, "--pp", pp, "--dp", dp, "--model", model)
         assert result.code == 0, result.err
         page = (tmp_path / "wlb-simulate/simulate.html").read_text(encoding="utf-8")
-        assert page.count("<svg") == pictures
+        assert page.count('<figure class="wide">') == pictures
         assert ("Too many pipeline ranks for a picture" in page) == (pp > 64)
 
 

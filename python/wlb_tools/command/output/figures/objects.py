@@ -1,0 +1,71 @@
+"""Pictures of single objects."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.figure import Figure
+
+import wlb
+import wlb_tools
+from wlb_tools.command.output.figures import style
+from wlb_tools.command.output.figures.simulation import draw_simulation
+from wlb_tools.command.output.figures.timeline import draw_timelines
+from wlb_tools.simulation.words import describe
+
+__all__ = ["draw_front", "draw_methods", "draw_packing", "draw_shard", "draw_timelines"]
+
+_DRAWN = 2000  # documents: more are no longer told from each other
+
+
+def draw_packing(packing: wlb.Packing) -> Figure:
+    """A bar for every micro-batch: its cost; of few documents, each as a part of its own."""
+    costs, each = packing.costs, list(packing)
+    documents = sum(len(micro_batch.document_ids) for micro_batch in each)
+    with style.drawing(9, 4.5) as figure:
+        ax = figure.subplots()
+        places = np.arange(len(each))
+        ax.bar(places, costs, width=0.8, color=style.WLB)
+        if documents <= _DRAWN:
+            for place, (micro_batch, cost) in enumerate(zip(each, costs.tolist(), strict=True)):
+                lengths = micro_batch.lengths.astype(np.float64)
+                # Documents share a micro-batch's cost as their tokens do: a picture, not a measure.
+                edges = cost * np.cumsum(lengths)[:-1] / max(lengths.sum(), 1.0)
+                ax.hlines(edges, place - 0.4, place + 0.4, color=style.PAPER, lw=0.8)
+        ax.axhline(costs.mean(), color=style.ORIGINAL, label="mean", **style.DASHED)
+        ax.set(xlabel="micro-batch", ylabel="cost", ylim=(0, 1.2 * max(costs.max(), 1e-300)))
+        ax.set_title(f"{documents:,} documents in {len(each):,} micro-batches: imbalance {packing.imbalance:.3f}")
+        ax.legend(loc="upper right")
+    return figure
+
+
+def draw_shard(shard: wlb.Shard) -> Figure:
+    """A bar for every rank: pairs of queries and keys."""
+    pairs = shard.pairs_per_rank
+    with style.drawing(9, 4) as figure:
+        ax = figure.subplots()
+        ax.bar(np.arange(shard.cp_size), pairs, width=0.8, color=style.WLB)
+        ax.axhline(pairs.mean(), color=style.ORIGINAL, label="mean", **style.DASHED)
+        ax.set(xlabel="context-parallel rank", ylabel="query-key pairs", ylim=(0, 1.2 * max(pairs.max(), 1)))
+        ax.set_title(f"{shard.strategy}: {shard.num_tokens:,} tokens over {shard.cp_size} ranks")
+        ax.legend(loc="upper right")
+    return figure
+
+
+def draw_front(found: wlb.TuneResult) -> Figure:
+    """Imbalance against the mean delay, of choices that no other beats in both."""
+    with style.drawing(9, 5) as figure:
+        ax = figure.subplots()
+        delay = [point.delay_mean for point in found.pareto]
+        ax.plot(delay, [point.imbalance_p95 for point in found.pareto], "o--", color=style.WLB_PALE, label="p95")
+        ax.plot(delay, [point.imbalance_mean for point in found.pareto], "o-", color=style.WLB, label="mean")
+        ax.plot(found.best.delay_mean, found.best.imbalance_mean, mec=style.ORIGINAL, label="chosen", **style.RING)
+        ax.set(xlabel="mean delay of a token (iterations)", ylabel="imbalance", xlim=(0, None))
+        ax.set_title(f"What waiting buys: {found.evaluated:,} choices tried")
+        ax.legend()
+    return figure
+
+
+def draw_methods(simulation: wlb_tools.Simulation) -> Figure:
+    """What a GPU's time goes to, with the fastest method beside the first."""
+    best = max(simulation.outcomes, key=simulation.speedup)
+    return draw_simulation(simulation, best, describe(simulation.scenario))
