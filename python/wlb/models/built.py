@@ -73,22 +73,30 @@ def read(content: Mapping[str, Any]) -> Built:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(40)  # errors alone
     try:
-        config = _config(transformers.CONFIG_MAPPING[model_type], content)
-        return _Reader(config, _model(torch, transformers, config, content)).read()
+        kind = transformers.CONFIG_MAPPING[model_type]
+        passed_over = [*_unread(kind, content, "")]
+        config = _config(kind, content)
+        reader = _Reader(config, _model(torch, transformers, config, content))
+        if passed_over:
+            reader.assumptions.append(f"not read, since documents do not meet it: {', '.join(passed_over)}")
+        return reader.read()
     finally:
         transformers.logging.set_verbosity(verbosity)
 
 
 def _config(kind: Any, content: Mapping[str, Any]) -> Any:
-    _refuse_unread(kind, content, "")
     try:
         return kind.from_dict(dict(content))
     except Exception as problem:  # transformers may raise any type for a file that it cannot read
         raise Refused(f"is refused by transformers: {_line(problem)}", content.get("model_type")) from problem
 
 
-def _refuse_unread(kind: Any, content: Mapping[str, Any], where: str) -> None:
-    """Refuses what transformers' class has no field for: nothing would read it."""
+def _unread(kind: Any, content: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Keys that transformers' class has no field for, so that nothing reads them, of what documents do not meet.
+
+    Raises:
+        Refused: documents may meet it.
+    """
     known = {each.name for each in dataclasses.fields(kind)} | {*kind.attribute_map} | {*dir(kind)} | _words(kind)
     inner = getattr(kind, "sub_configs", {})
     for name, value in content.items():
@@ -100,8 +108,11 @@ def _refuse_unread(kind: Any, content: Mapping[str, Any], where: str) -> None:
                 said = value.get("model_type")
                 inside = CONFIG_MAPPING[said] if isinstance(said, str) and said in CONFIG_MAPPING else None
             if inside is not None:
-                _refuse_unread(inside, value, f"{where}{name}.")
-        elif name not in known and not says_nothing(name, value) and not _ELSEWHERE.search(f"{where}{name}"):
+                yield from _unread(inside, value, f"{where}{name}.")
+        elif name not in known and not says_nothing(name, value):
+            if _ELSEWHERE.search(f"{where}{name}"):
+                yield f"{where}{name}"
+                continue
             message = f"has {where}{name} = {value!r:.60}: transformers' {kind.__name__} does not read it"
             raise Refused(f"{message}, and what it costs is not known", value)
 

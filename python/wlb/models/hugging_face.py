@@ -46,11 +46,19 @@ def read(config: Source, *, multi_token_prediction: bool) -> dict[str, Any]:
         message = f"is a {type(config).__name__}: must be a transformers config, a dict, or the path of a config.json"
         raise error("config", message, value=config)
     try:
-        return _read(content, multi_token_prediction)
+        found = _read(content, multi_token_prediction)
     except Refused as refused:
         raise error("config", f"{where}{refused}", value=refused.value) from None
     except WlbError as problem:  # a size that a layer cannot have
         raise error("config", f"{where}has {problem}", value=problem.value) from None
+    if len(found["layers"]) == 1 and found["vocab_size"] >= _REAL_VOCABULARY:
+        found["assumptions"] = (*found.get("assumptions", ()), _ONE_LAYER)
+    return found
+
+
+_REAL_VOCABULARY = 1000
+_ONE_LAYER = "it has one layer, as draft heads for speculative decoding have: give their target's config.json instead"
+"""Early EAGLE heads call themselves what their targets are."""
 
 
 def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str, Any]:

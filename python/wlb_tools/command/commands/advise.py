@@ -19,7 +19,7 @@ from wlb_tools.command.output.report import Code, Heading, Paragraphs, Report, T
 from wlb_tools.command.words import counted
 from wlb_tools.simulation import KINDS, Tuning
 from wlb_tools.simulation import tune as tune_cluster
-from wlb_tools.simulation.words import describe
+from wlb_tools.simulation.words import describe, model_sentences
 
 Trainer = Literal["loop", "huggingface", "trl", "axolotl", "llamafactory", "lightning", "megatron"]
 
@@ -82,7 +82,7 @@ def _report(
         [
             stream.documents.in_words(),
             _unequal_in_words(numbers["unequal"]),
-            *(f"Assumed of the model: {each}." for each in scenario.model.assumptions),
+            *model_sentences(scenario),
         ]
     )
     if tuning is None:
