@@ -164,8 +164,8 @@ impl Packer {
         bounds
     }
 
-    /// The error that more waits than the bounds of an empty packer allow; `None` if not. The caller warns, or takes the
-    /// push back; an empty push cannot be the cause.
+    /// The error that more waits than the bounds of an empty packer allow; `None` if not. The caller warns, or takes
+    /// the push back; an empty push cannot be the cause.
     pub fn backlog(&self) -> Option<Error> {
         let (pending_tokens, bound) = (self.pending_size(), Bounds::steady_tokens(&self.config));
         (pending_tokens > bound).then_some(Error::Backlog { pending_tokens, bound })
