@@ -22,7 +22,7 @@ Key: TypeAlias = tuple[int, int]
 
 _DOCUMENTS = 3  # of a micro-batch
 _TOKENS = 64  # of a document, for each of two context-parallel ranks
-_GOLDEN = 0.6180339887498949  # multiples of which never come again
+_GOLDEN = 0.6180339887498949  # its multiples never repeat, modulo 1
 _NONE = np.iinfo(np.int64).max
 
 
@@ -166,7 +166,7 @@ def joined(documents: Sequence[Document]) -> Document:
 
 
 def teaching_nothing(document: Document) -> Document:
-    """The same tokens without labels."""
+    """A copy of a document without labels."""
     return replace(document, labels=torch.full_like(document.labels, IGNORE))
 
 
@@ -213,13 +213,13 @@ def _cuts(
     cuts = []
     for place, document in enumerate(taken):
         size, begin = int(lengths[document]), int(first[document]) if first[document] != _NONE else 0
-        # Unequal in documents, micro-batches and ranks, so that a mean of means is another one.
+        # Unequal in documents, micro-batches and ranks, so that a mean of means differs from the mean.
         share = (number + 1) * _GOLDEN % 1 * (_DOCUMENTS - place) / _DOCUMENTS
         length = min(size, most // 8 + int(share * most * 7 / 8))
         start = 0 if begin < length - 1 else min(begin - (length - 1) // 2, size - length)
         start += int(lengths[:document].sum())
         cuts.append((start, start + length, bool(last[document] == 0)))
-    if len(cuts) == 1 and (third := (cuts[0][1] - cuts[0][0]) // 3) > 1:  # so that a row has what may see each other
+    if len(cuts) == 1 and (third := (cuts[0][1] - cuts[0][0]) // 3) > 1:  # so that a row has two documents
         (start, end, goes_on), *_ = cuts
         cuts = [(start, start + third, goes_on), (start + third, end, goes_on)]
     return cuts
