@@ -43,7 +43,7 @@ pub(super) enum Rule {
 }
 
 impl<'a> Shares<'a> {
-    /// Nothing in any share yet.
+    /// Shares without items.
     pub(super) fn new(items: &'a [Item], limits: Limits, targets: &[f64]) -> Self {
         Self {
             items,
@@ -221,7 +221,7 @@ impl Shortest {
         Self { tokens }
     }
 
-    /// The first item of at most so many tokens, from `place` on.
+    /// The first item, from `place` on, of at most this many tokens.
     ///
     /// # Complexity
     /// O(log n).

@@ -1,4 +1,4 @@
-//! A walk from layout to layout, each of which takes little longer than the one before, and ever less.
+//! Simulated annealing: a walk from layout to layout, in which a step may be slower by a part that shrinks.
 
 use crate::dynamic_cp::counts::limits_rounds;
 use crate::dynamic_cp::options::DynamicCpOptions;
@@ -12,7 +12,7 @@ use super::moves::Neighbours;
 
 /// A plan that is so close to a time that none is below is good enough.
 const CLOSE: f64 = 0.002;
-/// How much the mean rank counts beside the step: what is less work in all is closer to a faster step.
+/// Weight of the mean rank's time beside the step's time: plans with less work in all are closer to a faster step.
 const MEAN: f64 = 0.15;
 /// The last part of a walk goes only where it is faster.
 const DESCENT: f64 = 0.1;
@@ -59,7 +59,7 @@ impl<'a> Walks<'a> {
         self.found.iter().flatten()
     }
 
-    /// The best layout of so many micro-batches.
+    /// The best layout with a number of micro-batches.
     pub(super) fn best_of(&self, count: usize) -> Option<&Found> {
         self.found.get(count)?.as_ref()
     }
