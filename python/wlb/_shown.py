@@ -54,7 +54,7 @@ def to_pandas(shown: Any) -> Any:
     """
     columns = shown._columns() if isinstance(shown, Shown) else _COLUMNS[type(shown).__name__](shown)
     try:
-        import pandas
+        import pandas  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
         raise error("to_pandas", "needs pandas, which is not installed: pip install pandas") from None
     return pandas.DataFrame(dict(columns))
@@ -75,10 +75,12 @@ def html(shown: Any) -> str:
 
 def explained(cls: Class) -> Class:
     """Gives a dataclass a repr of at most `LONGEST` characters, and an `==` that compares its arrays whole."""
-    cls.__repr__ = _repr
+    made: Any = cls  # mypy takes methods for bound ones
+    made.__repr__ = _repr
     if cls.__dataclass_params__.eq:
-        cls.__eq__, hash_ = _equality(cls.__eq__), cls.__hash__
-        cls.__hash__ = hash_
+        hash_ = made.__hash__
+        made.__eq__ = _equality(made.__eq__)
+        made.__hash__ = hash_
     return cls
 
 
