@@ -314,11 +314,11 @@ def page(record: Row) -> str:
     text = ["Written by `python -m benches.forests` from benches/records/forests.json; do not edit.", ""]
     text += ["# Planners that share prefixes, beside wlb", "", *wrapped(first), ""]
     text += wrapped(
-        "A token costs what it adds to its path in a 7B Llama. A step's time is that of its slowest ranks over the work "
-        "of all unique tokens spread evenly over 8 ranks: 1 is the shortest possible. *Once*: ranks wait for each other "
-        "once a step. *Every round*: in every micro-batch. Unique tokens are over the least that the limit of tokens "
-        "allows: a tree that needs several micro-batches has its prompt in each. Planning is time of the processor. "
-        "TRL's planner sees a sample at a time, wlb's the whole step."
+        "A token costs what it adds to its path in a 7B Llama. A step's time is that of its slowest ranks over the "
+        "work of all unique tokens spread evenly over 8 ranks: 1 is the shortest possible. *Once*: ranks wait for each "
+        "other once a step. *Every round*: in every micro-batch. Unique tokens are over the least that the limit of "
+        "tokens allows: a tree that needs several micro-batches has its prompt in each. Planning is time of the "
+        "processor. TRL's planner sees a sample at a time, wlb's the whole step."
     )
     text += [
         "",
