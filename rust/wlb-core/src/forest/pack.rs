@@ -31,9 +31,8 @@ const CLOSE: [f64; 2] = [1e-4, 2e-3];
 const PRICE: f64 = 0.25;
 /// Exchanges that are looked at: some milliseconds.
 const STEPS: usize = 1 << 16;
-/// A plan is good enough if its step is longer than the bound by this part, where ranks meet once, and where they meet
-/// in every round.
-const ENOUGH: [f64; 2] = [5e-3, 2e-2];
+/// A plan is good enough if its step is longer than the bound by this part.
+const ENOUGH: f64 = 5e-3;
 /// One micro-batch more of each rank has to make the step shorter by this part.
 const WORTH_A_ROUND: f64 = 0.01;
 /// Rounds more than are needed that are tried.
@@ -317,18 +316,14 @@ impl<'a> Batch<'a> {
 
     /// The plan with so many micro-batches a rank; none if none was found that holds all samples.
     fn attempt(&self, rounds: usize) -> Option<Found<'a>> {
-        let in_rounds = self.options.ranks.is_some() && self.meets_in_micro_batches();
-        let good = self.bound(rounds) * (1.0 + ENOUGH[usize::from(in_rounds)]);
+        let good = self.bound(rounds) * (1.0 + ENOUGH);
         let mut best: Option<Found<'a>> = None;
-        let free = self.groups.is_empty() && !self.options.equal_documents;
-        let rules = [Rule::LeastLoad, Rule::BestFit, Rule::InTurn].map(|rule| (rule, false));
-        let unequal = (free && in_rounds && rounds > 1).then_some((Rule::LeastLoad, true));
-        for (rule, unequal) in unequal.into_iter().chain(rules) {
+        for rule in [Rule::LeastLoad, Rule::BestFit, Rule::InTurn] {
             if best.as_ref().is_some_and(|best| best.step <= good) {
                 break;
             }
-            let made = match free {
-                true => self.freely(rounds, rule, unequal),
+            let made = match self.groups.is_empty() && !self.options.equal_documents {
+                true => self.freely(rounds, rule),
                 false => self.by_rank(rounds, rule),
             };
             if let Some(made) = made
@@ -391,20 +386,8 @@ impl<'a> Batch<'a> {
         Search { parts, close: CLOSE[usize::from(parts == Parts::Any)] * mean, price: PRICE, steps: STEPS }
     }
 
-    /// What each micro-batch should cost if those that are alike now run in one round: as much as the mean of them.
-    fn targets_of_rounds(&self, bins: &Bins) -> Vec<f64> {
-        let dp_size = self.dp_size();
-        let costs = bins.costs();
-        let mut targets = vec![0.0; costs.len()];
-        for round in heaviest_together(&costs, dp_size) {
-            let mean = round.iter().map(|&bin| costs[bin]).sum::<f64>() / dp_size as f64;
-            round.iter().for_each(|&bin| targets[bin] = mean);
-        }
-        targets
-    }
-
-    /// Samples may go to any rank. `unequal`: rounds may differ, so that trees stay whole which fill none.
-    fn freely(&self, rounds: usize, rule: Rule, unequal: bool) -> Option<Found<'a>> {
+    /// Samples may go to any rank.
+    fn freely(&self, rounds: usize, rule: Rule) -> Option<Found<'a>> {
         let dp_size = self.dp_size();
         let count = rounds * dp_size;
         let targets = self.targets(rounds);
@@ -421,10 +404,7 @@ impl<'a> Batch<'a> {
             return None;
         }
         let teams = match alone {
-            true => {
-                let targets = if unequal { self.targets_of_rounds(&bins) } else { targets };
-                Teams { bins: all.iter().map(|&bin| vec![bin]).collect(), targets }
-            }
+            true => Teams { bins: all.iter().map(|&bin| vec![bin]).collect(), targets },
             false => {
                 let dealt = deal(&bins.costs(), dp_size);
                 Teams { bins: dealt.chunks(rounds).map(<[usize]>::to_vec).collect(), targets: vec![0.0; dp_size] }
