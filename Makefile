@@ -11,7 +11,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: demo test test-rust test-python test-long test-trainers lint lint-rust lint-python bench compare docs proof gpu reproduce loss-curves kills fuzz clean
+.PHONY: demo test test-rust test-python test-long test-trainers lint lint-rust lint-python bench compare docs wheel proof gpu reproduce loss-curves kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo: $(VENV)/.release-examples
@@ -61,6 +61,8 @@ lint-python: $(VENV)/.dev-test $(VENV)/.dev-lint
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest wlb._core
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --offline --quiet .github/workflows
 
 ## Compare with the floor, and with the optimum; writes benches/records/ and docs/results/engine.md. LENGTHS: .npy files for real balance.
 bench: $(VENV)/.release-bench
@@ -82,6 +84,10 @@ proof: $(VENV)/.release-studies
 ## Build the site from docs/ and the docstrings, without a network: site/index.html. Warnings are errors.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+## An sdist and a wheel in dist/, tested where nothing else is installed; on Linux a manylinux_2_17 wheel.
+wheel:
+	.ci/wheel
 
 ## What only a GPU can show, in pieces of nine minutes: run it until it exits with 0. Writes wlb-gpu/.
 gpu: $(VENV)/.release-studies

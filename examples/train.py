@@ -1,6 +1,6 @@
 """Trains a small Llama on real files, on any number of data-, pipeline- and context-parallel ranks.
 
-    pip install "wlb[torch]"
+    pip install ".[torch]"    # in a checkout
     python examples/train.py                                                  # one process, on a CPU or a GPU
     torchrun --nproc-per-node 4 examples/train.py --pp 2 --cp 2               # four, and the same losses
     torchrun --nproc-per-node 4 examples/train.py --pp 2 --checkpoint-dir run # killed? the same command goes on

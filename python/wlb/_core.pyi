@@ -2134,7 +2134,7 @@ def order_micro_batches(
     """
 
 _Rows: TypeAlias = tuple[int, int, bool]
-_Sum = tuple[_Rows, _Rows, int]
+_Sum: TypeAlias = tuple[_Rows, _Rows, int]
 _Call: TypeAlias = tuple[_Rows, _Rows, int, int, int, int, tuple[int, int], bool]
 _Indices: TypeAlias = tuple[NDArray[np.int32], int]
 

@@ -1,6 +1,6 @@
 """Hypothesis strategies for tests of programs that use wlb: document lengths, cost models and packer settings.
 
-They draw the edges often. Needs hypothesis: ``pip install "wlb[testing]"``.
+They draw the edges often. Needs hypothesis: ``pip install hypothesis``.
 
     @given(wlb.testing.document_lengths(max_length=8192), wlb.testing.cost_models())
     def test_my_loader(lengths, cost_model): ...

@@ -76,7 +76,7 @@ def table_2(study: Study) -> Result:
         notes.append(_share_note(made[0]["original"]))
     for name, window in _SOLVED.items() if study.solver_seconds > 0 else ():
         if find_spec("highspy") is None:
-            notes.append('No solver: run pip install "wlb[exact]".')
+            notes.append("No solver: run pip install highspy.")
             break
         study.progress(f"Table 2: {name}", len(points), len(points))
         lengths = documents(configuration, study.central, steps=study.solver_samples * window, source=study.source)

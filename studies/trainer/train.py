@@ -1,6 +1,6 @@
 """Trains a small Llama on real documents, on any number of data, pipeline, context and tensor parallel ranks.
 
-    pip install "wlb[examples]"    # in a checkout
+    pip install ".[examples]"    # in a checkout
     torchrun --nproc-per-node 4 -m studies.trainer.train --pp 2 --cp 2 --steps 20 --checkpoint-dir run
     python -m studies.trainer.train --steps 20                       # the same on one process, with the same losses
 

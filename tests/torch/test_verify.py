@@ -459,6 +459,41 @@ def test_a_mean_of_means_is_named_where_only_gradients_show_it() -> None:
         wt.verify(model, first_step(), train=mean_of_means, dtype=torch.bfloat16, report=None)
 
 
+def of_no_numbers(rank: int) -> str:
+    """On one rank alone, and not exchanged: a maximum over ranks may lose it."""
+    quiet()
+    model = llama()
+
+    def train(step: Step[PackedBatch]) -> Tensor:
+        total = by_hand(model, as_hf)(step)
+        if rank == 0:
+            model.lm_head.weight.grad[0, 0] = float("nan")
+        return total
+
+    with pytest.raises(wlb.WlbError) as wrong:
+        wt.verify(model, first_step(), train=train, report=None)
+    return str(wrong.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_are_no_numbers_are_named(ranks: int) -> None:
+    for text in processes.run(ranks, of_no_numbers):
+        assert "has gradients that are infinite or no numbers, in training" in text
+
+
+def test_weights_that_are_no_numbers_are_named() -> None:
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    with pytest.raises(wlb.WlbError, match=r"a weight that is infinite or no number \(lm_head.weight\)"):
+        wt.verify(model, first_step(), report=None)
+
+
+def test_a_model_without_weights_is_named() -> None:
+    with pytest.raises(wlb.WlbError, match="model has no weights"):
+        wt.verify(nn.Identity(), first_step(), report=None)
+
+
 def test_what_a_model_counts_is_put_back() -> None:
     model: Any = llama()
     model.register_buffer("seen", torch.zeros(()))

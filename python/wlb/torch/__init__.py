@@ -18,7 +18,7 @@ else receives plans and runs them on torch.distributed.
 | figures for loggers | `wlb.torch.metrics` |
 | model FLOPs, agreement of plans | `wlb.torch.flops`, `.agreement` |
 
-Needs torch 2.11 or newer: ``pip install "wlb[torch]"``.
+Needs torch 2.11 or newer: ``pip install "torch>=2.11"``.
 """
 
 from typing import TYPE_CHECKING

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from torch._compile import _disable_dynamo
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
@@ -45,6 +46,11 @@ def fsdp2() -> tuple[type[FSDPModule], ...]:
 def dtensor() -> tuple[type[DTensor], ...]:
     """`DTensor`."""
     return loaded("torch.distributed.tensor", "DTensor")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, dtensor()) else tensor
 
 
 def not_compiled(function: F) -> F:

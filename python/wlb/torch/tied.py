@@ -8,10 +8,10 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from wlb._errors import error
-from wlb.torch.lazy import dtensor
+from wlb.torch.lazy import local
 
 _TIED: dict[str, WeakSet[TiedWeights]] = {}
 
@@ -73,7 +73,7 @@ class TiedWeights:
             assert isinstance(holders, dist.ProcessGroup)  # this rank is in it
             self._holders = holders
             with torch.no_grad():
-                dist.broadcast(_local(parameter), src=ranks[0], group=self._holders)
+                dist.broadcast(local(parameter), src=ranks[0], group=self._holders)
         _TIED.setdefault(group.group_name, WeakSet()).add(self)
 
     def all_reduce_gradients(self) -> None:
@@ -86,7 +86,7 @@ class TiedWeights:
             return
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(_local(parameter.grad), group=self._holders)
+        dist.all_reduce(local(parameter.grad), group=self._holders)
 
 
 def is_tied(group: dist.ProcessGroup | None, stages: Iterable[nn.Module]) -> bool:
@@ -105,10 +105,6 @@ def of_pipeline(group: dist.ProcessGroup | None) -> Iterable[TiedWeights]:
     return () if group is None else list(_TIED.get(group.group_name, ()))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, dtensor()) else tensor
-
-
 def _described(parameter: nn.Parameter) -> str:
-    mine = tuple(_local(parameter).shape)
+    mine = tuple(local(parameter).shape)
     return f"{parameter.dtype}{list(parameter.shape)}, {list(mine)} of it on a rank"

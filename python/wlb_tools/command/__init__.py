@@ -13,7 +13,7 @@ def load() -> Callable[[Sequence[str]], None]:
     """Imports what the command needs; gives the function that runs it on the words after `wlb`, and exits."""
     missing = [name for name in ("cyclopts", "jinja2", "matplotlib", "rich") if find_spec(name) is None]
     if missing:
-        print(f'wlb: {", ".join(missing)} not installed; run: pip install "wlb[cli]"', file=sys.stderr)
+        print(f"wlb: {', '.join(missing)} not installed; run: pip install {' '.join(missing)}", file=sys.stderr)
         sys.exit(2)
     from wlb_tools.command.app import run
 

@@ -76,7 +76,7 @@ def test_a_package_that_is_too_old_is_wrong_and_a_trainer_is_shown(run: Any, mon
     monkeypatch.setattr(checkup, "version", lambda name: old.get(name) or version(name))
     found = run("doctor")
     assert found.code == 1
-    assert 'Wrong: rich 12.0: >=13.6 is needed; run: pip install "wlb[cli]"' in " ".join(found.out.split())
+    assert 'Wrong: rich 12.0: >=13.6 is needed; run: pip install "rich>=13.6"' in " ".join(found.out.split())
     assert "4.57.0" in found.out
     assert "Wrong: transformers" not in found.out
 

@@ -479,6 +479,7 @@ def test_the_default_grid_takes_less_than_five_minutes(
 # --- the command ---
 
 CONFIG = {
+    "model_type": "llama",
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 1,
@@ -577,4 +578,4 @@ def test_the_command_refuses_in_one_line(run: Any, monkeypatch: pytest.MonkeyPat
         assert err.startswith("wlb: ")
         assert err.count("\n") == 1, err
     monkeypatch.setattr("wlb_tools.command.commands.profile.find_spec", lambda _: None)
-    assert run(*small) == (2, "", 'wlb: torch not installed; run: pip install "wlb[torch]"\n')
+    assert run(*small) == (2, "", 'wlb: torch not installed; run: pip install "torch>=2.11"\n')

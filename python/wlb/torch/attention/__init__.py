@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 import wlb
 from wlb._errors import check_bool
-from wlb.torch.attention import arguments, kernels, plan
+from wlb.torch.attention import arguments, kernels, operator, plan
 from wlb.torch.attention.arguments import Transport, cp_sizes
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
 from wlb.torch.attention.keys import KeysExchange, head_parts
@@ -27,7 +28,7 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard | wlb.ForestShard,
+    shard: wlb.Shard | wlb.ForestShard | Tensor,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -43,7 +44,7 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard | wlb.ForestShard,
+    shard: wlb.Shard | wlb.ForestShard | Tensor,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -54,12 +55,11 @@ def context_parallel_attention(
     kernel: kernels.KernelName = "auto",
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
-@not_compiled
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard | wlb.ForestShard,
+    shard: wlb.Shard | wlb.ForestShard | Tensor,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -103,7 +103,9 @@ def context_parallel_attention(
     Tensors are computed in the dtype in which they come, also under `torch.autocast`, which is off inside. What is
     float32 there (a rotary embedding may be) must be cast before to run on a flash kernel.
 
-    A model under `torch.compile` has a graph break here. There is no second derivative.
+    A model under `torch.compile` has a graph break at a shard. Give it the tensor that `prepare_attention` returned for
+    the shard instead: attention is then one operator of one graph, whatever the micro-batch, `torch.ops.wlb.attention`
+    for policies of selective checkpointing. There is no second derivative.
 
     Args:
         q: Queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.
@@ -131,6 +133,43 @@ def context_parallel_attention(
     Raises:
         WlbError: shapes, dtypes, devices, the group, or a combination of options do not fit.
     """
+    options: dict[str, Any] = {
+        "group": group,
+        "transport": transport,
+        "ulysses_size": ulysses_size,
+        "softmax_scale": softmax_scale,
+        "window": window,
+        "alibi_slopes": alibi_slopes,
+        "kernel": kernel,
+        "return_lse": return_lse,
+    }
+    if isinstance(shard, Tensor):
+        out, lse = operator.attention(q, k, v, shard, **options)
+        return (out, lse) if return_lse else out
+    found: Tensor | tuple[Tensor, Tensor] = _attend(q, k, v, shard, **options)
+    return found
+
+
+@operator.attends
+@not_compiled
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: wlb.Shard | wlb.ForestShard,
+    *,
+    group: dist.ProcessGroup | None,
+    transport: Transport,
+    ulysses_size: int | None,
+    softmax_scale: float | None,
+    window: int | None,
+    alibi_slopes: Tensor | None,
+    kernel: kernels.KernelName,
+    return_lse: bool,
+    with_lse: bool = False,
+    known: operator.Known | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As above; `with_lse` gives the log-sum-exp without a gradient, `known` is what is not computed again."""
     check_bool("return_lse", return_lse)
     rank, size = arguments.check_group(shard, group)
     degree = arguments.check_transport(transport, ulysses_size, size)
@@ -141,6 +180,9 @@ def context_parallel_attention(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
     value_dim = v.shape[2]
     q, k, v = arguments.of_one_width(q, k, v)
+    shown = return_lse or with_lse
+    if known is not None and value_dim < q.shape[2]:
+        known = pad(known[0], (0, q.shape[2] - value_dim)), known[1]
     if alibi_slopes is not None:
         share = q.shape[1] // degree
         alibi_slopes = alibi_slopes[rank % degree * share :][:share]
@@ -165,14 +207,16 @@ def context_parallel_attention(
         fetch = transport == "fetch"
         keys = plan.keys_plan(shard, rank, fetch=fetch, window=window, biased=biased, device=q.device)
         exchange = KeysExchange(keys, fetch, group, parts=1 if biased else head_parts(keys, k))
-        return given(*attention(q, k, v, exchange, chosen, with_lse=return_lse))
+        return given(*attention(q, k, v, exchange, chosen, with_lse=shown, known=known))
     in_block, over_blocks = plan.ring_plan(shard, rank, degree=degree, window=window, biased=biased, device=q.device)
     ring = Ring(over_blocks, range(rank % degree, size, degree), group)
     if in_block is None:
-        return given(*attention(q, k, v, ring, chosen, with_lse=return_lse))
+        return given(*attention(q, k, v, ring, chosen, with_lse=shown, known=known))
     block = rank - rank % degree
     heads = HeadsExchange(in_block, range(block, block + degree), group)
-    out, lse = attention(*split_heads(q, k, v, heads), ring, chosen, with_lse=return_lse)
+    if known is not None:
+        known = heads.split_heads(known[0]), heads.split_heads(known[1].unsqueeze(-1)).squeeze(-1)
+    out, lse = attention(*split_heads(q, k, v, heads), ring, chosen, with_lse=shown, known=known)
     if lse is not None:
         lse = join_heads(lse.unsqueeze(-1).contiguous(), heads).squeeze(-1)
     return given(join_heads(out, heads), lse)
@@ -187,7 +231,7 @@ def prepare_attention(
     ulysses_size: int | None = None,
     window: int | None = None,
     alibi: bool = False,
-) -> None:
+) -> Tensor:
     """Derives what `rank` has to do for a micro-batch ahead of time, so that its first layer does not wait for it.
 
     To be called for the next micro-batch while the device works on this one; from any thread, as nothing is sent to
@@ -205,6 +249,10 @@ def prepare_attention(
         window: As attention will be called. Layers with different windows have plans of their own: one call for each.
         alibi: Whether attention will be called with `alibi_slopes`.
 
+    Returns:
+        int64 [1] on the CPU: what stands for the shard in `context_parallel_attention`, there and in compiled models.
+        It holds for this process, for the last 1,024 shards prepared; equal shards have equal ones.
+
     Raises:
         WlbError: the rank is not of the shard, or options do not fit.
     """
@@ -219,3 +267,4 @@ def prepare_attention(
         plan.keys_plan(shard, rank, fetch=fetch, window=window, biased=alibi, device=device)
     else:
         plan.ring_plan(shard, rank, degree=degree, window=window, biased=alibi, device=device)
+    return operator.PREPARED.add(shard)

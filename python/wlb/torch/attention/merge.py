@@ -172,8 +172,20 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @_without_autocast
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel, with_lse: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        exchange: KeyExchange,
+        kernel: Kernel,
+        with_lse: bool,
+        known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.exchange, ctx.kernel, ctx.with_lse, ctx.places = exchange, kernel, with_lse, None
+        if known is not None:
+            again = known[0].clone(), known[1].clone() if with_lse else None
+            ctx.save_for_backward(q, k, v, again[0], known[1].t().contiguous())
+            return again
         merged = None if exchange.once else _Merged(q)
         out: Tensor | None = None
         shown = q.new_empty(q.shape[:2], dtype=accumulator(q.dtype)) if with_lse else None
@@ -211,13 +223,16 @@ class _Attention(torch.autograd.Function):
         elif out is None:
             out = q.new_empty(q.shape)
         ctx.save_for_backward(q, k, v, out, *lses)
-        ctx.exchange, ctx.kernel, ctx.with_lse, ctx.places = exchange, kernel, with_lse, places
+        if merged is None:
+            ctx.places = places
         return out, shown
 
     @staticmethod
     @_without_autocast
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(
+        ctx: Any, d_out: Tensor, d_lse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
         q, k, v, out, *lses = ctx.saved_tensors
         width = q.shape[2]
         if ctx.with_lse:
@@ -233,9 +248,12 @@ class _Attention(torch.autograd.Function):
             of_calls = torch.split(d_keys, [call.num_keys for call in calls]) if len(calls) > 1 else (d_keys,)
             for call, d_call in zip(calls, of_calls, strict=False):
                 rows = call.q_rows
-                lse = lses[ctx.places[heads.part, id(call)]] if once else lses[0]
-                if not once and isinstance(rows, Tensor):
-                    lse = lse.index_select(1, rows)
+                if ctx.places is not None:
+                    lse = lses[ctx.places[heads.part, id(call)]]
+                else:
+                    lse = lses[0] if heads.parts == 1 else lses[0].chunk(heads.parts)[heads.part]
+                    if isinstance(rows, Tensor):
+                        lse = lse.index_select(1, rows)
                 call_d_out, call_q, call_out = (_queries(x, rows) for x in mine)
                 given = (call_d_out, call_q, *_keys(keys, call.k_rows), call_out, lse, call)
                 if once and not isinstance(rows, Tensor):
@@ -252,7 +270,7 @@ class _Attention(torch.autograd.Function):
         if ctx.with_lse:
             dq, d_keys = dq[..., :width], d_keys[..., :width]
         dk, dv = d_keys.to(k.dtype).unbind(1)
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None, None, None
 
 
 def _with_lse(
@@ -275,14 +293,22 @@ def _with_lse(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel, *, with_lse: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    exchange: KeyExchange,
+    kernel: Kernel,
+    *,
+    with_lse: bool = False,
+    known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of `q` over the keys and values that `exchange` brings.
 
-    `with_lse` also gives its log-sum-exp `[queries, heads]`, which has a gradient, too; the same on all ranks.
+    `with_lse` also gives its log-sum-exp `[queries, heads]`, which has a gradient, too; the same on all ranks. Output
+    and log-sum-exp that are `known` are not computed, only their gradients are.
 
     Kept for the backward are q, k, v, the output and its log-sum-exp; other ranks' keys are exchanged again. Partial
     sums are float32 for half-precision inputs. Every rank must run the backward, in the same order: it communicates.
     """
-    result: tuple[Tensor, Tensor | None] = _Attention.apply(q, k, v, exchange, kernel, with_lse)
+    result: tuple[Tensor, Tensor | None] = _Attention.apply(q, k, v, exchange, kernel, with_lse, known)
     return result

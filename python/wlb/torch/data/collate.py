@@ -22,6 +22,7 @@ from wlb.torch.data.documents import (
     integers,
     laid_out,
     layout_of,
+    num_labels,
 )
 from wlb.torch.data.rows import RowReader
 
@@ -79,7 +80,7 @@ def collate(
         wlb.WlbError: An argument makes no sense; it names the document.
 
     Complexity:
-        O(tokens), a few copies of the tokens.
+        O(documents), and one copy of the tokens and columns of this rank.
     """
     reader = RowReader(columns, labels_ahead)
     named: list[Document] = []
@@ -108,27 +109,75 @@ def collate(
     if cp_rank >= cp_size:
         raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)
 
-    tokens, labels = packed(named)
     layout = common_layout([layout_of(document) for document in named], "documents")
-    further = joined(named, layout) if named else reader.nothing()
-    if padding:
-        tokens, labels = np.pad(tokens, (0, padding)), np.pad(labels, (0, padding), constant_values=IGNORE)
-        further = {name: filled_up(name, values, padding) for name, values in further.items()}
-    num_valid_tokens = int(np.count_nonzero(labels != IGNORE))
-    if cp_size > 1:  # one rank alone holds the packed sequence as it is
-        indices = shard.rank(cp_rank).token_indices
-        tokens, labels = tokens[indices], labels[indices]
-        further = {name: values[..., indices] for name, values in further.items()}
+    if cp_size > 1 or padding:
+        runs = held_runs(shard.rank(cp_rank))
+        tokens, labels = runs_packed(named, runs)
+        further = runs_joined(named, runs, layout) if named else reader.nothing()
+        if not named and padding:
+            further = {name: filled_up(name, values, tokens.size) for name, values in further.items()}
+    else:
+        tokens, labels = packed(named)
+        further = joined(named, layout) if named else reader.nothing()
     return PackedBatch.of(
         torch.from_numpy(tokens),
         torch.from_numpy(labels),
         document_ids=ids,
         shard=shard,
         cp_rank=cp_rank,
-        num_valid_tokens=num_valid_tokens,
+        num_valid_tokens=sum(num_labels(document) for document in named),
         cu_seqlens_size=None if max_documents is None else max_documents + 2,
         columns={name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in further.items()},
     )
+
+
+Run = tuple[int, int, int]
+"""Neighbouring tokens of a document on a rank: the document's index, the first token, one past the last."""
+
+
+def held_runs(held: wlb.RankShard) -> list[Run]:
+    """What a rank holds, row by row."""
+    rows = held.cu_seqlens_q
+    starts = held.position_ids[rows[:-1]]
+    ends = starts + np.diff(rows)
+    return list(zip(held.documents.tolist(), starts.tolist(), ends.tolist(), strict=True))
+
+
+def runs_packed(documents: Sequence[Document], runs: Sequence[Run]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """As `packed`, of these runs alone; a document beyond those given is padding."""
+    total = sum(end - start for _, start, end in runs)
+    tokens, labels = np.empty(total, np.int64), np.empty(total, np.int64)
+    row = 0
+    for number, start, end in runs:
+        behind = row + end - start
+        if number == len(documents):
+            tokens[row:behind], labels[row:behind] = 0, IGNORE
+        else:
+            document = documents[number]
+            predicted = document.tokens if document.labels is None else document.labels
+            further = predicted[start + 1 : end + 1]
+            tokens[row:behind] = document.tokens[start:end]
+            labels[row : row + further.size] = further
+            if end == document.tokens.size:
+                labels[behind - 1] = IGNORE if document.next_token is None else document.next_token
+        row = behind
+    return tokens, labels
+
+
+def runs_joined(documents: Sequence[Document], runs: Sequence[Run], layout: Layout) -> dict[str, NDArray[Any]]:
+    """As `joined`, of these runs alone."""
+    if not layout:
+        return {}
+    of_each = {number: laid_out(documents[number], layout) for number in {run[0] for run in runs} - {len(documents)}}
+    found = {}
+    for name, dtype, shape in layout:
+        nothing = np.empty((*shape, 0), dtype)
+        parts = [
+            filled_up(name, nothing, end - start) if number == len(documents) else of_each[number][name][..., start:end]
+            for number, start, end in runs
+        ]
+        found[name] = np.concatenate([nothing, *parts], axis=-1)
+    return found
 
 
 def joined(documents: Sequence[Document], layout: Layout) -> dict[str, NDArray[Any]]:

@@ -150,7 +150,10 @@ def verify(
     if alone == "rows" and dist.is_initialized():
         whole = dist.group.WORLD
     parts: list[nn.Module] = [stage.submod for stage in stages] if stages else [model]  # type: ignore[list-item]
-    ranks = Ranks(group, whole, next(parts[0].parameters()).device)
+    weight = next((weight for part in parts for weight in part.parameters()), None)
+    if weight is None:
+        raise error("model", "has no weights, so that nothing could be proved")
+    ranks = Ranks(group, whole, weight.device)
     of_forest = any(isinstance(batch, ForestBatch) for batch in step.micro_batches)
     if of_forest and (wrong := "".join(ranks.gathered_of_parts("".join(map(against_forests, parts))))):
         raise error("model", wrong)
@@ -158,6 +161,7 @@ def verify(
     of_model = Model(model, ranks, run_alone)
     if any(parameter.grad is not None for parameter in of_model.parameters):
         raise error("model", "has gradients: verify before the first step, or after zero_grad()")
+    data.check_numbers(of_model.whole, ranks)
     checks = [data.documents(step, ranks), *data.weights(of_model.whole, ranks), *data.tied(parts, stages)]
     checks = [replace(check, error=ranks.largest(check.error)[0]) for check in checks]
     if not all(check.passed for check in checks):  # what follows would hang, or compare other models

@@ -16,7 +16,7 @@ import wlb
 from wlb._errors import error
 from wlb.torch.data.batch import WEIGHTS, PackedBatch
 from wlb.torch.gradients import as_written, sum_gradients, unchanged, unwrapped
-from wlb.torch.lazy import dtensor, fsdp
+from wlb.torch.lazy import dtensor, fsdp, local
 from wlb.torch.loss import token_normalized_loss
 from wlb.torch.proof.expectations import Run
 from wlb.torch.proof.ranks import Ranks
@@ -74,15 +74,11 @@ class Model:
         A model that a rank has whole runs without its wrapper, so that the wrapper's averages and communication are not
         trusted. A wrapper that shards parameters is told to add up.
         """
-        runs = list(runs)
         filler = replace(runs[0], document=teaching_nothing(runs[0].document))
-        runs += [filler] * (
-            -len(runs) % self._ranks.size
-        )  # ranks meet in every run where parameters or experts are shared out
-        total = 0.0
+        # Ranks meet in every run where parameters or experts are shared out.
+        runs = [*runs, *[filler] * (-len(runs) % self._ranks.size)]
         with self._summed():
-            for run in runs[self._ranks.rank :: self._ranks.size] or [filler]:
-                total += self._run(run)
+            total = sum(map(self._run, runs[self._ranks.rank :: self._ranks.size]))
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         if not self.sharded:
             self._ranks.add_up(found)
@@ -165,11 +161,6 @@ def logits_alone(model: nn.Module, batch: PackedBatch) -> Tensor:
         given |= {name: value for name, value in others.items() if name in known or takes_keywords(model)}
     logits: Tensor = hf_logits(model(**given))[0]
     return logits
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, dtensor()) else tensor
 
 
 def _batch(run: Run) -> PackedBatch:

@@ -16,7 +16,7 @@ from wlb._errors import error
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
 from wlb.torch.gradients import unwrapped
-from wlb.torch.lazy import dtensor, fsdp1
+from wlb.torch.lazy import dtensor, fsdp1, local
 from wlb.torch.proof.ranks import Ranks
 from wlb.torch.tied import is_tied
 from wlb.torch.training import AnyStep
@@ -89,6 +89,20 @@ def _check_documents(step: AnyStep, ranks: Ranks, wrong: int) -> Check:
         "this rank's part already. Keep BalancedBatchSampler and StepLoader out of accelerator.prepare, "
         "use_distributed_sampler=True and DistributedSampler",
     )
+
+
+def check_numbers(model: nn.Module, ranks: Ranks) -> None:
+    """Compares no model whose weights are no numbers: each such weight differs from itself.
+
+    Raises:
+        wlb.WlbError: a weight that learns is infinite or no number, on any rank.
+    """
+    learning = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    broken = [name for name, weight in learning if not local(weight).detach().isfinite().all()]
+    (several,) = ranks.largest(float(len(broken)))
+    if several:
+        found = broken[0] if broken else "of another rank"
+        raise error("model", f"has a weight that is infinite or no number ({found}): look at how it is made or loaded")
 
 
 def weights(model: nn.Module, ranks: Ranks) -> list[Check]:

@@ -1,16 +1,17 @@
 """The table of known faults, and the loss and gradient that a model would have under each of them.
 
-An expectation is a list of runs: rows that one rank runs alone. The sum of their losses, and its gradient, is what
+A fault changes what tokens learn, where they stand, which of them see each other, or of what means are taken. Its
+expectation is a list of runs: rows that one rank runs alone. The sum of their losses, and its gradient, is what
 training would give under the fault. The fault whose gradient is the nearest explains what was seen, if it is as near as
 rounding allows.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -37,199 +38,105 @@ class Run:
     positions: Tensor | None = None
 
 
-Runs = Callable[[Sequence[Row]], list[Run]]
+class Tokens:
+    """All tokens of the documents of a micro-batch, or of the samples of its forest: int64 [tokens] each.
+
+    Attributes:
+        whole: They, their labels and columns.
+        row: The micro-batch.
+        number: Its number.
+        document: The number of each token's document.
+        place: Its place there.
+        at: Its place in the micro-batch, where samples of a forest share some.
+        rank: Its context-parallel rank.
+        on_rank: Its place there.
+        again: Its place among those of its document there.
+        last: Whether it is the last of its document, bool.
+    """
+
+    def __init__(self, number: int, row: Row) -> None:
+        self.whole, self.row, self.number = joined(row.documents), row, number
+        lengths = torch.tensor([len(document) for document in row.documents], dtype=torch.int64)
+        self.document = torch.arange(lengths.numel()).repeat_interleave(lengths)
+        self.place = torch.arange(len(self.whole)) - (lengths.cumsum(0) - lengths)[self.document]
+        self.last = self.place == lengths[self.document] - 1
+        self.at = torch.cat(row.paths) if row.paths else torch.arange(len(self.whole))
+        held = torch.zeros(2, row.shard.num_tokens, dtype=torch.int64)
+        self._of_ranks = [
+            torch.from_numpy(row.shard.rank(rank).token_indices.astype(np.int64)) for rank in range(row.shard.cp_size)
+        ]
+        for rank, mine in enumerate(self._of_ranks):
+            held[0, mine], held[1, mine] = rank, torch.arange(mine.numel())
+        self.rank, self.on_rank = held[:, self.at]
+        self.again = torch.zeros_like(self.place)
+        for part in set((parts := self.rank * MANY + self.document).tolist()):
+            here = (parts == part).nonzero().flatten()
+            self.again[here] = torch.arange(here.numel())
+
+    def following(self, values: Tensor) -> Tensor:
+        """The next value in the part of each rank."""
+        result = torch.full_like(values, IGNORE)
+        for mine in self._of_ranks:
+            result[mine[:-1]] = values[mine[1:]]
+        return result
 
 
-@dataclass(frozen=True)
+Of: TypeAlias = "Callable[[Tokens], Tensor]"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Expectation:
     """A fault: what it makes of a step, and what to do about it.
 
     Attributes:
         name: One or two words.
-        runs: Gives the runs whose sum training would show, up to a factor.
         remedy: What is wrong, and the way out. The text follows the word "model".
+        labels: What each token learns.
+        positions: Where it stands; by default where its document has it.
+        sees: A number for each token: those of the same number see each other.
+        unit: A number for each token: the mean is one of the means of these; by default of all tokens.
+        behind: Whether documents stand behind those before them, though they do not see them.
         copies: Whether gradients of weights that pipeline stages share are added up.
         divided: Whether only steps with context-parallel ranks can have the fault.
     """
 
     name: str
-    runs: Runs
     remedy: str
+    labels: Of = lambda tokens: tokens.whole.labels
+    positions: Of | None = None
+    sees: Of = lambda tokens: tokens.document
+    unit: Of = lambda tokens: torch.zeros_like(tokens.document)
+    behind: bool = False
     copies: bool = True
     divided: bool = False
 
-
-def mean(runs: list[Run]) -> list[Run]:
-    """Weighs every label alike."""
-    count = sum(run.document.num_labels for run in runs)
-    return [replace(run, weight=1 / max(count, 1)) for run in runs]
-
-
-def right(rows: Sequence[Row]) -> list[Run]:
-    """What is right: documents one by one, with the same weight for every label."""
-    return mean([Run(document) for row in rows for document in row.documents])
-
-
-def _of_each_rank(row: Row) -> Iterator[tuple[int, Tensor]]:
-    """Each context-parallel rank, with the places of its tokens in the row, in its order: int64 [tokens]."""
-    for rank in range(row.shard.cp_size):
-        yield rank, torch.from_numpy(row.shard.rank(rank).token_indices.astype(np.int64))
-
-
-def means(unit: Callable[[Row, int, int], Hashable], *, parts: bool = False) -> Runs:
-    """The mean of the means of units. A unit is named by row, context-parallel rank and place in the row."""
-
-    def runs(rows: Sequence[Row]) -> list[Run]:
-        found: list[tuple[Hashable, Run]] = []
-        for row in rows:
-            labels = joined(row.documents).labels
-            for rank, mine in _of_each_rank(row) if parts else [(0, torch.arange(labels.numel()))]:
-                here = torch.full_like(labels, IGNORE)
-                here[mine] = labels[mine]
-                for place, (document, own) in enumerate(_split(row, here)):
-                    found.append((unit(row, rank, place), Run(replace(document, labels=own))))
-        counts: dict[Hashable, int] = defaultdict(int)
-        for key, run in found:
-            counts[key] += run.document.num_labels
+    def runs(self, rows: Sequence[Row]) -> list[Run]:
+        """The runs whose sum training would show, up to a factor."""
+        found: list[tuple[int, Run]] = []
+        for number, row in enumerate(rows):
+            tokens = Tokens(number, row)
+            labels, sees, unit = self.labels(tokens), self.sees(tokens), self.unit(tokens)
+            positions = None if self.positions is None else self.positions(tokens)
+            for segment in sorted(set(sees.tolist())):
+                here = (sees == segment).nonzero().flatten()
+                for of in sorted(set(unit[here].tolist())):
+                    learnt = replace(tokens.whole, labels=labels.where(unit == of, IGNORE))[here]
+                    run = Run(learnt, positions=None if positions is None else positions[here])
+                    found.append((of, _behind(run, int(here[0])) if self.behind else run))
+        counts = Counter[int]()
+        for of, run in found:
+            counts[of] += run.document.num_labels
         units = sum(count > 0 for count in counts.values())
-        return [replace(run, weight=1 / (counts[key] * units)) for key, run in found if run.document.num_labels]
-
-    return runs
-
-
-def _split(row: Row, values: Tensor) -> list[tuple[Document, Tensor]]:
-    """Splits values of a row by its documents."""
-    ends = np.cumsum([len(document) for document in row.documents]).tolist()
-    return [(each, values[end - len(each) : end]) for each, end in zip(row.documents, ends, strict=True)]
+        learning = [replace(run, weight=1 / (counts[of] * units)) for of, run in found if run.document.num_labels]
+        return learning or [found[0][1]]
 
 
-def _labelled(labels_of: Callable[[Row], Tensor]) -> Runs:
-    """Documents one by one, with other labels."""
-
-    def runs(rows: Sequence[Row]) -> list[Run]:
-        return mean([Run(replace(each, labels=own)) for row in rows for each, own in _split(row, labels_of(row))])
-
-    return runs
-
-
-def _shifted(values: Callable[[Row], Tensor]) -> Callable[[Row], Tensor]:
-    """The next value in the part of each context-parallel rank."""
-
-    def labels_of(row: Row) -> Tensor:
-        given = values(row)
-        labels = torch.full_like(given, IGNORE)
-        for _, mine in _of_each_rank(row):
-            labels[mine[:-1]] = given[mine[1:]]
-        return labels
-
-    return labels_of
-
-
-def _not_shifted(row: Row) -> Tensor:
-    whole = joined(row.documents)
-    return torch.where(whole.labels == IGNORE, IGNORE, whole.tokens)
-
-
-def _all_tokens(row: Row) -> Tensor:
-    """Every token predicts the next, also in prompts."""
-    whole = joined(row.documents)
-    labels = whole.tokens.roll(-1)
-    ends = np.cumsum([len(document) for document in row.documents], dtype=np.int64) - 1
-    labels[ends] = whole.labels[ends]
-    return labels
-
-
-def _next_document(row: Row) -> Tensor:
-    """The last token of a document predicts the first of the next."""
-    whole = joined(row.documents)
-    labels = whole.labels.clone()
-    ends = np.cumsum([len(document) for document in row.documents], dtype=np.int64)[:-1]
-    labels[ends - 1] = whole.tokens[ends]
-    return labels
-
-
-def _after_others(rows: Sequence[Row]) -> list[Run]:
-    """Positions go on over the row: each document stands behind another one, as long as all before it are."""
-    result = []
-    for row in rows:
-        start = 0
-        for document in row.documents:
-            # Any tokens do, from which nothing is learnt.
-            before = teaching_nothing(document[torch.zeros(start, dtype=torch.int64)])
-            end = start + len(document)
-            lengths = (start, len(document)) if start else (len(document),)
-            result.append(Run(joined([before, document]), 1.0, lengths, torch.arange(end)))
-            start = end
-    return mean(result)
-
-
-def _local_positions(*, anew: bool) -> Runs:
-    """Positions count the tokens of a rank: of its part of the row, or anew in each document."""
-
-    def runs(rows: Sequence[Row]) -> list[Run]:
-        result = []
-        for row in rows:
-            positions = torch.empty(row.shard.num_tokens, dtype=torch.int64)
-            document = _number_of_each(row)
-            for _, mine in _of_each_rank(row):
-                positions[mine] = _counted(document[mine]) if anew else torch.arange(mine.numel())
-            for each, own in _split(row, positions):
-                result.append(Run(each, positions=own))
-        return mean(result)
-
-    return runs
-
-
-def _number_of_each(row: Row) -> Tensor:
-    """The number of the document of each token of a row."""
-    lengths = torch.tensor([len(document) for document in row.documents], dtype=torch.int64)
-    return torch.arange(lengths.numel()).repeat_interleave(lengths)
-
-
-def _counted(numbers: Tensor) -> Tensor:
-    """For each value, how often it occurred before."""
-    result = torch.empty_like(numbers)
-    for number in set(numbers.tolist()):
-        here = numbers == number
-        result[here] = torch.arange(int(here.sum()))
-    return result
-
-
-def _attention_of_a_rank(*, local: bool) -> Runs:
-    """Tokens see those of their rank and document alone, at right positions or at positions counted on the rank."""
-
-    def runs(rows: Sequence[Row]) -> list[Run]:
-        result = []
-        for row in rows:
-            whole = joined(row.documents)
-            number, places = _number_of_each(row), torch.cat([torch.arange(0), *map(_places, row.documents)])
-            for _, mine in _of_each_rank(row):
-                for document in sorted(set(number[mine].tolist())):
-                    here = mine[number[mine] == document]
-                    positions = torch.arange(here.numel()) if local else places[here]
-                    result.append(Run(whole[here], positions=positions))
-        return mean(result)
-
-    return runs
-
-
-def _places(document: Document) -> Tensor:
-    return torch.arange(len(document))
-
-
-def _one_document(*, anew: bool) -> Runs:
-    """The row is one document, with positions that go on or begin anew."""
-
-    def runs(rows: Sequence[Row]) -> list[Run]:
-        result = []
-        for row in rows:
-            if row.documents:
-                whole = joined(row.documents)
-                positions = torch.cat([*map(_places, row.documents)]) if anew else _places(whole)
-                result.append(Run(whole, positions=positions))
-        return mean(result)
-
-    return runs
+def _behind(run: Run, start: int) -> Run:
+    """Positions go on: the document stands behind another one, as long as all before it are."""
+    before = teaching_nothing(run.document[torch.zeros(start, dtype=torch.int64)])  # any tokens do
+    whole = joined([before, run.document])
+    lengths = (start, len(run.document)) if start else (len(run.document),)
+    return Run(whole, run.weight, lengths, torch.arange(len(whole)))
 
 
 MEANS: Final = (
@@ -240,74 +147,84 @@ POSITIONS: Final = (
     "is trained at other positions: they go on over the row, or count the tokens of this rank's part. Give it the "
     "batch's position_ids, which begin anew in every document, and do not make positions from the number of tokens"
 )
+OF_A_RANK: Final = (
+    "has attention over the tokens of one context-parallel rank alone: give it the group of the ranks that share the "
+    "micro-batch (context_parallel_attention(..., group=...))"
+)
 SEE_EACH_OTHER: Final = "lets documents of a row see each other: what one teaches changes with those before it. {}"
+MANY: Final = 1 << 32  # more than documents, or ranks, of a micro-batch
 
-EXPECTATIONS: Final[tuple[Expectation, ...]] = (
-    Expectation("divisor", right, "{}"),
-    Expectation("means", means(lambda row, rank, place: (id(row), place)), MEANS.format("documents")),
-    Expectation("means", means(lambda row, rank, place: id(row)), MEANS.format("micro-batches")),
-    Expectation("means", means(lambda row, rank, place: row.first), MEANS.format("ranks")),
+RIGHT: Final = Expectation(name="divisor", remedy="{}")
+EXPECTATIONS: Final = (
+    RIGHT,
+    Expectation(name="means", remedy=MEANS.format("documents"), unit=lambda of: of.number * MANY + of.document),
+    Expectation(name="means", remedy=MEANS.format("micro-batches"), unit=lambda of: of.number + 0 * of.document),
+    Expectation(name="means", remedy=MEANS.format("ranks"), unit=lambda of: of.row.first + 0 * of.document),
     Expectation(
-        "means",
-        means(lambda row, rank, place: (id(row), rank), parts=True),
-        MEANS.format("parts of micro-batches"),
+        name="means",
+        remedy=MEANS.format("parts of micro-batches"),
+        unit=lambda of: of.number * MANY + of.rank,
         divided=True,
     ),
     Expectation(
-        "means",
-        means(lambda row, rank, place: row.first + rank, parts=True),
-        MEANS.format("context-parallel ranks"),
+        name="means",
+        remedy=MEANS.format("context-parallel ranks"),
+        unit=lambda of: of.row.first + of.rank,
         divided=True,
     ),
     Expectation(
-        "labels shifted twice",
-        _labelled(_shifted(lambda row: joined(row.documents).labels)),
-        "is trained with labels shifted twice: each token learns the one after the next. Those of a PackedBatch are "
-        "shifted; models that shift by themselves take batch.as_hf()",
+        name="labels shifted twice",
+        remedy="is trained with labels shifted twice: each token learns the one after the next. Those of a PackedBatch "
+        "are shifted; models that shift by themselves take batch.as_hf()",
+        labels=lambda of: of.following(of.whole.labels),
     ),
     Expectation(
-        "labels not shifted",
-        _labelled(_not_shifted),
-        "is trained with labels that are not shifted: each token learns itself. Those of a PackedBatch are shifted; "
-        "give them to a loss that does not shift, with logits of the same tokens",
+        name="labels not shifted",
+        remedy="is trained with labels that are not shifted: each token learns itself. Those of a PackedBatch are "
+        "shifted; give them to a loss that does not shift, with logits of the same tokens",
+        labels=lambda of: of.whole.tokens.where(of.whole.labels != IGNORE, IGNORE),
     ),
     Expectation(
-        "labels shifted in a part",
-        _labelled(_shifted(lambda row: joined(row.documents).tokens)),
-        "is trained with labels that were shifted on each rank or over whole rows: ends of documents, and of a rank's "
-        "part, predict what does not follow them, and masks are left out. Take the batch's labels",
+        name="labels shifted in a part",
+        remedy="is trained with labels that were shifted on each rank or over whole rows: ends of documents, and of a "
+        "rank's part, predict what does not follow them, and masks are left out. Take the batch's labels",
+        labels=lambda of: of.following(of.whole.tokens),
     ),
     Expectation(
-        "mask of labels",
-        _labelled(_all_tokens),
-        "learns tokens whose labels are masked, such as those of prompts: take the batch's labels, in which they are "
-        "IGNORE, not its tokens",
+        name="mask of labels",
+        remedy="learns tokens whose labels are masked, such as those of prompts: take the batch's labels, in which "
+        "they are IGNORE, not its tokens",
+        labels=lambda of: of.whole.labels.where(of.last, of.whole.tokens.roll(-1)),
     ),
     Expectation(
-        "ends of documents",
-        _labelled(_next_document),
-        "learns the first token of each document from the last one of that before it: take the batch's labels, in "
-        "which ends of documents are IGNORE",
+        name="ends of documents",
+        remedy="learns the first token of each document from the last one of that before it: take the batch's labels, "
+        "in which ends of documents are IGNORE",
+        labels=lambda of: of.whole.labels.where(~of.last | (of.document == of.document[-1:]), of.whole.tokens.roll(-1)),
     ),
     Expectation(
-        "tied weights",
-        right,
-        "leaves each copy of a weight that stages share without the gradient of the others: call "
+        name="tied weights",
+        remedy="leaves each copy of a weight that stages share without the gradient of the others: call "
         "TiedWeights.all_reduce_gradients() after the backward passes of each step",
         copies=False,
     ),
-    Expectation("positions", _after_others, POSITIONS),
-    Expectation("positions", _local_positions(anew=False), POSITIONS),
-    Expectation("positions", _local_positions(anew=True), POSITIONS, divided=True),
+    Expectation(name="positions", remedy=POSITIONS, behind=True),
+    Expectation(name="positions", remedy=POSITIONS, positions=lambda of: of.on_rank),
+    Expectation(name="positions", remedy=POSITIONS, positions=lambda of: of.again, divided=True),
     *(
         Expectation(
-            "attention of a rank",
-            _attention_of_a_rank(local=local),
-            "has attention over the tokens of one context-parallel rank alone: give it the group of the ranks that "
-            "share the micro-batch (context_parallel_attention(..., group=...))",
+            name="attention of a rank",
+            remedy=OF_A_RANK,
+            sees=lambda of: of.rank * MANY + of.document,
+            positions=positions,
             divided=True,
         )
-        for local in (False, True)
+        for positions in (lambda of: of.place, lambda of: of.again)
     ),
-    *(Expectation("attention", _one_document(anew=anew), SEE_EACH_OTHER) for anew in (True, False)),
+    *(
+        Expectation(
+            name="attention", remedy=SEE_EACH_OTHER, sees=lambda of: torch.zeros_like(of.document), positions=positions
+        )
+        for positions in (lambda of: of.place, lambda of: torch.arange(of.place.numel()))
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from wlb._core import WlbError
 from wlb.torch.gradients import check_wrappers, exchanges_gradients, unwrapped
-from wlb.torch.proof.alone import Gradients, Model, local
+from wlb.torch.lazy import local
+from wlb.torch.proof.alone import Gradients, Model
 from wlb.torch.proof.checks import Check
-from wlb.torch.proof.expectations import EXPECTATIONS, SEE_EACH_OTHER, Expectation, right
+from wlb.torch.proof.expectations import EXPECTATIONS, RIGHT, SEE_EACH_OTHER, Expectation
 from wlb.torch.proof.forest_expectations import FOREST_EXPECTATIONS
 from wlb.torch.proof.ranks import Ranks
 from wlb.torch.proof.short import Document, Short, teaching_nothing
@@ -35,6 +37,10 @@ _STEPPED = (
 _NOWHERE = (
     "leaves no gradient after a step with labels: it is frozen, or what trains it keeps gradients of its own, which "
     "neither this proof nor the model's zero_grad reaches"
+)
+_NO_NUMBERS = (
+    "has gradients that are infinite or no numbers, in {}: look for weights that are none, a loss divided by 0 labels, "
+    "attention over no token, or logarithms of 0; in float16 for a loss that is not scaled"
 )
 _NOT_EXCHANGED = (
     "has another gradient on each rank: they are not exchanged before the optimizer steps. Use train_step, a wrapper "
@@ -146,16 +152,16 @@ class Prover:
         found = self.model.taken()
         if self.scaler is not None:
             found = [None if gradient is None else gradient / self.scaler.get_scale() for gradient in found]
-        return None if loss is None else float(loss), found, self.kept.restored()
+        return None if loss is None else float(torch.as_tensor(loss).detach()), found, self.kept.restored()
 
     def _reference(self) -> tuple[float, Gradients]:
         """Mean loss and gradient of the documents alone."""
-        return self._rows_of_their_own() if self.by_rows else self._alone(right)
+        return self._rows_of_their_own() if self.by_rows else self._alone(RIGHT)
 
-    def _alone(self, runs: Callable[..., Any], *, copies: bool = True) -> tuple[float, Gradients]:
+    def _alone(self, expectation: Expectation) -> tuple[float, Gradients]:
         """Loss and gradient of what an expectation runs, each row on one rank."""
         with torch.enable_grad():
-            result = self.model.alone(runs(self.short.rows), copies=copies)
+            result = self.model.alone(expectation.runs(self.short.rows), copies=expectation.copies)
         self.kept.restored()
         return result
 
@@ -191,6 +197,8 @@ class Prover:
         length, true = self._length(mine), self._length(expected)
         if not self.ranks.largest(length)[0]:  # nothing was compared, so nothing is proved
             apart, fix = math.inf, _NOWHERE
+        elif math.isinf(apart):
+            fix = _NO_NUMBERS.format("training" if math.isfinite(true) else "documents alone")
         elif apart > self._allowed:
             fix = self._explained(mine, expected, apart)
         return Check("gradient", f"{length:.6g}", f"{true:.6g}", apart, self._allowed, fix)
@@ -231,9 +239,8 @@ class Prover:
         if self.by_rows:
             seen.append(self._fitted("divisor", found, expected, "{}"))
         else:
-            for each in self._expectations():
-                predicted = self._alone(each.runs, copies=each.copies)[1]
-                seen.append(self._fitted(each.name, found, predicted, each.remedy))
+            fitted = (self._fitted(of.name, found, self._alone(of)[1], of.remedy) for of in self._expectations())
+            seen.extend(fitted)
         # Whatever is nearer than rounding is equally near; the first of these in the table wins.
         best = min(seen, key=lambda one: max(one.apart, self._allowed / 10))
         if best.apart <= self._allowed:
@@ -306,15 +313,15 @@ class Prover:
             return _BY_CHANCE
         # The last document of each row teaches; the tokens before it differ.
         first, second = (
-            _filled(self._trained(self.short.step(change))[1], found)
-            for change in (_behind_reversed, _behind_one_token)
+            _filled(self._trained(self.short.step(partial(_last_alone, others=others)))[1], found)
+            for others in (lambda tokens: tokens, lambda tokens: torch.full_like(tokens, int(tokens.max())))
         )
         if self._apart(second, first) > self._allowed:
             return SEE_EACH_OTHER.format(self._mixing())
         if self.by_rows:
             return ""
         _, rows = self._rows_of_their_own()
-        _, expected = self._alone(right)
+        _, expected = self._alone(RIGHT)
         if self._apart(rows, expected, self._factor(rows, expected)) <= self._allowed:
             return _PLACE
         return _DIVIDED if self.short.divided else ""
@@ -358,7 +365,7 @@ class Prover:
     def _loss_explained(self, loss: float, mean: float) -> str:
         """What is wrong with a loss whose gradient is right."""
         for each in [] if self.by_rows else self._expectations():
-            if each.name == "means" and _relative(loss, self._alone(each.runs)[0]) <= self._allowed_of_losses:
+            if each.name == "means" and _relative(loss, self._alone(each)[0]) <= self._allowed_of_losses:
                 return each.remedy
         factor = loss / mean if mean else math.inf
         return self._counted(factor) or (
@@ -367,18 +374,10 @@ class Prover:
         )
 
 
-def _behind_reversed(documents: Sequence[Document]) -> list[Document]:
-    return _behind(documents, lambda tokens: tokens.flip(0))
-
-
-def _behind_one_token(documents: Sequence[Document]) -> list[Document]:
-    return _behind(documents, lambda tokens: torch.full_like(tokens, int(tokens.max())))
-
-
-def _behind(documents: Sequence[Document], make: Callable[[Tensor], Tensor]) -> list[Document]:
-    """The last document, behind others of the same lengths that teach nothing."""
-    others = [replace(teaching_nothing(each), tokens=make(each.tokens)) for each in documents[:-1]]
-    return [*others, *documents[-1:]]
+def _last_alone(documents: Sequence[Document], others: Callable[[Tensor], Tensor]) -> list[Document]:
+    """The last document teaches, those before it do not."""
+    before = [replace(teaching_nothing(each), tokens=others(each.tokens)) for each in documents[:-1]]
+    return [*before, *documents[-1:]]
 
 
 def _names(modules: Sequence[torch.nn.Module]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,8 +36,9 @@ class Ranks:
         return self._reduced(values, dist.ReduceOp.SUM, self.whole)
 
     def largest(self, *values: float) -> list[float]:
-        """Maxima over all ranks."""
-        of_step = self._reduced(values, dist.ReduceOp.MAX, self.share)
+        """Maxima over all ranks; of what is no number, infinity, since a maximum may lose it."""
+        numbers = [math.inf if math.isnan(value) else value for value in values]
+        of_step = self._reduced(numbers, dist.ReduceOp.MAX, self.share)
         return self._reduced(of_step, dist.ReduceOp.MAX, self.whole)
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from wlb.torch.layers import has_batch_statistics, is_recurrent, with_configs
-from wlb.torch.lazy import fsdp2
-from wlb.torch.proof.alone import local
+from wlb.torch.lazy import fsdp2, local
 from wlb.torch.timing import untimed
 from wlb.torch.training import untrained
 

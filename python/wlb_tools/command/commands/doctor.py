@@ -87,7 +87,7 @@ def _packages(wrong: list[str]) -> list[checkup.Package]:
     found = list(checkup.packages())
     # A trainer may be there for something else; wlb refuses it by name where it is used.
     wrong += [
-        f'{one.name} {one.installed}: {one.needed} is needed; run: pip install "{one.use}"'
+        f'{one.name} {one.installed}: {one.needed} is needed; run: pip install "{one.name}{one.needed}"'
         for one in found
         if one.installed and not one.works and one.use.startswith("wlb")
     ]
@@ -97,7 +97,7 @@ def _packages(wrong: list[str]) -> list[checkup.Package]:
 def _training(wrong: list[str]) -> tuple[str, list[checkup.Attention]]:
     """A sentence about what can be trained here, and the checks of attention by kernel."""
     if find_spec("torch") is None:
-        return 'No torch: plans alone. For wlb.torch: pip install "wlb[torch]"', []
+        return 'No torch: plans alone. For wlb.torch: pip install "torch>=2.11"', []
     import torch
     import torch.distributed as dist
 

@@ -53,7 +53,7 @@ def profile(
         output: file to write, its records beside it; by default named after GPU, kernel and heads.
     """
     if find_spec("torch") is None:
-        raise CliError('torch not installed; run: pip install "wlb[torch]"')
+        raise CliError('torch not installed; run: pip install "torch>=2.11"')
     import wlb
     from wlb_tools.profiling import Grid, Profiler, held_out_errors
 

@@ -233,7 +233,7 @@ def _file(path: Path, wanted: Wanted, cache: LengthsCache | None, progress: Prog
     except ModuleNotFoundError as missing:
         if missing.name != "pyarrow":
             raise
-        raise CliError(f'{path}: is read by the package pyarrow; run: pip install "wlb[data]"') from None
+        raise CliError(f"{path}: is read by the package pyarrow; run: pip install pyarrow") from None
     progress.update(task, completed=total)
     lengths = np.concatenate([*parts, np.zeros(0, dtype=np.int64)])
     tokens = "text" not in own.saw

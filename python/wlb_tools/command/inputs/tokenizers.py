@@ -129,8 +129,7 @@ def _kind(path: Path, content: bytes) -> str:
 
 
 def _needs(package: str, path: Path) -> CliError:
-    extra = 'pip install "wlb[tokenizers]"' if package == "tokenizers" else f"pip install {package}"
-    return CliError(f"--tokenizer {path} needs the package {package}; run: {extra}")
+    return CliError(f"--tokenizer {path} needs the package {package}; run: pip install {package}")
 
 
 def _counts(lengths: Sequence[int]) -> NDArray[np.int64]:

@@ -191,9 +191,9 @@ impl Shard {
         placed.into_iter().map(|(_, segment)| segment).collect()
     }
 
-    /// Tokens of a rank that attends to its own keys while others' arrive: all, if of some documents it has all keys
-    /// that its segments see, enough for a call of their own, and of some it has not; else none, since one call does
-    /// it. Exact.
+    /// Tokens of a rank that attends in two calls, or 0 if it attends in one. A rank attends in two calls if it needs
+    /// keys of other ranks for some documents and none for others, and the latter are enough for a call of their own,
+    /// which runs while the keys arrive. Exact.
     ///
     /// # Complexity
     /// O(segments of the rank).
@@ -201,9 +201,8 @@ impl Shard {
         if self.lacks_keys(rank) && self.has_local_call(rank) { self.tokens(rank) } else { 0 }
     }
 
-    /// Keys that a rank picks, its own and those that arrive, for documents of which it has not all: all that a segment
-    /// sees; one that several segments see as often, but once where all of a document's segments see all of
-    /// its keys. Exact.
+    /// Keys, its own and those that arrive, that a rank picks for the call that needs keys of other ranks. Under a
+    /// causal mask a key counts once for each segment that sees it, under a full one once a document. Exact.
     ///
     /// # Complexity
     /// O(segments of the rank).
@@ -223,7 +222,7 @@ impl Shard {
         self.sights(&self.ranks[rank]).any(|sight| !sight.here)
     }
 
-    /// Whether the documents of which the rank has all keys that it sees have a call of their own.
+    /// Whether a rank attends in a call of its own to the documents for which it needs no keys of other ranks.
     fn has_local_call(&self, rank: usize) -> bool {
         let here = self.sights(&self.ranks[rank]).filter(|sight| sight.here);
         let local: i64 = here.map(|sight| i64::from(sight.segment.length)).sum();
@@ -279,8 +278,8 @@ impl Shard {
     }
 }
 
-/// Whether `local` of a rank's `tokens`, whose keys are all there, get a call of attention of their own, while other
-/// ranks' keys arrive: two calls pick their queries and put their outputs together, one call does not.
+/// Whether the `local` tokens of a rank's `tokens`, which need no keys of other ranks, are worth a call of their own.
+/// The call runs while other ranks' keys arrive, but two calls have to pick queries and put outputs together.
 pub(super) fn pays_alone(local: i64, tokens: i64) -> bool {
     8 * local >= tokens
 }

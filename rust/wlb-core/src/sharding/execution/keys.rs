@@ -1,8 +1,8 @@
 //! Plans in which keys come to the rank that needs them: by all-gather, or by all-to-all.
 //!
 //! Paths of which a rank has all keys that its runs see form calls of their own, which run over the rank's own tensors
-//! while the others' keys arrive, if there are enough of them (see `pays_alone`). The other runs compute over a *buffer*
-//! of keys: those of the rank's rows, from the first on that they or other ranks see, and behind these what arrives.
+//! while the others' keys arrive, if there are enough of them (see `pays_alone`). The other runs compute over a
+//! *buffer* of keys: the rank's own rows, from the first that these runs or other ranks see, then the keys that arrive.
 //! Gradients of others' keys go home by rank, each summed over this rank's runs, with either transport.
 
 use crate::error::Result;

@@ -1,0 +1,177 @@
+"""Attention as one operator of torch, for compiled models and policies that name operators.
+
+A compiler cannot look into a shard. What it sees is a tensor that stands for one: the number under which
+`prepare_attention` keeps it. So a graph is the same for all micro-batches, and attention is one node of it, with one
+for its backward, which takes the output and its log-sum-exp and computes nothing of the forward again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+import wlb
+from wlb._errors import error
+from wlb.torch.attention.kernels import accumulator
+
+KEPT = 1024
+"""Shards that tensors stand for: those prepared last."""
+
+Known = tuple[Tensor, Tensor]
+"""The output of an attention, and its log-sum-exp `[tokens, heads]`."""
+
+
+class _Prepared:
+    """Shards by number."""
+
+    def __init__(self) -> None:
+        self._numbers: OrderedDict[Any, int] = OrderedDict()
+        self._shards: dict[int, Any] = {}
+        self._next = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def add(self, shard: wlb.Shard | wlb.ForestShard) -> Tensor:
+        """A tensor that stands for it; equal shards have equal ones."""
+        with self._lock:
+            number = self._numbers.pop(shard, None) or next(self._next)
+            self._numbers[shard], self._shards[number] = number, shard
+            if len(self._numbers) > KEPT:
+                del self._shards[self._numbers.popitem(last=False)[1]]
+        return torch.tensor([number])
+
+    def get(self, prepared: Tensor) -> Any:
+        """The shard that a tensor stands for."""
+        if prepared.device.type != "cpu" or prepared.dtype != torch.int64 or prepared.shape != (1,):
+            found = f"{prepared.dtype} {list(prepared.shape)} on {prepared.device}"
+            raise error("shard", f"is {found}, not what prepare_attention returned: int64 [1] on the CPU", value=found)
+        shard = self._shards.get(number := int(prepared))
+        if shard is None:
+            message = f"= {number}: no shard of this process, or {KEPT} others were prepared after it"
+            raise error("shard", message, value=number)
+        return shard
+
+
+PREPARED = _Prepared()
+
+_ATTEND: list[Callable[..., Any]] = []
+"""The function that attends, which knows this file."""
+
+
+def attends(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that the operator runs: `function(q, k, v, shard, known=..., with_lse=..., ...)`."""
+    _ATTEND[:] = [function]
+    return function
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, prepared: Tensor, *, group: dist.ProcessGroup | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention of the micro-batch that `prepared` stands for, and its log-sum-exp `[tokens, heads]`."""
+    result: tuple[Tensor, Tensor] = torch.ops.wlb.attention(
+        q,
+        k,
+        v,
+        prepared,
+        options["alibi_slopes"],
+        "" if group is None else group.group_name,
+        options["transport"],
+        options["ulysses_size"],
+        options["softmax_scale"],
+        options["window"],
+        options["kernel"],
+        options["return_lse"],
+    )
+    return result
+
+
+_NAMES = ("transport", "ulysses_size", "softmax_scale", "window", "kernel", "return_lse")
+_OPTIONS = (
+    "Tensor? alibi_slopes, str group, str transport, int? ulysses_size, float? softmax_scale, SymInt? window, "
+    "str kernel, bool return_lse"
+)
+
+
+def _options(alibi_slopes: Tensor | None, group: str, *plain: Any) -> dict[str, Any]:
+    found = None if group == "" else _resolve_process_group(group)  # type: ignore[arg-type]
+    return {"alibi_slopes": alibi_slopes, "group": found, **dict(zip(_NAMES, plain, strict=True))}
+
+
+@torch.library.custom_op(
+    "wlb::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor prepared, {_OPTIONS}) -> (Tensor, Tensor)",
+)
+def _forward(q: Tensor, k: Tensor, v: Tensor, prepared: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        out, lse = _ATTEND[0](q, k, v, PREPARED.get(prepared), with_lse=True, **_options(*options))
+    return out.contiguous(), lse
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, prepared: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:2], dtype=accumulator(q.dtype))
+    return q.new_empty((q.shape[0], q.shape[1], v.shape[2])), lse
+
+
+@contextmanager
+def _differentiable() -> Iterator[None]:
+    """Operations are recorded: inside of an operator torch leaves them out, even where gradients are enabled."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(included, excluded):
+        yield
+
+
+@torch.library.custom_op(
+    "wlb::attention_backward",
+    mutates_args=(),
+    schema="(Tensor d_out, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor prepared, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(
+    d_out: Tensor,
+    d_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    prepared: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    named = _options(*options)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with _differentiable():
+        again = _ATTEND[0](*leaves, PREPARED.get(prepared), known=(out.detach(), lse.detach()), **named)
+    results, gradients = ([*again], [d_out, d_lse]) if named["return_lse"] else ([again], [d_out])
+    dq, dk, dv = torch.autograd.grad(results, leaves, gradients)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@_backward.register_fake
+def _(d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, prepared, alibi_slopes, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, prepared, alibi_slopes)
+
+
+def _gradients(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, prepared, alibi_slopes = ctx.saved_tensors
+    found = torch.ops.wlb.attention_backward(d_out, d_lse, q, k, v, out, lse, prepared, alibi_slopes, *ctx.options)
+    return (*found, *[None] * 9)
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
