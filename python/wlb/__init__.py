@@ -62,7 +62,7 @@ from wlb._results import (
 )
 from wlb.models import ModelConfig
 
-# The engine imports nothing of Python's, and knows no files: what it calls is handed down to it.
+# The engine imports no Python modules and reads no files, so Python gives it the functions that it calls.
 _core.hand_down(_arrays.integers, _arrays.floats, profiles.read)
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""How the engine reads what is no plain array of the dtype that it wants: lists, tensors, other dtypes.
+"""Conversion of arguments (lists, tensors, other dtypes) into the plain arrays that the engine reads.
 
 The engine reads int64 and float64 arrays by itself, and asks here for the rest. Errors name the argument, and where it
 can be told the entry that is wrong.
@@ -22,9 +22,9 @@ def integers(argument: str, values: Any) -> NDArray[np.int64]:
     kind, itemsize = array.dtype.kind, array.dtype.itemsize
     if kind == "i" or (kind == "u" and (itemsize < 8 or array.max(initial=0) < 2**63)):
         return array.astype(np.int64, order="C")
-    if kind in "fOu" and not array.size:  # what numpy makes of an empty list
+    if kind in "fOu" and not array.size:  # numpy makes a float array of an empty list
         return np.zeros(0, np.int64)
-    # What int64 cannot hold, Python's integers, and what has no place here.
+    # Left are integers beyond int64, arrays of Python's integers, and wrong types.
     return _item_by_item(argument, values, array)
 
 
@@ -33,13 +33,13 @@ def floats(argument: str, values: Any, least: int, most: int) -> NDArray[np.floa
     array = _array(argument, values, least, most)
     if array.dtype.kind not in "iuf":
         raise _refused(argument, f"must be real numbers, not {array.dtype}", given=values)
-    with np.errstate(over="ignore"):  # what is above float64 becomes infinite, and is refused by its index
+    with np.errstate(over="ignore"):  # numbers above float64 become infinite, and are refused by their index
         return array.astype(np.float64, order="C")
 
 
 def _array(argument: str, values: Any, least: int, most: int) -> NDArray[Any]:
     """An array of so many dimensions, of whatever dtype numpy gives it."""
-    if isinstance(values, np.ma.MaskedArray):  # asarray would drop the mask, and pack what the caller masked out
+    if isinstance(values, np.ma.MaskedArray):  # asarray would drop the mask, and pack masked entries
         raise _refused(argument, "is a masked array: fill it or drop what is masked")
     wrong = (TypeError, ValueError, OverflowError) if isinstance(values, list | tuple) else Exception
     try:
@@ -59,7 +59,7 @@ def _array(argument: str, values: Any, least: int, most: int) -> NDArray[Any]:
 
 def _item_by_item(argument: str, values: Any, array: NDArray[Any]) -> NDArray[np.int64]:
     """Reads integers one by one, so that an error names the wrong entry. Object arrays hold Python integers only."""
-    # What the caller wrote, where that can be listed: numpy turns a list with 2**63 in it into floats.
+    # The caller's own numbers, where they can be listed: numpy turns a list with 2**63 in it into floats.
     written = _is_iterable(values) and not isinstance(values, np.ndarray)
     found = []
     not_an_integer: tuple[int, Any] | None = None
@@ -70,7 +70,7 @@ def _item_by_item(argument: str, values: Any, array: NDArray[Any]) -> NDArray[np
                 raise _refused(argument, "does not fit into int64", index, item)
         elif not _is_whole(item):
             raise _refused(argument, "must be an integer", index, item)
-        elif not_an_integer is None:  # blame a fraction or NaN behind it first, if there is one
+        elif not_an_integer is None:  # an error names a fraction or NaN first, if there is one
             not_an_integer = index, item
     if not_an_integer is not None:
         raise _refused(argument, f"must be an integer, but the array has dtype {array.dtype}", *not_an_integer)
@@ -84,7 +84,7 @@ def _is_integer(item: object) -> bool:
     if isinstance(item, bool):
         return False
     try:
-        operator.index(item)  # type: ignore[arg-type]  # a tensor has an index, too, which fails if it holds anything else
+        operator.index(item)  # type: ignore[arg-type]  # tensors have `__index__`, which fails unless they hold one integer
     except Exception:
         return False
     return True

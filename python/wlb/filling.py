@@ -1,4 +1,4 @@
-"""What enters the packer in a step: as much as it admits, and enough that the step is worth training."""
+"""Choice of the documents that enter the packer in a step: at most what it admits, enough for a step worth training."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def next_packing(packer: Packer, source: Source, *, min_step_tokens: int) -> tup
         if not may_read or tokens >= max(min_step_tokens, 1):
             source.advance(entering)
             return after, packing
-        if tokens == 0 and entering:  # all of it waits; it has entered, and the next batch comes
+        if tokens == 0 and entering:  # all documents entered and wait: go on with the next batch
             packer = after
             source.advance(entering)
             extra = 0
         else:
-            extra = 2 * extra + 1  # so that few offers are made, however little a batch is
+            extra = 2 * extra + 1  # doubled each time, so that small batches need few offers
 
 
 def _entering(packer: Packer, offer: Offer, min_step_tokens: int) -> int:
@@ -104,7 +104,7 @@ def _refused(offer: Offer, cause: WlbError) -> WlbError:
         return cause
     number = int((offer.ids if offer.numbers is None else offer.numbers)[row])
     if column is None:
-        said = str(cause).partition("] ")[2]  # after `lengths[17]`, which is the place in the offer
+        said = str(cause).partition("] ")[2]  # without the prefix `lengths[17]`, whose index counts in the offer
     else:
         said = f"has {cause.value} in column {column}: {str(cause).partition(': ')[2]}"
     return error(cause.argument, said, index=number, value=cause.value)
@@ -171,7 +171,7 @@ def next_turns(
         to_the_end: Whether none are behind these.
     """
     least = max(min_step_tokens, 1)
-    passed = lengths.cumsum()  # in the order of turns, what has entered before its turn included
+    passed = lengths.cumsum()  # in the order of turns, documents that entered early included
     outside = np.where(new, lengths, 0).cumsum()
     turn = max(int(np.searchsorted(passed, wanted, side="right")), int(new.argmax()) + 1)
     if to_the_end and outside[-1] - outside[turn - 1] < least:

@@ -1,4 +1,4 @@
-"""What a run trained, a line for each step: how it is written down.
+"""The format of a ledger: one line for each step says what a run trained.
 
 A ledger is a folder with one file for each data-parallel rank, `ledger-00000.jsonl` and so on, which
 `wlb.torch.Ledger` writes while it trains. A line is a JSON object with the hash of the line before it and one of
@@ -85,7 +85,7 @@ class Pieces:
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """What a data-parallel rank trains of a step, in the order of its plan.
+    """The part of a step that a data-parallel rank trains, in the order of its plan.
 
     Attributes:
         micro_batches: Each micro-batch of this rank: its number in the plan, and how many pieces it has.
@@ -97,12 +97,12 @@ class Share:
 
     @classmethod
     def of(cls, numbers: Iterable[int], parts: Sequence[Pieces]) -> Share:
-        """These micro-batches, and the pieces of each."""
+        """A share of these micro-batches, with the pieces of each."""
         pieces = Pieces.of(*([getattr(part, name) for part in parts] for name in ("ids", "starts", "lengths")))
         return cls(tuple((int(number), part.ids.size) for number, part in zip(numbers, parts, strict=True)), pieces)
 
     def encode(self) -> dict[str, Any]:
-        """As a line has it: the pieces by document, and where each stands in the order of the plan."""
+        """JSON of a line: the pieces by document, and the place of each in the order of the plan."""
         place = np.lexsort((self.pieces.starts, self.pieces.ids))
         return {
             "micro_batches": [list(part) for part in self.micro_batches],
@@ -112,7 +112,7 @@ class Share:
 
     @classmethod
     def decode(cls, line: Mapping[str, Any]) -> Share:
-        """What `encode` gave.
+        """The share that `encode` wrote.
 
         Raises:
             ValueError: It is something else.

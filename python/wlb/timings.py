@@ -34,8 +34,8 @@ class Timings:
     """Timings of micro-batches, read from a log."""
 
     micro_batches: list[NDArray[np.int64]]  # tokens of the documents of each
-    seconds: NDArray[np.float64]  # that it took
-    ranks: NDArray[np.int64]  # that shared it
+    seconds: NDArray[np.float64]  # time of each micro-batch
+    ranks: NDArray[np.int64]  # number of ranks that shared each micro-batch
     lines: list[int]  # of the file
 
 

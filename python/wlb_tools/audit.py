@@ -223,7 +223,7 @@ def _read_folder(folder: Path) -> dict[int, _RankLedger]:
 def _read_file(path: Path, rank: int) -> _RankLedger:
     texts = path.read_bytes().split(b"\n")
     result = _RankLedger({}, [], 0, [], bool(texts[-1]))
-    cut_off: int | None = None  # number of a line that is none, perhaps since a run died while it wrote it
+    cut_off: int | None = None  # number of a broken line, perhaps of a run that died while it wrote
     after: str | None = None
     next_step = 0
     for number, text in enumerate([*texts[:-1], None], start=1):
@@ -326,7 +326,7 @@ _KILLED: Final = "is not in the ledger of this rank: it was killed before its li
 
 
 def _share(line: Mapping[str, Any]) -> Share:
-    """What the rank of this line trained; without micro-batches where the plan was of groups."""
+    """The share that the rank of this line trained; without micro-batches under Dynamic-CP."""
     if line["micro_batches"] is None:
         return Share((), Pieces.decode(line["pieces"]))
     return Share.decode(line)
@@ -370,7 +370,7 @@ def _further(ranks: Mapping[int, _RankLedger]) -> int:
     def runs(rank: int) -> list[tuple[Any, ...]]:
         return [(about["step"], about["previous"], about["dp_size"]) for about in ranks[rank].about]
 
-    # What began alike, as often: a rank that was killed before its first line has those of a run before.
+    # Runs that began alike on all ranks: a rank killed before its first line still has lines of the run before.
     latest = runs(0)[-1]
     alike = [
         rank for rank in ranks if runs(rank)[-1:] == [latest] and runs(rank).count(latest) == runs(0).count(latest)
@@ -442,7 +442,7 @@ class _Coverage:
             at = int(step_of[trained.ids >= limit].min())
             strange = tuple(_names(seen[seen >= limit], per_epoch))
             findings.append(Finding("trains documents that were not read", at, documents=strange))
-        # Documents of which nothing was trained, after each step: they wait, or are lost.
+        # Untrained documents after each step: they wait, or are lost.
         by_step = np.bincount(step_of[first], minlength=len(steps))[: len(steps)].cumsum()
         untrained = read - by_step
         if (lost := np.flatnonzero(untrained > pieces_waiting)).size:

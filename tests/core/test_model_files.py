@@ -250,6 +250,13 @@ def test_other_files_are_said_to_be_what_they_are(content: dict[str, Any], said:
     assert str(path) in str(caught.value)
 
 
+def test_a_model_of_one_layer_may_be_a_draft_head() -> None:
+    """EAGLE's first heads say that they are Llamas."""
+    head = {**LLAMA, "num_hidden_layers": 1, "vocab_size": 32000, "architectures": ["LlamaForCausalLM"]}
+    assert "draft heads" in read(head).assumptions[0]
+    assert not read({**head, "num_hidden_layers": 2}).assumptions
+
+
 # Parameters as transformers 5.24 counts them on the meta device; None: refused by name.
 EXPECTED: dict[str, int | None] = {
     "Qwen-Qwen3.5-35B-A3B": 35_107_181_936,

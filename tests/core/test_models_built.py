@@ -235,6 +235,12 @@ def test_what_is_assumed_is_said() -> None:
     assert model.num_parameters == 124_439_808
 
 
+def test_keys_of_encoders_that_nothing_reads_are_said() -> None:
+    vision = {"model_type": "internvl_vision", "register_banks": 7}
+    model = wlb.ModelConfig.from_hugging_face({"model_type": "internvl", "vision_config": vision})
+    assert model.assumptions[0] == "not read, since documents do not meet it: vision_config.register_banks"
+
+
 def test_a_window_is_a_mask_and_heads_are_known_to_kernels() -> None:
     config = {"model_type": "granite_swa", "layer_types": ["sliding_attention", "full_attention"] * 12}
     model = wlb.ModelConfig.from_hugging_face(config)

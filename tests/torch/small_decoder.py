@@ -235,4 +235,9 @@ def with_shard_of_one(batch: PackedBatch) -> PackedBatch:
     shard = batch.shard
     cut: Any = {"strategy": "per_sequence"} if shard.cp_size > 1 else {}
     whole = np.array([shard.num_tokens], np.int64)[: bool(shard.num_tokens)]
-    return replace(batch, shard=wlb.shard(whole, cp_size=shard.cp_size, **cut))
+    one = wlb.shard(whole, cp_size=shard.cp_size, **cut)
+    before, after = (of.rank(batch.cp_rank).token_indices for of in (shard, one))
+    order = torch.from_numpy(np.argsort(before))
+    assert np.array_equal(before[order], after), "in its own order, which documents have not"
+    moved = {name: getattr(batch, name)[order] for name in ("tokens", "labels", "position_ids")}
+    return replace(batch, shard=one, **moved)

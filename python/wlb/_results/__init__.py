@@ -1,4 +1,4 @@
-"""What the core answers with: numbers and arrays in frozen dataclasses, which print, compare and pickle by themselves.
+"""Results of the core: frozen dataclasses of numbers and arrays, which print, compare and pickle by themselves.
 
 The core makes them. It knows each class by its name, which `wlb._core.result` tells it, and imports nothing.
 """

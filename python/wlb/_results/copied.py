@@ -1,4 +1,4 @@
-"""What results that hold arrays have in common."""
+"""The base class of results that hold arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fitting costs to measured times answers with."""
+"""Results of fitting costs to measured times."""
 
 from __future__ import annotations
 

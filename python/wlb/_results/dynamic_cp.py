@@ -1,4 +1,4 @@
-"""What `wlb.plan_dynamic_cp` answers with."""
+"""Results of `wlb.plan_dynamic_cp`."""
 
 from __future__ import annotations
 
@@ -198,14 +198,14 @@ class DynamicCpPlan(Copied):
     balanced_seconds: float
     sweep: tuple[tuple[int, float], ...]
     _digest: str
-    # Of each group, micro-batch by micro-batch, and where those of each micro-batch begin, then their number.
+    # One entry for each group; `_group_offsets` says where each micro-batch begins and the last one ends.
     _first_ranks: NDArray[np.int32]
     _cp_sizes: NDArray[np.int32]
     _tokens_per_rank: NDArray[np.int64]
     _padded_tokens_per_rank: NDArray[np.int64]
     _group_seconds: NDArray[np.float64]
     _group_offsets: NDArray[np.int64]
-    # Of each document, group by group, and where those of each group begin, then their number.
+    # One entry for each document; `_document_offsets` says where each group begins and the last one ends.
     _document_ids: NDArray[np.int64]
     _lengths: NDArray[np.int32]
     _document_offsets: NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""What a packer answers with."""
+"""Results of a packer."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class PackerMetrics:
     length_fallbacks: int
     carried_over: int
     padding_tokens: int
-    _delays: tuple[tuple[int, int], ...]  # (iterations, tokens that waited so many), ascending
+    _delays: tuple[tuple[int, int], ...]  # (delay in steps, tokens with this delay), ascending
 
     @property
     def delay_histogram(self) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""What simulating a pipeline answers with."""
+"""Results of simulating a pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Simulated(Copied):
     """A simulation's result: equal to any other of the same question."""
 
     _schedule: Schedule
-    _question: bytes  # all other arguments, to the bit
+    _question: bytes  # the arguments of the simulation, for comparing results bit by bit
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, type(self)) and self._asked == other._asked

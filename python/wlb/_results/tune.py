@@ -1,4 +1,4 @@
-"""What tuning answers with."""
+"""Results of tuning."""
 
 from __future__ import annotations
 

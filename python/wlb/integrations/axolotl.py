@@ -60,8 +60,8 @@ class BalancePlugin(BasePlugin):
         """
         if not cfg.wlb:
             raise error("wlb", "is missing in the configuration: give it max_tokens, what a rank's memory holds")
-        # axolotl has most models, whose forward takes keywords and names none, average micro-batches, and then ranks.
-        # But they divide by the labels of the step if told how many there are; and the proof shows it.
+        # For models whose `forward` takes `**kwargs`, axolotl averages losses over micro-batches, and then over ranks.
+        # Given the number of labels of the step, these models divide by it; the check before training proves it.
         model = trainer.accelerator.unwrap_model(trainer.model)
         trainer.model_accepts_loss_kwargs = getattr(model, "accepts_loss_kwargs", takes_keywords(model))
         trainer.args.average_tokens_across_devices = True

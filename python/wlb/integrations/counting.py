@@ -1,4 +1,4 @@
-"""How many steps of a run have something to learn: the others are passed over, and no schedule may count them."""
+"""Count of the steps of a run that have a label: the others are passed over, and no schedule may count them."""
 
 from __future__ import annotations
 

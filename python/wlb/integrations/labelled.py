@@ -42,7 +42,7 @@ def labelled_steps(
                 given = True
                 yield step, labels
         if not any_step and isinstance(loader, StepLoader) and loader.ended:
-            return  # it was restored after the last step of all
+            return  # the state stands after the last step
         barren, empty = barren + trained, 0 if any_step else empty + 1
 
 
@@ -51,9 +51,9 @@ def _labels(step: Step[Any], group: dist.ProcessGroup | None) -> int | None:
     packing = step.packing
     if isinstance(packing, wlb.Packing) and not any((micro_batch.lengths > 1).any() for micro_batch in packing):
         return 0
-    if not all(map(_has_labels, step.micro_batches)):  # another collator, on all ranks: known to it alone
+    if not all(map(_has_labels, step.micro_batches)):  # only the collator of each rank knows them
         return None
-    if step.num_ranks > 1 and not dist.is_initialized():  # the part of a rank, looked at without the others
+    if step.num_ranks > 1 and not dist.is_initialized():  # one rank's part, read without the other ranks
         return None
     labels = count_valid_tokens(step, group=group)
     if not labels:

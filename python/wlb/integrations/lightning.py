@@ -106,9 +106,9 @@ class BalancedDataModule(LightningDataModule):
         self._max_tokens, self._tokens_per_batch = max_tokens, tokens_per_batch
         self._row = row
         self._verify = verify
-        self._given: _MicroBatches | None = None  # to the latest `fit`
-        self._arrived: dict[str, Any] | None = None  # the state from which that begins
-        self._total: int | None = None  # steps, as a schedule was told
+        self._given: _MicroBatches | None = None  # the loader of the latest `fit`
+        self._arrived: dict[str, Any] | None = None  # the state from which the latest `fit` begins
+        self._total: int | None = None  # the number of steps that a schedule was given
         self._pace = Pace(tokens_per_batch, tokens_per_batch)
 
     def setup(self, stage: str) -> None:
@@ -121,7 +121,7 @@ class BalancedDataModule(LightningDataModule):
         if stage != "fit" or trainer is None:
             return
         _check_strategy(trainer.strategy)
-        # A further `fit` of the same trainer goes on where the one before has ended.
+        # A second `fit` of the same trainer continues where the first ended.
         known, ended, self._given, self._arrived, self._total = self._given, self.state_dict(), None, None, None
         self._pace = Pace(self._tokens_per_batch, self._tokens_per_batch)
         if known is not None and known.trainer is trainer and known.trained == trainer.global_step:
@@ -167,13 +167,13 @@ class BalancedDataModule(LightningDataModule):
         return {} if self._given is None else self._given.state() | {"pace": self._pace.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Where a checkpoint stood, of which Lightning goes on.
+        """Takes the state of a checkpoint from which Lightning resumes.
 
         Raises:
             wlb.WlbError: a schedule was made before the checkpoint was loaded, for another number of steps.
         """
         if not state_dict:
-            return  # it was saved without training
+            return  # the checkpoint was saved without training
         told, self._total = self._total, None
         self._arrive(state_dict)
         if self._given is not None:
@@ -246,7 +246,7 @@ class _Counted(Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """As Lightning's, which says -1 of data without a length."""
+        """The number of steps that have a label; Lightning itself gives -1 for data without a length."""
         data: Any = self.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, BalancedDataModule) or not _is_whole(self):
             found: int | float = super().estimated_stepping_batches
@@ -283,18 +283,18 @@ class _MicroBatches:
         self._accumulated = trainer.accumulate_grad_batches
         self.trained = 0
         self._state: dict[str, Any] | Snapshot = steps.state_dict()
-        # What was given and is not yet known to be trained: steps, without their micro-batches.
+        # Steps that were handed out and are not yet known to be trained, without their micro-batches.
         self._given: deque[Step[Any]] = deque()
-        self._stale = False  # whether the host has fetched something that stood before the state
+        self._stale = False  # whether Lightning holds batches from before the state was loaded
         self._unproved = verify
         self._metrics = StepMetrics(steps)
-        # Not beside that of an earlier run of the same trainer.
+        # The callback of an earlier run of the same trainer goes.
         trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, _Following)]
         trainer.callbacks.append(_Following(self))
 
     def __iter__(self) -> Iterator[Any]:
         self.note_trained()
-        if self._given:  # Lightning has fetched it, and begins anew: what was not trained comes again
+        if self._given:  # Lightning begins anew: batches that it fetched and did not train come again
             self._given.clear()
             self._steps.load_state_dict(self._steps_state())
         self._stale = False
@@ -309,7 +309,7 @@ class _MicroBatches:
                 yield _without_routers(row, batch, self.trainer.lightning_module)
 
     def _divided(self) -> int:
-        """What Lightning and the strategy divide the sum of a step's losses by.
+        """The number by which Lightning and its strategy divide the sum of a step's losses.
 
         Raises:
             wlb.WlbError: `accumulate_grad_batches` has changed.
@@ -364,7 +364,7 @@ class _MicroBatches:
             for progress in (loop.batch_progress.current, loop.batch_progress.total):
                 for name in ("ready", "started", "processed", "completed"):
                     setattr(progress, name, max(getattr(progress, name) - again, 0))
-            loop._batches_that_stepped -= 1  # which Lightning adds at the beginning of a step
+            loop._batches_that_stepped -= 1  # Lightning adds 1 at the beginning of a step
         # With max_steps it goes into an epoch that had ended once more, and so takes the next one for trained.
         epoch = trainer.fit_loop.epoch_progress.current
         if loop.restarting and loop.batch_progress.is_last_batch and epoch.ready == epoch.processed:

@@ -39,7 +39,7 @@ def balanced(run_exp: Callable[..., None], **options: Any) -> Callable[..., None
                 "use_ray", "= True: it would train in other processes; unset USE_RAY, run with torchrun", value=True
             )
         stage = args.get("stage", "sft") if isinstance(args, dict) else "sft"
-        if stage == "ppo":  # has a loop of its own, and would train all of it before anybody could tell
+        if stage == "ppo":  # PPO has a training loop of its own, which wlb cannot plan
             raise error("stage", '= "ppo": is no stage of supervised training; balance "sft" or "pt"', value=stage)
         with balancing(check=_check_arguments, **options):
             run_exp(args, callbacks)

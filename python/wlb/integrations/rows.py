@@ -71,7 +71,7 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
         return found
 
     def planned_by(self, lengths: NDArray[np.int64], said_by: str) -> None:
-        """What is read from here on has to have these tokens, for steps are planned with them.
+        """Sets the lengths that steps were planned with: a document read later with another length is an error.
 
         Args:
             lengths: int64 [documents].
@@ -109,7 +109,7 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
 
 
 def as_it_is(features: list[Any]) -> Mapping[str, Any]:
-    """Of one row, all its columns: the collator where there is none."""
+    """All columns of the only row: the collator of data sets that bring none."""
     found: Mapping[str, Any] = features[0] if isinstance(features[0], Mapping) else {"input_ids": features[0]}
     return found
 
@@ -137,7 +137,7 @@ def row_of(feature: Any, index: int, collator: Collator, reader: RowReader) -> d
 
 
 def _way_out(feature: Mapping[str, Any]) -> str:
-    """What to do about a document without tokens of its own."""
+    """The advice of the error for a document without `input_ids`."""
     if any(name.startswith(("chosen", "rejected", "completion_input_ids", "KL_")) for name in feature):
         return (
             "several sequences are one example (DPO, KTO, reward models), whose loss is no sum over tokens, and a "
@@ -147,7 +147,7 @@ def _way_out(feature: Mapping[str, Any]) -> str:
 
 
 def _alone(name: str, value: Any) -> Any:
-    """What a batch of one row has of that row."""
+    """A column of the only row of a batch, as an array."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         value = (value.float() if value.is_floating_point() else value).numpy()

@@ -15,7 +15,7 @@ from wlb.torch.data.state import field
 
 @dataclass(frozen=True)
 class Pace:
-    """How far a step of the run moves a schedule, which counts steps of the size that the run began with.
+    """Rate at which steps of the run move a schedule, which counts steps of the size that the run began with.
 
     A run that goes on with steps of half as many tokens takes twice as many of them: each moves the schedule by half a
     step, so that the learning rate stands where the documents stand.
@@ -73,7 +73,7 @@ class Pace:
             UserWarning: it cannot be told, and its rates go on at the step that it had reached.
         """
         if isinstance(scheduler, ReduceLROnPlateau):
-            return  # follows what is measured, and counts no steps
+            return  # `ReduceLROnPlateau` follows a measured loss, and counts no steps
         own = type(scheduler).__dict__.get("_wlb_own", type(scheduler))
         if self.each == self.tokens:
             if own is not type(scheduler):
@@ -103,7 +103,7 @@ def _paced(own: type[Any], pace: Pace, step: int) -> type[Any]:
 
     def take(self: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal steps
-        if args or kwargs:  # told where to stand
+        if args or kwargs:  # the caller names the step
             return own.step(self, *args, **kwargs)  # type: ignore[no-any-return]
         steps += 1
         for _ in range(pace.length(steps) - pace.length(steps - 1)):

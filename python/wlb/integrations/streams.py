@@ -64,7 +64,7 @@ class RowStream:
         for index, feature in enumerate(self._dataset):
             documents = split_row(feature, "train_dataset", index) if isinstance(feature, Mapping) else [feature]
             of_each = [row_of(document, index, self._collator, self._reader) for document in documents]
-            yield of_each[0] if len(of_each) == 1 else joined_row(of_each)  # whole: a stream goes on with a row
+            yield of_each[0] if len(of_each) == 1 else joined_row(of_each)  # whole rows: a stream resumes at one
 
 
 class ResumableRowStream(RowStream):
@@ -79,7 +79,7 @@ class ResumableRowStream(RowStream):
         self._dataset.load_state_dict(state)
 
 
-# Layers of Hugging Face's streams of which a row does not depend on those before it: shards have the rows of the whole.
+# Layers of Hugging Face's streams whose rows do not depend on earlier rows, so shards together have all rows.
 _UNORDERED: Final = {
     "ArrowExamplesIterable",
     "BufferShuffledExamplesIterable",
@@ -92,7 +92,7 @@ _UNORDERED: Final = {
     "SelectColumnsIterable",
 }
 
-# Layers whose state says exactly which row is next; those of `map` and `filter` if it does below them.
+# Layers whose state says exactly which row is next; `map` and `filter` do if the layers below them do.
 _EXACT: Final = {
     "ArrowExamplesIterable",
     "CyclingMultiSourcesExamplesIterable",

@@ -113,7 +113,7 @@ def rearrange_micro_batches(
     grouped = lengths[: lengths.size - rest].reshape(-1, force_group_size)
     tokens, work = grouped.sum(axis=1), _workload(grouped).sum(axis=1)
 
-    # What a rank refuses, all refuse: one that raised alone would leave the others waiting.
+    # All ranks refuse together: a rank that raised alone would leave the others waiting.
     uneven = lengths.size if rest else 0
     longest, fewest, uneven = _most([int(tokens.max(initial=0)), -tokens.size, uneven], together)
     if uneven:

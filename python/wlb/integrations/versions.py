@@ -1,4 +1,4 @@
-"""Which versions of other packages this is for."""
+"""Versions of other packages that the integrations support."""
 
 from __future__ import annotations
 

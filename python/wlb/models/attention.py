@@ -232,5 +232,5 @@ class LatentAttention(Block):
         if self.indexer is None:
             return ((Mask(), flops),)
         scores = 2 * self.indexer.num_heads * (self.indexer.head_dim + 1)
-        # A query meets min(position + 1, top_k) keys: as many as under a window of that size, though other ones.
+        # A query sees min(position + 1, top_k) keys: as many as in a window of that size, but other keys.
         return ((Mask("window", self.indexer.top_k), flops), (Mask(), scores))

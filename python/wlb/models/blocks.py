@@ -1,4 +1,4 @@
-"""What a block of a layer consists of.
+"""The parts of a block of a layer: matrices, masks, kept activations.
 
 A block says what it consists of, once: its matrices, its other parameters, the (query, key) pairs that it computes and
 the work of its recurrence. Parameters, FLOPs and memory are sums over that.
@@ -65,7 +65,7 @@ class Kept:
 
     values: int = 0
     recomputed: int = 0  # of element-wise work, which selective recomputation does again
-    unfused: int = 0  # the same, and a fused kernel never keeps them
+    unfused: int = 0  # part of `recomputed` that a fused kernel never keeps
     statistics: int = 0  # float32
     rows: int = 0  # narrow rows and copies, whole on every tensor-parallel rank
 

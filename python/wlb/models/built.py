@@ -32,7 +32,7 @@ CHECKED_TOKENS = 16
 
 @dataclass
 class Built:
-    """What was counted in a model that transformers built."""
+    """Counts of a model that transformers built."""
 
     hidden_size: int
     vocab_size: int
@@ -73,22 +73,30 @@ def read(content: Mapping[str, Any]) -> Built:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(40)  # errors alone
     try:
-        config = _config(transformers.CONFIG_MAPPING[model_type], content)
-        return _Reader(config, _model(torch, transformers, config, content)).read()
+        kind = transformers.CONFIG_MAPPING[model_type]
+        passed_over = [*_unread(kind, content, "")]
+        config = _config(kind, content)
+        reader = _Reader(config, _model(torch, transformers, config, content))
+        if passed_over:
+            reader.assumptions.append(f"not read, since documents do not meet it: {', '.join(passed_over)}")
+        return reader.read()
     finally:
         transformers.logging.set_verbosity(verbosity)
 
 
 def _config(kind: Any, content: Mapping[str, Any]) -> Any:
-    _refuse_unread(kind, content, "")
     try:
         return kind.from_dict(dict(content))
-    except Exception as problem:  # of whatever type: it is what transformers says of the file
+    except Exception as problem:  # transformers may raise any type for a file that it cannot read
         raise Refused(f"is refused by transformers: {_line(problem)}", content.get("model_type")) from problem
 
 
-def _refuse_unread(kind: Any, content: Mapping[str, Any], where: str) -> None:
-    """Refuses what transformers' class has no field for: nothing would read it."""
+def _unread(kind: Any, content: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Keys that transformers' class has no field for, so that nothing reads them, of what documents do not meet.
+
+    Raises:
+        Refused: documents may meet it.
+    """
     known = {each.name for each in dataclasses.fields(kind)} | {*kind.attribute_map} | {*dir(kind)} | _words(kind)
     inner = getattr(kind, "sub_configs", {})
     for name, value in content.items():
@@ -100,8 +108,11 @@ def _refuse_unread(kind: Any, content: Mapping[str, Any], where: str) -> None:
                 said = value.get("model_type")
                 inside = CONFIG_MAPPING[said] if isinstance(said, str) and said in CONFIG_MAPPING else None
             if inside is not None:
-                _refuse_unread(inside, value, f"{where}{name}.")
-        elif name not in known and not says_nothing(name, value) and not _ELSEWHERE.search(f"{where}{name}"):
+                yield from _unread(inside, value, f"{where}{name}.")
+        elif name not in known and not says_nothing(name, value):
+            if _ELSEWHERE.search(f"{where}{name}"):
+                yield f"{where}{name}"
+                continue
             message = f"has {where}{name} = {value!r:.60}: transformers' {kind.__name__} does not read it"
             raise Refused(f"{message}, and what it costs is not known", value)
 
@@ -166,11 +177,11 @@ _OTHER_TOWER = re.compile(
     r"projector|depth_decoder|generation|mtp|patcher|action|expert_model",
     re.IGNORECASE,
 )
-# The last is a window in generation alone: what is read at once, as in training, is a reference, which all see.
+# The last one is a window in generation only; in training all tokens see the reference.
 _FULL = ("full_attention", "global", "attention", "full", "hybrid", "reference_sliding_attention")
 _SLIDING = ("sliding_attention", "local", "local_attention", "sliding", "hybrid_sliding")
 
-# What a configuration says of attention that only its own code could explain. Read where it is known, else refused.
+# Keys about attention that only the model's own code explains: read where known, otherwise refused.
 _SUSPECT = re.compile(
     r"(^|_)(index|indexer|sparse|compress|compression|csa|hca|moba|nsa|block_sparse|block_size|kpool|stride|sink_window|"
     r"local|attention_window|window|chunk_size|loop|loops|recurrences|recurrent_depth|cycles|h_cycles|"
@@ -304,7 +315,7 @@ class _Reader:
         return decoders or found
 
     def _get(self, name: str) -> Any:
-        """What the configuration says, of the layer at hand where layers differ; None where it says nothing."""
+        """A value of the configuration, for the layer at hand where layers differ; None where there is none."""
         try:
             return getattr(self.config, name, None)
         except RuntimeError:  # transformers: layers differ in it
@@ -323,7 +334,7 @@ class _Reader:
     # Masks.
 
     def _kind(self, module: Any, index: int, count: int) -> tuple[str, int]:
-        """What a layer's attention meets: ("full", 0), ("window", size), ("chunk", size), or another kind's name."""
+        """The mask of a layer's attention: ("full", 0), ("window", size), ("chunk", size), or another kind's name."""
         kinds = self._get("layer_types") or self._get("layers_block_type")
         if isinstance(kinds, (list, tuple)) and len(kinds) == count:
             kind = LEGACY.get(str(kinds[index]), str(kinds[index]))
@@ -575,7 +586,7 @@ class _Reader:
         return None
 
     def _indexer(self, part: Any) -> Indexer | None:
-        """What scores keys for the attention, where it has an indexer of its own."""
+        """The indexer that scores keys for the attention; None where there is none."""
         for inner in part.modules():
             if type(inner).__name__.endswith("Indexer"):
                 sizes = [getattr(inner, name, None) for name in ("n_heads", "head_dim", "index_topk")]
@@ -616,7 +627,7 @@ class _Reader:
         exact = block is not None and mask == Mask() and block.parameters(self.hidden) == counted
         if exact and (indexer is not None or not selected):
             return block
-        if selected and (mask == Mask() or indexer is not None):  # by its own indexer, or by that of a layer before it
+        if selected and (mask == Mask() or indexer is not None):  # by its own or an earlier layer's indexer
             if mask != Mask():
                 raise Refused("has an indexer beside a sliding window: what that costs is not known to wlb", None)
             # GLM-5-Next: pools of keys are scored and kept whole, and the last pool, half full in the mean, always is.
@@ -637,7 +648,7 @@ class _Reader:
     def _mask(self, part: Any, kind: tuple[str, int]) -> Mask:
         name, size = kind
         kept = getattr(part, "keep_window_size", None)
-        if name == "full" and isinstance(kept, int):  # Doge: as many keys as under a window, though other ones
+        if name == "full" and isinstance(kept, int):  # Doge: as many keys as in a window, but other keys
             return Mask("window", kept)
         for each in _suspects(self.config):
             message = f"has {each[0]} = {each[1]!r:.40}: what its attention does with that is not known to wlb"
@@ -753,7 +764,7 @@ class _Reader:
         if sentence not in self.assumptions:
             self.assumptions.append(sentence)
 
-    # The forward that the count is held to.
+    # The forward pass with which the count is compared.
 
     def _check_forward(self, path: str, layers: Sequence[Layer], vocabulary: int) -> CountedBlock | None:
         """Runs the layers' forward on the meta device, and refuses a count that is more than 1 % off it.
@@ -845,11 +856,11 @@ class _Reader:
         for module, given in ((self.model, {"input_ids": ids}), (inner, {"inputs_embeds": rows})):
             for mask in masks:
                 try:
-                    # Without data: as if all were chosen, as X-MOD's tokens of one language are.
+                    # Without data, as if every entry were chosen (X-MOD: all tokens are of one language).
                     every = meta.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
                     with every, torch.no_grad(), FlopCounterMode(display=False) as counter:
                         module(**given, attention_mask=mask, use_cache=False)
-                except Exception:  # whatever a model's code says without data
+                except Exception:  # a model's code may raise anything without data
                     continue
                 return counter, module is self.model
         return None

@@ -63,15 +63,15 @@ class CountedBlock(Block):
 
     @property
     def divisors(self) -> dict[str, int]:
-        """Heads."""
+        """The number of heads, which tensor parallelism has to divide."""
         return {"num_heads": self.num_heads} if self.num_heads else {}
 
     def matrices(self, hidden: int) -> tuple[Matrix, ...]:
-        """As counted."""
+        """The matrices that were counted."""
         return self.weights
 
     def vectors(self, hidden: int) -> int:
-        """As counted."""
+        """The number of other parameters that was counted."""
         return self.other_parameters
 
     def pairs(self) -> tuple[tuple[Mask, int], ...]:
@@ -80,11 +80,11 @@ class CountedBlock(Block):
         return tuple((mask, flops) for mask, flops in found if flops)
 
     def recurrence(self) -> int:
-        """As counted."""
+        """The FLOPs of recurrent states that were counted."""
         return self.state_flops
 
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
-        """What every matrix gives, and the output of attention.
+        """Activations kept for the backward pass: the output of every matrix, and of attention.
 
         A matrix that many experts have gives a row for each expert that a token visits, and takes a copy of its input.
         """

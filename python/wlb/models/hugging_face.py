@@ -46,11 +46,19 @@ def read(config: Source, *, multi_token_prediction: bool) -> dict[str, Any]:
         message = f"is a {type(config).__name__}: must be a transformers config, a dict, or the path of a config.json"
         raise error("config", message, value=config)
     try:
-        return _read(content, multi_token_prediction)
+        found = _read(content, multi_token_prediction)
     except Refused as refused:
         raise error("config", f"{where}{refused}", value=refused.value) from None
     except WlbError as problem:  # a size that a layer cannot have
         raise error("config", f"{where}has {problem}", value=problem.value) from None
+    if len(found["layers"]) == 1 and found["vocab_size"] >= _REAL_VOCABULARY:
+        found["assumptions"] = (*found.get("assumptions", ()), _ONE_LAYER)
+    return found
+
+
+_REAL_VOCABULARY = 1000
+_ONE_LAYER = "it has one layer, as draft heads for speculative decoding have: give their target's config.json instead"
+"""Early EAGLE heads call themselves what their targets are."""
 
 
 def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str, Any]:
@@ -77,7 +85,7 @@ def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str,
         hidden = text_keys.integer("hidden_size")
         images = keys.section("vision_config", VISION_DEFAULTS.get(model_type))
         vision = IMAGE_FAMILIES[model_type](keys, images, hidden)
-        images.pass_over("tokens_per_second", "projection_dim", "vocab_size", "image_size")  # of what no row meets
+        images.pass_over("tokens_per_second", "projection_dim", "vocab_size", "image_size")  # sizes that no row uses
         images.finish("vision_config.")
         text_keys.pass_over("vision_config", *_OF_IMAGES)
     else:
@@ -245,7 +253,7 @@ _TIED_OUTSIDE = ("gemma3", "mistral3")
 _TIED_INSIDE = ("llava", "qwen2_vl", "qwen2_5_vl")
 """Families that tie embeddings where the config of the language model says so."""
 
-# LLaVA's files give of the language model only what differs from transformers' Llama.
+# LLaVA's files give only the keys in which the language model differs from transformers' Llama.
 _NESTED_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {
         "hidden_size": 4096,

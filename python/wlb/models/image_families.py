@@ -190,7 +190,7 @@ IMAGE_FAMILIES: Mapping[str, ImageFamily] = {
 
 _FRAMES = {"temporal_patch_size": 2}
 
-# What transformers takes where files leave it out.
+# Defaults of transformers for keys that files leave out.
 VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": _FRAMES,
     "qwen2_5_vl": _FRAMES,

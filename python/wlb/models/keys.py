@@ -101,7 +101,7 @@ class Keys:
             Refused: no key is set and there is no default; or another type.
         """
         self._read.update(names)
-        missing = [name for name in names if name not in self._content]  # null is no default, it is none
+        missing = [name for name in names if name not in self._content]  # null is a value: it says none
         for content, present in ((self._content, names), (self._defaults, missing)):
             for name in present:
                 value = content.get(name)
@@ -200,7 +200,7 @@ class Keys:
         Raises:
             Refused: naming the keys.
         """
-        # An equal list says what full attention everywhere says.
+        # A list of equal entries means full attention everywhere.
         if "layer_types" not in self._read:
             kinds = self.read(list, "layer_types", default=[])
             layers = self._content.get("num_hidden_layers", len(kinds))
@@ -244,7 +244,7 @@ _FOLLOW = frozenset(
     }
 )
 
-# What older files call kinds of layers.
+# Names of kinds of layers in older files.
 LEGACY = {"attention": "full_attention", "mamba": "linear_attention"}
 
 

@@ -25,7 +25,7 @@ class Text:
     """A language model."""
 
     layers: tuple[Layer, ...]
-    tied: bool = False  # where no key says
+    tied: bool = False  # the default where no key says it
     prediction: Layer | None = None  # the layer of a head that predicts a token further on
 
 
@@ -38,7 +38,7 @@ class Heads:
     qk_norm: Literal["none", "head", "all"] = "none"
     gated: bool = False
     sinks: bool = False
-    floors: bool = False  # heads that do not divide the width have the floor
+    floors: bool = False  # a width that heads do not divide is rounded down
 
     def block(self, keys: Keys, kind: str) -> Attention:
         """Attention block of one layer."""
@@ -480,7 +480,7 @@ def _nemotron_h(keys: Keys) -> Text:
     else:
         name = next((name for name in ("layers_block_type", "layer_types") if name in keys), "layers_block_type")
         kinds = keys.per_layer([name], len(keys.read(list, name)), lambda index: FULL)
-    # num_hidden_layers, where it stands, is what these are.
+    # num_hidden_layers, if given, is the length of this list.
     if not kinds or keys.integer("num_hidden_layers", default=len(kinds)) != len(kinds):
         raise Refused(f"has num_hidden_layers that are not its {len(kinds)} blocks", len(kinds))
     bias = keys.flag("use_bias")
@@ -510,7 +510,7 @@ def _nemotron_h(keys: Keys) -> Text:
             )
         return _by_kind(kind, Heads().block(keys, FULL) if kind == FULL else mamba, mamba)
 
-    # They stand also where no layer has experts.
+    # Files without experts have these keys, too.
     keys.pass_over("n_routed_experts", "n_shared_experts", "moe_latent_size", "moe_intermediate_size")
     keys.pass_over("moe_shared_expert_intermediate_size", "num_experts_per_tok", "mlp_bias", "layer_types")
     heads = [letters.get(letter, letter) for letter in keys.read(str, "mtp_hybrid_override_pattern", default="")]
@@ -642,8 +642,8 @@ FAMILIES: Mapping[str, Family] = {
     "mamba2": _mamba2,
 }
 
-# What transformers takes where files leave it out. What is not here is read as absent or refused as missing, whichever
-# transformers does; a test takes every key of every family out.
+# Defaults of transformers for keys that files leave out. Other keys are absent or missing, as in transformers; a test
+# removes every key of every family.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama4_text": {"num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},

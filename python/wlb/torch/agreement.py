@@ -125,7 +125,7 @@ def _holders(everyone: NDArray[np.uint8], group: dist.ProcessGroup | None) -> di
 
 
 def _named(holders: Mapping[bytes, list[int]]) -> str:
-    """Who holds what: plans, steps and layouts, as far as they differ."""
+    """Text of an error: which ranks have which plan, step or layout, where these differ."""
     steps = {held[2 * _HASH :] for held in holders}
     plans = {held[:_HASH] for held in holders}
     parts = []

@@ -1,4 +1,4 @@
-"""What a process group does not say of itself: where its collectives take tensors, and how long they wait."""
+"""Facts about a process group that torch does not give: the device of its collectives, and their timeout."""
 
 from __future__ import annotations
 

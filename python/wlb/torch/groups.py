@@ -1,4 +1,4 @@
-"""Who talks to whom: the device mesh, and the context-parallel groups of plans."""
+"""The device mesh, and the context-parallel groups of plans."""
 
 from __future__ import annotations
 

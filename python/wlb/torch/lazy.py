@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def loaded(module: str, *names: str) -> tuple[type[Any], ...]:
-    """These classes, for `isinstance`; none where nobody has imported their module, since nothing can be one of them.
+    """Classes for `isinstance`, or none if their module was not imported: then no object can be an instance of them.
 
     Args:
         module: the name under which it is imported.

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: how even its planned steps are, in the loggers that people use."""
+"""Figures of a run for loggers: how even its planned steps are."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class StepMetrics:
     def _waiting(self, step: Any) -> dict[str, float]:
         line: dict[str, float] = {}
         if hasattr(self._loader, "metrics"):
-            # A `DynamicCpLoader` over batches without a packer has none to tell: there nothing waits.
+            # A `DynamicCpLoader` over batches without a packer has no delays: nothing waits.
             with contextlib.suppress(wlb.WlbError):
                 metrics = self._loader.metrics()
                 line |= {"delay_mean": metrics.delay_mean, "delay_max": float(metrics.delay_max)}

@@ -48,7 +48,7 @@ def real_tokens(model: nn.Module, batch: PackedBatch) -> Iterator[None]:
 
 @contextmanager
 def routed(model: nn.Module, real: int | None) -> Iterator[None]:
-    """As `real_tokens`, of a row of which the first `real` tokens are those of documents; None: all."""
+    """`real_tokens` for a row whose first `real` tokens are those of documents; None: all."""
     if real is None or not has_router_loss(model):
         yield
         return
@@ -88,7 +88,7 @@ def check_told(model: nn.Module, argument: str, value: Any = None) -> None:
 
 
 def _modules(model: nn.Module) -> list[ModuleType]:
-    """Where the losses of a model's routers are defined."""
+    """Modules of Python that define the losses of a model's routers."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     found = {cls.__module__: sys.modules.get(cls.__module__) for cls in classes}
     return [module for _, module in sorted(found.items()) if module is not None and hasattr(module, _BALANCE)]

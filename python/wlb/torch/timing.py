@@ -1,4 +1,4 @@
-"""How long each micro-batch takes on this rank, forward and backward, measured without waiting for the device."""
+"""Times of micro-batches on this rank, forward and backward, measured without waiting for the device."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import wlb
 
-_ROUNDING = 1e-9  # of a predicted time: what is left of it is nothing
+_ROUNDING = 1e-9  # part of a predicted time below which a rest counts as 0
 
 Plan: TypeAlias = wlb.Packing | wlb.DynamicCpPlan
 
@@ -79,7 +79,7 @@ class PlannedWork:
         return np.array([at for at, part in enumerate(self.parts) if 0 <= rank - (part.first_rank or 0) < part.ranks])
 
     def imbalance(self, cost_model: wlb.CostModel) -> float:
-        """How many times as long the step takes as all work spread evenly; NaN without work.
+        """Time of the step over the time of perfectly even work; NaN without work.
 
         Of a packing, the heaviest micro-batch over the mean; of one for ranks, the time of the slowest rank, or of the
         slowest in every round, over that of the mean rank; their pipeline is left out. Of a dynamic plan the pipeline,
@@ -113,7 +113,7 @@ def median_error(cost_model: wlb.CostModel, rows: Iterable[tuple[Part, float]]) 
 
 @dataclass(frozen=True)
 class LevelReport:
-    """How much slower one replica, stage or rank is than the others; no cost model of documents can explain it.
+    """Slowdown of one replica, stage or rank against the others, which no cost model of documents can explain.
 
     Attributes:
         residual: How much longer the slowest took than the mean of its level, over the window: 0.03 is 3 %. Of dp: time

@@ -30,7 +30,7 @@ from wlb.torch.routers import real_tokens
 AnyStep = Step[PackedBatch] | Step[ForestBatch] | DynamicCpStep[PackedBatch]
 LossOf = Callable[[nn.Module, Any, int], Tensor]
 
-# Models whose wrappers were told to add up: to look through all modules takes too long for every step.
+# Models whose wrappers were set to sum: looking through all modules in every step would take too long.
 _summing: WeakSet[nn.Module] = WeakSet()
 _bare: WeakSet[nn.Module] = WeakSet()
 

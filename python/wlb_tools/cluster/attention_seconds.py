@@ -87,7 +87,7 @@ def rank_seconds(kernel: KernelModel, shard: Shard, mask: Mask, *, passes: Passe
         if of_rank.num_segments:
             queries, keys = np.diff(of_rank.cu_seqlens_q), np.diff(of_rank.cu_seqlens_k)
             masked = segment_seconds(kernel, queries, keys, mask, passes=passes).sum()
-            # What a call takes whatever its segments stays.
+            # The fixed time of a call stays.
             seconds[rank] += masked - kernel.segment_seconds(queries, keys, passes=passes).sum()
     return np.maximum(seconds, 0.0)
 

@@ -1,4 +1,4 @@
-"""How many tokens fit into a GPU, and what to change where too few do."""
+"""Number of tokens that fit into a GPU, and what to change if they are too few."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Change:
     """Settings that would make a model fit."""
 
     settings: Mapping[str, object]
-    gpus: int | None = None  # so many are needed, where they are more
+    gpus: int | None = None  # number of GPUs, if more are needed
 
 
 class DoesNotFit(WlbError):

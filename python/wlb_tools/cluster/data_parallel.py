@@ -1,4 +1,4 @@
-"""What data-parallel ranks send each other: gradients, and parameters that they share out; and when.
+"""Communication of data-parallel ranks: gradients and sharded parameters, and when they are sent.
 
 The dp x cp ranks of a stage hold the same parameters; fewer ranks hold the same routed experts, dp x cp / ep unless
 `expert_tp` is apart from tp. Where ranks share state out in groups (`dp_replicate`, HSDP), gradients are summed inside
@@ -145,7 +145,7 @@ def exposed(communication: Floats, computing: Floats, *, overlap: float) -> Floa
 
 
 def check_sync(sync: Sync | None, layout: ParallelLayout) -> Sync:
-    """Where ranks meet: as given, or by default in every micro-batch with ZeRO-3 and else once a step.
+    """The given `sync`, or the default: in every micro-batch with ZeRO-3, else once a step.
 
     Raises:
         WlbError: once a step with ZeRO-3.
@@ -163,7 +163,7 @@ def check_sync(sync: Sync | None, layout: ParallelLayout) -> Sync:
 def _alike(
     rest: Floats, experts: Floats, layout: ParallelLayout, hardware: Hardware
 ) -> list[tuple[Floats, Communicator]]:
-    """What ranks share out, and the ranks that do: fewer hold the same experts where these are divided."""
+    """Sharded parameters with the ranks that share them: experts that are divided have fewer ranks."""
     everywhere = Communicator.along("shard", layout, hardware)
     if layout.size("edp") == layout.size("dp_cp"):
         return [(rest + experts, everywhere)]

@@ -112,7 +112,7 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer, recom
     if recompute == "full":
         return a * model.residual_width / (tp if layout.sequence_parallel else 1)
     selective = recompute == "selective"
-    # Split over tensor-parallel ranks only by sequence parallelism: what norms are given, and what they give.
+    # Inputs and outputs of norms: only sequence parallelism splits them over tensor-parallel ranks.
     by_token = float(layer.norms * (a * h + 4))
     by_head, on_each = 0.0, 0.0
     if not selective:

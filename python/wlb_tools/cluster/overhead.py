@@ -1,4 +1,4 @@
-"""What a trainer takes beside what its layers compute and send: launches, embedding, loss, the optimizer, its own code.
+"""Time of a trainer outside of its layers: launches, embedding, loss, the optimizer, its own code.
 
 Where steps take milliseconds that is per cents of them. It is measured, not assumed: by default there is none.
 """

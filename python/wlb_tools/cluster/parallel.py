@@ -1,4 +1,4 @@
-"""How a model is spread over GPUs: data, pipeline, context, tensor and expert parallelism, and what is kept.
+"""Layouts of a model on GPUs: data, pipeline, context, tensor and expert parallelism, and what is kept in memory.
 
 Ranks are numbered with tensor parallelism fastest, then context, data and pipeline, as `wlb.torch.build_mesh` does
 and as the paper maps them (section 7.1): what talks most sits inside a node. Experts are divided among neighbours of

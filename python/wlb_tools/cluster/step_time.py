@@ -1,4 +1,4 @@
-"""What a micro-batch takes on each pipeline stage: the ingredients of a simulated step.
+"""Time of a micro-batch on each pipeline stage, from which a step is simulated.
 
 Assumptions, all of them inputs of `stage_seconds` or of the layout and hardware:
 
@@ -202,7 +202,7 @@ def stage_seconds(
     trained = np.array([1.0, 1.0, 0.0 if layout.lora_rank else 1.0])  # frozen weights have no gradient
     by_visits = np.ones_like(layer)
     if layout.ep > 1:
-        # Of a layer's time its experts take their share of the FLOPs, for the tokens that come instead of its own.
+        # Experts take their share of a layer's FLOPs and time, for the tokens that arrive instead of the rank's own.
         visits = np.array([sum(b.expert_flops(hidden_size) for b in kind.of_kind(FeedForward)) for kind in kinds])
         others = (expert_imbalance * visiting - count) / np.maximum(count, 1)
         by_visits += others[:, None] * visits / flops
@@ -244,7 +244,7 @@ def stage_seconds(
 
 
 def fp8_gain(layout: ParallelLayout, hardware: Hardware) -> float:
-    """How many times as fast the linear part of a layer is for FP8; 1 without it.
+    """Speed-up of the linear part of a layer by FP8; 1 without it.
 
     Raises:
         WlbError: the GPU has no FP8.

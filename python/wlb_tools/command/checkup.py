@@ -1,4 +1,4 @@
-"""What works on this machine, tried rather than assumed. Each check gives what it saw, and what is wrong with it."""
+"""Checks of what works on this machine. Each check tries it, and gives what it saw and what is wrong with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which shapes are measured: powers of two, and held-out ones between them."""
+"""Shapes that are measured: powers of two, and held-out ones between them."""
 
 from __future__ import annotations
 

@@ -363,7 +363,7 @@ class _Search:
         return sorted(best.values(), key=self._seconds)[:number]
 
     def _simulated(self, candidate: _Candidate) -> Choice | None:
-        """None where the plan cannot be, which is counted."""
+        """The simulated candidate; None, and counted, where its plan cannot be made."""
         scenario, settings = candidate.scenario, candidate.settings
         key = (scenario.layout, settings)
         if key in self._found:

@@ -1,4 +1,4 @@
-"""How each packing method turns a stream of global batches into training steps, all in one form: `Step`."""
+"""Packing methods, which turn a stream of global batches into training steps of one form, `Step`."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Outcome(ABC):
 
     @abstractmethod
     def at_attention_rate(self, rate: float) -> Outcome:
-        """The same plan and shards with attention `rate` times as fast as the kernel model predicts."""
+        """This outcome with attention `rate` times as fast as the kernel model predicts; plan and shards stay."""
 
     @abstractmethod
     def parts(self) -> Iterator[RankPart]:
@@ -117,7 +117,7 @@ class Outcome(ABC):
 
     @abstractmethod
     def at_measured(self, seconds: Floats) -> Outcome:
-        """The same plan and shards with measured seconds of computation; communication stays as predicted.
+        """This outcome with measured seconds of computation; plan, shards and predicted communication stay.
 
         Args:
             seconds: float64[parts, stages, 3] of every part of `parts` by itself: forward, inputs' and weights'

@@ -1,4 +1,4 @@
-"""What one stream takes under several methods."""
+"""Simulation of one stream under several methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is simulated: a model on a cluster, and how its documents are packed."""
+"""Input of a simulation: a model on a cluster, and how its documents are packed."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class Scenario:
 
     @property
     def waiting(self) -> Sync:
-        """Where data-parallel ranks wait for each other: `sync`, or the default."""
+        """The `sync` in effect: the given one, or the default."""
         return check_sync(self.sync, self.layout)
 
     @property

@@ -1,4 +1,4 @@
-"""What a static run takes on the cluster: predicted by costs that the packer did not use."""
+"""Time of a run without Dynamic-CP on the cluster, predicted by costs that the packer did not use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sharded:
     choice: tuple[Strategy, ...]  # among which
 
     def at_attention_rate(self, rate: float) -> Sharded:
-        """The same shards with attention `rate` times as fast."""
+        """These shards with attention `rate` times as fast."""
         return dataclasses.replace(self, forward=self.forward / rate, backward=self.backward / rate)
 
     @property

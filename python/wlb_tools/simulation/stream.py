@@ -52,7 +52,7 @@ class GlobalBatches:
         return cost_model.cost(self.lengths)
 
     def full(self, tokens: int) -> PieceBatches:
-        """The same tokens in global batches of exactly `tokens` each, except the last one.
+        """The tokens of this stream in global batches of exactly `tokens` each, except the last one.
 
         For methods that cut documents anyway: where global batches divide, too.
         """

@@ -1,4 +1,4 @@
-"""What can be compared: a way to pack, and a way to shard what was packed.
+"""Variants to compare: a way to pack, and a way to shard the packed documents.
 
 One entry of `VARIANTS` makes a method part of every comparison.
 """

@@ -24,6 +24,7 @@ def premises(simulation: Simulation) -> list[str]:
     thresholds = " and ".join(f"{threshold:,}" for threshold in simulation.thresholds)
     return [
         kernel_sentence(scenario),
+        *model_sentences(scenario),
         f"This pipeline ({scenario.pipeline_schedule}, {scenario.micro_batches} micro-batches a step) is idle"
         f" {scenario.equal_bubble:.1%} of its time even if all micro-batches take equally long.",
         f"Assumed: computation hides {scenario.cp_overlap:.0%} of CP, {scenario.tp_overlap:.0%} of TP and"
@@ -146,6 +147,11 @@ def kernel_sentence(scenario: Scenario) -> str:
     label = "measured on a GPU" if source.startswith("measured") else "an assumption, measured nowhere"
     warning = f" Warning: that is another GPU than {scenario.hardware.name}." if scenario.measured_elsewhere else ""
     return f"Every time is predicted. Attention times come from {source} ({label}).{warning}"
+
+
+def model_sentences(scenario: Scenario) -> list[str]:
+    """Sentences about what was assumed when the model's configuration was read."""
+    return [f"Assumed of the model: {each}." for each in scenario.model.assumptions]
 
 
 def _packer_costs(scenario: Scenario) -> str:

@@ -26,7 +26,7 @@ impl Lengths {
         Ok(lengths)
     }
 
-    /// None yet, with room for so many.
+    /// An empty list with room for `documents` lengths.
     pub fn with_capacity(documents: usize) -> Self {
         Self(Vec::with_capacity(documents))
     }

@@ -371,6 +371,16 @@ def test_advice_on_several_ranks_and_on_one(run: Any, tmp_path: Path) -> None:
     assert printed.index("Nothing is to be gained") < printed.index("The documents")
 
 
+@pytest.mark.parametrize("command", ["simulate", "tune", "advise"])
+def test_what_is_assumed_of_a_model_is_printed(command: str, run: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(100, 4096, 300))
+    cluster = ("--context", "4k", "--tp", 1, "--pp", 1, "--cp", 1, "--dp", 2, "--steps", 4)
+    shown = run(command, "lengths.npy", "--model", "config.json", *cluster)
+    assert shown.code == 0, shown.err
+    assert "Assumed of the model: it has one layer, as draft heads" in " ".join(shown.out.split())
+
+
 def test_sizes_and_names_of_models(run: Any) -> None:
     from wlb_tools.command.inputs.model import model_config
     from wlb_tools.command.output.configuration import model_code

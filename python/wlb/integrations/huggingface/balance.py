@@ -149,7 +149,7 @@ class _Balanced(Trainer):
     _wlb_plain: bool
     _wlb_callback: MicroBatchCallback
     _wlb_resumed: Resumed | None = None  # while it trains
-    _wlb_losses: list[tuple[float, int]] | None = None  # of the evaluation that runs: sum, and number of labels
+    _wlb_losses: list[tuple[float, int]] | None = None  # sums of losses and numbers of labels of the running evaluation
 
     def _wlb_take(self, planned: Planned) -> None:
         self._wlb_planner.set_arguments(self, planned.arguments)
@@ -286,7 +286,7 @@ class _Balanced(Trainer):
         return {**inputs, **masked}
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """None in an evaluation: then losses are means over the labels of a batch of this rank alone."""
+        """Labels of a step; None in an evaluation, whose losses are means over the labels of one batch."""
         if self._wlb_losses is not None:
             return None
         return super()._get_num_items_in_batch([_labels_to_count(batch) for batch in batch_samples], device)

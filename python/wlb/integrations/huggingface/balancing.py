@@ -27,7 +27,7 @@ def balancing(*, check: Callable[[Trainer], None] = lambda trainer: None, **opti
         wlb.WlbError: an option is unknown; no trainer began to train, so that nothing was balanced: it has a loop of
             its own, or trained in another process. In `train`: what `balance` raises.
     """
-    check_named(options)  # and not only once data and model are loaded
+    check_named(options)  # before data and model are loaded
     own, began = Trainer.train, []
 
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:

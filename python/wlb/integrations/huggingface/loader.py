@@ -97,7 +97,7 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         self._untrained: deque[tuple[Step[Any], float | None]] = deque()
         self._trained: Snapshot | None = None  # after the last step since training began
         self._steps_done = 0  # optimizer steps, as the Trainer counts them
-        self._began: dict[str, Any] | None = None  # where it did
+        self._began: dict[str, Any] | None = None  # the state in which training began
         self._steps: StepLoader[Any] | BalancedStream[Any] | None = None
 
     def on_train_begin(
@@ -138,7 +138,7 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         self._trained, self.line = step.snapshot, self._metrics.end_step(step)
         self._steps_done = state.global_step
         if epochs is not None:
-            state.epoch = epochs  # the Trainer takes all its steps for one epoch
+            state.epoch = epochs  # the Trainer counts all steps as one epoch
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Training ends with the last epoch, though `max_steps` was given and says more."""

@@ -1,4 +1,4 @@
-"""What a trainer trains, by what it has when it is asked: data set, collator, model and arguments are read then."""
+"""A plan of what a trainer trains, from the data set, collator, model and arguments that it has when it is asked."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ class Planner:
     """
 
     options: Options
-    _set: tuple[Any, dict[str, tuple[Any, Any]]] = (None, {})  # arguments, and of each the user's value and ours
-    _measured: tuple[tuple[Any, ...], NDArray[np.int64]] | None = None  # lengths, and of what they are
+    _set: tuple[Any, dict[str, tuple[Any, Any]]] = (None, {})  # arguments; by name the user's value and ours
+    _measured: tuple[tuple[Any, ...], NDArray[np.int64]] | None = None  # data set and lengths
 
     def plan(self, trainer: Any, resumed: Resumed | None = None) -> Planned:
         """Reads data set, collator, model and arguments; changes nothing.
@@ -186,7 +186,7 @@ class Planner:
             tokens_per_batch = max(1, round(float(trained.mean()) * documents))
         packer = limits.packer(limits.micro_batches(tokens_per_batch, args.world_size), tokens_per_batch)
         num_epochs = max(1, math.ceil(args.num_train_epochs))
-        if own["max_steps"] > 0:  # as many as that takes: what waits is drained after the last one
+        if own["max_steps"] > 0:  # as many epochs as these steps need: waiting documents are trained after the last
             begun, done = (0, 0) if resumed is None else (field_of(resumed.state, "epoch", int), resumed.step)
             num_epochs = begun + 2 + math.ceil((own["max_steps"] - done) * tokens_per_batch / int(trained.sum()))
         return KnownLengths(rows, measured, packer, max(num_epochs, 1), shuffle, args, limits)
@@ -241,7 +241,7 @@ class Planner:
         done = 0 if resumed is None else resumed.step
         if not epochs:
             return max(done, 1)
-        # Of the last epoch perhaps only a part is wanted, and a part of it may be done.
+        # The last epoch may be wanted in part, and may be trained in part.
         begun = field_of(state, "position", int) / len(plan.rows) if len(epochs) == 1 else 0.0
         wanted = num_train_epochs - (plan.num_epochs - 1)
         last = epochs[-1] if wanted >= 1 else math.ceil(epochs[-1] * max(wanted - begun, 0.0) / max(1 - begun, 1e-9))

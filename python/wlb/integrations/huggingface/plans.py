@@ -1,4 +1,4 @@
-"""What a trainer reads from: plans over data of known lengths, over streams, and for an evaluation."""
+"""Plans from which a trainer reads: over data of known lengths, over streams, and for an evaluation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Limits:
 
     @property
     def reader(self) -> RowReader:
-        """Which columns of documents are carried."""
+        """The reader of rows, which says which columns are carried."""
         return RowReader(self.loading.columns)
 
     @property
@@ -82,7 +82,7 @@ class KnownLengths:
     limits: Limits
 
     def sampler(self) -> BalancedBatchSampler:
-        """This rank's, at the beginning."""
+        """A sampler of this rank, at the beginning of its data."""
         args = self.args
         return BalancedBatchSampler(
             self.lengths,

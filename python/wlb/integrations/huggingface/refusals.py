@@ -1,4 +1,4 @@
-"""What a trainer must not do beside a plan: refused by name, before anything is changed."""
+"""Refusals of settings of a trainer that contradict a plan: by name, before anything is changed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def check_repeated(trainer: Any) -> None:
         raise error("dispatch_batches", message, value=False)
 
 
-# Columns of which trainers of TRL make several sequences an example.
+# Columns from which TRL's trainers make examples of several sequences.
 _PREFERENCES = ("chosen", "rejected", "chosen_ids", "chosen_input_ids", "rejected_input_ids", "completion_input_ids")
 
 
@@ -127,7 +127,7 @@ def _check_class(trainer: Trainer) -> None:
 def _check_model(trainer: Any) -> None:
     """Refuses a model that was set in the place of another: the Trainer would train the one that it has wrapped."""
     unwrapped = (trainer.accelerator.unwrap_model(model) for model in (trainer.model, trainer.model_wrapped))
-    named, trained = (getattr(model, "_orig_mod", model) for model in unwrapped)  # of a compiled one
+    named, trained = (getattr(model, "_orig_mod", model) for model in unwrapped)  # `_orig_mod`: inside a compiled one
     if named is not trained:
         message = (
             f"is a {type(named).__name__} that was set after the trainer was made: it would train model_wrapped, the "

@@ -1,4 +1,4 @@
-"""What documents cost a model of Megatron-Core."""
+"""Costs of documents in a model of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import wlb
 from wlb._core import MAX_TOKENS
 from wlb._errors import error
 
-# Set, each makes layers cost what the sizes do not tell.
+# If one of these is set, the costs of layers do not follow from their sizes.
 _UNLIKE = {
     "multi_latent_attention": "latent attention",
     "is_hybrid_model": "Mamba layers",

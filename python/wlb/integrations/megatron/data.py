@@ -156,7 +156,7 @@ def data_iterator(
     readers = everyone if dynamic_cp else parallel_state.get_data_parallel_group()
     shares = readers.size() * _shares(config, readers.size(), held, tokens_per_batch, dynamic_cp=dynamic_cp)
     padding: dict[str, Any] = {"multiple_of_tokens": cp_size * of_rows}
-    if dynamic_cp:  # the packer's micro-batches only say who reads: nobody holds them
+    if dynamic_cp:  # the packer's micro-batches only say which rank reads
         held, padding = max(context, math.ceil(ROOM * tokens_per_batch / shares)), {}
     loading = replace(loading, max_document_tokens=context)
     limits = {"max_tokens": held, "tokens_per_batch": tokens_per_batch, **padding}
@@ -234,7 +234,7 @@ def _ranks(config: Any, everyone: Any, *, dynamic_cp: bool, planning: dict[str, 
 
 
 def _group_of(size: int, everyone: Any) -> Any:
-    """This rank's among the groups of so many; None where the last ranks have none."""
+    """This rank's group of `size` ranks; None for last ranks, which are too few for a group."""
     if size == everyone.size():
         return everyone
     kind = "hybrid" if hasattr(parallel_state, "get_hybrid_data_context_parallel_groups") else "dynamic"

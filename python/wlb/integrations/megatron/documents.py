@@ -1,4 +1,4 @@
-"""What a run reads: Megatron's `.bin` and `.idx` files, and any documents padded to what kernels take."""
+"""Documents of a run: Megatron's `.bin` and `.idx` files or any others, padded to the multiples that kernels take."""
 
 from __future__ import annotations
 

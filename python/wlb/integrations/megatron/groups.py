@@ -25,7 +25,7 @@ SET_HERE: Final = (
     "ids",
 )
 
-# Megatron-Core has samples padded one by one, for its kernels; nothing fills micro-batches up to a plan's sizes.
+# Megatron-Core pads samples one by one for its kernels; nothing pads micro-batches to the sizes of a plan.
 NOT_HERE: Final = ("max_documents", "multiple_of_tokens", "token_buckets")
 
 
@@ -50,7 +50,7 @@ def filled(groups: list[Group], *, world_size: int, max_cp_size: int) -> list[Gr
         groups.sort(key=lambda group: group[0], reverse=True)
         growing = [at for at, (size, _) in enumerate(groups) if size <= min(left, max_cp_size // 2)]
         shared = [at for at, (_, rows) in enumerate(groups) if len(rows) > 1]
-        if growing:  # the smallest, so that groups stay powers of two that fit
+        if growing:  # grow the smallest group, so that groups stay powers of two that fit
             size, rows = groups[growing[-1]]
             groups[growing[-1]], left = (2 * size, rows), left - size
         elif shared and (size := groups[shared[-1]][0]) <= left:

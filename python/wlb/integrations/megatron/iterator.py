@@ -29,7 +29,7 @@ from wlb.torch.metrics import StepMetrics, writes_to
 
 AnyStep = Step[PackedBatch] | DynamicCpStep[PackedBatch]
 
-# What the packer of a Dynamic-CP plan has by the number of ranks that read, and of the tokens that they read.
+# Settings of the packer of a Dynamic-CP plan that follow from the number of reading ranks and of their tokens.
 _OF_READERS: Final = ("max_tokens", "num_micro_batches", "ranks", "tokens_per_batch", "shape")
 
 
@@ -167,7 +167,7 @@ class DataIterator:
             failure, header = cause, Header(failure=failure_text(cause))
         self._sharing.header(header)
         if failure is not None:
-            self._iterator = None  # it has ended: who asks again shall not take that for the end of the data
+            self._iterator = None  # it has failed: a further call must not take that for the end of the data
             raise failure
         return self._given(header, step)
 
@@ -205,7 +205,7 @@ class DataIterator:
         else:
             same_packer = self._packs_like(state_field(state, "batches", dict))
             self._dynamic.load_state_dict(state, allow_config_change=same_packer)
-        self._iterator = None  # a step that was begun elsewhere does not go on
+        self._iterator = None  # a step that was begun before the state was loaded is dropped
 
     def _packs_like(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is of this packer, but for sizes of micro-batches, which only say who reads what."""
@@ -247,7 +247,7 @@ class DataIterator:
         """The next step, of the same plan on all that read, and its labels: more than 0 on all of them, or on none."""
         if self._iterator is None:
             self._iterator = self._run()
-        if self._peers is None:  # those of a Dynamic-CP plan agree on every step by themselves
+        if self._peers is None:  # the ranks of a Dynamic-CP plan agree on every step by themselves
             step = next(self._iterator, None)
             return step, step.num_valid_tokens if isinstance(step, DynamicCpStep) else 0
         step = None
@@ -339,15 +339,15 @@ class DataIterator:
         )
 
     def _hidden(self, row: Row, num_tokens: int) -> NDArray[np.bool_] | None:
-        """Which tokens the routers of this stage must not learn from, bool; None: all are real, or there are none."""
+        """Mask of padding for the routers of this stage; None: no padding, or no router."""
         if not getattr(self._config, "num_moe_experts", None):
             return None
         mask = padding_of(row, num_tokens)
         if mask is None and self._padded:
-            # Over several ranks Megatron-Core weighs a router's loss otherwise where a row has a mask: all have one.
+            # With several ranks a mask changes how Megatron-Core weighs a router's loss, so every row gets one.
             mask = np.zeros(num_tokens + row.filler, bool)
         if mask is None or self._sharing.first or not self._config.sequence_parallel:
-            return mask  # which the first stage's model splits among tensor-parallel ranks by itself
+            return mask  # the model of the first stage splits it among tensor-parallel ranks
         tp = self._sharing.tp
         return np.split(mask, tp.size())[tp.rank()]
 

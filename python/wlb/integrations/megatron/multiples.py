@@ -1,4 +1,4 @@
-"""What Megatron-Core's kernels want tokens to be multiples of: of a document, and of a rank's row."""
+"""Multiples to which Megatron-Core's kernels need the tokens of a document, and of a rank's row, to be padded."""
 
 from __future__ import annotations
 

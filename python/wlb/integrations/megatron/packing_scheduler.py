@@ -145,7 +145,7 @@ class _Dynamic(_Planned):
         if least & (least - 1) or self.total_hdp_gpus % least:
             message = f"= {least}: must be a power of two that divides the {self.total_hdp_gpus} ranks"
             raise error("min_cp_size", message, value=least)
-        units = self.total_hdp_gpus // least  # of so many ranks, which always share samples
+        units = self.total_hdp_gpus // least  # units of `least` ranks, which always share samples
         largest = min(largest_group(units), max(self._options.get("max_cp_size", self.total_hdp_gpus) // least, 1))
         plan = partial(
             planned,

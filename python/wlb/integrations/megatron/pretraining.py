@@ -62,7 +62,7 @@ def pretraining(
     args = get_args()
     _check(args, options)
     config = core_transformer_config_from_args(args)
-    config.finalize_model_grads_func = finalize_model_grads  # as `pretrain` sets it in the model's own, later
+    config.finalize_model_grads_func = finalize_model_grads  # `pretrain` sets it in the model's, but later
     if options.get("cost_model") is None:
         options["cost_model"] = cost_of(config, vocab_size=args.padded_vocab_size)
     held = max_tokens_per_rank * args.context_parallel_size
@@ -79,7 +79,7 @@ def pretraining(
     found = MicroBatches(steps, needed, () if validation else (get_tensorboard_writer(), get_wandb_writer()))
     if validation:
         return found
-    given = getattr(args, "dataloader_save", None)  # as loaders with a state have it, where somebody added it
+    given = getattr(args, "dataloader_save", None)  # an argument that some forks add for loaders with a state
     if args.iteration > 0:
         found.load_state(_saved(given or args.load, args.iteration))
     args.dataloader_save = given or args.save

@@ -1,4 +1,4 @@
-"""What a run of Megatron-Core must and must not be, told by name before anything is read."""
+"""Refusals of configurations of Megatron-Core that contradict a plan: by name, before anything is read."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """How a micro-batch lies on its ranks: the facts that every pipeline stage needs.
+    """The layout of a micro-batch on its ranks, as every pipeline stage needs it.
 
     Attributes:
         lengths: Tokens of its documents.
@@ -91,7 +91,7 @@ class Ranks:
         longest = int(shard.lengths.max(initial=0))
         params = ShardedSeqParams(
             qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,  # one and the same tensor: what is padding comes last, and is seen by none
+            cu_seqlens_q=cu_seqlens,  # one tensor for both: padding comes last, and no query sees it
             cu_seqlens_kv=cu_seqlens,
             cu_seqlens_q_padded=cu_seqlens,
             cu_seqlens_kv_padded=cu_seqlens,
@@ -108,7 +108,7 @@ class Ranks:
 
 
 def padding_of(row: Row, num_tokens: int) -> NDArray[np.bool_] | None:
-    """Which tokens of this rank's row are padding, bool [tokens with filler]; None: none.
+    """Mask of padding in this rank's row, bool [tokens with padding]; None if there is none.
 
     Args:
         row: how it lies.

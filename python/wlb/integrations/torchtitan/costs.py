@@ -1,4 +1,4 @@
-"""What documents cost in a model of torchtitan: its own count of FLOPs, taken apart."""
+"""Costs of documents in a model of torchtitan: the terms of its own count of FLOPs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration reads: documents of known lengths, streams, or a data set that torchtitan knows by name."""
+"""Documents of a configuration: of known lengths, streams, or a data set that torchtitan knows by name."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class _TokenStream:
         return getattr(self._texts, name)
 
     def shard(self, **which: int) -> _TokenStream:
-        """One of `num_shards`."""
+        """The stream of one of `num_shards` shards."""
         return _TokenStream(self._texts.shard(**which), self._tokens)
 
 

@@ -31,18 +31,18 @@ class RealTokens:
 
 
 class _Counts:
-    """Of one mixture."""
+    """Counts of the visits of one mixture of experts."""
 
     def __init__(self, real: RealTokens) -> None:
         self._real = real
         self._chosen: Tensor | None = None  # int64 [1, tokens, experts per token]
 
     def note(self, router: Any, args: Any, output: Any) -> None:
-        """Which experts the tokens visit."""
+        """Hook of the router: remembers which experts the tokens visit."""
         self._chosen = output[1]
 
     def leave_out(self, mixture: Any, args: Any, output: Any) -> None:
-        """The mixture has counted all tokens."""
+        """Hook of the mixture: subtracts the visits of padding, after the mixture has counted all tokens."""
         padding, chosen, self._chosen = self._real.padding, self._chosen, None
         if padding is None or chosen is None or not mixture.training:
             return

@@ -26,7 +26,7 @@ from wlb.torch.data.state import field as field_of
 from wlb.torch.metrics import StepMetrics
 
 _STATE: Final = "wlb"  # one text, whatever it holds: checkpoints ask for the keys before they load
-_FILLER: Final = 128  # filler is cut into documents of one block of an attention kernel: it costs next to nothing
+_FILLER: Final = 128  # padding is cut into documents of one attention block, which cost next to nothing
 _PARTS: Final = {
     "documents",
     "streams",
@@ -34,7 +34,7 @@ _PARTS: Final = {
     "lengths",
     "cost_model",
     "group",
-}  # objects, which no command line has
+}  # objects, which a command line cannot express
 
 
 class WlbDataLoader(BaseDataLoader):
@@ -208,7 +208,7 @@ class WlbDataLoader(BaseDataLoader):
             )
         else:
             documents, lengths = measured
-            self.config = replace(config, lengths=lengths)  # who makes it again need not read them all
+            self.config = replace(config, lengths=lengths)  # a second loader need not read the lengths again
             sampler = loading.sampler(lengths, packer, rank=dp_rank, ranks=dp_world_size)
             self.steps = StepLoader(
                 DataLoader(
@@ -223,8 +223,8 @@ class WlbDataLoader(BaseDataLoader):
         self._metrics = StepMetrics(self.steps)
         self.step: Step[PackedBatch] | None = None
         self.before_first: Callable[[Step[PackedBatch]], None] | None = None
-        self.given = 0  # steps, also before a resume: the Trainer takes each of them
-        self._inside = 0  # micro-batches that were given of a step that was not given whole
+        self.given = 0  # steps handed out, those before a resume included
+        self._inside = 0  # micro-batches handed out of an unfinished step
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """The micro-batches of this rank, step by step, to the end of the data; steps without a label are left out."""
@@ -264,7 +264,7 @@ class WlbDataLoader(BaseDataLoader):
         Raises:
             wlb.WlbError: It is the state of another loader, of other documents or of another configuration.
         """
-        if not state_dict:  # torchtitan's checkpoints without one
+        if not state_dict:  # a checkpoint without a state of the loader
             return
         try:
             saved = json.loads(field_of(state_dict, _STATE, str))

@@ -57,7 +57,7 @@ def _report(proof: Proof) -> None:
 
 def _coarsest(trainer: Any) -> torch.dtype:
     if has_quantization(trainer.model_config):
-        return torch.float8_e4m3fn  # whose scales follow from what shares a row
+        return torch.float8_e4m3fn  # FP8 scales depend on all documents of a row
     return TORCH_DTYPE_MAP[trainer.config.training.mixed_precision_param]
 
 
@@ -93,7 +93,7 @@ def _alone(trainer: Any, model: Any, batch: PackedBatch) -> Tensor:
     """Logits of one document, by the masks and the context that the trainer makes."""
     row, labels = trainer.dataloader.row(batch.to("cpu"))
     inputs, _, keywords = trainer.post_dataloading_process(_on(row, trainer.device), labels.to(trainer.device))
-    hidden = getattr(model, "_skip_lm_head", False)  # which a loss in chunks applies by itself
+    hidden = getattr(model, "_skip_lm_head", False)  # a chunked loss applies the head itself
     try:
         if hidden:
             model._skip_lm_head = False

@@ -1,4 +1,4 @@
-"""What a configuration must not have beside a plan: refused by name, before anything is built."""
+"""Refusals of configurations of torchtitan that contradict a plan: by name, before anything is built."""
 
 from __future__ import annotations
 

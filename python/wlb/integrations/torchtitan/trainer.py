@@ -1,4 +1,4 @@
-"""What of torchtitan's Trainer knows the plan: how many micro-batches a step has, how ranks share one, what it logs."""
+"""torchtitan's Trainer with a plan: the number of micro-batches of a step, the parts of ranks, and what is logged."""
 
 from __future__ import annotations
 

@@ -169,7 +169,11 @@ def _attend(
     with_lse: bool = False,
     known: operator.Known | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As above; `with_lse` gives the log-sum-exp without a gradient, `known` is what is not computed again."""
+    """`context_parallel_attention` that can give more, or do less.
+
+    `with_lse` also gives the log-sum-exp, without a gradient. `known` holds output and log-sum-exp of an earlier
+    forward, which is then not computed again.
+    """
     check_bool("return_lse", return_lse)
     rank, size = arguments.check_group(shard, group)
     degree = arguments.check_transport(transport, ulysses_size, size)

@@ -17,7 +17,7 @@ Transport = Literal["all_gather", "fetch", "ring", "ulysses", "usp"]
 
 
 def check_shard(shard: wlb.Shard, name: str = "shard") -> None:
-    """It is one of documents."""
+    """Refuses anything but a shard of documents."""
     if isinstance(shard, wlb.ForestShard):
         message = (
             "is a wlb.ForestShard: this is for documents, whose tokens have one that comes next. Collate the samples "
@@ -29,14 +29,14 @@ def check_shard(shard: wlb.Shard, name: str = "shard") -> None:
 
 
 def check_any_shard(shard: wlb.Shard | wlb.ForestShard) -> None:
-    """It is one of documents or of a forest."""
+    """Refuses anything but a shard of documents or of a forest."""
     if not isinstance(shard, wlb.Shard | wlb.ForestShard):
         name = type(shard).__name__
         raise error("shard", f"is a {name}, not a wlb.Shard or a wlb.ForestShard", value=shard)
 
 
 def check_rank(rank: int, size: int) -> None:
-    """It is one of a group of `size`."""
+    """Refuses a rank outside of a group of `size` ranks."""
     if not is_integer(rank) or not 0 <= rank < size:
         raise error("rank", f"= {rank!r}: the shard has ranks 0 to {size - 1}", value=rank)
 
@@ -168,7 +168,7 @@ def reach(window: int | None) -> int | None:
 
 
 def check_window(window: int | None) -> None:
-    """It is a number of tokens."""
+    """Refuses a window that is no positive number of tokens."""
     if window is not None and not (is_integer(window) and window > 0):
         raise error("window", f"= {window!r}: a positive number of tokens, or None", value=window)
 

@@ -88,7 +88,7 @@ class ReferenceKernel:
 
     @staticmethod
     def tiles(head_dim: int) -> tuple[int, int]:
-        """One query each: its own tiles are for memory, and what it computes goes with the queries."""
+        """Tiles of one query: the time of this kernel is proportional to its queries, whatever its tiles."""
         return 1, 1
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ class ReferenceKernel:
         left, right = call.window
         scores = _SCORES_OF_CPU if call.cu_seqlens_q.device.type == "cpu" else _SCORES
         for (q_from, q_to, k_from, k_to), shift in zip(call.spans.tolist(), call.shifts.tolist(), strict=True):
-            diagonal = (k_to - k_from) - (q_to - q_from)  # the key at which the first query stands
+            diagonal = (k_to - k_from) - (q_to - q_from)  # the last key that the first query sees
             step = max(1, scores // (heads * (k_to - k_from)))
             for i in range(0, q_to - q_from, step):
                 i_end = min(i + step, q_to - q_from)
@@ -186,7 +186,7 @@ class CpuFlashKernel:
 
     @staticmethod
     def tiles(head_dim: int) -> tuple[int, int]:
-        """As the reference kernel: what it computes goes with the queries."""
+        """Tiles of one query: the time of this kernel is proportional to its queries."""
         return 1, 1
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -256,7 +256,7 @@ class CpuFlashKernel:
 
     @staticmethod
     def _spans(call: Call) -> list[tuple[slice, list[tuple[slice, bool]]]] | None:
-        """Of each span its queries, and its keys by parts: which, and whether under the causal mask of a square.
+        """The queries of each span, and its keys in parts: the rows of a part, and whether it is a causal square.
 
         None: a window cuts them.
         """
@@ -314,7 +314,7 @@ def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
 
 
 def longest_queries(call: Call) -> int:
-    """What flash kernels are told of it: where each span is one query they take all rows for spans, not only theirs."""
+    """Most queries of a span, at least 2: with 1, flash kernels take every row for a span of its own."""
     return max(call.max_seqlen_q, 2)
 
 
@@ -324,7 +324,7 @@ def _like(q: Tensor) -> Tensor:
 
 
 def _gradients(q: Tensor, k: Tensor, into: tuple[Tensor | None, Tensor] | None) -> Gradients:
-    """Those of queries, and of keys and values, to be filled in: `into` where that is given."""
+    """Tensors for the gradients of queries, and of keys and values: `into` where that is given."""
     if into is None:
         return _like(q), k.new_empty((k.shape[0], 2, *k.shape[1:]))
     return _like(q) if into[0] is None else into[0], into[1]

@@ -76,7 +76,7 @@ class KeysExchange:
             if take is not None:
                 attend(take(), plan.remote, heads, remote)
             if finish is not None:
-                # Of the heads before: sent home meanwhile.
+                # Gradients of the heads before, sent home while these are computed.
                 total = k.new_empty((k.shape[0], 2, *k.shape[1:])) if total is None else total
                 total.chunk(heads.parts, 2)[heads.part - 1].copy_(finish())
             finish = self._send_home(gradients, home)
@@ -126,7 +126,7 @@ class KeysExchange:
             nonlocal going
             assert work is not None
             work.wait()
-            del going  # until here it was being sent
+            del going  # the send ends here, so its buffer may go
             return plan.own.of(flat).view(-1, *shape)
 
         return finish

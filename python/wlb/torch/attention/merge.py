@@ -21,13 +21,13 @@ Keys = Tensor | tuple[Tensor, Tensor]
 
 
 class Heads(NamedTuple):
-    """One of equal parts of the heads."""
+    """One of several equal parts of the heads."""
 
     part: int = 0
     parts: int = 1
 
     def of(self, x: Tensor) -> Tensor:
-        """Its heads of `[tokens, heads, head_dim]`."""
+        """The heads of this part of `[tokens, heads, head_dim]`."""
         return x if self.parts == 1 else x.chunk(self.parts, 1)[self.part]
 
 
@@ -201,7 +201,7 @@ class _Attention(torch.autograd.Function):
                 if merged is not None:
                     merged.add(call, *kernel.forward(*given))
                     continue
-                if rows is None and heads.parts == 1:  # there is no other
+                if rows is None and heads.parts == 1:  # one call over all rows: nothing to merge
                     out, lse = kernel.forward(*given)
                 else:
                     out = q.new_empty(q.shape) if out is None else out
@@ -276,7 +276,7 @@ class _Attention(torch.autograd.Function):
 def _with_lse(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What a kernel's backward takes so that its gradients are those of the output and of the log-sum-exp.
+    """Inputs for a kernel's backward with which it also gives the gradient of the log-sum-exp.
 
     A kernel multiplies the weights by `d_out @ v.T - sum(d_out * out)`, and the gradient of the log-sum-exp belongs
     behind it. So channels are added, of which the values are 0, the output is minus that gradient, and the gradient of

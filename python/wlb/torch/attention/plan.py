@@ -33,7 +33,7 @@ PlainRows = tuple[int, int, bool]
 
 
 def pick(x: Tensor, rows: Rows) -> Tensor:
-    """These rows of `x`: a view of it, but for an index."""
+    """Rows of `x`: a view, or a copy if `rows` is an index."""
     if rows is None:
         return x
     return x.index_select(0, rows) if isinstance(rows, Tensor) else x[rows]
@@ -61,7 +61,7 @@ class Call:
 
     q_rows: Rows  # of the queries
     k_rows: Rows  # of the keys
-    cu_seqlens_q: Tensor  # int32 [spans + 1]: of all queries, but for an index: then of those that it names
+    cu_seqlens_q: Tensor  # int32 [spans + 1]: over all queries, or over those of an index
     cu_seqlens_k: Tensor  # int32 [spans + 1]
     max_seqlen_q: int
     max_seqlen_k: int
@@ -114,7 +114,7 @@ class _Tensors:
         self._host_bounds = numbers[begin:].copy() if begin else numbers
 
     def rows(self, plain: PlainRows, total: int | None = None) -> Rows:
-        """Of a tensor of `total` rows: None if they are all."""
+        """Rows as slice or index; None if they are all `total` rows of a tensor."""
         first, count, listed = plain
         if listed:
             return self._rows[first : first + count]
@@ -133,7 +133,7 @@ class _Tensors:
             cu_q, cu_k = self._bounds[begin : begin + 2 * (spans + 1)].view(2, -1).unbind(0)
             bounds = self._host_bounds[begin : begin + 3 * spans + 2]
             rows = self.rows(q_rows, queries), self.rows(k_rows, keys)
-            if isinstance(rows[0], Tensor):  # outputs are copied to these: that takes no int32
+            if isinstance(rows[0], Tensor):  # `index_copy_` takes no int32
                 rows = rows[0].long(), rows[1]
             calls.append(Call(*rows, cu_q, cu_k, longest_q, longest_k, window, bounds, fresh))
         return calls
@@ -144,7 +144,7 @@ class Sum:
     """Rows of a result, each a sum of rows of one tensor."""
 
     rows: Rows  # what is summed
-    begins: Tensor | None  # int32: of each row of the result where its rows begin in `rows`; None: it is the row
+    begins: Tensor | None  # int32: where the summands of each result begin in `rows`; None: one each
     count: int  # rows of the result
 
     def of(self, x: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class KeysPlan:
-    """What one rank does where keys come to the ranks that need them.
+    """Plan of one rank for transports that bring keys to the ranks that need them.
 
     Its *buffer* has the rank's own keys, from row `first` on, and behind them what arrives. Gradients of keys stand one
     behind the other, call by call, local ones first, and behind them those that come home.
@@ -168,7 +168,7 @@ class KeysPlan:
     picked: Rows  # of the buffer
     tokens: int  # of all ranks
     first: int  # the first of the rank's rows whose keys are in the buffer
-    own_rows: int  # of the buffer, before those that arrive
+    own_rows: int  # rows of own keys in the buffer, before those that arrive
     sent: Rows  # of the buffer; by destination, or as many as every rank sends
     sent_rows: list[int]  # to each rank; empty: as many to all
     arriving_rows: list[int]  # from each rank
@@ -194,7 +194,7 @@ class KeysPlan:
 def keys_plan(
     shard: AnyShard, rank: int, *, fetch: bool, window: int | None, biased: bool, device: torch.device
 ) -> KeysPlan:
-    """What `rank` does. `biased`: scores have a bias by position; `fetch`: every rank gets just what it needs."""
+    """Plan of `rank` for `all_gather`, or for `fetch`. `biased`: scores have a bias by position."""
     indices, local, remote, (first, own_rows), sent, (sent_rows, arriving_rows), moves, going, own = _core.keys_plan(
         shard, rank, fetch=fetch, window=window, biased=biased
     )
@@ -226,12 +226,12 @@ def keys_plan(
 
 @dataclass(frozen=True)
 class RingPlan:
-    """What one position of a ring does: `steps[s]` are the calls over the keys of position `self - s`."""
+    """Plan of one position of a ring: `steps[s]` are the calls over the keys of position `self - s`."""
 
     position: int
     steps: list[list[Call]]
     rows: list[int]  # keys of every position
-    last: list[int]  # of every position's keys the last step in which some position computes over them
+    last: list[int]  # last step in which any position uses the keys of each position
 
     @property
     def once(self) -> bool:
@@ -241,11 +241,11 @@ class RingPlan:
 
 @dataclass(frozen=True)
 class HeadsPlan:
-    """How the ranks of a block put their tokens together."""
+    """Plan by which the ranks of a block exchange tokens for heads."""
 
     counts: list[int]  # tokens of each rank of the block
     place: int  # of this rank in the block
-    ascending: Tensor  # int32: tokens in packed order from those in order of ranks
+    ascending: Tensor  # int32: puts tokens in order of ranks into packed order
     by_rank: Tensor  # int32: the inverse
 
 
@@ -253,7 +253,7 @@ class HeadsPlan:
 def ring_plan(
     shard: AnyShard, rank: int, *, degree: int, window: int | None, biased: bool, device: torch.device
 ) -> tuple[HeadsPlan | None, RingPlan]:
-    """What `rank` does in blocks of `degree` ranks that exchange heads, with a ring over the blocks."""
+    """Plans of `rank` in blocks of `degree` ranks that exchange heads, with a ring over the blocks."""
     indices, steps, rows, last, heads = _core.ring_plan(shard, rank, degree, window=window, biased=biased)
     tensors = _Tensors(indices, device)
     position = rank // degree
@@ -270,17 +270,17 @@ def ring_plan(
 
 @dataclass(frozen=True)
 class MovesPlan:
-    """What one rank sends and receives when tokens move to another cut."""
+    """Plan of the tokens that one rank sends and receives when a micro-batch is cut in another way."""
 
     sent: Rows  # its rows before, by destination
     sent_rows: list[int]  # how many to each rank
-    placed: Rows  # of each of its rows after, the place among those that arrive
+    placed: Rows  # place among the arriving rows of each row after the move
     arriving_rows: list[int]  # how many from each rank
 
 
 @functools.lru_cache(maxsize=KEPT)
 def moves_plan(before: wlb.Shard, after: wlb.Shard, rank: int, device: torch.device) -> MovesPlan:
-    """What `rank` does when tokens move from one shard of a micro-batch to another."""
+    """Plan of `rank` for moving tokens from one shard of a micro-batch to another."""
     numbers, sent, sent_rows, placed, arriving_rows = _core.moves_plan(before, after, rank)
     tensors = _Tensors((numbers, len(numbers)), device)
     held = int(before.tokens_per_rank[rank])

@@ -99,7 +99,7 @@ def recut(x: Tensor, before: wlb.Shard, after: wlb.Shard, *, group: dist.Process
 
 @dataclass(frozen=True)
 class HaloRoute:
-    """What one rank sends to those behind it, and gets from those before it."""
+    """Tokens that one rank sends to later ranks, and gets from earlier ranks."""
 
     sent: Tensor  # int32: its rows, by destination
     sent_rows: list[int]  # how many to each rank

@@ -66,13 +66,13 @@ class Ring:
         self._connect(k.device)
         block: Tensor | None = torch.stack((k, v), 1)
         own = k.new_empty(0)
-        home: Tensor | None = None  # what others add to it
-        coming: Callable[[], Tensor | None] = _nothing  # the gradient of this step's keys, from positions before
+        home: Tensor | None = None  # the sum of other ranks' parts
+        coming: Callable[[], Tensor | None] = _nothing  # waits for the gradient from earlier positions
         for step, calls in enumerate(plan.steps):
             arrive = self._pass_on(block, step, k)
             total = None
             if block is None:
-                coming()  # what was sent has arrived
+                coming()  # waits until the last message has arrived
             else:
                 gradients = self._gradients(block, calls, attend)
                 total = self._added(k, calls, gradients, coming(), block.shape[0])
@@ -159,7 +159,7 @@ class Ring:
 
 
 def _nothing() -> None:
-    """Nothing comes."""
+    """Wait of a step of the ring in which no message arrives."""
 
 
 def _wait(operations: list[dist.P2POp], received: Tensor | None) -> Callable[[], Tensor | None]:
@@ -169,7 +169,7 @@ def _wait(operations: list[dist.P2POp], received: Tensor | None) -> Callable[[],
     def arrive() -> Tensor | None:
         while works:
             works.pop().wait()
-        operations.clear()  # until here they kept alive what was being sent
+        operations.clear()  # they kept the sent tensors alive until here
         return received
 
     return arrive

@@ -29,14 +29,14 @@ class ArrowRows:
 
     @classmethod
     def of(cls, dataset: Any, reader: RowReader, argument: str) -> ArrowRows | None:
-        """None of what is no such data set.
+        """The rows of a data set of Arrow tables; None for any other data set.
 
         Raises:
             wlb.WlbError: The data set has a column that `reader` refuses.
         """
         if not _is_tables(dataset):
             return None
-        shown = dataset.format["columns"]  # what `set_format(columns=...)` left
+        shown = dataset.format["columns"]  # the columns that `set_format(columns=...)` left
         names = [name for name in dataset.column_names if name in shown]
         names = [name for name in names if name in reader.columns or not _is_text(dataset, name)]
         reader.check_names(names, argument)
@@ -117,7 +117,7 @@ def _holds_integers(dataset: Any, name: str) -> bool:
 def _arrays(column: Any) -> list[Any]:
     """Each document of a column, where its tokens lie in memory; what has gaps is read item by item."""
     arrays: list[Any] = []
-    # Scattered documents are a chunk each, which takes longer to look at than to copy.
+    # Scattered documents would be one chunk each, which is slower than one copy.
     for chunk in [column.combine_chunks()] if column.num_chunks > 1 and not column.null_count else column.chunks:
         if chunk.null_count or not _are_numbers(chunk) or chunk.values.null_count:
             arrays += chunk.to_pylist()

@@ -79,7 +79,7 @@ class PackedBatch:
         columns: Mapping[str, Tensor] | None = None,
         own_positions: bool = False,
     ) -> PackedBatch:
-        """One of what this rank holds; all that follows from `shard` is made here.
+        """Makes a batch from the tokens of this rank; all other tensors are made from `shard`.
 
         Position ids of the documents' own may be among `columns`, or `position_ids` with `own_positions`.
 
@@ -126,7 +126,7 @@ class PackedBatch:
 
     @property
     def real(self) -> Tensor:
-        """Which tokens of this rank are those of documents: bool [tokens_of_this_rank], False where padding is.
+        """Mask of the tokens of documents: bool [tokens_of_this_rank], False for padding.
 
         For what counts tokens: routers of mixtures of experts, and losses over positions. Many take the inverse as a
         `padding_mask`.
@@ -243,7 +243,7 @@ class PackedBatch:
         return self._map(Tensor.pin_memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A worker hands over every tensor through a socket, half a millisecond each: one is enough.
+        # A worker sends every tensor through a socket, half a millisecond each, so all are views of one.
         single = not self.own_positions
         rows = torch.stack([self.tokens, self.labels, *([self.position_ids] if single else [])])
         more = dict(self.columns) | ({} if single else {"position_ids": self.position_ids})

@@ -136,7 +136,7 @@ Run = tuple[int, int, int]
 
 
 def held_runs(held: wlb.RankShard) -> list[Run]:
-    """What a rank holds, row by row."""
+    """Runs of documents that a rank holds, in the order of its rows."""
     rows = held.cu_seqlens_q
     starts = held.position_ids[rows[:-1]]
     ends = starts + np.diff(rows)
@@ -144,7 +144,7 @@ def held_runs(held: wlb.RankShard) -> list[Run]:
 
 
 def runs_packed(documents: Sequence[Document], runs: Sequence[Run]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """As `packed`, of these runs alone; a document beyond those given is padding."""
+    """Tokens and labels of these runs, like `packed`; a run of document `len(documents)` is padding."""
     total = sum(end - start for _, start, end in runs)
     tokens, labels = np.empty(total, np.int64), np.empty(total, np.int64)
     row = 0
@@ -165,7 +165,7 @@ def runs_packed(documents: Sequence[Document], runs: Sequence[Run]) -> tuple[NDA
 
 
 def runs_joined(documents: Sequence[Document], runs: Sequence[Run], layout: Layout) -> dict[str, NDArray[Any]]:
-    """As `joined`, of these runs alone."""
+    """Columns of these runs, like `joined`."""
     if not layout:
         return {}
     of_each = {number: laid_out(documents[number], layout) for number in {run[0] for run in runs} - {len(documents)}}
@@ -192,7 +192,7 @@ def packed(documents: Sequence[Document]) -> tuple[NDArray[np.int64], NDArray[np
     """Tokens of documents of arrays one after the other, and what each predicts: int64 [tokens] both."""
     arrays = [document.tokens for document in documents]
     ends = np.cumsum([array.size for array in arrays], dtype=np.int64)
-    # One more than the tokens: labels are the same array, one further on.
+    # One longer than the tokens: labels are a view of this array, one further on.
     sequence = np.empty((int(ends[-1]) if arrays else 0) + 1, np.int64)
     if arrays:
         np.concatenate(arrays, out=sequence[:-1], casting="unsafe")

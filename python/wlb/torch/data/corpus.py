@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from wlb._errors import error
 from wlb.torch.data.sidecar import Facts, Sidecar
 
-_CHUNK = 1 << 18  # lengths looked at together where all of them are: they fit into a cache
+_CHUNK = 1 << 18  # lengths that are checked at a time, so that they fit into a cache
 
 
 @dataclass(frozen=True)

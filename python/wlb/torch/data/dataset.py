@@ -80,7 +80,7 @@ class Documents(Dataset[Document]):
         return self._made(self.dataset[row] if self._rows is None else self._rows([row])[0], index)
 
     def __getitems__(self, indices: list[int | Piece]) -> list[Document]:
-        """Those of a micro-batch, read at once where the data set can: a `DataLoader` asks so."""
+        """The documents of a micro-batch, read at once if the data set can; `DataLoader` calls it."""
         together = self._rows or getattr(self.dataset, "__getitems__", None)
         if together is None:
             return [self[index] for index in indices]
@@ -95,7 +95,7 @@ class Documents(Dataset[Document]):
         return numbers if found is None else [int(found.rows[number]) for number in numbers]
 
     def _documents_of_rows(self) -> RowIndex | None:
-        """Which document lies in which row; None where every row is a document."""
+        """Index of documents by row; None where every row is one document."""
         if not self._indexed:
             if self._rows is None:
                 self._index = RowIndex.of_rows(self.dataset, self._argument)

@@ -173,7 +173,7 @@ def integers(values: Sequence[Any], argument: str, name: str) -> NDArray[np.int6
         numbers = np.fromiter(map(operator.index, values), np.int64, len(values))
     except (TypeError, OverflowError):
         numbers = None
-    if numbers is None or numbers.min(initial=0) < 0:  # some number is bad: which?
+    if numbers is None or numbers.min(initial=0) < 0:  # find the bad number for the error
         numbers = np.array([integer(value, argument, name, at) for at, value in enumerate(values)], np.int64)
     return numbers
 
@@ -242,7 +242,7 @@ def laid_out(document: Document, layout: Layout) -> dict[str, NDArray[Any]]:
 
 
 def of_padding(name: str) -> int:
-    """What a column has where tokens are padding: no labels, and 0 otherwise."""
+    """Value of a column for padding: -100 for labels, 0 for other columns."""
     return IGNORE if name == AHEAD else 0
 
 

@@ -40,7 +40,7 @@ from wlb.torch.data.thread import Position, PreparedStep, StepIterator, StepsAhe
 FORMAT: Final = "wlb.dynamic_cp_loader"
 VERSION: Final = 2
 _END = object()
-_NOBODY: Final = -1  # read a token of padding
+_NOBODY: Final = -1  # the reader of padding: no rank
 
 T = TypeVar("T")
 
@@ -194,10 +194,10 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         self._stateful = all(hasattr(batches, f"{verb}state_dict") for verb in ("", "load_"))
         self._iterator: Iterator[Any] | None = None
         self._read = 0  # items of this iteration
-        self._skip = 0  # of them, those that a restored state has read
+        self._skip = 0  # items that a restored state has read already
         self._number = 0  # of the step that is read next
         self._ended = False  # this rank's share of the iteration
-        self._item: Step[Any] | None = None  # that was read last, if `batches` gives steps
+        self._item: Step[Any] | None = None  # the last step that was read, if `batches` gives steps
         self._link = Link()
         self._latest = self._position()  # after the step that was made last
         self._steps = StepsAhead(self._make, self._latest, name="wlb-dynamic-cp", argument="batches")
@@ -321,7 +321,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         return Pieces.of(*([column[row] for row in rows] for column in (table.names, table.starts, table.lengths)))
 
     def _read_share(self) -> tuple[list[Document], list[int]]:
-        """This rank's documents of the next step, none once it has ended; and a packer's ids of them, or -1."""
+        """Documents that this rank reads for the next step, and their ids from a packer, or -1."""
         if self._iterator is None:
             self._iterator = iter(self._batches)
             for already in range(self._skip):
@@ -342,7 +342,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         return documents, names or [-1] * len(documents)
 
     def _gather(self) -> tuple[list[Document], Table, Layout]:
-        """This rank's documents, what is known of all ranks', and the columns of all."""
+        """The documents of this rank, the table of all ranks' documents, and the columns of all."""
         documents: list[Document] = []
         names: list[int] = []
         costs: dict[str, NDArray[np.float64]] = {}
@@ -369,7 +369,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         self._peers.agree(parts, failure, step=self._number, argument="batches", what="step or kind of costs")
         costs = {name: np.concatenate([part["costs"][name] for part in parts]) for name in self._costs}
         everyone = [part["rows"] for part in parts]
-        # The same question on every rank, so that all fail or none.
+        # Every rank asks, so that all fail or none.
         layout = common_layout([part["layout"] for part in parts if part["layout"] is not None], "batches")
         return documents, Table.of(everyone, costs, ended=all(part["ended"] for part in parts)), layout
 
@@ -400,12 +400,12 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
     def _exchange(
         self, plan: wlb.DynamicCpPlan, table: Table, documents: list[Document], layout: Layout
     ) -> list[PackedBatch]:
-        """This rank's part of all micro-batches, fetched from where documents were read."""
+        """This rank's parts of all micro-batches, fetched from the ranks that read the documents."""
         me, size = self._peers.rank, self._peers.size
         outgoing: list[list[NDArray[np.int64]]] = [[] for _ in range(size)]  # [tokens, columns], by destination
         incoming: list[list[int]] = [[] for _ in range(size)]  # sizes, by source
         expected = []
-        width = 2 + num_rows(layout)  # numbers of a token: itself, its label, its columns
+        width = 2 + num_rows(layout)  # numbers that a token takes: its id, its label, its columns
         for micro_batch in plan.micro_batches:
             for group in micro_batch.groups:
                 rows = group.document_ids
@@ -421,7 +421,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
                     mine = [documents[at] for at in table.positions[rows[read_by == me]]]
                     of_tokens = np.concatenate([np.stack(packed(mine)), *as_bits(joined(mine, layout))]).T
                     here = source == me
-                    place = np.cumsum(here) - 1  # of a token among those read here
+                    place = np.cumsum(here) - 1  # place of each token among those that this rank read
                     for cp_rank, destination in enumerate(group.ranks):
                         held = shard.rank(cp_rank).token_indices
                         outgoing[destination].append(of_tokens[place[held[here[held]]]].ravel())

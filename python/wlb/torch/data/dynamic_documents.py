@@ -57,7 +57,7 @@ def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:
         index = int(legal.argmin())
         message = f"has {array[index]}: must be a finite number, 0 or above"
         raise error(name, message, index=index, value=array[index])
-    if name == "costs" and not array.any():  # of attention_costs it says that nothing can be hidden
+    if name == "costs" and not array.any():  # zeros in attention_costs are allowed: nothing can be hidden
         raise error(name, "has nothing but 0: documents that cost nothing are planned in any way")
 
     def of_document(document: Document) -> Any:

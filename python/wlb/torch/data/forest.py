@@ -67,7 +67,7 @@ class ForestBatch:
         return self.shard.cp_size
 
     def to_samples(self, values: Tensor) -> Tensor:
-        """What each prediction of each sample has, from what each edge has. Differentiable: gradients add up.
+        """Values of the predictions of each sample, from one value for each edge. Differentiable: gradients add up.
 
         Args:
             values: [edges, ...]: log-probabilities, for example.
@@ -86,7 +86,7 @@ class ForestBatch:
         return values.index_select(0, self.sample_edges)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ForestBatch:
-        """The same with its tensors on `device`; `non_blocking` overlaps the copy if they are pinned."""
+        """A copy of the batch with its tensors on `device`; `non_blocking` overlaps the copy if they are pinned."""
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=non_blocking)
             for field in fields(self)
@@ -95,7 +95,7 @@ class ForestBatch:
         return replace(self, **moved)
 
     def pin_memory(self) -> ForestBatch:
-        """The same in page-locked memory; `DataLoader(pin_memory=True)` calls it."""
+        """A copy of the batch in page-locked memory; `DataLoader(pin_memory=True)` calls it."""
         pinned: dict[str, Any] = {
             field.name: value.pin_memory()
             for field in fields(self)
@@ -170,10 +170,10 @@ def collate_forest(
     if cp_rank >= cp_size:
         raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)
 
-    packed = shard.forest  # the same, its nodes as they lie in memory; the filler's root is the last sample
+    packed = shard.forest  # the forest with nodes in memory order; padding is the last sample
     tokens = np.zeros(packed.unique_tokens, np.int64)
     paths = paths_of(packed)[: len(named)]
-    counted: list[Ints] = []  # of each sample the positions of the tokens that it predicts
+    counted: list[Ints] = []  # positions of the tokens that each sample predicts
     for number, (sample, at) in enumerate(zip(named, paths, strict=True)):
         tokens[at] = sample.tokens
         follows = np.ones(at.size - 1, bool) if sample.labels is None else _counts(sample, number)
@@ -284,14 +284,14 @@ def forest_step(
 
 
 def paths_of(forest: wlb.PrefixForest) -> list[Ints]:
-    """Of each sample the places of its tokens, where the nodes of a forest lie one behind the other."""
+    """Places of the tokens of each sample, with the nodes of the forest one behind the other."""
     runs = _Runs.of(forest)
     return [runs.of_sample(int(end)) for end in forest.ends]
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Where the nodes of a forest lie in memory."""
+    """Places of the nodes of a forest in memory."""
 
     forest: wlb.PrefixForest
     parents: Ints
@@ -337,7 +337,7 @@ def _whole(rows: Sequence[Document], number: int) -> Document:
 
 
 def _counts(sample: Document, number: int) -> NDArray[np.bool_]:
-    """Which tokens but the first are to be predicted."""
+    """Mask of the tokens, without the first, that are to be predicted."""
     labels = np.asarray(sample.labels[1:])
     counts: NDArray[np.bool_] = labels != IGNORE
     if (wrong := np.flatnonzero(counts & (labels != sample.tokens[1:]))).size:

@@ -1,4 +1,4 @@
-"""What documents cost that bring their costs: an array beside the lengths, or a function of a document."""
+"""Costs that the user gives: an array beside the lengths, or a function of a document."""
 
 from __future__ import annotations
 

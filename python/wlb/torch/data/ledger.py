@@ -80,7 +80,7 @@ class Ledger:
         check_integer("dp_rank", dp_rank, minimum=0, maximum=dp_size - 1)
         self._about = {"dp_rank": int(dp_rank), "dp_size": int(dp_size), **source.describe()}
         self._last: int | None = None
-        self._after: str | None = None  # the hash of the last line, once it is known
+        self._after: str | None = None  # the hash of the last line, once it was read or written
         self.path = ledger_file(Path(folder), dp_rank)
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -127,7 +127,7 @@ class Ledger:
         self._last = step.number
 
     def _planned(self, step: _Step) -> dict[str, Any]:
-        """What the hash of the plan is computed from again; nothing of a plan of groups, whose hash is its digest.
+        """Fields from which the hash of the plan can be computed again; none for Dynamic-CP, whose hash is the digest.
 
         Raises:
             wlb.WlbError: The step has the micro-batches of another rank.
@@ -177,6 +177,6 @@ def _last_check(file: BinaryIO, end: int) -> str | None:
 
 
 def _share(plan: wlb.Packing, numbers: NDArray[np.int64]) -> Share:
-    """These micro-batches of a plan."""
+    """The share of a rank that has these micro-batches of a plan."""
     parts = [plan[number] for number in numbers.tolist()]
     return Share.of(numbers, [Pieces.of([part.document_ids], [part.starts], [part.lengths]) for part in parts])

@@ -1,4 +1,4 @@
-"""How documents of known lengths become steps: in one line for a loop of one's own, and the options of all loaders."""
+"""Steps from documents of known lengths: `balanced_loader` for a loop of your own, and the options of all loaders."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Loading:
         check_integer("max_delay", self.max_delay, minimum=0)
         check_integer("num_workers", self.num_workers, minimum=0)
         check_bool("shuffle", self.shuffle)
-        RowReader(self.columns, self.labels_ahead)  # or is refused
+        RowReader(self.columns, self.labels_ahead)  # raises if they are wrong
 
     @classmethod
     def of(
@@ -114,7 +114,7 @@ class Loading:
         if self.max_delay:
             arguments |= {"release": "adaptive", "max_delay": self.max_delay}
         elif {"release", "outlier_thresholds"} & others.keys():
-            arguments["max_delay"] = 0  # a rule by which documents wait has a limit of its own
+            arguments["max_delay"] = 0  # a given rule limits delays by itself
         else:
             arguments["release"] = "fifo"  # no document waits
         return wlb.Packer(num_micro_batches=num_micro_batches, **arguments | others)

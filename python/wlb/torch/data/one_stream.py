@@ -59,7 +59,7 @@ def restores_itself(stream: Any) -> bool:
             "state_dict takes none"
         )
         raise error("streams", message, value=stream) from None
-    except ValueError:  # a function that does not say what it takes
+    except ValueError:  # a function without a signature
         pass
     return True
 
@@ -76,7 +76,7 @@ class _Noted(dict[str, Any]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dictionary."""
+        """Like `dict.get`; remembers that the column was read."""
         self.read.add(name)
         return super().get(name, default)
 
@@ -94,10 +94,10 @@ class OneStream:
         self._reader = reader
         self._documents: Any = documents
         self._costs = costs
-        self._longest = longest  # what a document counts for at most; None: all that it has
+        self._longest = longest  # the most tokens that a document counts for; None: all
         self._iterator: Iterator[Any] | None = None
         self._read = 0  # documents so far
-        self._tokens = 0  # of them, as far as they count
+        self._tokens = 0  # their tokens, at most `longest` each
         self._credit = 0  # tokens that it may still give, below 0 if the last document was longer than its share
         self._saved: Any = None
         self.ended = False
@@ -127,7 +127,7 @@ class OneStream:
             raise error(argument, "is a Document: give what it is made of", index=self._read)
         given = _Noted(row) if self._costs is not None and isinstance(row, Mapping) else row
         costs = None if self._costs is None else self._costs(given, argument, self._read)
-        used = given.read if isinstance(given, _Noted) else ()  # what costs were made of is understood
+        used = given.read if isinstance(given, _Noted) else ()  # columns that the function of costs read are known
         read = self._reader.documents(row, self._read, argument, used=used)
         found = [as_arrays(each, argument, self._read) for each in read]
         size = sum(document.tokens.size for document in found)

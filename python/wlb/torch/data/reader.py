@@ -109,7 +109,7 @@ class DocumentsAhead:
         self.place = place
         self.offset = offset
         self.taken = taken
-        self.guess = guess  # documents that are looked at for a step
+        self.guess = guess  # number of documents to look at for a step
         self._due = 0
         self._turns_end = place
         self._places = np.empty(0, np.int64)
@@ -122,22 +122,22 @@ class DocumentsAhead:
         wanted = (1 + extra) * order.tokens_per_batch
         ahead = order.max_early * order.tokens_per_batch
         total = order.corpus.lengths.size
-        # Places from here on that have entered before their turn: what comes now begins behind them.
+        # The next documents that entered before their turn; new ones begin behind them.
         entered = int((self.taken == self.place + np.arange(self.taken.size)).sum())
         while True:
             end = min(self.place + max(self.guess, self._taken_until - self.place), total)
             documents, left = order.documents(self._epoch, self.place, end)
             left[:1] -= self.offset
-            # One piece comes even where it is more than a global batch; the rest behind must be known to be a step.
+            # At least one piece, even if it exceeds a global batch; the rest behind it must be known to make a step.
             looked_at = max(wanted, int(left[:entered].sum()) + order.limit) + ahead + order.min_step_tokens
             if end == total or left.sum() > looked_at:
                 break
             self.guess *= 2
-        # However much was guessed, the same is looked at: what comes early goes by all of it.
+        # Cut to the same documents whatever the guess was, since early documents depend on all of them.
         seen = max(int(np.searchsorted(left.cumsum(), looked_at, side="right")) + 1, self._taken_until - self.place)
         end = min(self.place + seen, end)
         documents, left = documents[: end - self.place], left[: end - self.place]
-        # So much of a long document as is looked at: it may have millions of pieces.
+        # Only the needed pieces of a long document, which may have millions.
         shown = np.minimum(left, looked_at + order.limit)
         if order.oversize == "split":
             at, starts, lengths = wlb.split_documents(shown, max_document_tokens=order.limit)
@@ -186,7 +186,7 @@ class DocumentsAhead:
         place, end, finished = (row[min(pieces, self._due) - 1].item() for row in (entered, self._ends, self._finished))
         self.place, self.offset = (place + 1, 0) if finished else (place, end)
         if pieces >= self._due and finished:
-            self.place = self._turns_end  # what stands between has entered before its turn
+            self.place = self._turns_end  # all documents between have entered before their turn
         self.taken = np.union1d(self.taken, entered[self._due :])
         self.taken = self.taken[self.taken >= self.place]
         self.guess = max(self.place - before, 1) * (1 + self._order.max_early) * 5 // 4 + 1
@@ -212,11 +212,11 @@ class StepReader:
         self._config = packer
         self._packer = packer.empty_copy()
         self._position = 0
-        self._offset = 0  # tokens of the document there that have entered
-        self._taken = np.empty(0, np.int64)  # places of those that have entered before their turn
+        self._offset = 0  # tokens of the current document that have entered
+        self._taken = np.empty(0, np.int64)  # places of documents that entered before their turn
         self._guess = 64
         self._link = Link()
-        self._saved: dict[str, Any] | None = None  # the state here, once it was asked for
+        self._saved: dict[str, Any] | None = None  # the state at this place, made on request
         self.epoch = 0
         self.step = 0
 
@@ -403,7 +403,7 @@ class StepReader:
         latest = int(waiting_pieces(reader._state()).ids.max(initial=-1))
         if latest >= (epoch + 1) * total:
             raise error("state", f"has document {latest} waiting, of an epoch after 'epoch' = {epoch}", value=latest)
-        vars(self).update(vars(reader))  # restored once, and now known to be sound
+        vars(self).update(vars(reader))  # the state was restored into a copy, and is sound
 
     def _restore(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """Stands where `state` does, which has been checked but for its packer."""

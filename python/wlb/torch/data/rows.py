@@ -21,7 +21,7 @@ MASKS: Final = ("loss_mask", "completion_mask", "assistant_masks")
 _WEIGHTS: Final = (WEIGHTS, "token_weights", "weights")
 _TAKEN: Final = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_lengths")
 _OF_ONE_DOCUMENT: Final = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "token_type_ids")
-# What packed rows are given anew, or what says nothing of a token.
+# Columns that are made anew for packed rows, or that say nothing about tokens.
 WITHOUT_EFFECT: Final = frozenset(
     [
         "length",
@@ -152,7 +152,7 @@ class RowReader:
                 return [Document(row, id)]
             row = {"input_ids": row}
         if self.labels_ahead == 1 and not self.asked and row.keys() <= {"input_ids", "labels"} and "input_ids" in row:
-            return [Document(row["input_ids"], id, labels=row.get("labels"))]  # looked at when it is packed
+            return [Document(row["input_ids"], id, labels=row.get("labels"))]  # checked when it is packed
         return [self._document(part, id + at) for at, part in enumerate(self.parts(row, index, argument, used))]
 
     def parts(self, row: Mapping[str, Any], index: int, argument: str, used: Collection[str] = ()) -> list[Part]:
@@ -191,7 +191,7 @@ class RowReader:
     def _document(self, part: Part, id: int) -> Document:
         columns: dict[str, Any] = {name: part[name] for name in ("position_ids", *self.asked) if name in part}
         if WEIGHTS in part:
-            columns[WEIGHTS] = np.append(part[WEIGHTS][1:], np.float32(1))  # by what a token predicts
+            columns[WEIGHTS] = np.append(part[WEIGHTS][1:], np.float32(1))  # weights belong to the predicted token
         document = Document(part["input_ids"], id, labels=part.get("labels"), columns=columns)
         if self.labels_ahead > 1:
             document = _with_labels_ahead(document, self.labels_ahead)
@@ -209,7 +209,7 @@ class RowReader:
 
 
 def _with_labels_ahead(document: Document, most: int) -> Document:
-    """The same whole document, with the labels two to `most` tokens ahead."""
+    """A copy of a whole document with the labels two to `most` tokens ahead."""
     labels: Any = document.tokens if document.labels is None else document.labels
     ahead = np.full((most - 1, labels.size), IGNORE, np.int64)
     for row in range(most - 1):
@@ -300,7 +300,7 @@ class _Row:
         return labels.astype(np.int64)
 
     def real(self) -> slice:
-        """Which tokens are no padding.
+        """The tokens of the row without padding.
 
         Raises:
             wlb.WlbError: The mask hides all tokens, or some between others.
@@ -471,7 +471,7 @@ def _tokens_of(row: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class RowIndex:
-    """Which document lies in which row, where rows hold several.
+    """Index of documents by row, for rows that hold several.
 
     Attributes:
         rows: int64 [documents].
@@ -485,7 +485,7 @@ class RowIndex:
 
     @classmethod
     def of_rows(cls, dataset: Any, argument: str) -> RowIndex | None:
-        """Of a data set whose first row has `seq_lengths`; None of any other, whose rows are documents.
+        """Index of a data set whose first row has `seq_lengths`; None for others, whose rows are documents.
 
         Complexity:
             Every row is read; of Hugging Face's data sets that column alone, if all rows have it.
@@ -506,7 +506,7 @@ class RowIndex:
 
     @classmethod
     def of(cls, per_row: Sequence[NDArray[np.int64]]) -> RowIndex:
-        """Of the lengths of each row's documents."""
+        """Index from the lengths of the documents of each row."""
         counts = np.array([lengths.size for lengths in per_row], np.int64)
         rows = np.repeat(np.arange(len(per_row)), counts)
         parts = np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)

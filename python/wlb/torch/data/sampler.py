@@ -1,4 +1,4 @@
-"""Which documents make the micro-batches of a data-parallel rank: a batch sampler over known lengths."""
+"""A batch sampler over known lengths, which gives a data-parallel rank the documents of its micro-batches."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         self._start = self._origin = StepReader(order, packer)
         self._skip = 0
         self._plans: deque[PlannedStep] | None = None  # for a `StepLoader` that follows the next iteration
-        self._followed = False  # whether a StepLoader tells where the next one begins
-        self._moves = 0  # how often it was said where one begins
+        self._followed = False  # whether a StepLoader sets where the next iteration begins
+        self._moves = 0  # how often the beginning of an iteration was set
         self._yielded = (self._start.snapshot(), 0)
 
     @property
@@ -194,7 +194,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         if not yielded:
             return state
         inside = {"micro_batches": yielded, "dp_size": self._dp_size}
-        # No step left this one: whoever goes on from it takes up the chain where the last step ended.
+        # No step left this state: a run that resumes from it continues the chain of the last step.
         return seal({**state, **inside, "previous": Link.after(state).previous, "moved": True})
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:

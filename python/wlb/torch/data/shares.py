@@ -1,4 +1,4 @@
-"""How many tokens of a step each stream gives: by weights, or so that all streams end together."""
+"""Shares of the streams in the tokens of a step: by weights, or so that all streams end together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a memory-mapped array, kept in a file beside the one that is mapped: found once, read ever after."""
+"""Facts about a memory-mapped array, found once and kept in a file beside it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 FORMAT: Final = "wlb.lengths"
 VERSION: Final = 1
-_BLOCKS, _BLOCK = 256, 1024  # what is sampled, in blocks and elements
+_BLOCKS, _BLOCK = 256, 1024  # samples: number of blocks, elements of each
 _WAIT = 120.0  # seconds at most for another process of this machine
-_SLOW = 1.0  # seconds: what takes longer is worth a warning if it cannot be kept
+_SLOW = 1.0  # seconds: a longer search is worth a warning if it cannot be saved
 
 Facts = dict[str, Any]
 
@@ -133,7 +133,7 @@ class Sidecar:
 
     def _write(self, stamp: Facts, facts: Facts, *, seconds: float) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is damaged was said
+            warnings.simplefilter("ignore")  # the warning about damage was given
             others = (self._content() or {"arrays": {}})["arrays"]
         content = {**stamp, "arrays": {**others, self._key: {**facts, "samples": self._samples()}}}
         temporary = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")

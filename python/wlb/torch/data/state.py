@@ -173,7 +173,7 @@ class Snapshot:
         return copy.deepcopy(self._written)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker sends its step with the state written out: what would write it stays behind.
+        # A worker sends the finished state with its step, not the objects that make it.
         return {**vars(self), "_written": self.state, "_write": None}
 
     @classmethod

@@ -183,7 +183,7 @@ class StepLoader(Generic[T]):
             step = Step(reader.step, reader.epoch, packing, indices, micro_batches, seconds, following.snapshot())
             return step, following
 
-        # What workers send must still be fetched from them, which takes time that a step would wait.
+        # Fetch now what workers have sent, so that the next step need not wait for it.
         with background_thread("wlb-step-loader") if self._read_ahead else nullcontext() as thread:
             ahead = thread and thread.submit(next_step, reader)
             while not reader.ended:
@@ -192,7 +192,7 @@ class StepLoader(Generic[T]):
                 self._sampler.consumed(reader)
                 yield step
                 self._sampler.check_stands(reader)
-        next(batches, None)  # only so does a loader know that its epoch is over
+        next(batches, None)  # a loader learns that its epoch is over only when it is asked once more
         reader = reader.copy()
         reader.next_epoch()
         self._sampler.consumed(reader)

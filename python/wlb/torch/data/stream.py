@@ -134,7 +134,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         if not streams:
             raise error("streams", "is empty")
         for stream in streams:
-            restores_itself(stream)  # or is refused
+            restores_itself(stream)  # raises if it cannot
         self._shares = Shares(streams, weights)
         if packer.pending:
             raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
@@ -149,10 +149,10 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         self._streams = [OneStream(stream, self._longest, of_document, reader) for stream in streams]
         self._packer = packer.empty_copy()
         self._waiting: dict[int, Waiting] = {}
-        self._stand = [stream.state_dict() for stream in self._streams]  # behind what has had its turn
-        self._ahead: deque[ReadBatch] = deque()  # what was read beyond that
-        self._taken: set[tuple[int, int]] = set()  # of that, what has entered: streams, and documents in them
-        self._warned = False  # of a document longer than a global batch
+        self._stand = [stream.state_dict() for stream in self._streams]  # states behind the last turn
+        self._ahead: deque[ReadBatch] = deque()  # documents that were read beyond these states
+        self._taken: set[tuple[int, int]] = set()  # of these, documents that have entered: (stream, document)
+        self._warned = False  # whether a document longer than a global batch was reported
         self._link = Link()
         self._next_id = 0
         self._number = 0  # of the step that is made next
@@ -461,7 +461,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
                 waiting = before[id]
                 if id in everywhere or waiting.stream % self._size == destination:
                     continue
-                # What follows goes with a piece: its last token predicts that.
+                # The next token goes with a piece, because the last token of the piece predicts it.
                 size = min(length + 1, waiting.length - start)
                 if waiting.document is not None:
                     outgoing[destination].append(waiting.sent(start, size))

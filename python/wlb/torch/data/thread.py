@@ -75,12 +75,10 @@ class StepsAhead(Generic[S, P]):
             raise error(self._argument, message)
         self.begun = True
         if self._ahead is None:
-            self._broken = (
-                True  # who is interrupted here cannot know whether the thread has begun: that step would be lost
-            )
+            self._broken = True  # if Ctrl-C came here, the step of a thread that may have begun would be lost
             self._ahead = self._thread.submit(self._make)
             self._broken = False
-        wait([self._ahead])  # who is interrupted here may ask again
+        wait([self._ahead])  # after Ctrl-C here, a further call gets the step
         self._broken = True
         made = self._ahead.result()
         self._ahead = None if made.step is None else self._thread.submit(self._make)

@@ -59,7 +59,7 @@ class Waiting:
         return Document(rows[0], 0, labels=rows[1] if self.labelled else None, columns=columns)
 
     def sent(self, start: int = 0, size: int | None = None) -> NDArray[np.int64]:
-        """What `received` takes, of `size` tokens from `start` on: int64 [width * size]."""
+        """Message for `received`, with `size` tokens from `start` on: int64 [width * size]."""
         assert self.document is not None
         document, end = self.document, self.length if size is None else start + size
         rows = [document.tokens, *([] if document.labels is None else [document.labels])]

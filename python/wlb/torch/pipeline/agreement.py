@@ -15,11 +15,11 @@ from torch.distributed.distributed_c10d import Store
 from wlb._errors import error
 from wlb.torch.pipeline.micro_batch import PipelineMicroBatch
 
-SLOTS: Final = 64  # of the store, used in turn: of ranks further apart, the last does not compare
+SLOTS: Final = 64  # keys of the store, used in turn; a rank that is further behind does not compare
 
 
 class _Group:
-    """What this rank knows of a pipeline: steps so far, and the contents of the slots, the next step's first.
+    """State of a pipeline on this rank: the number of steps, and the contents of the slots, the next step's first.
 
     It has a connection to the store of its own: one on which another thread waits takes nothing else.
     """
@@ -69,7 +69,7 @@ def check_same(group: dist.ProcessGroup | None, micro_batches: Sequence[Pipeline
     mine = json.dumps([number, digest, dist.get_rank(), text])
     key = f"wlb/micro_batches/{name}/{number % SLOTS}"
     if not found or json.loads(found)[0] < number:
-        # Whoever comes first puts it in place of what all found there before, the others find it.
+        # The first rank writes its plan over the slot's old content; the others compare with it.
         found = known.store.compare_set(key, found, mine).decode()
     known.found.append(found)
     step, theirs, rank, what = json.loads(found)

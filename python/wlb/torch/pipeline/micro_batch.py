@@ -1,4 +1,4 @@
-"""What one micro-batch brings to the stages of a pipeline."""
+"""The input of the stages of a pipeline for one micro-batch."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class VarlenPipelineStage(PipelineStage):
     def _forwarded(self) -> dict[int, Any]:
         """The inputs and outputs of each micro-batch, which torch lets go of in its backward pass."""
         states: dict[int, Any] = vars(self)["fwd_cache" if hasattr(self, "fwd_cache") else "_forward_chunk_states"]
-        return states  # the latter name in 2.15
+        return states  # the second name is that of torch 2.15
 
     # What a stage computes. Keyword arguments bypass torch, whose zero-bubble schedules in 2.11 only take tensors.
 
@@ -293,7 +293,7 @@ class VarlenPipelineStage(PipelineStage):
         operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
         return [op for op in operations if op.peer != dist.get_rank()]
 
-    # What torch does for shapes that never change, and must not do here.
+    # Methods of torch for shapes that never change, which must do nothing here.
 
     def _validate_stage_tensors(self, desc: str, expected: Any, actual: Any) -> None:
         """2.12 and newer compare with micro-batch 0; `forward_maybe_with_nosync` compares with the plan."""

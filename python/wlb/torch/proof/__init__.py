@@ -164,7 +164,7 @@ def verify(
     data.check_numbers(of_model.whole, ranks)
     checks = [data.documents(step, ranks), *data.weights(of_model.whole, ranks), *data.tied(parts, stages)]
     checks = [replace(check, error=ranks.largest(check.error)[0]) for check in checks]
-    if not all(check.passed for check in checks):  # what follows would hang, or compare other models
+    if not all(check.passed for check in checks):  # further checks would hang, or compare different models
         return _reported(checks, report)
     given: Any = step
     short = ShortForest(given, ranks) if of_forest else Short(given, ranks)

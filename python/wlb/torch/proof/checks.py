@@ -190,7 +190,7 @@ def resume(make: Callable[[], Any], save: Callable[[Any, Step[Any]], Mapping[str
     if first is None or ended:
         raise error("loader", "gives no step: verify with more documents")
     state = copy.deepcopy(save(loader, first))
-    expected = next(steps, None)  # none after a single one: then none may follow its state either
+    expected = next(steps, None)  # None after a single step: then no step may follow its state
     again = make()
     again.load_state_dict(state)
     found = next(iter(again), None)

@@ -54,7 +54,7 @@ class Joined(Expectation):
 
 
 def _once(of: Tokens) -> Tensor:
-    """What several samples predict counts in the first alone."""
+    """Labels in which a prediction that several samples share counts in the first sample alone."""
     labels, seen = of.whole.labels.clone(), set[int]()
     for token in (labels != IGNORE).nonzero().flatten().tolist():
         target = int(of.at[token + 1])

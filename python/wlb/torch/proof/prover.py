@@ -131,7 +131,7 @@ class Prover:
         gradient = self._gradient(found, expected)
         if loss is not None:
             check = self._loss("loss", loss, mean)
-            # A gradient tells more than a loss, and is named first.
+            # A gradient says more about a fault than a loss, so it is reported first.
             explained = check.passed or not gradient.passed
             checks.append(check if explained else replace(check, fix=self._loss_explained(loss, mean)))
         checks.append(gradient)
@@ -195,7 +195,7 @@ class Prover:
         mine = _filled(found, expected)
         apart, fix = self._apart(mine, expected), ""
         length, true = self._length(mine), self._length(expected)
-        if not self.ranks.largest(length)[0]:  # nothing was compared, so nothing is proved
+        if not self.ranks.largest(length)[0]:  # no rank has a gradient, so nothing was compared
             apart, fix = math.inf, _NOWHERE
         elif math.isinf(apart):
             fix = _NO_NUMBERS.format("training" if math.isfinite(true) else "documents alone")
@@ -234,7 +234,7 @@ class Prover:
     # --- explanations ---
 
     def _explained(self, found: Gradients, expected: Gradients, apart: float) -> str:
-        """What is wrong: the nearest of all known faults, if it explains the gradient to rounding."""
+        """Explanation of a wrong gradient: the nearest of all known faults, if it explains the gradient to rounding."""
         seen = [*self._exchange(found, expected), *self._statistics()]
         if self.by_rows:
             seen.append(self._fitted("divisor", found, expected, "{}"))
@@ -255,7 +255,7 @@ class Prover:
         )
 
     def _expectations(self) -> list[Expectation]:
-        """Those of the table that this layout can show."""
+        """Expectations of the table that this layout can show."""
         return [
             each
             for each in (FOREST_EXPECTATIONS if isinstance(self.short, ShortForest) else EXPECTATIONS)
@@ -308,7 +308,7 @@ class Prover:
         return [self._fitted("batch statistics", _filled(found, expected), expected, _STATISTICS.format(names))]
 
     def _tried(self, found: Gradients) -> str:
-        """What changed steps show, where no known fault explains the gradient; empty if they show nothing."""
+        """Findings from changed steps, if no known fault explains the gradient; empty if there are none."""
         if self._apart(_filled(self._trained(self.short.step())[1], found), found) > self._allowed:
             return _BY_CHANCE
         # The last document of each row teaches; the tokens before it differ.
@@ -327,12 +327,12 @@ class Prover:
         return _DIVIDED if self.short.divided else ""
 
     def _mixing(self) -> str:
-        """What may mix documents in this model."""
+        """Parts of this model that may mix documents."""
         layers = mixing_layers(self.model.whole)
         return f"It has {layers}: such layers mix documents unless told where one begins" if layers else _MIXING
 
     def _of_ranks(self, factor: float) -> str:
-        """How ranks explain the factor; empty if they do not."""
+        """Explanation of a wrong factor by the number of ranks; empty if there is none."""
         size = self.ranks.size
         if size > 1 and abs(factor * size - 1) < 0.05:
             return f"it is averaged over {size} ranks"
@@ -350,7 +350,7 @@ class Prover:
         )
 
     def _counted(self, factor: float) -> str:
-        """How another count of labels explains the factor; empty if none does."""
+        """Explanation of a wrong factor by another count of labels; empty if there is none."""
         count = self.short.num_valid_tokens
         documents = [document for row in self.short.rows for document in row.documents]
         ends, begun = sum(document.goes_on for document in documents), len(documents)
@@ -363,7 +363,7 @@ class Prover:
         return ""
 
     def _loss_explained(self, loss: float, mean: float) -> str:
-        """What is wrong with a loss whose gradient is right."""
+        """Explanation of a wrong loss whose gradient is right."""
         for each in [] if self.by_rows else self._expectations():
             if each.name == "means" and _relative(loss, self._alone(each)[0]) <= self._allowed_of_losses:
                 return each.remedy

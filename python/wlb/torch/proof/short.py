@@ -22,7 +22,8 @@ Key: TypeAlias = tuple[int, int]
 
 _DOCUMENTS = 3  # of a micro-batch
 _TOKENS = 64  # of a document, for each of two context-parallel ranks
-_GOLDEN = 0.6180339887498949  # multiples of which never come again
+_GOLDEN = 0.6180339887498949  # its multiples never repeat, modulo 1
+_NONE = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class Short:
 
     Lengths are unequal, so that a mean of means shows. Each micro-batch has two documents or more if it has the tokens,
     so that documents could see each other. Documents with labels come first in the choice, then pieces of documents. A
-    document is cut before the token after its last label, which may stand behind a long prompt. The last document of a
-    micro-batch has labels if any has.
+    document is cut around its first label, which may stand behind a long prompt: so that a mask of labels shows. The
+    last document of a micro-batch has labels if any has.
     """
 
     def __init__(self, step: PackedStep, ranks: Ranks) -> None:
@@ -90,21 +91,27 @@ class Short:
         self._strategies: dict[Key, Any] = {}
         self._first: dict[Key, int] = {}
         lengths: dict[Key, NDArray[np.int64]] = {}
-        last: dict[Key, list[NDArray[np.int64]]] = {}
+        labelled: dict[Key, list[NDArray[np.int64]]] = {}
         for rank, theirs in enumerate(ranks.gathered([(key, *_labelled(batch)) for key, batch in self._mine])):
-            for key, strategy, sizes, ended in theirs:
+            for key, strategy, sizes, ends in theirs:
                 self._strategies[key], lengths[key] = strategy, sizes
                 self._first.setdefault(key, rank)
-                last.setdefault(key, []).append(ended)
-        self._cp_sizes = {key: len(of_ranks) for key, of_ranks in last.items()}
-        cuts = {key: _cuts(key[1], len(last[key]), sizes, np.max(last[key], axis=0)) for key, sizes in lengths.items()}
+                labelled.setdefault(key, []).append(ends)
+        self._cp_sizes = {key: len(of_ranks) for key, of_ranks in labelled.items()}
+        cuts = {
+            key: _cuts(key[1], self._cp_sizes[key], lengths[key], *np.min(labelled[key], axis=0)) for key in labelled
+        }
         self.documents: dict[Key, list[Document]] = {
-            key: [_empty(end - start) for start, end in cuts[key]] for key in sorted(cuts)
+            key: [_empty(end - start) for start, end, _ in cuts[key]] for key in sorted(cuts)
         }
         for theirs in ranks.gathered([(key, _inside(batch, cuts[key])) for key, batch in self._mine]):
             for key, parts in theirs:
                 found = self.documents[key]
                 found[:] = [_filled_in(*given) for given in zip(found, *zip(*parts, strict=True), strict=True)]
+        for key, documents in self.documents.items():
+            for document, (*_, goes_on) in zip(documents, cuts[key], strict=True):
+                if not goes_on:
+                    document.labels[-1:] = IGNORE
         self.rows = [
             Row(tuple(documents), self._shard(key, documents), self._first[key])
             for key, documents in self.documents.items()
@@ -159,7 +166,7 @@ def joined(documents: Sequence[Document]) -> Document:
 
 
 def teaching_nothing(document: Document) -> Document:
-    """The same tokens without labels."""
+    """A copy of a document without labels."""
     return replace(document, labels=torch.full_like(document.labels, IGNORE))
 
 
@@ -171,43 +178,59 @@ def _key(step: PackedStep, place: int) -> Key:
 
 
 def _labelled(batch: PackedBatch) -> tuple[str, NDArray[np.int64], NDArray[np.int64]]:
-    """The strategy of a micro-batch, lengths of its documents, and of each the last place with a label here, or -1."""
+    """The strategy of a micro-batch, lengths of its documents, and where labels of each are on this rank.
+
+    That is int64 [2, documents]: the place of the first label of each, and how many tokens come after that of its last
+    one; `_NONE` where it has none.
+    """
     strategy = batch.shard.strategy if batch.shard.strategy in ("contiguous", "per_sequence") else "per_document"
     lengths = batch.shard.lengths[: batch.document_ids.numel()].astype(np.int64)
     at = batch.shard.rank(batch.cp_rank).token_indices[batch.labels.cpu().numpy() != IGNORE]
     ends = np.cumsum(lengths)
-    last = np.full(lengths.size, -1)
     document = np.searchsorted(ends, at, side="right")
-    np.maximum.at(last, document, at - (ends - lengths)[document])
-    return strategy, lengths, last
+    labelled = np.full((2, lengths.size), _NONE)
+    np.minimum.at(labelled[0], document, at - (ends - lengths)[document])
+    np.minimum.at(labelled[1], document, ends[document] - 1 - at)
+    return strategy, lengths, labelled
 
 
-def _cuts(number: int, cp_size: int, lengths: NDArray[np.int64], last: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Chooses parts of a micro-batch: begin and end of each."""
-    order = np.lexsort((np.arange(lengths.size), last < lengths - 1, last < 0))
+def _cuts(
+    number: int, cp_size: int, lengths: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64]
+) -> list[tuple[int, int, bool]]:
+    """Chooses parts of a micro-batch: begin and end of each, and whether it is a piece that goes on.
+
+    Args:
+        number: Of the micro-batch.
+        cp_size: Its context-parallel ranks.
+        lengths: Of its documents.
+        first: The place of the first label of each, or `_NONE`.
+        last: Tokens after the last label of each, or `_NONE`.
+    """
+    order = np.lexsort((np.arange(lengths.size), last != 0, first == _NONE))
     taken = [place for place in order.tolist() if lengths[place] > 1 or lengths.size == 1][:_DOCUMENTS]
-    taken.sort(key=lambda place: bool(last[place] >= 0))
+    taken.sort(key=lambda place: bool(first[place] != _NONE))
     most = _TOKENS * max(1, cp_size // 2)
     cuts = []
     for place, document in enumerate(taken):
-        begin = int(lengths[:document].sum())
-        end = int(min(last[document] + 2, lengths[document])) if last[document] >= 0 else int(lengths[document])
-        # Unequal in documents, micro-batches and ranks, so that a mean of means is another one.
+        size, begin = int(lengths[document]), int(first[document]) if first[document] != _NONE else 0
+        # Unequal in documents, micro-batches and ranks, so that a mean of means differs from the mean.
         share = (number + 1) * _GOLDEN % 1 * (_DOCUMENTS - place) / _DOCUMENTS
-        length = min(end, most // 8 + int(share * most * 7 / 8))
-        cuts.append((begin + end - length, begin + end))
-    if len(cuts) == 1 and (third := (cuts[0][1] - cuts[0][0]) // 3) > 1:  # so that a row has what may see each other
-        (begin, end), *_ = cuts
-        cuts = [(begin, begin + third), (begin + third, end)]
+        length = min(size, most // 8 + int(share * most * 7 / 8))
+        start = 0 if begin < length - 1 else min(begin - (length - 1) // 2, size - length)
+        start += int(lengths[:document].sum())
+        cuts.append((start, start + length, bool(last[document] == 0)))
+    if len(cuts) == 1 and (third := (cuts[0][1] - cuts[0][0]) // 3) > 1:  # so that a row has two documents
+        (start, end, goes_on), *_ = cuts
+        cuts = [(start, start + third, goes_on), (start + third, end, goes_on)]
     return cuts
 
 
-def _inside(batch: PackedBatch, cuts: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Document]]:
+def _inside(batch: PackedBatch, cuts: Sequence[tuple[int, int, bool]]) -> list[tuple[Tensor, Document]]:
     """The tokens that this rank has of each part, and their places in it."""
     at = torch.from_numpy(batch.shard.rank(batch.cp_rank).token_indices.astype(np.int64))
     columns = dict(batch.columns) | ({"position_ids": batch.position_ids} if batch.own_positions else {})
     mine = Document(batch.tokens.cpu(), batch.labels.cpu(), {name: column.cpu() for name, column in columns.items()})
-    inside = [(start, ((at >= start) & (at < end)).nonzero().flatten()) for start, end in cuts]
+    inside = [(start, ((at >= start) & (at < end)).nonzero().flatten()) for start, end, _ in cuts]
     return [(at[here] - start, mine[here]) for start, here in inside]
 
 

@@ -102,14 +102,14 @@ def _edges(row: Row) -> set[int]:
 
 
 def _first(batch: ForestBatch) -> Ints:
-    """Of each sample the first position that this rank predicts; beyond all where there is none."""
+    """First position of each sample that this rank predicts; the largest int64 where it predicts none."""
     first = np.full(batch.sample_ids.numel(), np.iinfo(np.int64).max)
     np.minimum.at(first, batch.sample_of.cpu().numpy(), batch.sample_positions.cpu().numpy())
     return first
 
 
 def _kept(batch: ForestBatch, first: Ints) -> list[tuple[int, Any, Any, Any]]:
-    """Of chosen samples: tokens kept, places in these of those on this rank, these, and places that predict."""
+    """For each chosen sample: tokens kept; of those on this rank places and rows; places that predict."""
     paths = paths_of(batch.shard.forest)[: first.size]  # without the filler
     row = np.full(batch.shard.num_tokens, -1, np.int64)
     mine = batch.shard.rank(batch.cp_rank).token_indices

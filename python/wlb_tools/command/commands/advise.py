@@ -19,7 +19,7 @@ from wlb_tools.command.output.report import Code, Heading, Paragraphs, Report, T
 from wlb_tools.command.words import counted
 from wlb_tools.simulation import KINDS, Tuning
 from wlb_tools.simulation import tune as tune_cluster
-from wlb_tools.simulation.words import describe
+from wlb_tools.simulation.words import describe, model_sentences
 
 Trainer = Literal["loop", "huggingface", "trl", "axolotl", "llamafactory", "lightning", "megatron"]
 
@@ -82,7 +82,7 @@ def _report(
         [
             stream.documents.in_words(),
             _unequal_in_words(numbers["unequal"]),
-            *(f"Assumed of the model: {each}." for each in scenario.model.assumptions),
+            *model_sentences(scenario),
         ]
     )
     if tuning is None:
@@ -147,7 +147,7 @@ def _report(
 
 
 def _unequal(lengths: NDArray[np.int64]) -> dict[str, float]:
-    """How unequal documents are: the shares of the longest hundredth, and the middle one beside the longest."""
+    """Inequality of documents: the shares of the longest hundredth, and the median beside the longest."""
     real = np.sort(lengths.astype(np.float64))[::-1]
     longest = real[: max(1, real.size // 100)]
     pairs = real * (real + 1) / 2
@@ -167,7 +167,7 @@ def _unequal_in_words(unequal: dict[str, float]) -> str:
 
 
 def _lines(tuning: Tuning, trainer: Trainer, model: str) -> str:
-    """What to paste into a trainer. Its entry point chooses its own plan; a loop gets the one of this page."""
+    """Lines to paste into a trainer. Its entry point chooses its own plan; a loop gets the plan of this page."""
     scenario, tokens = tuning.scenario, tuning.best.outcome.summary()["largest_micro_batch"]
     longest = scenario.context
     calls = {

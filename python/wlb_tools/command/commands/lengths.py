@@ -72,7 +72,7 @@ def lengths(
 def _write(documents: Documents, output: Path) -> list[Path]:
     """Lengths, and the other files that are needed; gives their paths."""
     files, ids, names = [output], output.with_suffix(".ids.npy"), output.with_suffix(".documents.txt")
-    for of_others in (ids, names):  # of what this file held before
+    for of_others in (ids, names):  # files that an earlier run wrote beside this one
         of_others.unlink(missing_ok=True)
     with at_once(output) as file:
         np.save(file, documents.lengths)

@@ -21,7 +21,7 @@ from wlb_tools.command.packing import collect, cp_balance, wlb_plan
 from wlb_tools.command.words import listed
 from wlb_tools.simulation.methods import fixed_length, original
 
-_TUNED_BATCHES = 100  # at most so many, from the start of the stream
+_TUNED_BATCHES = 100  # most global batches to tune on, from the start of the stream
 
 Method = Literal["original", "fixed_length", StreamMethod]
 

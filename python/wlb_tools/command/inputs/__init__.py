@@ -1,1 +1,1 @@
-"""What commands are given: documents, models and clusters, read from options."""
+"""Inputs of commands: documents, models and clusters, read from options."""

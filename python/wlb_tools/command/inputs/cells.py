@@ -1,4 +1,4 @@
-"""What a row of a file holds: text, token ids, a length, a chat, or a prompt and its completion.
+"""Contents of a row of a file: text, token ids, a length, a chat, or a prompt and its completion.
 
 Every format gives columns of Arrow; here a column becomes lengths. A value that is not what the others are is refused
 with its file, row and column.
@@ -31,7 +31,7 @@ PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "outp
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is read of each row.
+    """The fields to read from each row.
 
     Args:
         field: columns by name, several with commas between, whose texts make one document; "": found by their names.

@@ -1,4 +1,4 @@
-"""Where documents come from: one length per document, and an id that leads back to it.
+"""Sources of documents: a length for each document, and an id that leads back to it.
 
 | source | a document is | its id |
 | --- | --- | --- |
@@ -58,7 +58,7 @@ _BESIDE = (
 
 
 def wanted(field: str = "", tokenizer: str | Path | None = None, holds: Holds | None = None) -> Wanted:
-    """What is read of each row, with what a tokenizer counts.
+    """The fields to read from each row, and the tokenizer that counts them.
 
     Raises:
         CliError: the tokenizer does not load.
@@ -347,7 +347,7 @@ def _is_beside(path: Path) -> bool:
 
 
 def _saved(path: Path, wanted: Wanted, cache: LengthsCache | None, progress: Progress) -> _Part:
-    """What `Dataset.save_to_disk` wrote."""
+    """Documents of a folder that `Dataset.save_to_disk` wrote."""
     try:
         import datasets
     except ImportError:

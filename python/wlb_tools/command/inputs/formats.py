@@ -34,7 +34,7 @@ _COMPRESSED = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 
 
 def reader_of(path: Path) -> Reader | None:
-    """What reads the file, by its name; None: its ending says nothing."""
+    """The reader of a file, by its ending; None for an ending that says nothing."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED:
         return _READERS.get(suffixes[-2]) if len(suffixes) > 1 and suffixes[-2] in _STREAMED else None

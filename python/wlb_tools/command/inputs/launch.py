@@ -23,7 +23,7 @@ from wlb_tools.command.inputs.options import tokens_of
 
 @dataclass
 class Launch:
-    """What a launch file says.
+    """Options that a launch file sets.
 
     Args:
         kind: of which trainer it is.
@@ -80,7 +80,7 @@ class Launch:
         return words
 
     def lines(self, path: Path) -> list[str]:
-        """What was taken and what was left out."""
+        """Lines that say what was taken and what was left out."""
         return [
             f"{path}: {self.kind}. Taken:",
             *(f"  {each}" for each in self.taken),
@@ -120,7 +120,7 @@ def _typed(words: Sequence[str]) -> dict[str, str]:
 
 
 def read_launch(path: Path) -> Launch:
-    """What a launch file says.
+    """Options that a launch file sets.
 
     Raises:
         CliError: it cannot be read, or is of no trainer that is known.
@@ -286,7 +286,7 @@ def _megatron_memory(
     number: Callable[..., int | None],
     given: Callable[[str], bool],
 ) -> None:
-    """What is recomputed, shared out, offloaded, in FP8, or frozen."""
+    """Reads what is recomputed, sharded, offloaded, in FP8, or frozen."""
     _megatron_recompute(launch, rest, number)
     if given("use-torch-fsdp2") or rest.get("data-parallel-sharding-strategy") == "optim_grads_params":
         rest.pop("data-parallel-sharding-strategy", None)
@@ -625,7 +625,7 @@ def _trainer(launch: Launch, content: Mapping[str, Any], names: Mapping[str, str
 
 
 def _sharing(launch: Launch, rest: dict[str, Any], path: Path) -> None:
-    """What data-parallel ranks share out, and whether the optimizer is offloaded: by DeepSpeed's file, or FSDP."""
+    """Reads what data-parallel ranks shard, and whether the optimizer is offloaded: from DeepSpeed's file, or FSDP."""
     deepspeed, fsdp, config = (rest.pop(name, None) for name in ("deepspeed", "fsdp", "fsdp_config"))
     if deepspeed:
         name = deepspeed if isinstance(deepspeed, str) else "deepspeed"

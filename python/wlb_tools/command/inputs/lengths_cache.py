@@ -58,7 +58,7 @@ class LengthsCache:
 
 
 def _digest(path: Path) -> hashlib.blake2b:
-    """Of a file, where Python is older than 3.11."""
+    """Hash of a file, for Python older than 3.11."""
     found = hashlib.blake2b()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass_transform(**_: object) -> Callable[[T], T]:
-        """What `typing` has from Python 3.11 on, for type checkers alone."""
+        """A stand-in for `typing.dataclass_transform` of Python 3.11, for type checkers alone."""
         return lambda decorator: decorator
 
 

@@ -1,4 +1,4 @@
-"""What is packed together, and what may wait."""
+"""Options of packing: what is packed together, and what may wait."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Batches(Limits):
 
 @options(PANELS["waiting"])
 class Held(Delay):
-    """Which documents wait, and how long.
+    """Options of waiting: which documents, and how long.
 
     Args:
         release: fifo: queues with thresholds. adaptive: no thresholds; long documents wait where a step gains by it.

@@ -27,7 +27,7 @@ Chat = Callable[[list[dict[str, str]]], str]
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What counts tokens.
+    """A tokenizer that counts tokens.
 
     Args:
         measure: tokens of texts.

@@ -1,1 +1,1 @@
-"""What commands give back: one kind of report, its tables, figures and page; files of plans."""
+"""Outputs of commands: one kind of report, its tables, figures and page; files of plans."""

@@ -1,4 +1,4 @@
-"""Where a command's results go: a report or JSON on stdout, progress on stderr, files into a folder."""
+"""Output of a command: a report or JSON on stdout, progress on stderr, files in a folder."""
 
 from __future__ import annotations
 

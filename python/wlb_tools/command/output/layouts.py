@@ -11,7 +11,7 @@ from wlb_tools.command.output.report import Code, Headline, Paragraphs, Report, 
 from wlb_tools.command.words import counted
 from wlb_tools.simulation import KINDS, Choice
 from wlb_tools.simulation.layouts import LayoutSearch, in_short
-from wlb_tools.simulation.words import assumptions, kernel_sentence
+from wlb_tools.simulation.words import assumptions, kernel_sentence, model_sentences
 
 _NOTES = (
     "v: stages of a pipeline rank, where there are several. s: seconds of a global batch, in a long stream. gain: how"
@@ -47,6 +47,7 @@ def layouts_report(search: LayoutSearch, stream: Stream, *, settings: Mapping[st
             f"{scenario.model.name} on {gpus} x {scenario.hardware.name}, {scenario.tokens_per_batch:,} tokens in a"
             f" global batch; {counted(stream.batches, 'global batch')} of documents.",
             kernel_sentence(scenario),
+            *model_sentences(scenario),
             f"The best is {', '.join(gains)}, by {'tokens' if search.by == 'tokens' else 'FLOPs'}.",
             f"{counted(search.layouts, 'layout')} possible, {counted(search.candidates, 'candidate')} with"
             f" micro-batches and methods, {search.simulated:,} of them simulated: the others are slower by a bound.",

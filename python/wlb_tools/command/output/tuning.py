@@ -17,7 +17,7 @@ from wlb_tools.command.words import counted, thresholds, waits
 from wlb_tools.simulation import KINDS, Choice, Tuning
 from wlb_tools.simulation.methods import Setup
 from wlb_tools.simulation.trained import PackedRun
-from wlb_tools.simulation.words import assumptions, describe, kernel_sentence
+from wlb_tools.simulation.words import assumptions, describe, kernel_sentence, model_sentences
 
 _NOTES = (
     "x: predicted tokens/s over Plain-4D's, in a long stream of the same documents. FLOPs: the same ratio of FLOPs,"
@@ -136,6 +136,7 @@ def tuning_report(
             Paragraphs(
                 (
                     kernel_sentence(scenario),
+                    *model_sentences(scenario),
                     "The packer's costs: FLOPs with attention_efficiency"
                     f" {tuning.attention_efficiency:.2f}, which fits this cluster, communication included.",
                     *_LIMITS,

@@ -22,8 +22,8 @@ pub(super) fn limit(options: &DynamicCpOptions) -> usize {
 
 /// Numbers of micro-batches to try.
 pub(super) struct Counts {
-    /// None with fewer is tried. The same as `start` without a constant part: fewer than there are stages are then
-    /// faster only for a handful of documents that exchange or hops cost much, and the schedules of torch take none.
+    /// Least number to try. It is `start` unless micro-batches have a constant part: without one, fewer micro-batches
+    /// than stages are faster only for a handful of documents with dear exchange, and torch's schedules refuse them.
     pub(super) least: usize,
     /// Enough for the memory, and for every stage to have one.
     pub(super) start: usize,

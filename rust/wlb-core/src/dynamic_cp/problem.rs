@@ -270,8 +270,8 @@ impl Problem {
         first_that(least, most, |size| self.cost.seconds(load, size + 1) >= self.cost.seconds(load, size))
     }
 
-    /// Where to cut a block of any size in two: in the middle; between nodes if it reaches over them; of only some
-    /// sizes, as near to that as two of them are as large as the block.
+    /// Size of the first part of a block that is cut in two: the middle, or the node boundary nearest to it; if only
+    /// some sizes are allowed, the nearest for which both parts have one. `None` if there is none.
     pub(super) fn half(&self, first: usize, size: usize) -> Option<usize> {
         let middle = self.middle(first, size);
         let Some(sizes) = self.only() else { return Some(middle) };

@@ -94,7 +94,7 @@ impl FreeRanks {
     }
 }
 
-/// So many ranks in blocks of `base` or fewer, each the largest of the sizes that there are.
+/// Cuts `ranks` ranks into blocks of at most `base`, each the largest of the allowed sizes that fits.
 fn largest_of(only: &[usize], mut ranks: usize, base: usize) -> Vec<usize> {
     let mut blocks = Vec::new();
     for &size in only.iter().rev().filter(|&&size| size <= base) {

@@ -133,7 +133,7 @@ fn share(problem: &Problem, draft: &Draft, group: usize) -> Share {
     Share { first_rank, cp_size, load, seconds, documents }
 }
 
-/// If freely divisible documents save less than this part, no shorter time is looked for.
+/// A refinement ends if freely divisible documents would save less than this part of the time.
 const CLOSE: f64 = 1.0 / 512.0;
 /// Most times of a micro-batch that are tried.
 const TIMES: usize = 12;

@@ -54,7 +54,7 @@ struct Candidate {
 
 /// Result of a search.
 pub(super) struct Found {
-    /// None where the documents fit in no number of micro-batches that was tried.
+    /// The best plan; `None` if the documents fit into no number of micro-batches that was tried.
     pub(super) best: Option<Best>,
     /// Numbers of micro-batches that were tried, and the seconds of a step with each.
     pub(super) sweep: Vec<(usize, f64)>,

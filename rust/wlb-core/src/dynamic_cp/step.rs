@@ -92,7 +92,7 @@ fn fastest(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
 /// A plan, and what else was found.
 struct Planned {
     plan: DynamicCpPlan,
-    /// Of few documents, the best plan of each number of micro-batches, whatever number was asked for.
+    /// For few documents: the best plan of each number of micro-batches, whatever number was asked for.
     others: Vec<Best>,
 }
 

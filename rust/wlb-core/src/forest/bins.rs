@@ -17,14 +17,14 @@ pub(super) struct Run {
     first: u32,
     last: u32,
     pub(super) documents: usize,
-    /// What they are by themselves.
+    /// Load of these samples by themselves.
     pub(super) alone: Load,
-    /// What the micro-batch has less without them.
+    /// Load that the micro-batch loses if they leave.
     pub(super) loss: Load,
 }
 
 impl Run {
-    /// Of which tree they are.
+    /// The tree of these samples.
     pub(super) fn tree(&self, bins: &Bins) -> u32 {
         bins.leaves.trees[self.first as usize]
     }
@@ -35,7 +35,7 @@ impl Run {
 pub(super) struct Bins<'a> {
     pub(super) leaves: &'a Leaves,
     pub(super) limits: Limits,
-    /// Of each, places of samples among the leaves, ascending.
+    /// Samples of each micro-batch, as places among the leaves, ascending.
     pub(super) contents: Vec<Vec<u32>>,
     pub(super) loads: Vec<Load>,
 }
@@ -45,7 +45,7 @@ impl<'a> Bins<'a> {
         Self { leaves, limits, contents: vec![Vec::new(); count], loads: vec![Load::default(); count] }
     }
 
-    /// What each costs.
+    /// Cost of each micro-batch.
     pub(super) fn costs(&self) -> Vec<f64> {
         self.loads.iter().map(|load| load.cost).collect()
     }
@@ -84,7 +84,7 @@ impl<'a> Bins<'a> {
         self.put(to, &taken);
     }
 
-    /// What a micro-batch has more with the samples of a run of another.
+    /// Load that a micro-batch gains with the samples of a run of another.
     pub(super) fn gain(&self, bin: usize, run: &Run) -> Load {
         let held = &self.contents[bin];
         let at = held.partition_point(|&leaf| leaf < run.first);

@@ -1,4 +1,4 @@
-//! What no plan of a forest undercuts.
+//! Lower bound on the step of any plan of a forest.
 
 use super::bins::Limits;
 use super::leaves::{Leaves, Load};

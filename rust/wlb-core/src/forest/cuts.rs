@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::leaves::{Leaves, Load};
 
-/// Of the samples that fit, the part at whose end a cut is looked for.
+/// A cut is looked for in the last `LATE` part of the samples that fit.
 const LATE: f64 = 0.25;
 
 /// How many of some samples, in their order, are within a limit; of places that are nearly as far, the one where the

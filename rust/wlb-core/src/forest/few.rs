@@ -44,7 +44,7 @@ pub(super) fn shorter<'a>(
     Some(found)
 }
 
-/// What a micro-batch holds so far.
+/// Load of a micro-batch so far.
 #[derive(Clone, Copy, Default)]
 struct Held {
     load: Load,
@@ -109,7 +109,7 @@ impl Search<'_> {
         }
     }
 
-    /// What the step takes at least, whatever comes to it: samples only add.
+    /// Lower bound on the step, whatever samples follow: samples only add.
     fn least(&self, held: &[Held]) -> f64 {
         let teams = held.chunks(self.of_team);
         let cost = |held: &Held| held.load.cost;

@@ -36,11 +36,11 @@ pub(super) struct Leaves {
     pub(super) samples: Vec<u32>,
     /// The tree of each.
     pub(super) trees: Vec<u32>,
-    /// What each is by itself.
+    /// Load of each sample by itself.
     pub(super) whole: Vec<Load>,
-    /// What each shares with the one before it: nothing if that is of another tree.
+    /// Load that each sample shares with the one before it; nothing across trees.
     shared: Vec<Load>,
-    /// Of `2^k` neighbours from each place on, the place of the one that shares least with the one before it.
+    /// `least[k][i]`: among `2^k` neighbours from `i` on, the one that shares least with the one before it.
     least: Vec<Vec<u32>>,
 }
 
@@ -100,7 +100,7 @@ impl Leaves {
         self.samples.len()
     }
 
-    /// What two of them share, the first of which stands before the second.
+    /// Load that two samples share; the first stands before the second.
     #[inline]
     pub(super) fn shared(&self, first: u32, second: u32) -> Load {
         let (from, to) = (first as usize + 1, second as usize + 1);
@@ -112,14 +112,14 @@ impl Leaves {
         self.shared[self.lesser(table[from], table[to - (1 << level)]) as usize]
     }
 
-    /// What one adds to those that stand before it.
+    /// Load that a sample adds to the samples before it.
     #[inline]
     pub(super) fn added(&self, before: Option<u32>, leaf: u32) -> Load {
         let whole = self.whole[leaf as usize];
         before.map_or(whole, |before| whole - self.shared(before, leaf))
     }
 
-    /// What some of them are together, in their order.
+    /// Load of several samples together, in their order.
     pub(super) fn together(&self, leaves: impl Iterator<Item = u32>) -> Load {
         let mut before = None;
         leaves.fold(Load::default(), |sum, leaf| sum + self.added(before.replace(leaf), leaf))

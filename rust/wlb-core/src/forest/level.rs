@@ -8,28 +8,28 @@ use super::leaves::Load;
 /// Partners that are tried, from the lightest on.
 const PARTNERS: usize = 4;
 
-/// What waits for one another: ranks with their micro-batches, or single micro-batches.
+/// Teams that wait for one another: ranks with their micro-batches, or single micro-batches.
 pub(super) struct Teams {
     pub(super) bins: Vec<Vec<usize>>,
-    /// What each should cost.
+    /// Cost that each team should have.
     pub(super) targets: Vec<f64>,
 }
 
-/// Which runs go from one to another.
+/// Kinds of runs that may move from one micro-batch to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Parts {
     /// All samples of a tree that a micro-batch has.
     Whole,
-    /// Also some of them: what they share is then computed twice.
+    /// Parts of trees, too: what their samples share is then computed twice.
     Any,
 }
 
-/// How samples are exchanged.
+/// Options of exchanging samples.
 pub(super) struct Search {
     pub(super) parts: Parts,
     /// Teams are level within this cost.
     pub(super) close: f64,
-    /// What a cost counts that is computed once more, beside what the heaviest team is relieved of.
+    /// Price of a cost that is computed once more, in relation to a cost that the heaviest team loses.
     pub(super) price: f64,
     /// Exchanges that may still be looked at.
     pub(super) steps: usize,

@@ -27,7 +27,7 @@ use super::tree::PrefixForest;
 
 /// Teams are level once they differ by this part of their mean, without a cut and with one.
 const CLOSE: [f64; 2] = [1e-4, 2e-3];
-/// What a cost counts that is computed once more, beside what the heaviest team is relieved of.
+/// Price of a cost that is computed once more, in relation to a cost that the heaviest team loses.
 const PRICE: f64 = 0.25;
 /// Exchanges that are looked at: some milliseconds.
 const STEPS: usize = 1 << 16;
@@ -38,7 +38,7 @@ const WORTH_A_ROUND: f64 = 0.01;
 /// Rounds more than are needed that are tried.
 const MORE_ROUNDS: usize = 2;
 
-/// How a forest is packed.
+/// Options of packing a forest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ForestOptions {
     /// Micro-batches of all ranks; `None` for as few as hold the samples, and some more where the step is shorter.
@@ -219,11 +219,11 @@ struct Batch<'a> {
     model: &'a CostModel,
     limits: Limits,
     trees: Vec<std::ops::Range<u32>>,
-    /// What is computed at least.
+    /// Cost that every plan computes at least.
     whole: f64,
     /// Costs of paths, the heaviest first.
     paths: Vec<f64>,
-    /// What stays on one rank.
+    /// Samples that have to be on one rank.
     groups: Vec<Vec<u32>>,
 }
 
@@ -365,7 +365,7 @@ impl<'a> Batch<'a> {
         rows_to_ranks(&mut heaviest_together(&costs, dp_size), &costs, dp_size)
     }
 
-    /// What each micro-batch should cost: heaviest round first, and in each one a rank.
+    /// Target cost of each micro-batch: round by round, heaviest first, and rank by rank in a round.
     fn targets(&self, rounds: usize) -> Vec<f64> {
         let dp_size = self.dp_size();
         let count = rounds * dp_size;
@@ -417,7 +417,7 @@ impl<'a> Batch<'a> {
         Some(self.found(bins, ranks))
     }
 
-    /// What ranks have to keep together is shared out first; then each fills its own micro-batches.
+    /// Gives groups to ranks first; then each rank fills its own micro-batches.
     fn by_rank(&self, rounds: usize, rule: Rule) -> Option<Found<'a>> {
         let dp_size = self.dp_size();
         let held = self.on_ranks(rounds)?;

@@ -28,7 +28,7 @@ pub struct ForestPlan {
     pub costs: Vec<f64>,
     /// The ranks that it was made for, if it was: the first micro-batches are those of the first rank, and so on.
     pub ranks: Option<Ranks>,
-    /// What its micro-batches are padded to when they run, if they are.
+    /// Padding of micro-batches when they run, if any.
     pub padding: Option<Padding>,
     /// No plan of these samples has a shorter step.
     pub lower_bound: f64,
@@ -74,7 +74,7 @@ impl ForestPlan {
         }
     }
 
-    /// How much longer a step takes than if all that is computed were equal on those that wait for one another.
+    /// Time of the step over a step in which all computed work is spread evenly.
     pub fn imbalance(&self) -> f64 {
         let parts = self.ranks.map_or(self.num_micro_batches(), |ranks| ranks.dp_size);
         if self.samples.is_empty() { 1.0 } else { over_mean(self.step_cost(), parts, self.costs.iter().sum()) }

@@ -22,7 +22,7 @@ const TRIES: usize = 64;
 pub struct ForestShard {
     /// The forest, its nodes in the order in which they lie in memory.
     pub forest: PrefixForest,
-    /// Where each node begins in memory; one entry more, the unique tokens.
+    /// First token of each node in memory, and at the end the number of unique tokens.
     pub node_starts: Vec<i32>,
     /// Segments of each rank in the order of memory, whose documents are nodes; no two of a rank touch.
     pub ranks: Vec<Vec<Segment>>,
@@ -95,7 +95,7 @@ pub fn shard_forest(forest: &PrefixForest, cp_size: usize) -> Result<ForestShard
     Ok(best.map_or(empty, |(shard, ..)| shard))
 }
 
-/// What ranks are given.
+/// Nodes given to ranks so far.
 struct Given {
     ranks: Vec<Vec<Segment>>,
     tokens: Vec<i64>,
@@ -163,7 +163,7 @@ impl ForestShard {
         self.forest.starts()[segment.document as usize] + segment.start
     }
 
-    /// Where a segment's first token lies in memory.
+    /// Place of a segment's first token in memory.
     pub fn packed_start(&self, segment: &Segment) -> i32 {
         self.node_starts[segment.document as usize] + segment.start
     }

@@ -59,7 +59,7 @@ impl<'a, T: Copy + Ord> Samples<'a, T> {
         &self.tokens[start + run.start..start + run.end]
     }
 
-    /// How far some samples agree, if they do up to `from`.
+    /// Number of tokens in which samples agree; they agree up to `from`.
     fn agree(&self, samples: &[u32], from: usize) -> usize {
         let end = samples.iter().map(|&sample| self.length(sample)).min().unwrap_or(from);
         let [first, others @ ..] = samples else { return end };

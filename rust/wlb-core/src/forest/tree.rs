@@ -1,4 +1,4 @@
-//! Which tokens samples share.
+//! The tree that says which tokens samples share.
 
 use serde::{Deserialize, Serialize};
 
@@ -27,7 +27,7 @@ pub struct PrefixForest {
     /// All nodes depth-first, of siblings the longest first.
     #[serde(skip)]
     order: Vec<u32>,
-    /// Where each node stands in that order.
+    /// Place of each node in that order.
     #[serde(skip)]
     places: Vec<u32>,
 }

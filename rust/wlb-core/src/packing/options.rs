@@ -30,7 +30,7 @@ named_choices! {
         /// [`crate::Error::LeftOver`], which says what would hold them.
         #[default]
         Error = "error",
-        /// They are in [`crate::Packing::leftover`].
+        /// Documents without room are in [`crate::Packing::leftover`].
         Return = "return",
     }
 }

@@ -11,7 +11,7 @@ use crate::limits::MAX_TOKENS;
 pub struct Padding {
     /// A micro-batch is a multiple of so many tokens.
     multiple_of: i32,
-    /// It has one of these sizes, ascending; empty for any multiple.
+    /// Allowed sizes, ascending; empty if any multiple is allowed.
     buckets: Vec<i32>,
 }
 

@@ -25,7 +25,7 @@ pub(crate) struct Placement {
 }
 
 impl Placement {
-    /// Nothing put anywhere yet; a micro-batch without documents costs `empty_cost`.
+    /// No document placed yet; a micro-batch without documents costs `empty_cost`.
     pub(crate) fn new(num_documents: usize, num_micro_batches: usize, empty_cost: f64) -> Self {
         Self {
             assignment: vec![-1; num_documents],
@@ -38,12 +38,12 @@ impl Placement {
         }
     }
 
-    /// The same documents and micro-batches with nothing placed.
+    /// These documents and micro-batches with nothing placed.
     pub(crate) fn emptied(&self) -> Self {
         Self::new(self.assignment.len(), self.tokens.len(), self.empty_cost)
     }
 
-    /// The same documents in other places, with nothing left over.
+    /// These documents in other places, with nothing left over.
     pub(crate) fn rearranged(&self, assignment: Vec<i32>, tokens: Vec<i64>, costs: Vec<f64>) -> Self {
         let Self { length_fallbacks, longest, empty_cost, .. } = *self;
         Self { assignment, tokens, costs, leftover: Vec::new(), length_fallbacks, longest, empty_cost }

@@ -24,11 +24,11 @@ use super::{rounds, sums};
 const CLOSE: f64 = 1e-4;
 /// Sums of ranks are level once they differ by this part of their mean.
 const CLOSE_SUMS: f64 = 1e-5;
-/// Exchanges that are looked at to make micro-batches level, and as many for ranks: a tenth of a millisecond.
+/// Most exchanges that are tried to make micro-batches level, and as many for ranks: a tenth of a millisecond.
 pub(super) const STEPS: usize = 1 << 15;
 /// If ranks wait once a step, one micro-batch more on each rank must make the step shorter by this part.
 const WORTH_A_ROUND: f64 = 0.05;
-/// Rounds of unequal micro-batches are planned rank by rank as well, where they take so much more than is aimed at.
+/// Rounds of micro-batches are also planned rank by rank if they take this part longer than their target.
 const UNEVEN: f64 = 0.03;
 /// Partners that a rank tries to exchange groups with.
 pub(super) const RANKS: usize = 12;

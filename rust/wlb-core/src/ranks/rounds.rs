@@ -60,7 +60,7 @@ pub(super) fn deal(rounds: &mut Rounds, costs: &[f64], dp_size: usize) {
     }
 }
 
-/// Those of each rank, round by round, after [`deal`] has given them out.
+/// Micro-batches of each rank, round by round, after [`deal`].
 pub(crate) fn rows_to_ranks(rounds: &mut Rounds, costs: &[f64], dp_size: usize) -> Vec<Vec<usize>> {
     deal(rounds, costs, dp_size);
     (0..dp_size).map(|rank| rounds.iter().map(|round| round[rank]).collect()).collect()

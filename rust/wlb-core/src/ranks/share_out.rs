@@ -1,13 +1,13 @@
-//! What stays together shared out to ranks.
+//! Gives groups of documents that have to stay together to ranks.
 
 use super::items::{Item, sort};
 use super::level::Leveller;
 use super::plan::{RANKS, STEPS};
 use super::shares::{Limits, Rule, Shares};
 
-/// What each rank may have.
+/// Limits of each rank.
 pub(crate) struct Shared {
-    /// How many ranks.
+    /// Number of ranks.
     pub(crate) ranks: usize,
     /// Most tokens of a rank.
     pub(crate) tokens: i64,

@@ -43,7 +43,7 @@ pub(super) enum Rule {
 }
 
 impl<'a> Shares<'a> {
-    /// Nothing in any share yet.
+    /// Shares without items.
     pub(super) fn new(items: &'a [Item], limits: Limits, targets: &[f64]) -> Self {
         Self {
             items,

@@ -11,12 +11,13 @@ use super::options::{ShardOptions, Strategy, check_size, wrong};
 const MAX_SECONDS_PER_KEY: f64 = 1e-3;
 
 impl ShardOptions {
-    /// The same options with what a kernel model decides filled in: [`Strategy::Adaptive`] becomes the strategy whose
-    /// slowest rank is predicted to finish first in a training step, [`Strategy::Hybrid`] without a threshold gets the
-    /// best one. A rank takes what its attention does, and `cp_seconds_per_key` for each key that it fetches
+    /// Options with the choices of a kernel model filled in: [`Strategy::Adaptive`] becomes the strategy whose slowest
+    /// rank is predicted to finish first in a training step, [`Strategy::Hybrid`] without a threshold gets the best
+    /// one. The time of a rank is its attention, and `cp_seconds_per_key` for each key that it fetches
     /// ([`Shard::keys_moved`](super::Shard::keys_moved)).
     ///
-    /// Of equally fast ones the simpler is taken: per sequence, per document, auto, hybrid with the highest threshold.
+    /// Of equally fast strategies the first is taken, in this order: per sequence, per document, auto, hybrid with the
+    /// highest threshold.
     /// Candidates for the threshold are "none is long" and all distinct lengths, longest first; of more than 64, those
     /// numbered from 64 on are searched in steps of 2, from 128 on of 3 and so on.
     ///

@@ -42,7 +42,7 @@ struct SeenMost {
 }
 
 impl SeenMost {
-    /// How many some other rank sees.
+    /// Number of keys that some other rank sees.
     fn but(&self, rank: usize) -> i32 {
         if self.rank == rank { self.others } else { self.seen }
     }
@@ -107,7 +107,7 @@ impl Shard {
         moved
     }
 
-    /// Of each rank the keys that an all-gather has to bring: those that some query of another rank sees. Exact.
+    /// Number of keys of each rank that some query of another rank sees: an all-gather has to bring them. Exact.
     ///
     /// # Complexity
     /// O(segments + documents).
@@ -123,7 +123,7 @@ impl Shard {
         self.ranks.iter().enumerate().map(of_rank).collect()
     }
 
-    /// Of each document how many of its keys ranks see.
+    /// Number of keys of each document that ranks see.
     fn seen_most(&self) -> Vec<SeenMost> {
         let mut most = vec![SeenMost { rank: usize::MAX, seen: 0, others: 0 }; self.lengths.len()];
         for (rank, segments) in self.ranks.iter().enumerate() {
@@ -244,7 +244,7 @@ impl Shard {
         })
     }
 
-    /// How many keys of its document a segment sees.
+    /// Number of keys of its document that a segment sees.
     fn sees(&self, segment: &Segment) -> i32 {
         match self.mask {
             Mask::Causal => segment.end(),

@@ -43,7 +43,7 @@ named_choices! {
     }
 }
 
-/// What a packer promises from now on, as long as no push brings more than it [`Packer::admits`].
+/// Bounds that a packer keeps from now on, as long as no push brings more than it [`Packer::admits`].
 ///
 /// A packer whose configuration changed while documents waited, or in which a push brought more, promises less, until
 /// these documents have left: after at most [`Bounds::settles`] steps the bounds are those of an empty packer. Until
@@ -64,7 +64,7 @@ pub struct Bounds {
 }
 
 impl Bounds {
-    /// Those of an empty packer.
+    /// Bounds of an empty packer.
     pub(super) fn steady(config: &PackerConfig) -> Self {
         let tokens = Self::steady_tokens(config);
         let placed_within = placed_within(Self::steady_load(config), config.capacity());
@@ -91,7 +91,7 @@ impl Bounds {
         }
     }
 
-    /// How much of a column with a limit waits at most, in tokens of steps that are full of it.
+    /// Most waiting load of a column with a limit, in tokens of steps that are full of it.
     fn steady_column(config: &PackerConfig) -> i64 {
         let levels = config.outlier_thresholds.len() as i64;
         let full = (config.company() as i64 - 1).saturating_mul(levels);
@@ -124,7 +124,7 @@ fn limited(config: &PackerConfig) -> impl Iterator<Item = (usize, f64)> {
 }
 
 impl Packer {
-    /// What waits at most, and for how long, from now on, if no push brings more than the packer [`Packer::admits`].
+    /// Most tokens that wait and longest wait from now on, if no push brings more than the packer [`Packer::admits`].
     ///
     /// # Complexity
     /// O(pending).
@@ -164,14 +164,14 @@ impl Packer {
         bounds
     }
 
-    /// That more waits than the bounds of an empty packer allow, if so: for who warns, or takes back the push that
-    /// brought too much. A push that brought nothing cannot be to blame.
+    /// The error that more waits than the bounds of an empty packer allow; `None` if not. The caller warns, or takes
+    /// the push back; an empty push cannot be the cause.
     pub fn backlog(&self) -> Option<Error> {
         let (pending_tokens, bound) = (self.pending_size(), Bounds::steady_tokens(&self.config));
         (pending_tokens > bound).then_some(Error::Backlog { pending_tokens, bound })
     }
 
-    /// Whether more would wait than that if all that waits and these documents did, O(pending + documents).
+    /// Whether more than that would wait if these documents waited, too, O(pending + documents).
     pub fn may_exceed(&self, lengths: &[i32]) -> bool {
         !lengths.is_empty()
             && self.pending_size().saturating_add(self.size_of_new(lengths)) > Bounds::steady_tokens(&self.config)
@@ -188,26 +188,26 @@ impl Packer {
         self.queue.levels().iter().flatten().chain(&self.carried)
     }
 
-    /// What of steps that waits takes, in tokens: those of [`Packer::pending_size`], and where columns have limits as
-    /// many for each as the same share of its limit.
+    /// Part of steps that all waiting documents take, in tokens: [`Packer::pending_size`], plus for each column with a
+    /// limit `max_tokens` times the part of the limit that they take.
     pub(super) fn pending_load(&self) -> i64 {
         self.load_of(self.waiting())
     }
 
-    /// The same of some of it.
+    /// [`Packer::pending_load`] of some waiting documents.
     pub(super) fn load_of<'a>(&self, all: impl IntoIterator<Item = &'a Waiting> + Clone) -> i64 {
         limited(&self.config).fold(self.size_of(all.clone()), |sum, (column, limit)| {
             sum.saturating_add(self.column(column, limit, all.clone()))
         })
     }
 
-    /// The same of one column.
+    /// Waiting load of one column.
     fn column<'a>(&self, column: usize, limit: f64, all: impl IntoIterator<Item = &'a Waiting>) -> i64 {
         let sum: f64 = all.into_iter().map(|waiting| self.costs(waiting)[column]).sum();
         (sum / limit * f64::from(self.config.max_tokens)).ceil() as i64
     }
 
-    /// What goes first in the next step, or leaves the queue then because enough others wait with it.
+    /// Documents that go first in the next step, or leave their queue then because it holds enough.
     fn entering(&self) -> impl Iterator<Item = &Waiting> {
         let company = match self.config.release {
             Release::Adaptive => usize::MAX,

@@ -1,4 +1,4 @@
-//! What is still promised to documents that wait when the rules change.
+//! Bounds for documents that wait when the rules change.
 //!
 //! The proof of [`Bounds`](super::Bounds) begins with an empty packer. Documents that came under other rules (another
 //! number of micro-batches or ranks, other limits or thresholds), or in a push that brought more than was admitted, may
@@ -10,7 +10,7 @@ use crate::limits::MAX_ITERATION;
 
 use super::config::{PackerConfig, StreamMethod};
 
-/// Until no document waits any more that came before a change.
+/// Facts about a change, kept until all documents that came before it have left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Changed {
@@ -23,7 +23,7 @@ pub(super) struct Changed {
 }
 
 impl Changed {
-    /// What is wrong with numbers that were read from a file.
+    /// The problem of numbers that were read from a file, if there is one.
     pub(super) fn problem(&self, iteration: u64) -> Option<&'static str> {
         let most = 4 * MAX_ITERATION;
         (self.at > iteration || self.delay > most || self.until > iteration.saturating_add(most))

@@ -52,7 +52,7 @@ named_choices! {
         /// An error that names it.
         #[default]
         Error = "error",
-        /// It is cut into pieces, each a document of its own for attention.
+        /// The document is cut into pieces, each a document of its own for attention.
         Split = "split",
         /// Keeps the first tokens.
         Truncate = "truncate",

@@ -189,7 +189,7 @@ impl Levelled {
         }
     }
 
-    /// Nothing but what goes first, in this order: as Algorithm 1 does, and if one finds no room, by tokens alone.
+    /// Places the urgent documents alone, in this order: by Algorithm 1, or by tokens if one of them finds no room.
     fn place(self, priced: &Priced<'_>, first: &[usize]) -> Bins {
         let place_first = |place: fn(&mut Bins, usize, i32, f64)| {
             let nothing = Placement::new(priced.lengths.len(), self.count, self.empty_cost);
@@ -347,7 +347,7 @@ impl Budget {
 struct HoldSearch<'a> {
     config: &'a PackerConfig,
     level: Levelled,
-    /// Nothing but what goes first, placed.
+    /// Placement of the urgent documents alone.
     first: Bins,
     /// The others, costliest first.
     documents: Vec<Document>,

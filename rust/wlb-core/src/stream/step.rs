@@ -215,7 +215,8 @@ fn filled(placed: Placed, order: &Order<'_>, min_step_tokens: i64, may_wait: boo
     placed
 }
 
-/// The same documents in a better balance: for ranks, if the step is planned for some, or by the method.
+/// Improves the balance of a placement of the same documents: for ranks, if the step is planned for some, or by the
+/// method.
 fn improved(placed: Placed, priced: &Priced<'_>, config: &PackerConfig) -> Placed {
     let (lengths, costs, max_tokens) = (priced.lengths, priced.costs.values(), config.max_tokens);
     if config.shape.is_arranged() {

@@ -1,4 +1,4 @@
-"""What all pictures share. One colour per idea: rust is the original, blue is WLB, sand is a window of batches."""
+"""The style of all pictures. One colour per idea: rust is the original, blue is WLB, sand is a window of batches."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

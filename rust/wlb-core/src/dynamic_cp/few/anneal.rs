@@ -12,7 +12,7 @@ use super::moves::Neighbours;
 
 /// A plan that is so close to a time that none is below is good enough.
 const CLOSE: f64 = 0.002;
-/// How much the mean rank counts beside the step: what is less work in all is closer to a faster step.
+/// Weight of the mean rank's time beside the step's time: plans with less work in all are closer to a faster step.
 const MEAN: f64 = 0.15;
 /// The last part of a walk goes only where it is faster.
 const DESCENT: f64 = 0.1;

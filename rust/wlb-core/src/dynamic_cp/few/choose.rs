@@ -21,21 +21,21 @@ use super::slots::Slots;
 
 /// Work of all walks of a document, of two and so on, in thousands of [`Clock::LEAST`].
 const WORK: [usize; MOST] = [0, 4, 20, 22, 24, 26, 28, 32, 34, 38, 42, 48, 56, 64, 64, 64];
-/// The part of it that is for all numbers of micro-batches alike; the rest is for the best of them.
+/// Part of the work that all numbers of micro-batches share equally; the rest is for the best of them.
 const ALIKE: f64 = 0.3;
-/// So many numbers of micro-batches are the best.
+/// Number of best numbers of micro-batches that are searched on.
 const BEST: usize = 3;
 /// Walks from each of them.
 const ROUNDS: usize = 8;
-/// By what part a step may take longer than the one before, at the beginning: of a walk from documents that were dealt
-/// out, and from the best layout.
+/// Part by which a step of a walk may be slower at the beginning: `FAR` in a walk from documents that were dealt out,
+/// `NEAR` in one from the best layout.
 const FAR: f64 = 0.03;
 const NEAR: f64 = 0.01;
-/// How much more that is for documents that were dealt out, over the square of their number: of few documents each is
-/// much of a step, and nearly every step to a neighbour takes much longer.
+/// `FAR` is multiplied by 1 plus this over the square of the number of documents: with few documents each is a large
+/// part of a step, and nearly every neighbour of a layout is much slower.
 const ROUGH: f64 = 80.0;
 
-/// Whether there are so few documents, and ranks.
+/// Whether the problem has few enough documents and ranks for this search.
 pub(in crate::dynamic_cp) fn are_few(problem: &Problem) -> bool {
     (1..=MOST).contains(&problem.documents.len()) && problem.world_size <= MOST_RANKS
 }
@@ -170,7 +170,7 @@ fn searched(
     Ok(walks.found().map(planned).collect())
 }
 
-/// The same by their prices; those that are the same but for rounding stay as they are.
+/// Sorts by price, fastest first; layouts whose prices differ by rounding only keep their order.
 fn fastest_first<T>(mut all: Vec<T>, price: impl Fn(&T) -> f64) -> Vec<T> {
     let mut sorted = Vec::with_capacity(all.len());
     while !all.is_empty() {

@@ -1,4 +1,4 @@
-//! How long the step of a layout takes: what it takes at least, at once, and all of it.
+//! Time of the step of a layout: a lower bound that is quick to compute, and the exact time.
 
 use crate::dynamic_cp::counts::price;
 use crate::dynamic_cp::options::DynamicCpOptions;
@@ -16,7 +16,7 @@ pub(in crate::dynamic_cp) const MOST_RANKS: usize = 64;
 struct Step {
     micro_batch: u16,
     stage: u16,
-    /// Of the seconds of its micro-batch.
+    /// Part of its micro-batch's seconds.
     part: f64,
     /// Whether it waits for what another stage sends.
     waits: bool,
@@ -28,7 +28,7 @@ struct Step {
 struct Program {
     count: usize,
     steps: Vec<Step>,
-    /// What plans of so many micro-batches are compared by, for each second.
+    /// Price by which plans of this number of micro-batches are compared, for each second.
     price: f64,
 }
 
@@ -49,10 +49,10 @@ pub(super) struct Clock<'a> {
     /// count more, and the hops.
     ends: [f64; 2],
     hops: f64,
-    /// Of each rank, all seconds of the layout at hand, and the rank that has most.
+    /// Seconds of each rank in this layout, and the rank with most.
     sums: Vec<f64>,
     pub(super) latest: usize,
-    /// Of the layout at hand: all seconds on all ranks, of one stage.
+    /// Seconds of all ranks of one stage in this layout.
     pub(super) mean: f64,
     spans: Vec<Span>,
     offsets: Vec<u32>,

@@ -23,7 +23,7 @@ impl Draw {
         self.below(many) == 0
     }
 
-    /// One of a set's bits, which has some.
+    /// A random bit of a set that is not empty.
     pub(super) fn of_set(&mut self, mut set: u64) -> usize {
         for _ in 0..self.below(set.count_ones() as usize) {
             set &= set - 1;

@@ -1,4 +1,4 @@
-//! Where few documents are: their groups, in micro-batches that are in the order in which they run.
+//! Layouts of few documents: their groups, by micro-batch, in the order in which micro-batches run.
 
 use crate::dynamic_cp::cost::Load;
 use crate::dynamic_cp::plan::{Draft, DraftGroup};
@@ -29,7 +29,7 @@ pub(super) fn documents_of(mut set: Set) -> impl Iterator<Item = usize> {
 pub(super) struct Team {
     pub(super) documents: Set,
     pub(super) micro_batch: u16,
-    /// Its ranks, of [`Slots`].
+    /// Ranks of the group, as an index of [`Slots`].
     pub(super) slot: u16,
     pub(super) seconds: f64,
 }
@@ -43,7 +43,7 @@ pub(super) struct Layout {
     pub(super) count: u16,
 }
 
-/// What layouts are made of.
+/// Facts that all layouts of a problem share.
 pub(super) struct Parts<'a> {
     pub(super) problem: &'a Problem,
     pub(super) slots: Slots,
@@ -58,7 +58,7 @@ impl Parts<'_> {
         self.seconds_of(&load, slot)
     }
 
-    /// The same of a load.
+    /// Seconds of a load on the ranks of a slot; `None` if it does not fit.
     #[inline]
     pub(super) fn seconds_of(&self, load: &Load, slot: u16) -> Option<f64> {
         let slot = self.slots.get(slot);
@@ -68,12 +68,12 @@ impl Parts<'_> {
 }
 
 impl Layout {
-    /// Of so many micro-batches, without documents.
+    /// A layout of `count` micro-batches without documents.
     pub(super) fn empty(count: usize) -> Self {
         Self { teams: [Team::default(); MOST], len: 0, count: count as u16 }
     }
 
-    /// What a draft has, in that order. `None` if a group has ranks that are no slot.
+    /// Layout of a draft, with micro-batches in this order. `None` if a group has ranks that are no slot.
     pub(super) fn of(draft: &Draft, order: &[usize], parts: &Parts<'_>) -> Option<Self> {
         let mut layout = Self::empty(order.len());
         for (place, &j) in order.iter().enumerate() {
@@ -91,7 +91,7 @@ impl Layout {
         Some(layout)
     }
 
-    /// The same as a draft: idle ranks are in groups of one rank.
+    /// Draft of this layout: idle ranks are in groups of one rank.
     pub(super) fn draft(&self, parts: &Parts<'_>) -> Draft {
         let mut draft = Draft { offsets: vec![0], ..Draft::default() };
         let constant = parts.problem.cost.micro_batch_seconds;
@@ -119,7 +119,7 @@ impl Layout {
         &self.teams[..usize::from(self.len)]
     }
 
-    /// The same, to be changed.
+    /// The groups, to be changed.
     #[inline]
     pub(super) fn teams_mut(&mut self) -> &mut [Team] {
         &mut self.teams[..usize::from(self.len)]
@@ -209,8 +209,8 @@ impl Layout {
         }
     }
 
-    /// The same, where no micro-batch is without documents, unless there are more of them than documents: it goes, or a
-    /// document of another goes there, the cheapest that is not alone in its own.
+    /// This layout without empty micro-batches, unless there are more micro-batches than documents. An empty one is
+    /// removed, or gets the cheapest document that is not alone in its own.
     pub(super) fn filled(mut self, parts: &Parts<'_>, may_have: impl Fn(usize) -> bool) -> Option<Self> {
         let documents = parts.problem.documents.len();
         while usize::from(self.count) <= documents

@@ -1,4 +1,4 @@
-//! What is one step away from a layout: a document, a group or a micro-batch moved, drawn at random.
+//! Random neighbours of a layout: a document, a group or a micro-batch is moved.
 
 use crate::dynamic_cp::cost::Load;
 use crate::dynamic_cp::options::GroupSizes;
@@ -7,7 +7,7 @@ use crate::dynamic_cp::problem::{Problem, at_most};
 use super::draw::Draw;
 use super::layout::{Layout, MOST, Parts, SAME, Set, documents_of};
 
-/// Of so many documents to be moved, all but one are on the rank that has most to do.
+/// One in `LATEST` moved documents is drawn from all documents, the others from the rank with most work.
 const LATEST: usize = 5;
 /// Divisions of all ranks that are drawn for the documents of a micro-batch until they fit.
 const DEALS: usize = 8;
@@ -49,7 +49,7 @@ enum Move {
     Split,
     /// A document to a micro-batch of its own.
     Own,
-    /// As many ranks of two micro-batches, or of one, with what is on them.
+    /// Exchanges equally many ranks of two micro-batches, or of one, with their documents.
     Block,
     /// A document to a part of a group's ranks.
     Beside,
@@ -322,7 +322,7 @@ impl<'a> Neighbours<'a> {
         Some(if self.draw.one_in(2) { (first, second) } else { (second, first) })
     }
 
-    /// Where to cut so many ranks.
+    /// A random place at which a block of `size` ranks may be cut.
     fn cut(&mut self, size: u32) -> u32 {
         match self.parts.problem.group_sizes {
             GroupSizes::PowersOfTwo => size / 2,

@@ -45,12 +45,12 @@ impl Slots {
         Self { all, ids, world_size }
     }
 
-    /// How many there are.
+    /// Number of slots.
     pub(super) fn len(&self) -> usize {
         self.all.len()
     }
 
-    /// One of them.
+    /// The ranks of a slot.
     #[inline]
     pub(super) fn get(&self, id: u16) -> &Slot {
         &self.all[usize::from(id)]

@@ -139,7 +139,7 @@ impl Priced<'_> {
         placed
     }
 
-    /// Nothing put anywhere yet, with costs in one column.
+    /// Micro-batches without documents, for costs in one column.
     pub(crate) fn bins(&self) -> Bins {
         Bins::limited(self.nothing().placement, i64::from(self.max_tokens), self.max_documents)
     }

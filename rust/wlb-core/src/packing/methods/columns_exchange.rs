@@ -9,7 +9,7 @@ use super::refined::refine;
 
 /// Effort that is spent on improving a plan.
 struct Effort {
-    /// It is left as it is once its step is this close to the lower bound.
+    /// Exchanges end once the step is this close to its lower bound.
     close: f64,
     /// Partners of the heaviest micro-batch that are looked at, from the lightest on.
     partners: usize,

@@ -30,7 +30,7 @@ pub(crate) struct Counts {
 }
 
 impl Counts {
-    /// Nothing in any micro-batch yet.
+    /// Micro-batches without documents.
     pub(crate) fn new(num_micro_batches: usize, max_tokens: i64, max_documents: usize) -> Self {
         let size = Sizes::new(max_tokens, Some(max_documents));
         Self { most: max_documents, documents: vec![0; num_micro_batches], sizes: vec![0; num_micro_batches], size }

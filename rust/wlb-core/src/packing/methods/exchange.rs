@@ -97,7 +97,7 @@ struct Span {
     start: usize,
     end: usize,
     room_end: usize,
-    /// It is not as it was.
+    /// Whether an exchange changed this span.
     changed: bool,
 }
 

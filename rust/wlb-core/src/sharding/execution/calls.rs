@@ -10,11 +10,11 @@ use super::paths::{Reach, Run};
 /// Rows of queries against rows of keys. `left` and `right` are the window as a flash kernel means it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Span {
-    /// Which of the holder's runs the queries are from.
+    /// Index of the run, among the runs of the rank, that has the queries.
     pub(super) run: usize,
     pub(super) q_row: i64,
     pub(super) q_length: i64,
-    /// Which of the intervals that come with the spans are its keys, in the order of positions.
+    /// Range of its keys among the intervals that come with the spans, in the order of positions.
     pub(super) keys: (usize, usize),
     /// Keys before the diagonal that a query sees; [`Reach::UNLIMITED`]: all.
     pub(super) left: i64,
@@ -114,7 +114,7 @@ impl Spans {
 pub struct Rows {
     /// The first row; of a list, where it begins in [`Indices::rows`].
     pub first: i64,
-    /// How many.
+    /// Number of rows.
     pub count: i64,
     /// Whether it is a list.
     pub listed: bool,
@@ -129,12 +129,12 @@ impl Rows {
 /// One kernel call over rows of a rank's queries and of a tensor of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
-    /// Of the rank's queries.
+    /// Rows of the rank's queries.
     pub queries: Rows,
-    /// Of the keys.
+    /// Rows of the keys.
     pub keys: Rows,
-    /// Where in [`Indices::bounds`] its numbers begin: where the queries of each span begin, and their end, counted
-    /// through the rank's rows where these are neighbours, else through the list; the same of keys, counted from 0; the
+    /// Begin of this call's numbers in [`Indices::bounds`]: first query of each span, and the end of the last (rows of
+    /// the rank if these are neighbours, else places in the list); first key of each span and the end, counted from 0;
     /// shift of each span.
     pub bounds: usize,
     /// Spans.
@@ -156,7 +156,7 @@ pub struct Call {
 pub struct Indices {
     /// Lists of rows.
     pub rows: Vec<i32>,
-    /// Of calls: see [`Call::bounds`].
+    /// Numbers of all calls: see [`Call::bounds`].
     pub bounds: Vec<i32>,
 }
 

@@ -4,12 +4,12 @@ use super::calls::Indices;
 use super::intervals::sort;
 use super::paths::{Run, tokens};
 
-/// What one rank does in its block.
+/// Plan of one rank in its block.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HeadsPlan {
     /// Tokens of each rank of the block.
     pub counts: Vec<i64>,
-    /// Of this rank in the block.
+    /// Place of this rank in the block.
     pub place: usize,
     /// Lists of rows, one behind the other: the tokens of the block in packed order, from those in order of ranks; the
     /// inverse.
@@ -51,7 +51,7 @@ fn in_packed_order(block: &[Vec<Run>]) -> Vec<Run> {
     runs
 }
 
-/// What a holder has that has the tokens of a block in packed order; neighbours become one.
+/// Runs of a holder that has the tokens of a whole block in packed order; neighbours become one run.
 pub(super) fn together(block: &[Vec<Run>]) -> Vec<Run> {
     let mut joined: Vec<Run> = Vec::new();
     let mut row = 0;

@@ -13,7 +13,7 @@ pub(super) struct Place {
     pub(super) length: i64,
 }
 
-/// Where the tokens of a holder lie, ascending.
+/// Places of the tokens of a holder, ascending.
 pub(super) fn places(held: &[Run]) -> Vec<Place> {
     let mut places: Vec<Place> = Vec::with_capacity(held.len());
     for run in held {
@@ -86,7 +86,7 @@ pub(super) fn without(some: &[Interval], places: &[Place]) -> Vec<Interval> {
     left
 }
 
-/// Where those of these tokens lie that have a place, in ascending order. Both ascend.
+/// Places of those of `some` tokens that have one. `some` and `places` ascend, and so does the result.
 pub(super) fn among<'a>(some: &'a [Interval], places: &'a [Place]) -> impl Iterator<Item = Place> + 'a {
     let (mut i, mut j) = (0, 0);
     std::iter::from_fn(move || {

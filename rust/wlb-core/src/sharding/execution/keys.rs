@@ -14,7 +14,7 @@ use super::layout::Layout;
 use super::paths::{Reach, Run, tokens};
 use super::sums::{Share, Sum};
 
-/// How keys reach the ranks that need them.
+/// Transport of keys to the ranks that need them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
     /// All ranks get the keys that some rank needs from another; all send equally many rows.
@@ -23,7 +23,7 @@ pub enum Transport {
     Fetch,
 }
 
-/// What one rank does.
+/// Plan of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeysPlan {
     /// Calls over the rank's own keys, while others' arrive.
@@ -38,20 +38,20 @@ pub struct KeysPlan {
     pub sent: Rows,
     /// `Fetch`: how many rows go to each rank.
     pub sent_rows: Vec<i64>,
-    /// How many rows arrive from each rank.
+    /// Rows that arrive from each rank.
     pub arriving_rows: Vec<i64>,
     /// Whether any rank sends anything.
     pub moves: bool,
-    /// What goes home of the gradients of other ranks' keys, by rank. The gradients of all calls stand one behind the
-    /// other, in the order of their keys.
+    /// Sums of the gradients of other ranks' keys, which go to these ranks. The gradients of all calls stand one behind
+    /// the other, in the order of their keys.
     pub going: Sum,
-    /// How many rows go to each rank.
+    /// Rows that go to each rank.
     pub going_rows: Vec<i64>,
-    /// How many gradients of own keys come home from each rank.
+    /// Gradients of own keys that come from each rank.
     pub coming_rows: Vec<i64>,
     /// The gradients of own keys, row by row, from those of all calls, and behind these what comes home.
     pub own: Sum,
-    /// What these refer to.
+    /// Indices that calls and rows refer to.
     pub indices: Indices,
 }
 
@@ -176,7 +176,7 @@ impl KeysPlan {
         Ok(plan)
     }
 
-    /// Which gradients are added up, here and for others.
+    /// Plans the sums of gradients of keys, of this rank and of others.
     #[allow(clippy::too_many_arguments, reason = "all that a plan is made of")]
     fn add_gradients(
         &mut self,
@@ -250,8 +250,8 @@ fn arrive(arrived: &mut Vec<Place>, parts: impl Iterator<Item = Place>, first: i
     row - first
 }
 
-/// Which runs of a rank find all of their keys there, with all others of their path, if these are enough for a call of
-/// their own.
+/// For each run of a rank whether it needs no keys of other ranks, nor does any other run of its path; all false if
+/// such runs are too few for a call of their own.
 fn attends_alone(layout: &Layout, rank: usize, reach: Reach, own: &[Place]) -> Vec<bool> {
     let runs = &layout.held[rank];
     let here = |run: &Run| {

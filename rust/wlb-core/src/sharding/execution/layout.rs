@@ -5,12 +5,12 @@ use crate::cost::Mask;
 use super::super::shard::{Segment, Shard};
 use super::paths::{Paths, Piece, Reach, Run};
 
-/// What every rank holds, and what its queries can see.
+/// Tokens of every rank, and the keys that its queries can see.
 #[derive(Clone, Debug)]
 pub struct Layout {
-    /// What queries can see.
+    /// Keys that queries can see.
     pub paths: Paths,
-    /// What each rank holds: rows count up from 0.
+    /// Runs of each rank, whose rows count up from 0.
     pub held: Vec<Vec<Run>>,
     /// Whether a query sees only keys before it.
     pub causal: bool,
@@ -44,7 +44,7 @@ impl Layout {
         Self { paths, held: shard.rows().iter().map(of_rank).collect(), causal: shard.mask == Mask::Causal }
     }
 
-    /// How far a query sees with a window of so many tokens, itself included; None: as far as its path goes.
+    /// Reach of a query with a window of this many tokens, itself included; `None`: its whole path.
     pub fn reach(&self, window: Option<i64>) -> Reach {
         let side = window.map_or(Reach::UNLIMITED, |window| (window - 1).min(Reach::UNLIMITED));
         Reach { left: side, right: if self.causal { 0 } else { side } }

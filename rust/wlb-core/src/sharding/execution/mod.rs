@@ -1,5 +1,5 @@
-//! What a rank does in one attention layer: which rows of its tensors, and of those that reach it, form which kernel
-//! calls, and who sends which rows to whom.
+//! Execution plans: the kernel calls of each rank in one attention layer, the rows of tensors that each call takes, and
+//! the rows that ranks send to each other.
 //!
 //! Everything is derived from two things. [`Paths`] say which tokens of the packed sequence a query can see, and at
 //! which positions: a document is a path of one [`Piece`]; a node of a prefix tree has the pieces of its ancestors

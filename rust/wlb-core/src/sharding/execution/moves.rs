@@ -5,18 +5,18 @@ use super::intervals::{Place, among, places, sort};
 use super::layout::Layout;
 use super::paths::tokens;
 
-/// What one rank sends and receives. What two ranks exchange is in packed order.
+/// Plan of the rows that one rank sends and receives. Rows between two ranks are in packed order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MovesPlan {
-    /// Its rows before, by destination.
+    /// Rows that the rank sends, by destination.
     pub sent: Rows,
-    /// How many to each rank.
+    /// Number of rows for each rank.
     pub sent_rows: Vec<i64>,
-    /// Of each of its rows after, the place among those that arrive.
+    /// Place among the arriving rows of each row that the rank has afterwards.
     pub placed: Rows,
-    /// How many from each rank.
+    /// Number of rows from each rank.
     pub arriving_rows: Vec<i64>,
-    /// What these refer to.
+    /// Indices that rows refer to.
     pub indices: Indices,
 }
 

@@ -1,6 +1,6 @@
-//! What queries can see, and what ranks hold.
+//! Paths of tokens, which say what queries can see, and runs of tokens, which ranks hold.
 
-/// How many tokens before and after itself a query sees.
+/// Number of tokens before and after itself that a query sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reach {
     /// Before; [`Reach::UNLIMITED`]: all.
@@ -17,7 +17,7 @@ impl Reach {
 /// Neighbouring tokens of the packed sequence that stand at neighbouring positions of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Of the first token, in the path.
+    /// Position of the first token in the path.
     pub position: i64,
     /// The first token, in the packed sequence.
     pub token: i64,
@@ -46,7 +46,7 @@ impl Paths {
         &self.pieces[begin..self.ends[path]]
     }
 
-    /// Its number of positions.
+    /// Number of positions of a path.
     pub fn length(&self, path: usize) -> i64 {
         self.pieces(path).last().map_or(0, |last| last.position + last.length)
     }
@@ -71,9 +71,9 @@ impl Paths {
 /// Tokens that a rank holds: neighbours in the packed sequence, in a path, and in the rank's tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// What they see is on this path.
+    /// Path on which the tokens see keys.
     pub path: usize,
-    /// Of the first token, in the path.
+    /// Position of the first token in the path.
     pub position: i64,
     /// The first token, in the packed sequence.
     pub token: i64,

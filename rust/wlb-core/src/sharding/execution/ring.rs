@@ -8,16 +8,16 @@ use super::intervals::{among, find, places, seen};
 use super::layout::Layout;
 use super::paths::{Paths, Piece, Reach, Run, tokens};
 
-/// What one position of the ring does.
+/// Plan of one position of the ring.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RingPlan {
-    /// Of step `s` the calls over the keys of position `self - s`.
+    /// Calls of step `s`, over the keys of position `self - s`.
     pub steps: Vec<Vec<Call>>,
     /// Keys of every position.
     pub rows: Vec<i64>,
-    /// Of every position's keys the last step in which some position computes over them; 0: nobody else does.
+    /// Last step in which any other position uses the keys of each position; 0: none does.
     pub last: Vec<usize>,
-    /// What calls refer to.
+    /// Indices that calls refer to.
     pub indices: Indices,
 }
 
@@ -91,7 +91,7 @@ impl RingPlan {
     }
 }
 
-/// The same rows as if each path had no gaps: only the order of its tokens is kept.
+/// These rows with the gaps of each path closed: only the order of its tokens is kept.
 fn closed_up(held: &[Run]) -> (Vec<Run>, Paths) {
     let mut closed: Vec<Run> = Vec::with_capacity(held.len());
     let mut before = None;

@@ -5,9 +5,9 @@ use super::calls::{Indices, Rows};
 /// Neighbouring rows of a result, each of which gets one of so many neighbouring rows of what is summed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Share {
-    /// Of the result.
+    /// First row of the result.
     pub(super) to: i64,
-    /// Of what is summed.
+    /// First row of the summed tensor.
     pub(super) from: i64,
     pub(super) length: i64,
 }
@@ -17,7 +17,8 @@ pub(super) struct Share {
 pub struct Sum {
     /// The rows that are summed, those of the first row of the result first.
     pub rows: Rows,
-    /// Of each row of the result where its rows begin in `rows`; a list without rows: it is the row itself.
+    /// Where the summands of each row of the result begin in `rows`; a list without rows: one summand each, the row
+    /// itself.
     pub begins: Rows,
     /// Rows of the result.
     pub count: i64,
