@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wlb
 from benches.common import CONTEXT, Lengths, synthetic
 from wlb.torch.attention import context_parallel_attention, kernels, plan, prepare_attention
+from wlb.torch.data import collate
 
 # --- a world that is not there ----------------------------------------------------------------------------------------
 
@@ -312,6 +313,51 @@ def context(tokens: int, seed: int = 3) -> Lengths:
     return found[found > 0]
 
 
+def loader_seconds(repeats: int = 5) -> float:
+    """Median milliseconds of this thread for what a rank does for 64 micro-batches of 128K tokens at CP 8.
+
+    It collates them, and plans their attention (`fetch`).
+    """
+    random = np.random.default_rng(0)
+    lengths = [context(CONTEXT, seed) for seed in range(8)]
+    documents = [[random.integers(0, 50_000, length) for length in row] for row in lengths]
+    taken = []
+    for _ in range(repeats):
+        plan.keys_plan.cache_clear()
+        started = time.thread_time()
+        for number in range(64):
+            batch = collate(documents[number % 8][: -1 - number // 8], cp_rank=1, cp_size=8)
+            prepare_attention(batch.shard, rank=1, device="cpu", transport="fetch")
+        taken.append(time.thread_time() - started)
+    return statistics.median(taken) * 1e3
+
+
+BIG = {
+    "CP 8, kv 8, auto, all_gather": (Layer("all_gather", kv_heads=8), 8, "auto"),
+    "CP 8, kv 8, auto, fetch": (Layer("fetch", kv_heads=8), 8, "auto"),
+    "CP 4, kv 32, per_document, all_gather": (Layer("all_gather", kv_heads=32), 4, "per_document"),
+    "CP 4, kv 32, per_document, fetch": (Layer("fetch", kv_heads=32), 4, "per_document"),
+    "CP 8, kv 8, per_document, ring": (Layer("ring", kv_heads=8), 8, "per_document"),
+}
+
+
+def moved(name: str, lengths: Lengths) -> dict[str, dict[str, float]]:
+    """Bytes of the slowest rank of a layer, over the floor too, and the most memory that any rank holds."""
+    layer, cp_size, strategy = BIG[name]
+    shard = wlb.shard(lengths, cp_size=cp_size, strategy=strategy)  # type: ignore[arg-type]
+    counts = [counted(layer, shard, rank) for rank in range(cp_size)]
+    floors = [floor(layer, shard, rank) for rank in range(cp_size)]
+    found = {}
+    for i, of in enumerate(("forward", "backward")):
+        worst = max(range(cp_size), key=lambda rank: counts[rank][of]["bytes"])
+        found[of] = {
+            "gigabytes": round(counts[worst][of]["bytes"] / 1e9, 2),
+            "over_floor": round(counts[worst][of]["bytes"] / floors[worst][i], 2),
+            "peak_gigabytes": round(max(count[of]["peak"] for count in counts) / 1e9, 2),
+        }
+    return found
+
+
 def measure(progress: Callable[[str], None] = print) -> dict[str, Any]:
     """Everything."""
     lengths = context(CONTEXT)
@@ -344,27 +390,11 @@ def measure(progress: Callable[[str], None] = print) -> dict[str, Any]:
         record["host_us"][name] = {"forward": round(float(forward)), "backward": round(float(backward))}
         progress(f"{name}: {record['operations'][name]} {record['host_us'][name]} us")
 
-    big = {
-        "CP 8, kv 8, auto, all_gather": (Layer("all_gather", kv_heads=8), 8, "auto"),
-        "CP 8, kv 8, auto, fetch": (Layer("fetch", kv_heads=8), 8, "auto"),
-        "CP 4, kv 32, per_document, all_gather": (Layer("all_gather", kv_heads=32), 4, "per_document"),
-        "CP 4, kv 32, per_document, fetch": (Layer("fetch", kv_heads=32), 4, "per_document"),
-        "CP 8, kv 8, per_document, ring": (Layer("ring", kv_heads=8), 8, "per_document"),
-    }
-    for name, (layer, cp_size, strategy) in big.items():
-        shard = wlb.shard(lengths, cp_size=cp_size, strategy=strategy)  # type: ignore[arg-type]
-        found = {}
-        counts = [counted(layer, shard, rank) for rank in range(cp_size)]
-        floors = [floor(layer, shard, rank) for rank in range(cp_size)]
-        for i, of in enumerate(("forward", "backward")):
-            worst = max(range(cp_size), key=lambda rank: counts[rank][of]["bytes"])
-            found[of] = {
-                "gigabytes": round(counts[worst][of]["bytes"] / 1e9, 2),
-                "over_floor": round(counts[worst][of]["bytes"] / floors[worst][i], 2),
-                "peak_gigabytes": round(max(count[of]["peak"] for count in counts) / 1e9, 2),
-            }
-        record["bytes"][name] = found
-        progress(f"{name}: {found}")
+    for name in BIG:
+        record["bytes"][name] = moved(name, lengths)
+        progress(f"{name}: {record['bytes'][name]}")
+    record["loader_ms"] = round(loader_seconds(), 1)
+    progress(f"loader: {record['loader_ms']} ms")
     return record
 
 

@@ -29,7 +29,7 @@ def integers(argument: str, values: Any) -> NDArray[np.int64]:
 
 
 def floats(argument: str, values: Any, least: int, most: int) -> NDArray[np.float64]:
-    """Any real numbers as float64, of so many dimensions."""
+    """Real numbers as a float64 array of `least` to `most` dimensions."""
     array = _array(argument, values, least, most)
     if array.dtype.kind not in "iuf":
         raise _refused(argument, f"must be real numbers, not {array.dtype}", given=values)
@@ -38,7 +38,7 @@ def floats(argument: str, values: Any, least: int, most: int) -> NDArray[np.floa
 
 
 def _array(argument: str, values: Any, least: int, most: int) -> NDArray[Any]:
-    """An array of so many dimensions, of whatever dtype numpy gives it."""
+    """An array of `least` to `most` dimensions, of the dtype that numpy gives it."""
     if isinstance(values, np.ma.MaskedArray):  # asarray would drop the mask, and pack masked entries
         raise _refused(argument, "is a masked array: fill it or drop what is masked")
     wrong = (TypeError, ValueError, OverflowError) if isinstance(values, list | tuple) else Exception

@@ -247,7 +247,7 @@ def warn_of_long(name: str, length: int, tokens_per_batch: int, *, stacklevel: i
 
 
 def check_ranks(packer: Packer, dp_size: int, argument: str) -> None:
-    """Whether a packer plans for so many ranks, or for any.
+    """Whether a packer plans for this number of ranks, or for any.
 
     Raises:
         wlb.WlbError: It plans for another number.
@@ -258,7 +258,7 @@ def check_ranks(packer: Packer, dp_size: int, argument: str) -> None:
 
 
 def check_max_early(max_early: int, packer: Packer) -> None:
-    """Whether documents may enter a packer so many iterations before their turn.
+    """Whether documents may enter a packer this many iterations before their turn.
 
     Raises:
         wlb.WlbError: It is no integer from 0 to 1024, or above 0 for a packer that does not ask when a document comes.

@@ -345,7 +345,7 @@ def _other_plans(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def _unhashed(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Says of which steps the plan is known by a digest alone."""
+    """Reports the steps whose plan is known only by its digest."""
     unknown = [line["step"] for line in steps if not _has_hash(line)]
     if not unknown:
         return []

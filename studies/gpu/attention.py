@@ -26,7 +26,7 @@ from studies.gpu.emulated import Rank
 from studies.gpu.items import Item, Row
 from wlb.torch.attention import kernels
 from wlb.torch.attention.merge import attention
-from wlb.torch.attention.plan import pick
+from wlb.torch.attention.plan import queries_of
 
 STRATEGIES = ("per_sequence", "per_document", "hybrid", "auto", "adaptive")
 Lengths = NDArray[np.int64]
@@ -78,7 +78,7 @@ class Layer:
 
         calls = []
         for call, k, v in made.calls(*inputs[1:], exchange.buffer):
-            q, d = (pick(x, call.q_rows) for x in (inputs[0], d_out))
+            q, d = (queries_of(x, call.q_rows) for x in (inputs[0], d_out))
             calls.append((d, q, k, v, *kernel.forward(q, k, v, call), call))
 
         def alone() -> None:

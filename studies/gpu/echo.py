@@ -38,13 +38,17 @@ class Echo(dist.ProcessGroup):
         output.view(-1, *sent.shape).copy_(sent)
         return _Done()
 
-    def reduce_scatter_single(self, output: Tensor, sent: Tensor, options: Any = None) -> dist.Work:
-        """Its own share of what this rank sent, without the others' terms."""
-        output.copy_(sent.view(-1, *output.shape)[self.rank()])
+    def all_to_all_single(
+        self, output: Tensor, sent: Tensor, arriving: list[int], leaving: list[int], options: Any = None
+    ) -> dist.Work:
+        """What this rank sent, as far as it goes, stands for what arrives; the rest of that is 0."""
+        rows = min(output.shape[0], sent.shape[0])
+        output[:rows].copy_(sent[:rows])
+        output[rows:].zero_()
         return _Done()
 
     _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
 
     def getBackendName(self) -> str:
         """For messages of torch."""

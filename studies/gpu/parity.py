@@ -119,10 +119,9 @@ def attended(kernel: kernels.Kernel, problem: Problem, tensors: list[Tensor], cp
         result, _ = attention(*leaves, exchange, kernel)
         result.backward(d_out[rank.tokens])
         out[rank.tokens], dq[rank.tokens] = result.detach(), leaves[0].grad  # type: ignore[assignment]
-        sent = rank.gathered >= 0
         assert exchange.gradients is not None
         for total, leaf, part in zip((dk, dv), leaves[1:], exchange.gradients.unbind(1), strict=True):
             assert leaf.grad is not None
             total.index_add_(0, rank.tokens, leaf.grad.to(total.dtype))
-            total.index_add_(0, rank.gathered[sent], part[sent].to(total.dtype))
+            total.index_add_(0, rank.others, part.to(total.dtype))
     return [out, dq, dk, dv]

@@ -128,8 +128,10 @@ def test_tokens_are_those_of_the_plan() -> None:
             batch = text.batch(batches.Part.of(outcome, part), CPU)
             trained += batch.tokens.numel()
             if part.rank == 0 and batch.tokens.numel():
-                row = outcome.run.document[part.pieces], outcome.run.start[part.pieces]
-                assert int(batch.tokens[0]) == int(text.document(int(row[0][0]), int(row[1][0]), 1)[0])
+                held = batch.shard.rank(0)
+                piece, place = int(held.documents[0]), int(held.position_ids[0])
+                document, start = outcome.run.document[part.pieces][piece], outcome.run.start[part.pieces][piece]
+                assert int(batch.tokens[0]) == int(text.document(int(document), int(start) + place, 1)[0])
         assert trained == outcome.tokens
 
 

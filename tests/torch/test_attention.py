@@ -527,6 +527,24 @@ def test_a_layer_does_little_beside_its_kernel(transport: str) -> None:
     assert all(found <= allowed for found, allowed in zip(most, OPERATIONS[transport], strict=True)), most
 
 
+# Bytes that a layer's slowest rank moves beside the kernel and the network, over packing its keys and adding up their
+# gradients once: forward and backward; and the gigabytes that it holds meanwhile. 128K tokens.
+BYTES = {
+    "CP 8, kv 8, auto, all_gather": (0.8, 0.9, 0.9),
+    "CP 8, kv 8, auto, fetch": (0.9, 0.9, 0.9),
+    "CP 4, kv 32, per_document, all_gather": (5.6, 3.3, 2.6),
+    "CP 4, kv 32, per_document, fetch": (8.1, 4.1, 2.6),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_a_layer_moves_and_holds_little_beside_its_kernel(name: str) -> None:
+    found = bench.moved(name, bench.context(1 << 17))
+    of_passes = [found[of]["over_floor"] for of in ("forward", "backward")]
+    peak = max(found[of]["peak_gigabytes"] for of in ("forward", "backward"))
+    assert all(got <= allowed for got, allowed in zip((*of_passes, peak), BYTES[name], strict=True)), found
+
+
 def test_documents_that_are_here_take_no_operation_but_the_kernel() -> None:
     shard = wlb.shard([40] * 8, cp_size=4)
     count = bench.counted(bench.Layer("fetch", heads=8, kv_heads=2, head_dim=8), shard, 1)

@@ -51,11 +51,11 @@ class Pace:
         return before if (after.tokens, after.each) == (before.tokens, before.each) else after
 
     def at(self, step: int) -> float:
-        """Steps of the schedule after so many optimizer steps."""
+        """Steps of the schedule after a number of optimizer steps."""
         return self.position + (step - self.step) * self.each / self.tokens
 
     def length(self, steps: int) -> int:
-        """Whole steps of the schedule after so many optimizer steps: what a schedule of the whole run is made for."""
+        """Whole steps of the schedule after a number of optimizer steps, for which a schedule of the run is made."""
         return math.floor(self.at(steps) + 0.5)
 
     def state_dict(self) -> dict[str, Any]:

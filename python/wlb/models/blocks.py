@@ -52,7 +52,7 @@ class Matrix:
     parts: int = 1  # matrices with the same input that stand side by side here, as those of keys and of values
 
     def parameters(self, copies: int) -> int:
-        """With so many copies."""
+        """This part with `copies` copies."""
         return copies * (self.rows + self.bias) * self.columns
 
 

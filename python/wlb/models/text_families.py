@@ -103,7 +103,7 @@ def _experts(keys: Keys, *, width: int, **more: Any) -> FeedForward:
 
 
 def _mixtral(keys: Keys, **more: Any) -> FeedForward:
-    """Experts of which `intermediate_size` is the width, as Mixtral calls it; where both stand that is the dense one's.
+    """Experts of width `intermediate_size`, as in Mixtral, unless another key gives the width of experts.
 
     Also a dense block where there are no experts.
     """

@@ -103,7 +103,7 @@ def lacking_bytes(
     schedule: Schedule | None = None,
     reserved_bytes: int = RESERVED_BYTES,
 ) -> float:
-    """Bytes that the fullest GPU lacks for micro-batches of so many tokens; 0 where `max_tokens` has them fit.
+    """Bytes that the fullest GPU lacks for micro-batches of this many tokens; 0 if they fit.
 
     Args:
         model: its shape.

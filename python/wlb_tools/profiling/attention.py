@@ -90,7 +90,7 @@ class AttentionBench:
         return rows * self.head_dim
 
     def run(self, shape: Shape, *, seconds: float) -> dict[str, Any]:
-        """Samples of calls, in about so many seconds."""
+        """Samples of calls, within a budget of seconds."""
         segments = self.segments(shape)
         queries, keys = segments * shape.tokens, segments * shape.keys
         options: dict[str, Any] = {"dtype": self.device.dtype, "device": self.device.device}

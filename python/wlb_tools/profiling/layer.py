@@ -123,7 +123,7 @@ class LayerBench:
         return need <= self.device.memory_bytes
 
     def run(self, shape: Shape, *, seconds: float) -> dict[str, Any]:
-        """Samples of the forward, and of the backward with all gradients, in about so many seconds."""
+        """Samples of the forward, and of the backward with all gradients, within a budget of seconds."""
         options: dict[str, Any] = {"dtype": self.device.dtype, "device": self.device.device}
         with torch.device(self.device.device):
             sizes = (self.hidden_size, self.ffn_hidden_size, self.num_heads, self.num_kv_heads, self.head_dim)

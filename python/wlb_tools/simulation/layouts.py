@@ -1,4 +1,4 @@
-"""The fastest way to spread a model over so many GPUs: layouts, micro-batches and methods that fit into memory."""
+"""Search for the fastest layout of a model on a number of GPUs, with micro-batches and a method that fit."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def search_layouts(
     progress: Callable[[str, int, int], None] | None = None,
     **scenario: Any,
 ) -> LayoutSearch:
-    """The fastest layouts of a model on so many GPUs, with micro-batches and a method for each.
+    """The fastest layouts of a model on a number of GPUs, with micro-batches and a method for each.
 
     Tried are all divisors of `gpus` as tensor-, context-, pipeline- and data-parallel sizes, with 1, 2, 4 or 8 stages
     of a pipeline rank, and all sizes of expert parallelism that divide the experts, as far as the model, the global
@@ -294,7 +294,7 @@ class _Search:
         return None
 
     def _lacking(self, layout: ParallelLayout, split: int) -> float | None:
-        """Bytes that a GPU lacks for micro-batches of one context; None: the schedule cannot have so many of them."""
+        """Bytes that a GPU lacks for micro-batches of one context; None: the schedule does not take their number."""
         options = {name: self._options[name] for name in ("schedule", "reserved_bytes") if name in self._options}
         per_rank = self._contexts * split // layout.dp
         hardware, tokens = self._options["hardware"], self._options.get("max_tokens") or self._options["context"]

@@ -254,7 +254,7 @@ class Scenario:
 
     @property
     def generation(self) -> Generation:
-        """The GPU of which attention is assumed, where no kernel model is given."""
+        """The GPU whose attention is assumed if no kernel model is given."""
         if self.hardware.name not in GENERATIONS:
             message = f"is needed: {self.hardware.name!r} has no default, only {', '.join(GENERATIONS)} have"
             raise error("kernel_model", message)

@@ -415,7 +415,7 @@ def _settings(choice: Choice) -> Settings:
 
 
 def _possible(scenario: Scenario, split: int) -> bool:
-    """Whether the schedule can have so many times the micro-batches."""
+    """Whether the schedule takes this multiple of the number of micro-batches."""
     layout = scenario.layout
     count = scenario.micro_batches // layout.dp * split
     try:
@@ -431,7 +431,7 @@ def _possible(scenario: Scenario, split: int) -> bool:
 
 
 def _most_tokens(scenario: Scenario, splits: Iterable[int]) -> dict[int, int]:
-    """The most that `S_max` can be with so many times the micro-batches, where one context of each fits."""
+    """Largest `S_max` with this multiple of the number of micro-batches, if one context of each fits."""
     found = {}
     for split in splits:
         with contextlib.suppress(WlbError):

@@ -49,13 +49,13 @@ class Limits:
         return self.loading.max_document_tokens or self.max_tokens
 
     def packer(self, num_micro_batches: int, tokens_per_batch: int | None = None) -> wlb.Packer:
-        """One for steps of so many micro-batches, for which so many tokens are read."""
+        """A packer for steps of this many micro-batches, for which this many tokens are read."""
         arguments = {"max_tokens": self.max_tokens, "cost_model": self.loading.cost_model}
         arguments["tokens_per_batch"] = tokens_per_batch
         return self.loading.packer(num_micro_batches, **arguments | self.others)
 
     def micro_batches(self, tokens_per_batch: int, ranks: int) -> int:
-        """The fewest, as many on all ranks, that hold so many tokens with room to spare."""
+        """Fewest micro-batches, equally many on all ranks, that hold this many tokens with room to spare."""
         return ranks * micro_batches(tokens_per_batch, ranks=ranks, max_tokens=self.max_tokens)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from wlb.torch.attention.kernels import Kernel, accumulator
-from wlb.torch.attention.plan import Call, Rows, add, pick, put
+from wlb.torch.attention.plan import Call, Rows, add, pick, put, queries_of
 
 LSE_CHANNELS = 8
 """Channels that a head gets in its backward for the gradient of the log-sum-exp: flash kernels take multiples of 8."""
@@ -163,11 +163,6 @@ def _keys(keys: Keys, rows: Rows) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _queries(x: Tensor, rows: Rows) -> Tensor:
-    """Queries, or what belongs to them, as a kernel takes them: it leaves neighbours out itself."""
-    return x.index_select(0, rows) if isinstance(rows, Tensor) else x
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     @_without_autocast
@@ -197,7 +192,7 @@ class _Attention(torch.autograd.Function):
             queries = heads.of(q)
             for call in calls:
                 rows = call.q_rows
-                given = (_queries(queries, rows), *_keys(keys, call.k_rows), call)
+                given = (queries_of(queries, rows), *_keys(keys, call.k_rows), call)
                 if merged is not None:
                     merged.add(call, *kernel.forward(*given))
                     continue
@@ -254,7 +249,7 @@ class _Attention(torch.autograd.Function):
                     lse = lses[0] if heads.parts == 1 else lses[0].chunk(heads.parts)[heads.part]
                     if isinstance(rows, Tensor):
                         lse = lse.index_select(1, rows)
-                call_d_out, call_q, call_out = (_queries(x, rows) for x in mine)
+                call_d_out, call_q, call_out = (queries_of(x, rows) for x in mine)
                 given = (call_d_out, call_q, *_keys(keys, call.k_rows), call_out, lse, call)
                 if once and not isinstance(rows, Tensor):
                     ctx.kernel.backward(*given, (heads.of(dq), d_call))

@@ -39,6 +39,11 @@ def pick(x: Tensor, rows: Rows) -> Tensor:
     return x.index_select(0, rows) if isinstance(rows, Tensor) else x[rows]
 
 
+def queries_of(x: Tensor, rows: Rows) -> Tensor:
+    """Queries of a call, or what belongs to them, as its kernel takes them: it leaves out neighbours itself."""
+    return x.index_select(0, rows) if isinstance(rows, Tensor) else x
+
+
 def put(total: Tensor, rows: Rows, part: Tensor) -> None:
     """Writes rows of `total`, each once."""
     if isinstance(rows, Tensor):

@@ -106,7 +106,7 @@ class Loading:
         return wlb.ModelConfig.from_hugging_face(mapping).cost_model()
 
     def packer(self, num_micro_batches: int, **others: Any) -> wlb.Packer:
-        """For steps of so many micro-batches; `others` are what else `wlb.Packer` takes, and come first.
+        """A packer for steps of `num_micro_batches`; `others` are further arguments of `wlb.Packer`, and come first.
 
         Among them the `tokens_per_batch` that are read for a step, if they are no context for each micro-batch.
         """
@@ -204,12 +204,12 @@ def balanced_loader(
 
 
 def step_tokens(held: int) -> int:
-    """Tokens of a step whose micro-batches hold so many."""
+    """Tokens of a step whose micro-batches hold at most `held` tokens together, with room to spare."""
     return max(1, math.floor(held / ROOM))
 
 
 def micro_batches(tokens: int, *, ranks: int, max_tokens: int, together: int = 1) -> int:
-    """Micro-batches of a rank: the fewest that leave a step of so many tokens its room.
+    """Fewest micro-batches of a rank that leave room to spare in a step of this many tokens.
 
     Args:
         tokens: Of the step, on all ranks.

@@ -152,7 +152,7 @@ class OneStream:
         return replace(document, tokens=document.tokens[:end], labels=labels, columns=columns)
 
     def tokens_left(self, documents: int, mean: float) -> float:
-        """Tokens that are left of so many documents in all, by the mean of those read, or a given one before."""
+        """Estimated tokens that are left, by the mean length of the documents read, or a given mean before."""
         left = max(documents - self._read, 1)
         return left * (self._tokens / self._read if self._read else mean)
 

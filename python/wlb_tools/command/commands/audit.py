@@ -29,8 +29,8 @@ def audit(
     Exits with 1 if something does not hold.
 
     Args:
-        run: folder of a ledger, or with one in RUN/ledger.
-        state: a state that the run saved, as JSON: proves everything up to it, what waits included.
+        run: folder of a ledger, or a folder with RUN/ledger.
+        state: a state that the run saved, as JSON: proves everything up to it, waiting documents included.
         lengths: lengths of all documents, .npy: proves the end of every document.
     """
     folder = next((place for place in (run, run / "ledger") if (place / "ledger-00000.jsonl").exists()), run)

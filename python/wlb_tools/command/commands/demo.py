@@ -49,7 +49,7 @@ def demo(
     come the two ways to shard a micro-batch over context-parallel ranks.
 
     Args:
-        sources: documents, as of `wlb lengths`; by default the Python files of this interpreter and its packages.
+        sources: documents, as for `wlb lengths`; by default the Python files of this interpreter and its packages.
         steps: global batches to form.
     """
     setup = batches.setup(cost, delay)

@@ -32,7 +32,7 @@ class PackedBatches(Batches):
 
     Args:
         window: global batches that fixed_length plans at once.
-        dp_size: also deal the micro-batches to so many DP ranks.
+        dp_size: number of DP ranks to deal the micro-batches to.
     """
 
     window: PositiveInt = 1
@@ -59,7 +59,7 @@ def pack(
     documents.txt is the path of document i; a path with unusual characters is a JSON string, in quotation marks.
 
     Args:
-        method: var_length: equal work, whole documents. refined: the same, balanced better where --max-tokens binds.
+        method: var_length: equal work, whole documents. refined: balanced better if --max-tokens leaves little room.
             The others fill and cut at the context.
     """
     for name, reason in _useless(method, batches, held, cost):

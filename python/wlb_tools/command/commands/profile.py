@@ -41,7 +41,7 @@ def profile(
     not made of.
 
     Args:
-        tp: tensor-parallel ranks that heads and layers are divided by: give what `wlb simulate --tp` gets, 8 there by
+        tp: tensor-parallel ranks that divide heads and layers: the number that `wlb simulate --tp` gets, 8 there by
             default.
         device: a device as torch names it; by default the current GPU.
         kernel: auto, flash_attn, varlen or reference.

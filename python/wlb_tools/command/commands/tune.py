@@ -47,7 +47,7 @@ class TunedCluster(Cluster):
         num_micro_batches: micro-batches of a global batch; by default 16, on a cluster pp x dp.
         global_batch: size of a global batch, instead of --micro-batches: tokens, such as 4M, or samples of --context
             tokens, such as 256samples. With --gpus the layout is searched; sizes that are given (--tp, --cp, --pp,
-            --dp) are those of the own layout, to compare with.
+            --dp) name your own layout, to compare with.
     """
 
     outlier_thresholds: Annotated[tuple[int, ...] | None, NotAnOption] = None
@@ -83,9 +83,9 @@ def tune(
     micro-batches and a method for each, as far as they fit into memory, beside the best layout without wlb.
 
     Args:
-        steps: global batches to form; by default 100, for layouts some that have 64M tokens together.
-        by: on a cluster, what the best plan trains most of in a second: tokens, or FLOPs of the documents as they are
-            trained, fewer where they are cut.
+        steps: global batches to form; by default 100, or for layouts as many as have 64M tokens together.
+        by: on a cluster, the rate that the best plan maximizes: tokens a second, or FLOPs a second of the documents as
+            they are trained, which are fewer if documents are cut.
     """
     if cluster.global_batch is not None and cluster.gpu_count is not None:
         _search(sources, reading, steps, by, cluster, output, command_line)

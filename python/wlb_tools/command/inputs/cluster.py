@@ -35,7 +35,7 @@ class Layout(Options):
     """By default the paper's layout of a 7B model with 128K tokens of context.
 
     Args:
-        dp: data-parallel ranks; with --gpus by default what tp, cp and pp leave of them.
+        dp: data-parallel ranks; with --gpus by default GPUs / (tp x cp x pp).
         stage_layers: layers of each stage in the order of the model, such as 7,8,8,7; by default as even as possible,
             ends with fewer.
     """
@@ -68,16 +68,16 @@ class Cluster(Cost, Limits):
     Args:
         max_tokens: the most tokens of a micro-batch of variable length; on a cluster by default what fits into memory.
         reserved_bytes: GiB of a GPU that are not available.
-        kernel_model: what `wlb profile` measured, a name or a path, instead of the kernel that is assumed of the GPU.
-            Its linear part counts, too, if it is that of this model's layer on a tensor-parallel rank.
+        kernel_model: name or path of a profile of `wlb profile`, instead of the assumed kernel of the GPU. Its linear
+            part counts, too, if it was measured for this model's layer on a tensor-parallel rank.
         launch_file: a launch file: a script or list of Megatron's arguments, a .toml of torchtitan, a .yaml of
-            axolotl or LLaMA-Factory. What it says become options, which typed ones override; what was taken and what
-            was left out is said.
+            axolotl or LLaMA-Factory. It becomes options, which typed options override. The command says what was
+            taken and what was left out.
         micro_batch_size: sequences of --context tokens in a micro-batch. `wlb tune` and `wlb advise` choose the tokens
-            of a micro-batch themselves, of a global batch of that size.
+            of a micro-batch themselves, and take from this only the size of the global batch.
         global_batch: size of a global batch, instead of --micro-batches: tokens, such as 4M, or samples of --context
             tokens, such as 256samples.
-        gpu_count: GPUs there are: dp is what tp, cp and pp leave of them, or where it is given the product is checked.
+        gpu_count: number of GPUs: dp is GPUs / (tp x cp x pp); if dp is given, the product is checked.
         gemm_efficiency: share of the GPU's peak that the linear part of a layer reaches; by default the preset's.
     """
 

@@ -88,10 +88,10 @@ class DocumentCosts(Cost):
     """Cost of documents, from their lengths or from a file.
 
     Args:
-        costs: a .npy with what each document costs, float[n], or float[n, r] with a column for every resource that has
-            a barrier of its own; instead of those of a model. Row i is of the document with id i.
-        limits: with --costs: the most that a micro-batch may have in each column, such as inf,140000; what has a limit
-            is memory, and takes no time.
+        costs: a .npy with the cost of each document, instead of a model's: float[n], or float[n, r] with a column for
+            every resource that ranks wait for separately. Row i belongs to the document with id i.
+        limits: with --costs: the most that a micro-batch may have in each column, such as inf,140000; a column with a
+            limit is memory, and takes no time.
     """
 
     costs: Path | None = None

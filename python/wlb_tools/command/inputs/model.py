@@ -92,8 +92,8 @@ class Cost(Options):
 
     Args:
         cost_file: costs that `wlb fit` wrote, instead of those of a model.
-        attention_efficiency: FLOP/s of attention kernels relative to matrix multiplications; by default what is assumed
-            of the GPU.
+        attention_efficiency: FLOP/s of attention kernels relative to matrix multiplications; by default the assumption
+            for the GPU.
     """
 
     model_name: ModelName = "llama2-7b"

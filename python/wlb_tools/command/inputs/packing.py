@@ -20,9 +20,9 @@ class Limits(Options):
     """The longest document and the largest micro-batch.
 
     Args:
-        context: context window in tokens: the longest document. A global batch holds so many per micro-batch.
+        context: context window in tokens: the longest document. A global batch has this many tokens a micro-batch.
         max_tokens: the most tokens of a micro-batch of variable length; by default 1.5 contexts.
-        memory_factor: the same as --max-tokens, in contexts.
+        memory_factor: --max-tokens in contexts, instead of tokens.
     """
 
     context: Annotated[int, Tokens] = 131072
@@ -87,10 +87,9 @@ class Held(Delay):
     """Options of waiting: which documents, and how long.
 
     Args:
-        release: fifo: queues with thresholds. adaptive: no thresholds; long documents wait where a step gains by it.
-        delay_price: with adaptive release: how much shorter a step must become, relative to an even one, to be worth
-            one iteration of delay for a global batch, such as 0.03; at a higher price less waits. By default it is
-            tuned to --max-mean-delay.
+        release: fifo: queues with thresholds. adaptive: no thresholds; a document waits if that makes the step faster.
+        delay_price: with adaptive release: price of one iteration of delay for a global batch, as a part of an even
+            step, such as 0.03; at a higher price fewer documents wait. By default it is tuned to --max-mean-delay.
         num_queues: number of outlier queues; their thresholds are tuned.
         outlier_thresholds: thresholds of the queues in tokens, ascending, such as 49152,98304; none are tuned then.
     """

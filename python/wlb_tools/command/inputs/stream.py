@@ -90,11 +90,11 @@ class Texts(Options):
         field: column with the documents, by default found by its name; several with commas between are joined, as
             prompt,completion. A column is of text, token ids, lengths or chat messages.
         pattern: names of the files to take from a directory; by default all data files, else every file a document.
-        tokenizer: what to count tokens with: a tokenizer.json, a sentencepiece, tiktoken or tekken file, a folder with
+        tokenizer: counts the tokens: a tokenizer.json, a sentencepiece, tiktoken or tekken file, a folder with
             one, or a name on the hub; by default a byte counts as a token.
-        text: what is read is text, where it could be lengths or token ids.
-        tokens: what is read are token ids, where it could be lengths.
-        lengths: what is read are lengths of documents, where it could be token ids or text.
+        text: the source is text, if it could be lengths or token ids.
+        tokens: the source has token ids, if it could be lengths.
+        lengths: the source has lengths of documents, if it could be token ids or text.
         cache: lengths of files that were tokenized before are taken from the user's cache folder, and kept there.
     """
 
@@ -121,7 +121,7 @@ class Reading(Texts):
     """Options for reading documents and making a stream of them.
 
     Args:
-        seed: shuffles the documents, every epoch anew; by default they come in the source's order.
+        seed: shuffles the documents, differently in every epoch; by default they come in the source's order.
         oversize: what to do with documents longer than the context.
     """
 

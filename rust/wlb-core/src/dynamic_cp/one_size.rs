@@ -18,9 +18,9 @@ use super::plan::{Best, Draft, DraftGroup, Group};
 use super::problem::{Problem, at_most};
 use super::simulate::{self, fits_memory};
 
-/// Up to so many documents are planned in these ways, and moved one by one.
+/// Most documents that are planned in these ways, and moved one by one.
 pub(super) const SMALL: usize = 64;
-/// Numbers of micro-batches that are tried: up to so many times what memory or the pipeline needs.
+/// Numbers of micro-batches are tried up to this multiple of the number that memory or the pipeline needs.
 const COUNTS: usize = 2;
 /// A plan whose time is not below this part of the best is not faster: less than that is rounding.
 const FASTER: f64 = 1.0 - 1e-12;

@@ -47,7 +47,7 @@ pub struct DynamicCpOptions {
     pub only_sizes: Option<Vec<usize>>,
     /// Micro-batches of the step; swept if not given.
     pub num_micro_batches: Option<usize>,
-    /// The sweep tries no fewer: for schedules that need so many.
+    /// Least number of micro-batches that is tried, for schedules that need it.
     pub min_micro_batches: Option<usize>,
     /// Largest number of micro-batches to try; by default 4 times the smallest.
     pub max_micro_batches: Option<usize>,

@@ -87,12 +87,12 @@ impl Problem {
         self.only.as_deref()
     }
 
-    /// Whether a group of any size may have so many ranks.
+    /// Whether a group may have this number of ranks.
     pub(super) fn is_size(&self, ranks: usize) -> bool {
         self.only().is_none_or(|sizes| sizes.binary_search(&ranks).is_ok())
     }
 
-    /// The least size from so many ranks on that a group of any size may have; more than the largest if there is none.
+    /// Least allowed size of a group from this number of ranks on; more than the largest if there is none.
     fn size_from(&self, ranks: usize) -> usize {
         let found = |sizes: &[usize]| sizes.get(sizes.partition_point(|&size| size < ranks)).copied();
         self.only().map_or(ranks, |sizes| found(sizes).unwrap_or(ranks.max(self.largest_group + 1)))
@@ -375,7 +375,7 @@ fn first_that(mut least: usize, mut most: usize, holds: impl Fn(usize) -> bool) 
     least
 }
 
-/// The largest of these sizes, which ascend from 1, that is at most so many ranks.
+/// Largest of these sizes, which ascend from 1, of at most this number of ranks.
 pub(super) fn at_most(sizes: &[usize], ranks: usize) -> usize {
     sizes.iter().copied().take_while(|&size| size <= ranks).last().unwrap_or(1)
 }

@@ -24,7 +24,7 @@ const PROMISE: f64 = 0.998;
 /// With communication cost: the least speed-up for which a document's ranks are doubled when even the doubled group
 /// misses the target. A large gain suits many documents that share the ranks, a small one a step that waits for a few.
 const GAINS: [f64; 3] = [1.4, 1.2, 1.05];
-/// With communication cost, up to so many documents are also planned by the targets of free exchange.
+/// With communication cost, at most this many documents are also planned by the targets of free exchange.
 const FEW: usize = 1024;
 /// With more documents, another gain is tried only for numbers of micro-batches this close to the best.
 const NEAR: f64 = 1.05;
@@ -517,7 +517,7 @@ impl<'a> StepSearch<'a> {
             self.fitting = self.best.as_ref().map(|best| (best.price(self.options), base));
             self.demand = Some(Demand::new(problem, most));
         }
-        // Those too that turned out not to fit, of which the sweep knows nothing: no number is tried twice.
+        // Numbers that did not fit count as tried, too, so that none is tried twice; the sweep does not have them.
         let mut all: Vec<usize> = self.sweep.iter().map(|&(tried, _)| tried).collect();
         while let Some(best) = self.best.as_ref().filter(|_| self.demand.is_some()) {
             let count = best.num_micro_batches;

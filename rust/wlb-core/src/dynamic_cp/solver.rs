@@ -31,7 +31,7 @@ struct Blocks<'a> {
 
 const NOWHERE: u32 = u32::MAX;
 
-/// Whether micro-batches that take so many seconds are too late.
+/// Whether micro-batches that take this many seconds are too late.
 pub(super) type Late<'a> = &'a mut dyn FnMut(&[f64]) -> bool;
 
 /// Treatment of a document that does not fit on the block with the least time beyond its target.

@@ -69,7 +69,7 @@ impl Columns {
         mean.max(self.largest[column]).min(self.max(column))
     }
 
-    /// Whether these are the columns of so many micro-batches.
+    /// Whether these are the columns of this number of micro-batches.
     pub(crate) fn fit(&self, micro_batches: usize) -> bool {
         !self.is_empty() && self.largest.len() == self.len() && self.costs.len() == self.len() * micro_batches
     }

@@ -9,7 +9,7 @@ use crate::limits::MAX_TOKENS;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Padding {
-    /// A micro-batch is a multiple of so many tokens.
+    /// Number of tokens of which every micro-batch is a multiple.
     multiple_of: i32,
     /// Allowed sizes, ascending; empty if any multiple is allowed.
     buckets: Vec<i32>,
@@ -42,7 +42,7 @@ impl Padding {
         Ok(Self { multiple_of, buckets: buckets.to_vec() })
     }
 
-    /// Micro-batches are multiples of so many tokens.
+    /// Number of tokens of which every micro-batch is a multiple.
     pub fn multiple_of(&self) -> i32 {
         self.multiple_of
     }
@@ -57,7 +57,7 @@ impl Padding {
         self.buckets.first().copied().unwrap_or(self.multiple_of)
     }
 
-    /// The largest size within `max_tokens`: so many tokens a micro-batch can have.
+    /// Most tokens of a micro-batch: the largest size within `max_tokens`.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] where no size is within them.

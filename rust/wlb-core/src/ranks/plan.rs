@@ -225,7 +225,7 @@ impl<'a> Batch<'a> {
         self.groups.iter().map(group).fold(whole, usize::max).max(1)
     }
 
-    /// The plan with so many micro-batches a rank; none if none was found that holds all documents.
+    /// The plan with this number of micro-batches a rank; `None` if none was found that holds all documents.
     pub(super) fn attempt(&self, rounds: usize) -> Option<Contents> {
         let dp_size = self.options.dp_size();
         let sync = self.options.sync();

@@ -221,7 +221,7 @@ impl Shortest {
         Self { tokens }
     }
 
-    /// The first item of at most so many tokens, from `place` on.
+    /// The first item, from `place` on, of at most this many tokens.
     ///
     /// # Complexity
     /// O(log n).

@@ -258,7 +258,7 @@ impl Shard {
         self.document_starts[segment.document as usize] + segment.start
     }
 
-    /// A hash of which token lies where; equal on two ranks iff their shards are equal.
+    /// A hash of the places of all tokens; equal on two ranks iff their shards are equal.
     pub fn digest(&self) -> String {
         let mut digest = Digest::new();
         digest.add(&[u8::from(self.mask == Mask::Causal)]);

@@ -82,7 +82,7 @@ impl Bounds {
             Release::Fifo => {
                 let ends = config.outlier_thresholds.iter().skip(1).map(|&next| next - 1);
                 let longest = ends.chain([config.max_document_tokens]).map(|longest| config.size(longest));
-                // A level releases while it holds so many and one more.
+                // A level releases as soon as it holds one more.
                 let kept = config.company() as i64 - 1;
                 let queued = config.outlier_thresholds.iter().zip(longest);
                 let queued = queued.fold(0_i64, |sum, (_, longest)| sum.saturating_add(kept.saturating_mul(longest)));

@@ -92,7 +92,7 @@ pub struct PackerConfig {
     /// Price of one iteration of waiting for one context per micro-batch (`num_micro_batches * max_document_tokens`
     /// tokens), in units of imbalance. Given exactly under [`Release::Adaptive`].
     pub delay_price: Option<f64>,
-    /// A document that has waited for so many iterations leaves, however few wait with it.
+    /// A document that waited this many iterations leaves, however few wait with it.
     pub max_delay: Option<u64>,
     /// Method that places the released documents.
     pub method: StreamMethod,

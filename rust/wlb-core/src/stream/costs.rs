@@ -44,7 +44,7 @@ impl CostRows {
         self.columns
     }
 
-    /// No row yet, of so many columns.
+    /// An empty table of costs with this number of columns.
     pub(super) fn new(columns: usize) -> Self {
         Self { columns, values: Vec::new() }
     }

@@ -45,7 +45,7 @@ impl Arrived {
         }
     }
 
-    /// The most that the documents of a step may cost: so many times what they cost in the mean of a global batch.
+    /// Most that the documents of a step may cost: a multiple of the mean cost of a global batch.
     /// Infinite without a bound, and before the first document.
     pub(super) fn budget(&self, config: &PackerConfig) -> f64 {
         match config.shape.max_cost {

@@ -22,7 +22,7 @@ const UNSEEN: f64 = 0.05;
 /// A column takes another's place where it gives so much of it, or more.
 const PARTNER: f64 = 0.25;
 
-/// One row in so many is held out.
+/// One row in this many is held out.
 const HELD_OUT: usize = 5;
 
 /// Amounts of work per micro-batch of which a time may be made.

@@ -1,4 +1,4 @@
-//! A walk from layout to layout, each of which takes little longer than the one before, and ever less.
+//! Simulated annealing: a walk from layout to layout, in which a step may be slower by a part that shrinks.
 
 use crate::dynamic_cp::counts::limits_rounds;
 use crate::dynamic_cp::options::DynamicCpOptions;
@@ -59,7 +59,7 @@ impl<'a> Walks<'a> {
         self.found.iter().flatten()
     }
 
-    /// The best layout of so many micro-batches.
+    /// The best layout with a number of micro-batches.
     pub(super) fn best_of(&self, count: usize) -> Option<&Found> {
         self.found.get(count)?.as_ref()
     }

@@ -119,7 +119,7 @@ pub(in crate::dynamic_cp) fn choose(
 /// * `bound` - seconds that no plan is below.
 ///
 /// # Complexity
-/// A fixed amount of work for so many documents.
+/// Amount of search for a number of documents: it depends on nothing else.
 fn searched(
     problem: &Problem,
     options: &DynamicCpOptions,

@@ -24,7 +24,7 @@ struct Step {
     is_waited_for: bool,
 }
 
-/// The ops of a step of so many micro-batches.
+/// Ops of a step of `count` micro-batches.
 struct Program {
     count: usize,
     steps: Vec<Step>,
@@ -75,7 +75,7 @@ impl<'a> Clock<'a> {
         Self { options, programs, ends, hops, sums, latest: 0, mean: 0.0, spans, offsets, clocks, done, work: 0 }
     }
 
-    /// Makes ready for so many micro-batches.
+    /// Prepares for a number of micro-batches.
     pub(super) fn prepare(&mut self, count: usize) -> Result<()> {
         if self.programs.iter().any(|program| program.count == count) {
             return Ok(());

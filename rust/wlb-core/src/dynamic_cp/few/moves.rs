@@ -65,7 +65,7 @@ pub(super) struct Neighbours<'a> {
     pub(super) draw: Draw,
     /// The documents of the rank that has most to do.
     pub(super) latest: Set,
-    /// Whether so many micro-batches are allowed.
+    /// Whether this number of micro-batches is allowed.
     allowed: Vec<bool>,
 }
 

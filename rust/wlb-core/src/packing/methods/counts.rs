@@ -9,7 +9,7 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// Sizes for micro-batches of at most so many tokens and documents.
+    /// Sizes for micro-batches of at most `max_tokens` tokens and `max_documents` documents.
     pub(crate) fn new(max_tokens: i64, max_documents: Option<usize>) -> Self {
         Self { least: max_documents.map_or(1, |most| (max_tokens as u64).div_ceil(most as u64) as i64) }
     }

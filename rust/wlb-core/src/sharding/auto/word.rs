@@ -3,7 +3,7 @@
 //! Words in ascending order are ranks in the order in which documents choose them: fewest pairs, then most room, then
 //! lowest number. One comparison tells, and one addition gives a rank more of both.
 
-/// An integer of so many bits as pairs, tokens and number need.
+/// An integer with enough bits for pairs, tokens and number.
 pub(super) trait Word: Copy + Ord {
     /// `low` has at most `shift` bits.
     fn new(pairs: u64, low: u64, shift: u32) -> Self;
@@ -47,7 +47,7 @@ pub(super) struct Format {
     /// Tokens of the rank that gets the most: what a word counts up to.
     pub(super) most_tokens: u64,
     rank_bits: u32,
-    /// Pairs lie above so many bits.
+    /// Number of bits below the pairs.
     shift: u32,
 }
 

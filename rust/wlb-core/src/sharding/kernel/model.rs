@@ -133,7 +133,7 @@ impl KernelModel {
         lengths.into_iter().map(|length| length as i32)
     }
 
-    /// Seconds of one segment: `queries` of them, the last of which sees `keys`, no fewer.
+    /// Seconds of a segment of `queries` queries, the last of which sees `keys >= queries` keys.
     ///
     /// # Complexity
     /// O(1) on a grid of powers of two.
@@ -293,7 +293,7 @@ impl Tile {
         }
     }
 
-    /// The end of the last tile of so many queries.
+    /// End of the last tile of `queries` queries.
     #[inline]
     fn end(self, queries: i32) -> i32 {
         let end = (queries as u32).div_ceil(self.queries) * self.queries;
