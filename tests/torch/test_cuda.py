@@ -1,0 +1,37 @@
+"""What needs a GPU: kernels that write beside other rows, and layers for which the host does not wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import wlb
+import wlb.torch as wt
+from studies.gpu import parity
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+LENGTHS = (1, 300, 77, 2, 40)
+
+
+@pytest.mark.parametrize("mask", parity.MASKS)
+@pytest.mark.parametrize("heads", parity.HEADS)
+def test_every_kernel_is_right_on_each_rank(mask: str, heads: str) -> None:
+    """Each rank of four by itself: outputs and gradients of its rows are written where they belong."""
+    device = torch.device("cuda")
+    problem = parity.Problem(heads, 64, mask, LENGTHS, device)
+    for name, kernel in parity.installed(device).items():
+        found = parity.one(kernel, problem, 4)
+        assert found["ok"], (name, found)
+
+
+def test_the_host_does_not_wait() -> None:
+    shard = wlb.shard(LENGTHS, cp_size=1)
+    q, k, v = (torch.randn(sum(LENGTHS), 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    wt.prepare_attention(shard, rank=0, device="cuda")
+    torch.autograd.backward(wt.context_parallel_attention(q, k, v, shard).sum())  # loads what is loaded once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.backward(wt.context_parallel_attention(q, k, v, shard).sum())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
