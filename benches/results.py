@@ -42,6 +42,7 @@ def refined(record: Row) -> Iterator[str]:
 
 PAGES: dict[str, tuple[str, str, str]] = {
     "compare": ("compare.md", "Packers that people use, beside wlb", "make compare"),
+    "forests": ("forests.md", "Planners that share prefixes, beside wlb", "python -m benches.forests"),
     "engine": ("engine.md", "How fast plans are made", "make bench"),
     "proof": ("proof.md", "Gains by the clock, beside the prediction", "make proof"),
     "gpu": ("gpu.md", "One H200", "make gpu"),

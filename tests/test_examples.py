@@ -51,3 +51,21 @@ def test_a_tied_weight_learns_the_same_on_two_stages(tmp_path: Path, corpus: Pat
     alone = train(tmp_path, corpus, "--tied", "--steps", "3")
     stages = train(tmp_path, corpus, "--tied", "--pp", "2", "--steps", "3", processes=2)
     np.testing.assert_allclose([row["loss"] for row in stages], [row["loss"] for row in alone], rtol=1e-4)
+
+
+def test_grpo_learns_the_same_with_and_without_shared_prompts(tmp_path: Path) -> None:
+    """On two ranks, where groups of 4 and 8 are parted otherwise when each completion has its own prompt."""
+    logs = {}
+    sizes = ["--groups", "4", "8", "--prompt", "64", "--completion", "32", "--steps", "2", "--max-tokens", "512"]
+    for flags in ((), ("--no-sharing",)):
+        log = tmp_path / "log.jsonl"
+        log.unlink(missing_ok=True)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*launcher, str(TRAIN.with_name("grpo.py")), *sizes, *flags, "--metrics-file", str(log)]
+        subprocess.run(command, check=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        logs[flags] = [json.loads(line) for line in log.read_text().splitlines()]
+    shared, apart = logs.values()
+    assert len(shared) == 4
+    for one, other in zip(shared, apart, strict=True):
+        np.testing.assert_allclose(one["loss"], other["loss"], rtol=1e-4, atol=1e-6)
+        assert one["raw_tokens"] == other["raw_tokens"] == other["unique_tokens"] > 2 * one["unique_tokens"]

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from benches import compare, results
+from benches import compare, forests, results
 from benches.common import DOCS, RECORDS
 
 PAGES = DOCS / "results"
@@ -18,6 +18,8 @@ def test_the_pages_are_those_of_the_records() -> None:
     assert results.speed(RECORDS) == (PAGES / "engine.md").read_text(), "run python -m benches.results"
     record = json.loads((RECORDS / "compare.json").read_text())
     assert compare.page(record) == (PAGES / "compare.md").read_text(), "run make compare"
+    record = json.loads((RECORDS / "forests.json").read_text())
+    assert forests.page(record) == (PAGES / "forests.md").read_text(), "run python -m benches.forests"
 
 
 def test_a_figure_comes_from_its_record(tmp_path: Path) -> None:

@@ -503,3 +503,19 @@ def test_what_knows_no_shared_prefix_refuses_the_shard() -> None:
     with pytest.raises(wlb.WlbError, match="Megatron-Core finds documents by cu_seqlens") as caught:
         ShardedSeqParams(shard=shard)
     assert caught.value.argument == "shard"
+
+
+def test_figures_of_a_step_are_those_of_what_it_computes() -> None:
+    step = step_of(0, 1)
+    (line,) = [wt.StepMetrics().end_step(step)]
+    assert isinstance(step.packing, wlb.ForestPlan)
+    assert line["wlb/tokens"] == step.packing.unique_tokens
+    assert line["wlb/imbalance"] == pytest.approx(step.packing.imbalance)
+    timer = wt.StepTimer("cpu")
+    with timer.micro_batch(0):
+        pass
+    with pytest.raises(wlb.WlbError, match="is of a forest"):
+        timer.end_step(step)
+    timer.end_step()
+    (timed,) = timer.read()
+    assert timed.seconds.shape == (1,)

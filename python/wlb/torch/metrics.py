@@ -71,7 +71,7 @@ class StepMetrics:
             WlbError: it has no plan.
         """
         plan = getattr(step, "plan", None)
-        if not isinstance(plan, wlb.Packing | wlb.DynamicCpPlan):
+        if not isinstance(plan, wlb.Packing | wlb.ForestPlan | wlb.DynamicCpPlan):
             raise error("step", f"is a {type(step).__name__} without a plan", value=type(step).__name__)
         heaviest, mean, work, tokens = _of_plan(plan)
         self._heaviest, self._mean, self._work = self._heaviest + heaviest, self._mean + mean, self._work + work
@@ -102,7 +102,7 @@ class StepMetrics:
         return line
 
 
-def _of_plan(plan: wlb.Packing | wlb.DynamicCpPlan) -> tuple[float, float, float, int]:
+def _of_plan(plan: wlb.Packing | wlb.ForestPlan | wlb.DynamicCpPlan) -> tuple[float, float, float, int]:
     """Work of the heaviest and of the mean micro-batch (or rank), of all, and tokens.
 
     Where documents bring costs in columns, each column has a heaviest: these together, as in `Packing.imbalance`. Of a
@@ -113,6 +113,9 @@ def _of_plan(plan: wlb.Packing | wlb.DynamicCpPlan) -> tuple[float, float, float
         mean = float(costs.mean())
         heaviest = plan.step_cost if plan.dp_size is None else plan.rank_imbalance * mean
         return heaviest, mean, float(costs.sum()), int(plan.tokens.sum())
+    if isinstance(plan, wlb.ForestPlan):  # what is shared is computed once
+        mean = float(plan.costs.mean())
+        return plan.imbalance * mean, mean, float(plan.costs.sum()), plan.unique_tokens
     seconds = plan.rank_seconds
     tokens = sum(micro_batch.tokens for micro_batch in plan)
     work = seconds.sum(axis=0)
@@ -144,8 +147,10 @@ def writes_to(sink: Any, index: int = 0) -> Write:
     raise error("sinks", message, index=index, value=type(sink).__name__)
 
 
-def _padding(plan: wlb.Packing | wlb.DynamicCpPlan, tokens: int) -> int:
+def _padding(plan: wlb.Packing | wlb.ForestPlan | wlb.DynamicCpPlan, tokens: int) -> int:
     """Tokens that fill its micro-batches up."""
+    if isinstance(plan, wlb.ForestPlan):
+        return sum(part.padded_tokens for part in plan) - tokens
     if isinstance(plan, wlb.Packing):
         return int(plan.padded_tokens.sum()) - tokens
     return plan.padding_tokens

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+import wlb
 from wlb._errors import check_integer, error
 from wlb._shown import explained
 
@@ -144,7 +145,8 @@ class StepTimer:
             lengths: Instead of it, int [documents] for each micro-batch, where a log is to be written.
 
         Raises:
-            WlbError: A micro-batch was timed that the step does not have, or an attached optimizer has ended it.
+            WlbError: A micro-batch was timed that the step does not have, an attached optimizer has ended it, or it is
+                of a forest, whose nodes are no documents.
         """
         if self._optimizers:
             message = "is ended by the optimizer already: attach the model without it"
@@ -158,6 +160,12 @@ class StepTimer:
             number = int(step.number)
             if hasattr(step, "groups"):
                 lengths, ranks = [group.lengths for group in step.groups], tuple(len(group) for group in step.groups)
+            elif isinstance(step.packing, wlb.ForestPlan):
+                message = (
+                    f"{number} is of a forest: costs are fitted to documents, not to nodes behind others. End it with "
+                    "end_step() alone, which keeps its seconds"
+                )
+                raise error("step", message, value=number)
             else:
                 lengths = [step.packing[index].lengths for index in step.indices.tolist()]
         arrays = tuple(np.asarray(row, np.int64) for row in lengths or ())

@@ -363,7 +363,8 @@ fn trees() -> impl Strategy<Value = PrefixForest> {
         let parents: Vec<i64> = nodes.iter().enumerate().map(behind).collect();
         let lengths: Vec<i64> = nodes.iter().map(|node| node.1).collect();
         let is_leaf = |node: i64| !parents.contains(&node);
-        let ends: Vec<i64> = (0..parents.len() as i64).filter(|&node| nodes[node as usize].2 || is_leaf(node)).collect();
+        let ends: Vec<i64> =
+            (0..parents.len() as i64).filter(|&node| nodes[node as usize].2 || is_leaf(node)).collect();
         PrefixForest::from_parents(&parents, &Lengths::new("lengths", &lengths).unwrap(), &ends).unwrap()
     })
 }

@@ -9,8 +9,8 @@ use wlb_core::sharding::execution::{
 };
 
 use crate::error::raise;
-use crate::plain::Array;
 use crate::forest::ForestShard;
+use crate::plain::Array;
 use crate::sharding::Shard;
 
 /// First row (of a list: where it begins), how many, whether it is a list.
