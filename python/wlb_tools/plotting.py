@@ -46,9 +46,10 @@ def plot(shown: Any) -> Figure:
         raise error("plot", 'needs matplotlib, which is not installed: pip install "wlb[cli]"')
     from wlb_tools.command.output.figures import objects, style
 
-    figure = _draw(shown, objects)
-    figure._repr_png_ = lambda: style.png(figure)  # type: ignore[attr-defined]  # what notebooks ask for
-    return figure
+    figure: Any = _draw(shown, objects)
+    figure._repr_png_ = lambda: style.png(figure)  # what notebooks ask for
+    drawn: Figure = figure
+    return drawn
 
 
 def _draw(shown: Any, objects: Any) -> Any:

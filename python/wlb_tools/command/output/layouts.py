@@ -37,7 +37,7 @@ def layouts_report(search: LayoutSearch, stream: Stream, *, settings: Mapping[st
         gains.append(f"{search.gain(search.own):.3f} times the own layout with its best plan")
     if search.own_without is not None:
         gains.append(f"{search.gain(search.own_without):.3f} times the own layout without wlb")
-    speeds = [of["tokens_per_second"] for of in (compared[0], ranked[0])]
+    slower, faster = (of["tokens_per_second"] for of in (compared[0], ranked[0]))
     gpus = scenario.layout.world_size
     return Report(
         command="tune",
@@ -54,7 +54,7 @@ def layouts_report(search: LayoutSearch, stream: Stream, *, settings: Mapping[st
             *search.refused.sentences(),
             *stream.in_words(),
         ),
-        headlines=[Headline.of("tokens/s, best without wlb and best", *speeds, COLUMNS["tokens_per_second"])],
+        headlines=[Headline.of("tokens/s, best without wlb and best", slower, faster, COLUMNS["tokens_per_second"])],
         blocks=(
             _table("The fastest layouts, each with its best plan", ranked),
             _table("To compare with", compared),

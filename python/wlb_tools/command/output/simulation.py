@@ -87,7 +87,7 @@ def simulation_report(
         subject=f"predicted · {caption}",
         title=f"{after.title}: {simulation.speedup(shown):.3f} times the speed of {before.title} (predicted)",
         sentences=[f"{describe(scenario)}.", *warnings],
-        headlines=[Headline.of(label, *map(float, values), column) for label, values, column in headlines],
+        headlines=[Headline.of(label, float(a), float(b), column) for label, (a, b), column in headlines],
         blocks=(
             overview,
             answer,
