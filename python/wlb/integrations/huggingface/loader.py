@@ -10,6 +10,7 @@ from typing import Any, Final
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from wlb._core import MicroBatch
 from wlb._errors import error
 from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.schedules import Pace
@@ -139,7 +140,8 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         step, epochs = self._untrained.popleft()
         self._trained, self.line = step.snapshot, self._metrics.end_step(step)
         self._steps_done = state.global_step
-        self.documents += sum(int((micro_batch.starts == 0).sum()) for micro_batch in step.packing)
+        documents = (each for each in step.packing if isinstance(each, MicroBatch))  # no forests: balance plans none
+        self.documents += sum(int((each.starts == 0).sum()) for each in documents)
         if epochs is not None:
             state.epoch = epochs  # the Trainer counts all steps as one epoch
 
