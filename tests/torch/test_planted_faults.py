@@ -230,6 +230,11 @@ def test_each_planted_fault_is_named(layout: str) -> None:
     named(layout, [0])
 
 
+def test_faults_that_look_alike_are_both_named() -> None:
+    """Both micro-batches of this step have as many labels: the sum of their means is twice the gradient."""
+    named("pp", [8], "mean of means")
+
+
 def of_a_dynamic_plan(rank: int) -> list[str]:
     warnings.simplefilter("ignore")
     mesh = wt.build_mesh(dp=2, device_type="cpu")

@@ -245,7 +245,9 @@ class Prover:
         best = min(seen, key=lambda one: max(one.apart, self._allowed / 10))
         if best.apart <= self._allowed:
             if best.name == "divisor":
-                return self._divided(best.factor)
+                # Means weigh parts alike that have as many labels: both faults give this gradient.
+                alike = (f". Or it {one.text}" for one in seen if one.name == "means" and one.apart <= self._allowed)
+                return self._divided(best.factor) + next(alike, "")
             text = best.text.format(self._mixing())
             return text if not self._of_ranks(best.factor) else f"{text}. Beside that it {self._divided(best.factor)}"
         return self._tried(found) or (
