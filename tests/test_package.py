@@ -23,13 +23,15 @@ FILES = {
         "_core.pyi",
         "_errors.py",
         "_seal.py",
+        "_shown.py",
+        "_warned.py",
         "filling.py",
         "ledger.py",
         "py.typed",
         "testing.py",
         "timings.py",
     },
-    TOOLS: {"__init__.py", "__main__.py", "audit.py", "py.typed"},
+    TOOLS: {"__init__.py", "__main__.py", "audit.py", "plotting.py", "py.typed"},
 }
 TEMPLATES = Path("command", "output", "templates")
 houses = pytest.mark.parametrize("house", [LIBRARY, TOOLS], ids=lambda house: house.name)

@@ -199,8 +199,6 @@ def test_what_the_documentation_says_of_the_record() -> None:
         ("queues 2", "original"),
         ("adaptive", "original"),
         ("Dynamic-CP", "original"),
-        ("sizes of adaptive", "Dynamic-CP"),
-        ("adaptive", "sizes of adaptive"),
         ("adaptive, rate by tokens", "original"),
     ):
         assert page.interval(results.paired(arm, other)).lstrip("+-") in training_page, (arm, other)

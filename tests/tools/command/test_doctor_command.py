@@ -50,7 +50,7 @@ def test_nothing_is_wrong_here(run: Any) -> None:
 
 def test_the_oldest_trainers_are_those_that_are_installed_for_tests() -> None:
     """`OLDEST` refuses, pyproject.toml installs: two lists that must say the same."""
-    needed = [Requirement(text) for text in requires("wlb") or ()]
+    needed = [Requirement(text) for text in requires("wlb") or () if 'extra == "peers"' not in text.replace("'", '"')]
     said = {(one.name, str(one.specifier)) for one in needed if one.name in OLDEST}
     assert {name for name, _ in said} >= {"transformers", "megatron-core", "lightning"}
     for name, specifier in said:

@@ -274,8 +274,9 @@ def test_options_that_are_quoted_exist(tmp_path: Path) -> None:
     from wlb_tools.command.inputs import launch as module
 
     existing = {each.__name__: _options([each.__name__, "x"]) for each in _COMMANDS}
-    anywhere = set().union(*existing.values(), {"--help", "--version"})
-    of_others = {"--format", "--id", "--query-gpu", "--expert-tensor-parallel-size"}  # nvidia-smi's and Megatron's
+    anywhere = set().union(*existing.values(), {"--help", "--help-all", "--version"})
+    # Of nvidia-smi and Megatron; and how options begin that switch something off.
+    of_others = {"--format", "--id", "--query-gpu", "--expert-tensor-parallel-size", "--no-"}
     for path in Path(wlb_tools.__file__).parent.rglob("*.py"):
         if path == Path(module.__file__):
             continue

@@ -109,7 +109,9 @@ def copies_beside(shard: wlb.Shard, case: Scenario, copies: Any) -> float:
         for rank in range(shard.cp_size):
             held = shard.rank(rank)
             queries, keys = np.diff(held.cu_seqlens_q), np.diff(held.cu_seqlens_k)
-            apart = keys > queries  # what lies before a segment is on another rank
+            # A document is apart if some of what its last segment sees is on another rank.
+            whole = [queries[held.documents == of].sum() == keys[held.documents == of].max() for of in held.documents]
+            apart = ~np.array(whole, bool)
             own = int(queries[~apart].sum())
             if own and 8 * own < queries.sum():  # so few tokens are not worth a call of their own
                 apart = apart | apart.any()
