@@ -162,6 +162,14 @@ def test_a_schedule_is_one_that_megatron_can_run(lengths: list[int], world: int,
     assert all(of_numbers[-1])  # gradients are exchanged with the last sample of each rank
 
 
+def test_a_last_part_takes_samples_of_others() -> None:
+    """Two parts of two samples, each on a rank of its own, leave the third rank idle in both."""
+    samples = list(enumerate([100, 101, 101, 161]))
+    parts = megatron.DynamicCpScheduler(200, World(3), cost_model=COST).get_groups_and_subsamples(samples, None)[1]
+    assert all(parts[-1])
+    assert sorted(number for part in parts for rank in part for number in rank) == [0, 1, 2, 3]
+
+
 QUANTIZED = [
     ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 16),
     ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),

@@ -104,24 +104,36 @@ class DynamicCpScheduler:
             **self._options,
         )
         if sum(size for size, _ in parts[-1]) < self.total_hdp_gpus:
-            index, groups = self._filled(parts)
-            del parts[index]
-            parts.append(groups)
+            parts = self._filled(parts)
         per_rank = [of_ranks(part, self.total_hdp_gpus) for part in parts]
         of_lengths = [[[int(lengths[row]) for row in rows] for rows in ranks] for ranks in per_rank]
         of_numbers = [[[numbers[row] for row in rows] for rows in ranks] for ranks in per_rank]
         return of_lengths, of_numbers
 
-    def _filled(self, parts: list[list[Group]]) -> tuple[int, list[Group]]:
-        """A part in which no rank is idle, and where it stood: the one that changes least."""
-        world = self.total_hdp_gpus
-        idle = [world - sum(size for size, _ in part) for part in parts]
-        for index in sorted(range(len(parts)), key=lambda index: (idle[index], -index)):
-            groups = filled(parts[index], world_size=world, max_cp_size=self._options["max_cp_size"])
-            if groups is not None:
-                return index, groups
+    def _filled(self, parts: list[list[Group]]) -> list[list[Group]]:
+        """The same samples, with no rank idle in the last part: one that is spread, or that takes samples of others."""
+        sizes = {"world_size": self.total_hdp_gpus, "max_cp_size": self._options["max_cp_size"]}
+        idle = [self.total_hdp_gpus - sum(size for size, _ in part) for part in parts]
+        order = sorted(range(len(parts)), key=lambda index: (idle[index], -index))
+        for index in order:
+            if (groups := filled(parts[index], **sizes)) is not None:
+                return [*parts[:index], *parts[index + 1 :], groups]
+        for index in order:
+            last, left = list(parts[index]), idle[index]
+            others = [list(part) for at, part in enumerate(parts) if at != index]
+            for part in others:
+                for size, rows in list(part):
+                    if size > left:
+                        continue
+                    part.remove((size, rows))
+                    if len(rows) > 1:
+                        part.append((size, rows[:-1]))
+                    last.append((size, rows[-1:]))
+                    left -= size
+                    if (groups := filled(last, **sizes)) is not None:
+                        return [*filter(None, others), groups]
         samples = sum(len(rows) for part in parts for _, rows in part)
-        raise too_few(samples, f"{world} ranks: every rank has to train one at the end of a step")
+        raise too_few(samples, f"{self.total_hdp_gpus} ranks: every rank has to train one at the end of a step")
 
     def _cost_of(self, config: Any) -> wlb.CostModel:
         if self._cost_model is not None:
