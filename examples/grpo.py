@@ -96,7 +96,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if "RANK" in os.environ:
-        dist.init_process_group()
+        dist.init_process_group("gloo")
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = LlamaConfig(hidden_size=args.hidden_size, ffn_hidden_size=args.hidden_size * 11 // 4, num_layers=2)
     cost = wlb.CostModel.from_flops(**config.shape(), attention_efficiency=0.55)
@@ -126,6 +126,7 @@ def main() -> None:
                     with args.metrics_file.open("a") as file:
                         file.write(json.dumps(line) + "\n")
     if dist.is_initialized():
+        dist.barrier()  # a rank that ends first takes the connections of the others along
         dist.destroy_process_group()
 
 
