@@ -95,14 +95,16 @@ def main() -> None:
     """Trains on some rounds of rollouts."""
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = LlamaConfig(hidden_size=args.hidden_size, ffn_hidden_size=args.hidden_size * 11 // 4, num_layers=2)
     cost = wlb.CostModel.from_flops(**config.shape(), attention_efficiency=0.55)
     model = LlamaStage(config)
     model.initialize(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate)
+    # After the optimizer, which loads torch._dynamo: loaded later it keeps gloo's threads running behind the end, where
+    # they abort the process now and then (torch 2.15).
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     for round_ in range(args.steps):
         samples, advantages = rollouts(args, round_)
