@@ -110,15 +110,12 @@ def collate(
         raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)
 
     layout = common_layout([layout_of(document) for document in named], "documents")
-    if cp_size > 1 or padding:
-        runs = held_runs(shard.rank(cp_rank))
-        tokens, labels = runs_packed(named, runs)
-        further = runs_joined(named, runs, layout) if named else reader.nothing()
-        if not named and padding:
-            further = {name: filled_up(name, values, tokens.size) for name, values in further.items()}
+    runs = held_runs(shard.rank(cp_rank)) if cp_size > 1 or padding else None
+    tokens, labels = packed(named, runs)
+    if named:
+        further = joined(named, layout, runs)
     else:
-        tokens, labels = packed(named)
-        further = joined(named, layout) if named else reader.nothing()
+        further = {name: filled_up(name, values, tokens.size) for name, values in reader.nothing().items()}
     return PackedBatch.of(
         torch.from_numpy(tokens),
         torch.from_numpy(labels),
@@ -143,8 +140,19 @@ def held_runs(held: wlb.RankShard) -> list[Run]:
     return list(zip(held.documents.tolist(), starts.tolist(), ends.tolist(), strict=True))
 
 
-def runs_packed(documents: Sequence[Document], runs: Sequence[Run]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens and labels of these runs, like `packed`; a run of document `len(documents)` is padding."""
+def whole_runs(documents: Sequence[Document]) -> list[Run]:
+    """Documents of arrays one after the other."""
+    return [(number, 0, document.tokens.size) for number, document in enumerate(documents)]
+
+
+def packed(
+    documents: Sequence[Document], runs: Sequence[Run] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens of runs of documents of arrays, and what each predicts: int64 [tokens] both.
+
+    By default all documents one after the other; a run of document `len(documents)` is padding.
+    """
+    runs = whole_runs(documents) if runs is None else runs
     total = sum(end - start for _, start, end in runs)
     tokens, labels = np.empty(total, np.int64), np.empty(total, np.int64)
     row = 0
@@ -164,10 +172,11 @@ def runs_packed(documents: Sequence[Document], runs: Sequence[Run]) -> tuple[NDA
     return tokens, labels
 
 
-def runs_joined(documents: Sequence[Document], runs: Sequence[Run], layout: Layout) -> dict[str, NDArray[Any]]:
-    """Columns of these runs, like `joined`."""
-    if not layout:
+def joined(documents: Sequence[Document], layout: Layout, runs: Sequence[Run] | None = None) -> dict[str, NDArray[Any]]:
+    """Columns of the runs of `packed`, [..., tokens] each; none where a layout has none."""
+    if not layout or not documents:
         return {}
+    runs = whole_runs(documents) if runs is None else runs
     of_each = {number: laid_out(documents[number], layout) for number in {run[0] for run in runs} - {len(documents)}}
     found = {}
     for name, dtype, shape in layout:
@@ -178,27 +187,3 @@ def runs_joined(documents: Sequence[Document], runs: Sequence[Run], layout: Layo
         ]
         found[name] = np.concatenate([nothing, *parts], axis=-1)
     return found
-
-
-def joined(documents: Sequence[Document], layout: Layout) -> dict[str, NDArray[Any]]:
-    """The columns of documents of arrays one after the other, [..., tokens] each; none where a layout has none."""
-    if not layout or not documents:
-        return {}
-    of_each = [laid_out(document, layout) for document in documents]
-    return {name: np.concatenate([columns[name] for columns in of_each], axis=-1) for name, *_ in layout}
-
-
-def packed(documents: Sequence[Document]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens of documents of arrays one after the other, and what each predicts: int64 [tokens] both."""
-    arrays = [document.tokens for document in documents]
-    ends = np.cumsum([array.size for array in arrays], dtype=np.int64)
-    # One longer than the tokens: labels are a view of this array, one further on.
-    sequence = np.empty((int(ends[-1]) if arrays else 0) + 1, np.int64)
-    if arrays:
-        np.concatenate(arrays, out=sequence[:-1], casting="unsafe")
-    tokens, labels = sequence[:-1], sequence[1:].copy()
-    for document, end in zip(documents, ends.tolist(), strict=True):
-        if document.labels is not None:
-            labels[end - document.labels.size : end - 1] = document.labels[1:]
-    labels[ends - 1] = [IGNORE if document.next_token is None else document.next_token for document in documents]
-    return tokens, labels
