@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
@@ -89,21 +89,16 @@ class ForestBatch:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ForestBatch:
         """A copy of the batch with its tensors on `device`; `non_blocking` overlaps the copy if they are pinned."""
-        moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=non_blocking)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return replace(self, **moved)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> ForestBatch:
         """A copy of the batch in page-locked memory; `DataLoader(pin_memory=True)` calls it."""
-        pinned: dict[str, Any] = {
-            field.name: value.pin_memory()
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return replace(self, **pinned)
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, work: Callable[[Tensor], Tensor]) -> ForestBatch:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: work(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
     def as_hf(self, *, plain: bool = False) -> NoReturn:
         """Refused: Hugging Face's causal models take a restart of positions for a new document.

@@ -155,6 +155,19 @@ SEE_EACH_OTHER: Final = "lets documents of a row see each other: what one teache
 MANY: Final = 1 << 32  # more than documents, or ranks, of a micro-batch
 
 RIGHT: Final = Expectation(name="divisor", remedy="{}")
+
+
+def of_one_rank(positions: Of) -> Expectation:
+    """Attention over the tokens of one context-parallel rank, which stand at these positions."""
+    return Expectation(
+        name="attention of a rank",
+        remedy=OF_A_RANK,
+        sees=lambda of: of.rank * MANY + of.document,
+        positions=positions,
+        divided=True,
+    )
+
+
 EXPECTATIONS: Final = (
     RIGHT,
     Expectation(name="means", remedy=MEANS.format("documents"), unit=lambda of: of.number * MANY + of.document),
@@ -211,16 +224,8 @@ EXPECTATIONS: Final = (
     Expectation(name="positions", remedy=POSITIONS, behind=True),
     Expectation(name="positions", remedy=POSITIONS, positions=lambda of: of.on_rank),
     Expectation(name="positions", remedy=POSITIONS, positions=lambda of: of.again, divided=True),
-    *(
-        Expectation(
-            name="attention of a rank",
-            remedy=OF_A_RANK,
-            sees=lambda of: of.rank * MANY + of.document,
-            positions=positions,
-            divided=True,
-        )
-        for positions in (lambda of: of.place, lambda of: of.again)
-    ),
+    of_one_rank(lambda of: of.place),
+    of_one_rank(lambda of: of.again),
     *(
         Expectation(
             name="attention", remedy=SEE_EACH_OTHER, sees=lambda of: torch.zeros_like(of.document), positions=positions

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import wlb
 from wlb.torch.data.batch import IGNORE
-from wlb.torch.proof.expectations import EXPECTATIONS, MANY, OF_A_RANK, POSITIONS, Expectation, Run, Tokens
+from wlb.torch.proof.expectations import EXPECTATIONS, POSITIONS, Expectation, Run, Tokens, of_one_rank
 from wlb.torch.proof.short import Document, Row
 
 
@@ -107,16 +107,8 @@ FOREST_EXPECTATIONS: Final = (
     Expectation(name="positions", remedy=_AT_OTHERS, positions=lambda of: of.at),
     Expectation(name="positions", remedy=_AT_OTHERS, positions=lambda of: _in_nodes(of.row)[of.at]),
     Expectation(name="positions", remedy=_AT_OTHERS, positions=lambda of: of.on_rank, divided=True),
-    *(
-        Expectation(
-            name="attention of a rank",
-            remedy=OF_A_RANK,
-            sees=lambda of: of.rank * MANY + of.document,
-            positions=positions,
-            divided=True,
-        )
-        for positions in (lambda of: of.place, lambda of: of.on_rank)
-    ),
+    of_one_rank(lambda of: of.place),
+    of_one_rank(lambda of: of.on_rank),
     *(Joined(name="attention", remedy=_OTHERS, nodes=False, anew=anew) for anew in (False, True)),
     *(Joined(name="attention of a node", remedy=_NODES, nodes=True, anew=anew) for anew in (False, True)),
 )
