@@ -80,15 +80,13 @@ class Rollouts:
         return np.concatenate(rows), np.append(0, np.cumsum(self.lengths))
 
     def forest(self) -> wlb.PrefixForest:
-        """What they share: groups stand in their order, as the structure needs."""
-        order = np.argsort(self.group, kind="stable")
+        """The forest of the samples: a root for each prompt, and a leaf for each completion."""
         parents = np.append(np.full(self.prompts.size, -1), self.group)
         lengths = np.append(self.prompts, self.completions)
-        assert order.size == self.group.size
         return wlb.PrefixForest.from_parents(parents, lengths, self.prompts.size + np.arange(self.group.size))
 
     def work(self, samples: Sequence[int]) -> float:
-        """Of a micro-batch: each prompt once, and what completions add to it."""
+        """Cost of a micro-batch: each prompt counted once, plus what each completion adds."""
         if not len(samples):
             return 0.0
         held = self.prompts[np.unique(self.group[samples])]
@@ -96,20 +94,20 @@ class Rollouts:
         return float(COST.cost(held).sum() + (COST.cost(self.lengths[samples]) - of_prompts).sum())
 
     def least(self) -> int:
-        """Unique tokens that no plan undercuts: of a tree that needs several micro-batches each has the prompt."""
+        """Unique tokens of any plan, at least. A tree that needs several micro-batches has its prompt in each."""
         completions = np.bincount(self.group, self.completions, self.prompts.size).astype(np.int64)
         parts = np.maximum(1, -(-completions // (self.max_tokens - self.prompts)))
         return int((parts * self.prompts + completions).sum())
 
     def unique(self, samples: Sequence[int]) -> int:
-        """Tokens of a micro-batch."""
+        """Unique tokens of a micro-batch: shared prompts count once."""
         if not len(samples):
             return 0
         return int(self.prompts[np.unique(self.group[samples])].sum() + self.completions[samples].sum())
 
 
 def inputs() -> Iterator[Rollouts]:
-    """The three of docs: two shapes of groups, and one in the order in which rollouts end."""
+    """The three inputs of the page: two shapes of groups, and one in the order in which rollouts end."""
     rng = np.random.default_rng(0)
 
     def drawn(median: float, spread: float, count: int) -> Ints:
@@ -231,7 +229,7 @@ def judged(of: Rollouts, name: str) -> Row:
 
 
 def bounds(of: Rollouts) -> Row:
-    """Steps of wlb over what it proves no plan undercuts."""
+    """Step costs of wlb's plans over the lower bound that wlb proves."""
     found: Row = {"input": of.name}
     for sync in ("step", "micro_batch"):
         plan = wlb.pack_forest(

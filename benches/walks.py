@@ -91,7 +91,7 @@ def researchers_files() -> None:
 
 @dataclass(frozen=True)
 class Walk:
-    """Who walks, with which files, and what they type.
+    """One user's session: title, story, input files and commands.
 
     Args:
         title: a heading.
@@ -133,7 +133,7 @@ WALKS = (
 
 
 def typed(command: str) -> str:
-    """What a command prints, on the standard output and beside it."""
+    """Runs a command; its standard output and errors as one text."""
     from wlb_tools.command import main
 
     printed = io.StringIO()

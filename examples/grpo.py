@@ -70,7 +70,7 @@ def plan(args: argparse.Namespace, samples: list[wt.Document], cost: wlb.CostMod
 
 
 def log_probabilities(model: torch.nn.Module, batch: wt.ForestBatch) -> Tensor:
-    """Of every learnt token of every sample: float32 [predictions]. Computed once for what samples share."""
+    """Log-probability of every learnt token of every sample, float32 [predictions]; shared tokens are computed once."""
     logits = model(batch.tokens, position_ids=batch.position_ids, shard=batch.shard)
     edges = logits[batch.edge_rows].log_softmax(-1).gather(1, batch.edge_targets[:, None])[:, 0]
     return batch.to_samples(edges)

@@ -49,7 +49,7 @@ __all__ = [
 
 
 _ROOMS = {"Scenario": "simulation", "Simulation": "simulation", "plot": "plotting", "simulate": "simulation"}
-"""Where public names are that are not in `cluster`."""
+"""Modules of the public names that are not in `cluster`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -43,7 +43,7 @@ def plot(shown: Any) -> Figure:
         >>> wlb_tools.plot(plan).savefig("plan.png")  # doctest: +SKIP
     """
     if find_spec("matplotlib") is None:
-        raise error("plot", 'needs matplotlib, which is not installed: pip install "wlb[cli]"')
+        raise error("plot", "needs matplotlib, which is not installed: pip install matplotlib")
     from wlb_tools.command.output.figures import objects, style
 
     figure: Any = _draw(shown, objects)

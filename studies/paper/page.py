@@ -121,7 +121,7 @@ def report(made: Sequence[Result], figures: Mapping[str, Figure], settings: Mapp
 
 
 def _drawn(figure: Figure, narrow: bool) -> Figure:
-    """The same for a screen and for a phone: studies are read on screens."""
+    """The figure as it is: pages of studies have no layout of their own for phones."""
     return figure
 
 

@@ -143,7 +143,7 @@ class BalancedDataModule(LightningDataModule):
     def total_steps(self) -> int:
         """Steps of the whole run, for a learning rate schedule: those done, and those to come that have a label.
 
-        Of the Trainer's `max_epochs`, and without a Trainer of `num_epochs`; in steps of the size that the run began
+        Counts the Trainer's `max_epochs`, without a Trainer `num_epochs`, in steps of the size that the run began
         with.
 
         Complexity:

@@ -866,7 +866,7 @@ class _Reader:
         return None
 
     def _pass_over_experts(self, layers: Sequence[Layer]) -> bool:
-        """Has experts hand on zeros, where all that they have are the matrices that were counted as theirs."""
+        """Replaces the forward of experts by zeros, if they have no parameters but the matrices counted as theirs."""
         import torch
 
         found = [module for module in self.model.modules() if type(module).__name__.endswith("Experts")]

@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if find_spec("torch") is None:
-    raise ModuleNotFoundError('wlb.torch needs torch 2.11 or newer: pip install "wlb[torch]"', name="torch")
+    raise ModuleNotFoundError('wlb.torch needs torch 2.11 or newer: pip install "torch>=2.11"', name="torch")
 
 from wlb.torch.agreement import check_agreement
 from wlb.torch.attention import context_parallel_attention, cp_sizes, halo, prepare_attention, recut

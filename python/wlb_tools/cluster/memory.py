@@ -251,7 +251,7 @@ def memory_per_rank(
     reserved = np.full(layout.pp, float(reserved_bytes))
     ranks = ranks_of_stages(layout, schedule=schedule)
     activations, workspace, logits = _per_token(model, layout, ranks)
-    constant = _constant(model, layout, ranks, schedule)
+    constant = _constant(model, layout, ranks)
     return RankMemory(*constant, reserved, held * activations, per_rank * workspace, per_rank * logits)
 
 
@@ -297,11 +297,7 @@ def trained_per_rank(
     Returns:
         float64[pp] and float64[pp].
     """
-    ranks = ranks_of_stages(layout, schedule=schedule)
-    experts = _experts(model, layout, ranks)
-    if layout.lora_rank:
-        return _over_layers(model, layout, ranks, _layer_adapters), np.zeros_like(experts)
-    return _parameters(model, layout, ranks) - experts, experts
+    return _trained(model, layout, ranks_of_stages(layout, schedule=schedule))
 
 
 def gathered_bytes_per_rank(
@@ -317,10 +313,11 @@ def gathered_bytes_per_rank(
     Returns:
         float64[pp] and float64[pp].
     """
-    rest, experts = trained_per_rank(model, layout, schedule=schedule)
+    ranks = ranks_of_stages(layout, schedule=schedule)
+    rest, experts = _trained(model, layout, ranks)
     if layout.lora_rank:
         return rest * layout.number_bytes, experts
-    in_layers = _over_layers(model, layout, ranks_of_stages(layout, schedule=schedule), _layer_parameters) - experts
+    in_layers = _over_layers(model, layout, ranks, _layer_parameters) - experts
     width = layer_bytes(layout)
     return in_layers * width + (rest - in_layers) * layout.number_bytes, experts * width
 
@@ -363,7 +360,7 @@ def units_of_stages(
     ranks = ranks_of_stages(layout, schedule=schedule)
     embedding = model.vocab_size * model.hidden_size / layout.tp
     separate = ranks[0] != ranks[-1] or not model.tied_embeddings
-    projection = (2 * model.hidden_size**2) / layout.tp + 3 * model.hidden_size
+    projection = _prediction_projection(model, layout)
 
     def unit(count: int, layer: Layer, more: float = 0.0) -> Unit:
         experts = _layer_experts(model, layout, layer)
@@ -406,6 +403,13 @@ def _over_layers(
     return total
 
 
+def _trained(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    experts = _experts(model, layout, ranks)
+    if layout.lora_rank:
+        return _over_layers(model, layout, ranks, _layer_adapters), np.zeros_like(experts)
+    return _parameters(model, layout, ranks) - experts, experts
+
+
 def _experts(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> Floats:
     return _over_layers(model, layout, ranks, _layer_experts)
 
@@ -428,10 +432,13 @@ def _parameters(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.in
     parameters[ranks[0]] += embedding + (model.vision.num_parameters if model.vision else 0)
     separate = ranks[0] != ranks[-1] or not model.tied_embeddings
     parameters[ranks[-1]] += model.hidden_size + (embedding if separate else 0)
-    # Of each head of multi-token prediction: the projection of row and embedding, and its three norms.
-    projection = (2 * model.hidden_size**2) / layout.tp + 3 * model.hidden_size
-    parameters[ranks[-1]] += len(model.prediction_layers) * projection
+    parameters[ranks[-1]] += len(model.prediction_layers) * _prediction_projection(model, layout)
     return parameters
+
+
+def _prediction_projection(model: ModelConfig, layout: ParallelLayout) -> float:
+    """Parameters of a head of multi-token prediction beside its layer: of row and embedding, and three norms."""
+    return (2 * model.hidden_size**2) / layout.tp + 3 * model.hidden_size
 
 
 def _layer_parameters(model: ModelConfig, layout: ParallelLayout, layer: Layer) -> float:
@@ -447,12 +454,12 @@ def _layer_parameters(model: ModelConfig, layout: ParallelLayout, layer: Layer) 
 
 
 def _constant(
-    model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64], schedule: Schedule | None
+    model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """The first four terms of `RankMemory`; each float64[pp]."""
     experts = _experts(model, layout, ranks)
     rest = _parameters(model, layout, ranks) - experts
-    trained, trained_experts = trained_per_rank(model, layout, schedule=schedule)
+    trained, trained_experts = _trained(model, layout, ranks)
     adapters = trained if layout.lora_rank else np.zeros_like(trained)
     shards, replicas = layout.size("shard"), layout.size("expert_shard")
     level = ("none", "zero1", "zero2", "zero3").index(layout.fsdp)

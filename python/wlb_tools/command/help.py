@@ -53,7 +53,7 @@ def asked(words: Sequence[str]) -> bool:
 
 
 def examples(command: str) -> str:
-    """The lines to copy."""
+    """Example commands of a command's help, as printed text."""
     return "\n".join([f"Example{'s' if len(EXAMPLES[command]) > 1 else ''}:", *(f"  {e}" for e in EXAMPLES[command])])
 
 

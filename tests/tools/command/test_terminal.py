@@ -27,6 +27,7 @@ from rich.console import Console
 
 from wlb_tools.command import help
 from wlb_tools.command.app import app
+from wlb_tools.command.inputs.formats import is_lengths
 from wlb_tools.command.output import console, render, written
 from wlb_tools.command.output.columns import COLUMNS
 from wlb_tools.command.output.figures import style
@@ -161,7 +162,7 @@ def test_files_know_who_wrote_them(tmp_path: Path) -> None:
     path = tmp_path / "x"
     for content in ("", "{", "[]", '{"gpu": 1}'):
         path.write_text(content)
-        assert not any(ours(path) for ours in (written.lengths_file, written.costs_file, written.profile_file))
+        assert not any(ours(path) for ours in (is_lengths, written.costs_file, written.profile_file))
     path.write_text(wlb.CostModel(attention=1e-9, linear=1e-6).to_json())
     assert written.costs_file(path)
     path.write_text(json.dumps({"gpu": "CPU", "kernel": "varlen", "query_lengths": [1]}))
@@ -270,7 +271,7 @@ def test_torch_layer_without_torch_says_what_to_install() -> None:
         ran = subprocess.run(
             [sys.executable, "-c", code.replace("wlb.torch", module)], capture_output=True, text=True, check=False
         )
-        assert 'wlb.torch needs torch 2.11 or newer: pip install "wlb[torch]"' in ran.stderr, module
+        assert 'wlb.torch needs torch 2.11 or newer: pip install "torch>=2.11"' in ran.stderr, module
 
 
 def test_the_layout_page_lists_the_settings_of_its_layout(run: Any, npy: Path) -> None:

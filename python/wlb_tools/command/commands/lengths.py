@@ -10,12 +10,12 @@ from cyclopts import Parameter
 
 from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.documents import Documents
-from wlb_tools.command.inputs.formats import LENGTHS_MARK
+from wlb_tools.command.inputs.formats import LENGTHS_MARK, is_lengths
 from wlb_tools.command.inputs.stream import Source, Texts
 from wlb_tools.command.output.console import Printing
 from wlb_tools.command.output.plan_files import at_once, write_names
 from wlb_tools.command.output.report import Paragraphs, Report, Table
-from wlb_tools.command.output.written import lengths_file, replaces
+from wlb_tools.command.output.written import replaces
 
 _CLASSES = 10  # of lengths, each up to twice the one before; shorter documents are in the first
 
@@ -43,7 +43,7 @@ def lengths(
         raise CliError(f"--output {output}: must end with .npy")
     if any(output.resolve() == Path(source).resolve() for source in sources):
         raise CliError(f"--output {output}: is one of SOURCES, and would be lost")
-    replaced = replaces(output, lengths_file)
+    replaced = replaces(output, is_lengths)
     others = [path for path in _others(output) if path.exists()]
     if others and not replaced:
         raise CliError(f"--output {output}: {others[0]} is there, and is of no {output.name}; give another name")

@@ -29,13 +29,18 @@ MultiTokenPrediction = Annotated[
 ]
 
 
+def preset_meant(name: str) -> str | None:
+    """The preset that `--model` names, if any: a file of that name goes before a preset in another case."""
+    return None if name not in presets() and Path(name).exists() else preset_named(name)
+
+
 def model_config(name: str, *, multi_token_prediction: bool = False) -> wlb.ModelConfig:
     """The model of a preset's name, of sizes, of a Hugging Face `config.json`, or of a name on the hub.
 
     Raises:
         CliError: it is none of these, or the file says something that is not known.
     """
-    preset = None if name not in presets() and Path(name).exists() else preset_named(name)
+    preset = preset_meant(name)
     if preset is not None or ("=" in name and not Path(name).exists()):
         if multi_token_prediction:
             raise CliError(f"--multi-token-prediction: --model {name} has no heads that predict further tokens")

@@ -155,7 +155,7 @@ def settings(*given: Options) -> Settings:
 
 
 def _shown(hint: Any) -> Callable[[Any], str] | None:
-    """How an option that has another unit than its field is shown; None: as it is."""
+    """The function that shows an option whose unit is not that of its field; None if it has none."""
     found = [each.show_default for each in getattr(hint, "__metadata__", ()) if isinstance(each, Parameter)]
     return next((shown for shown in found if callable(shown)), None)
 

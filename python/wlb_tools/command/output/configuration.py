@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from wlb._core import MAX_TOKENS
-from wlb.models import preset_named, presets
+from wlb_tools.command.inputs.model import preset_meant
 from wlb_tools.command.output import loaders
 from wlb_tools.simulation import VARIANTS, Choice, Scenario, Tuning
 from wlb_tools.simulation.methods import bounded
@@ -18,7 +18,7 @@ from wlb_tools.simulation.methods import bounded
 
 def model_code(name: str) -> str:
     """Python that makes the model of `--model`: of a preset, of sizes, of a file, or of a name on the hub."""
-    preset = None if name not in presets() and Path(name).exists() else preset_named(name)
+    preset = preset_meant(name)
     if preset is not None:
         return f"wlb.ModelConfig.preset({json.dumps(preset)})"
     if "=" in name and not Path(name).exists():

@@ -9,7 +9,6 @@ from typing import Any
 
 import wlb
 from wlb_tools.command.errors import CliError
-from wlb_tools.command.inputs.formats import is_lengths
 
 RESULTS = "results.json"
 _NAMES = (RESULTS, "*.html", "*.png", "plans.npz", "plans.jsonl", "documents.txt", "configuration.py", "*.trace.json")
@@ -31,13 +30,12 @@ def check_folder(folder: Path) -> None:
             )
 
 
-def replaces(path: Path, ours: Callable[[Path], bool], option: str = "--output") -> bool:
+def replaces(path: Path, ours: Callable[[Path], bool]) -> bool:
     """Whether a file is replaced.
 
     Args:
         path: To write.
         ours: Whether a file is one that the command wrote.
-        option: That names it.
 
     Raises:
         CliError: It is there, and is something else.
@@ -46,12 +44,7 @@ def replaces(path: Path, ours: Callable[[Path], bool], option: str = "--output")
         return False
     if path.is_file() and ours(path):
         return True
-    raise CliError(f"{option} {path}: is there, and wlb did not write it; give another name, or remove it")
-
-
-def lengths_file(path: Path) -> bool:
-    """Whether `wlb lengths` wrote it."""
-    return is_lengths(path)
+    raise CliError(f"--output {path}: is there, and wlb did not write it; give another name, or remove it")
 
 
 def costs_file(path: Path) -> bool:

@@ -44,7 +44,6 @@ _COLOURS = ("#5b9bc8", "#d9775f", "#e59a82", "#a84a33")  # forward, backward, in
 _LABELS = ("forward", "backward", "input gradient", "weight gradient")
 _PALE = "#ccdfee"
 _HEIGHT = 0.84  # of a rank's bars in its row
-_IDLE, _WAIT = IDLE, STRIPES
 MAX_ROWS = 64
 _Floats = NDArray[np.floating[Any]]
 
@@ -112,10 +111,10 @@ def _pipeline(
 ) -> None:
     starts, stops, rows = timeline.starts, timeline.ends, timeline.ranks
     ranks, seconds = np.arange(timeline.num_stages), np.full(timeline.num_stages, timeline.seconds)
-    _bars(ax, _boxes(0 * seconds, seconds, top + ranks), facecolor=_IDLE, linewidth=0)
+    _bars(ax, _boxes(0 * seconds, seconds, top + ranks), facecolor=IDLE, linewidth=0)
     if timeline.seconds < step:
         wait = _boxes(seconds, np.full(ranks.size, step), top + ranks)
-        _bars(ax, wait, facecolor="none", edgecolor=_WAIT, hatch="////", linewidth=0)
+        _bars(ax, wait, facecolor="none", edgecolor=STRIPES, hatch="////", linewidth=0)
     boxes = _boxes(starts, stops, top + rows)
     chunks = timeline.stages // timeline.num_stages
     paler = 0.45 * chunks / max(1, timeline.num_virtual_stages - 1)
@@ -196,9 +195,9 @@ def _handles(pipelines: Sequence[wlb.PipelineTimeline], step: float) -> list[Pat
     handles = [Patch(facecolor=_COLOURS[kind], label=_LABELS[kind]) for kind in kinds]
     if any(timeline.num_virtual_stages > 1 for timeline in pipelines):
         handles.append(Patch(facecolor=_PALE, label="paler: later stage of the rank"))
-    handles.append(Patch(facecolor=_IDLE, label="pipeline bubble"))
+    handles.append(Patch(facecolor=IDLE, label="pipeline bubble"))
     if any(timeline.seconds < step for timeline in pipelines):
-        handles.append(Patch(facecolor="none", edgecolor=_WAIT, hatch="////", lw=0, label="waits for DP"))
+        handles.append(Patch(facecolor="none", edgecolor=STRIPES, hatch="////", lw=0, label="waits for DP"))
     handles.append(Patch(facecolor="none", edgecolor=INK, lw=1.3, label="critical path"))
     return handles
 
