@@ -45,8 +45,9 @@ def against_forests(model: nn.Module) -> str:
     Complexity:
         O(modules).
     """
+    seen = set[tuple[int, bool]]()
     for name, module in model.named_modules():
-        found = _against(module)
+        found = _against(module, seen)
         if found:
             place = f"{name} ({type(module).__name__})" if name else type(module).__name__
             return f"cannot run a forest: it has {place}, {found}. Collate the samples one by one (wt.collate)"
@@ -63,8 +64,11 @@ def check_forest(model: nn.Module, argument: str = "model") -> None:
         raise error(argument, message)
 
 
-def _against(module: nn.Module) -> str:
-    """Why it cannot run a forest; empty if nothing is known against it."""
+def _against(module: nn.Module, seen: set[tuple[int, bool]]) -> str:
+    """Why it cannot run a forest; empty if nothing is known against it.
+
+    `seen` has the configurations that were looked at, in training mode and not: modules share them.
+    """
     name = type(module).__name__.lower()
     if is_recurrent(module) or isinstance(module, nn.RNNCellBase):
         return "a recurrent layer: its state goes along the row, where siblings follow each other"
@@ -75,6 +79,9 @@ def _against(module: nn.Module) -> str:
     if any(word in name for word in _SEVERAL_AHEAD):
         return "which predicts several tokens ahead: behind a shared token there are several"
     for owner, values in with_configs(module):
+        if (key := (id(values), module.training)) in seen:
+            continue
+        seen.add(key)
         for attribute, value in values.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 continue

@@ -151,5 +151,5 @@ fn wrong_options_are_named() {
     let too_long = shard(&checked(&[i32::MAX, 1]), &good).unwrap_err();
     assert_eq!(too_long, Error::TotalTooLong { argument: "lengths", total: 1 << 31 });
     assert_eq!(per_document(&[5], 2).rank(2).unwrap_err().argument(), "rank");
-    assert_eq!(per_document(&[5], 2).token_indices(usize::MAX).unwrap_err().argument(), "rank");
+    assert_eq!(per_document(&[5], 2).rank(usize::MAX).unwrap_err().argument(), "rank");
 }

@@ -369,14 +369,14 @@ impl RankShard {
 
     /// int32[T_r]: where each token stands in the packed sequence, row by row.
     #[getter]
-    fn token_indices(&self) -> PyResult<Array<Vec<i32>>> {
-        Ok(Array(self.shard.plan.token_indices(self.rank).map_err(raise)?))
+    fn token_indices(&self) -> Array<Vec<i32>> {
+        Array(self.held.token_indices())
     }
 
     /// int32[T_r]: where each token stands in its document; the positions that RoPE needs.
     #[getter]
-    fn position_ids(&self) -> PyResult<Array<Vec<i32>>> {
-        Ok(Array(self.shard.plan.position_ids(self.rank).map_err(raise)?))
+    fn position_ids(&self) -> Array<Vec<i32>> {
+        Array(self.held.position_ids())
     }
 
     /// int32[s + 1]: where the queries of each segment begin among the rank's tokens.
@@ -412,9 +412,8 @@ impl RankShard {
 
     /// int32[s]: the document that each segment is part of.
     #[getter]
-    fn documents(&self) -> PyResult<Array<Vec<i32>>> {
-        let segments = self.shard.plan.segments(self.rank).map_err(raise)?;
-        Ok(Array(segments.iter().map(|segment| segment.document as i32).collect()))
+    fn documents(&self) -> Array<Vec<i32>> {
+        Array(self.held.segments.iter().map(|segment| segment.document as i32).collect())
     }
 
     /// Exact (query, key) pairs of the rank.

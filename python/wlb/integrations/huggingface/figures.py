@@ -27,13 +27,14 @@ def learnt_alone(trainer: Any, inputs: Any, training: bool) -> Iterator[None]:
         yield
         return
     accelerator, own = trainer.accelerator, trainer.accelerator.gather_for_metrics
-    labels = torch.tensor(_labels(inputs), device=trainer.args.device)
+    labels = _labels(inputs).to(trainer.args.device)
     learning = accelerator.gather(labels).reshape(-1) > 0
+    some = bool(learning.any())
 
     def gathered(value: Any, *args: Any, **kwargs: Any) -> Any:
         found = own(value, *args, **kwargs)
         scalar = isinstance(value, Tensor) and value.ndim == 0 and isinstance(found, Tensor)
-        if scalar and found.numel() == learning.numel() and learning.any():
+        if scalar and found.numel() == learning.numel() and some:
             return found.reshape(-1)[learning.to(found.device)]
         return found
 
@@ -44,7 +45,7 @@ def learnt_alone(trainer: Any, inputs: Any, training: bool) -> Iterator[None]:
         yield
     finally:
         del accelerator.gather_for_metrics  # the class's own again
-        if not learning.any():
+        if not some:
             for name in _FIGURES:
                 if name in figures:
                     del figures[name][before.get(name, 0) :]
@@ -52,10 +53,10 @@ def learnt_alone(trainer: Any, inputs: Any, training: bool) -> Iterator[None]:
                         del figures[name]
 
 
-def _labels(inputs: Any) -> int:
-    """Labels of a row that count."""
+def _labels(inputs: Any) -> Tensor:
+    """Number of labels of a row that count: int64 []. Stays on its device."""
     shifted = inputs.get("shift_labels")
     if shifted is None:
         labels = inputs.get("labels")
         shifted = None if labels is None else labels[..., 1:]
-    return 0 if shifted is None else int((shifted != IGNORE).sum())
+    return torch.zeros((), dtype=torch.int64) if shifted is None else (shifted != IGNORE).sum()

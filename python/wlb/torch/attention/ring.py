@@ -61,8 +61,8 @@ class Ring:
         plan = self.plan
         if not any(plan.last):
             gradients = self._gradients((k, v), plan.steps[0], attend)
-            whole = len(plan.steps[0]) == 1 and plan.steps[0][0].k_rows is None
-            return gradients if whole else self._added(k, plan.steps[0], gradients, None)
+            whole = _sees_all_rows(plan.steps[0])
+            return gradients if whole else self._added(k, plan.steps[0], gradients, None, k.shape[0])
         self._connect(k.device)
         block: Tensor | None = torch.stack((k, v), 1)
         own = k.new_empty(0)
@@ -96,16 +96,14 @@ class Ring:
         return gradients
 
     @staticmethod
-    def _added(
-        k: Tensor, calls: Sequence[Call], gradients: Tensor, rest: Tensor | None, rows: int | None = None
-    ) -> Tensor:
+    def _added(k: Tensor, calls: Sequence[Call], gradients: Tensor, rest: Tensor | None, rows: int) -> Tensor:
         """The gradients of calls over keys of so many rows and what others have added, in the dtype of sums."""
         dtype = accumulator(k.dtype)
-        if len(calls) == 1 and calls[0].k_rows is None:
+        if _sees_all_rows(calls):
             total = gradients.to(dtype)
             return total if rest is None else total.add_(rest)
         if rest is None:
-            rest = k.new_zeros((k.shape[0] if rows is None else rows, 2, *k.shape[1:]), dtype=dtype)
+            rest = k.new_zeros((rows, 2, *k.shape[1:]), dtype=dtype)
         for call, gradient in zip(calls, torch.split(gradients, [call.num_keys for call in calls]), strict=False):
             add(rest, call.k_rows, gradient)
         return rest
@@ -156,6 +154,11 @@ class Ring:
         if device.type == "cuda" and group not in _CONNECTED:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             _CONNECTED.add(group)
+
+
+def _sees_all_rows(calls: Sequence[Call]) -> bool:
+    """Whether one call has all rows of the keys, in their order."""
+    return len(calls) == 1 and calls[0].k_rows is None
 
 
 def _nothing() -> None:

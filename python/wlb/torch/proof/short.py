@@ -23,7 +23,8 @@ Key: TypeAlias = tuple[int, int]
 _DOCUMENTS = 3  # of a micro-batch
 _TOKENS = 64  # of a document, for each of two context-parallel ranks
 _GOLDEN = 0.6180339887498949  # its multiples never repeat, modulo 1
-_NONE = np.iinfo(np.int64).max
+NO_LABEL = np.iinfo(np.int64).max
+"""The place of the first label of a document without labels."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Short:
             key: _cuts(key[1], self._cp_sizes[key], lengths[key], *np.min(labelled[key], axis=0)) for key in labelled
         }
         self.documents: dict[Key, list[Document]] = {
-            key: [_empty(end - start) for start, end, _ in cuts[key]] for key in sorted(cuts)
+            key: [blank(end - start) for start, end, _ in cuts[key]] for key in sorted(cuts)
         }
         for theirs in ranks.gathered([(key, _inside(batch, cuts[key])) for key, batch in self._mine]):
             for key, parts in theirs:
@@ -157,7 +158,7 @@ class Short:
 
 def joined(documents: Sequence[Document]) -> Document:
     """Concatenates documents."""
-    documents = documents or [_empty(0)]
+    documents = documents or [blank(0)]
     return Document(
         torch.cat([document.tokens for document in documents]),
         torch.cat([document.labels for document in documents]),
@@ -181,14 +182,14 @@ def _labelled(batch: PackedBatch) -> tuple[str, NDArray[np.int64], NDArray[np.in
     """The strategy of a micro-batch, lengths of its documents, and where labels of each are on this rank.
 
     That is int64 [2, documents]: the place of the first label of each, and how many tokens come after that of its last
-    one; `_NONE` where it has none.
+    one; `NO_LABEL` where it has none.
     """
     strategy = batch.shard.strategy if batch.shard.strategy in ("contiguous", "per_sequence") else "per_document"
     lengths = batch.shard.lengths[: batch.document_ids.numel()].astype(np.int64)
     at = batch.shard.rank(batch.cp_rank).token_indices[batch.labels.cpu().numpy() != IGNORE]
     ends = np.cumsum(lengths)
     document = np.searchsorted(ends, at, side="right")
-    labelled = np.full((2, lengths.size), _NONE)
+    labelled = np.full((2, lengths.size), NO_LABEL)
     np.minimum.at(labelled[0], document, at - (ends - lengths)[document])
     np.minimum.at(labelled[1], document, ends[document] - 1 - at)
     return strategy, lengths, labelled
@@ -203,16 +204,16 @@ def _cuts(
         number: Of the micro-batch.
         cp_size: Its context-parallel ranks.
         lengths: Of its documents.
-        first: The place of the first label of each, or `_NONE`.
-        last: Tokens after the last label of each, or `_NONE`.
+        first: The place of the first label of each, or `NO_LABEL`.
+        last: Tokens after the last label of each, or `NO_LABEL`.
     """
-    order = np.lexsort((np.arange(lengths.size), last != 0, first == _NONE))
+    order = np.lexsort((np.arange(lengths.size), last != 0, first == NO_LABEL))
     taken = [place for place in order.tolist() if lengths[place] > 1 or lengths.size == 1][:_DOCUMENTS]
-    taken.sort(key=lambda place: bool(first[place] != _NONE))
+    taken.sort(key=lambda place: bool(first[place] != NO_LABEL))
     most = _TOKENS * max(1, cp_size // 2)
     cuts = []
     for place, document in enumerate(taken):
-        size, begin = int(lengths[document]), int(first[document]) if first[document] != _NONE else 0
+        size, begin = int(lengths[document]), int(first[document]) if first[document] != NO_LABEL else 0
         # Unequal in documents, micro-batches and ranks, so that a mean of means differs from the mean.
         share = (number + 1) * _GOLDEN % 1 * (_DOCUMENTS - place) / _DOCUMENTS
         length = min(size, most // 8 + int(share * most * 7 / 8))
@@ -234,7 +235,8 @@ def _inside(batch: PackedBatch, cuts: Sequence[tuple[int, int, bool]]) -> list[t
     return [(at[here] - start, mine[here]) for start, here in inside]
 
 
-def _empty(size: int) -> Document:
+def blank(size: int) -> Document:
+    """A document of token 0 that teaches nothing, to be filled in."""
     return Document(torch.zeros(size, dtype=torch.int64), torch.full((size,), IGNORE, dtype=torch.int64))
 
 

@@ -16,7 +16,7 @@ from wlb.torch.data.batch import IGNORE
 from wlb.torch.data.forest import ForestBatch, collate_forest, paths_of
 from wlb.torch.data.step import Step
 from wlb.torch.proof.ranks import Ranks
-from wlb.torch.proof.short import Document, Row
+from wlb.torch.proof.short import NO_LABEL, Document, Row, blank
 
 Ints = NDArray[np.int64]
 
@@ -64,7 +64,7 @@ class ShortForest:
         found: dict[int, list[Document]] = {}
         for theirs in ranks.gathered([(key, _kept(batch, first[key])) for key, batch in batches]):
             for key, samples in theirs:
-                held = found.setdefault(key, [_empty(size) for size, *_ in samples])
+                held = found.setdefault(key, [blank(size) for size, *_ in samples])
                 for document, (_, places, tokens, counts) in zip(held, samples, strict=True):
                     document.tokens[places] = tokens
                     document.labels[counts] = 0  # what is counted; of which token is known once all are here
@@ -103,7 +103,7 @@ def _edges(row: Row) -> set[int]:
 
 def _first(batch: ForestBatch) -> Ints:
     """First position of each sample that this rank predicts; the largest int64 where it predicts none."""
-    first = np.full(batch.sample_ids.numel(), np.iinfo(np.int64).max)
+    first = np.full(batch.sample_ids.numel(), NO_LABEL)
     np.minimum.at(first, batch.sample_of.cpu().numpy(), batch.sample_positions.cpu().numpy())
     return first
 
@@ -139,7 +139,7 @@ def _chosen(paths: Sequence[Ints], first: Ints) -> list[tuple[int, Ints]]:
     trees: dict[int, list[int]] = {}
     for sample, path in enumerate(paths):
         trees.setdefault(int(path[0]), []).append(sample)
-    learns = first < np.iinfo(np.int64).max
+    learns = first < NO_LABEL
     for of_tree in trees.values():
         of_tree.sort(key=lambda sample: (not learns[sample], sample))
     ordered = sorted(trees.values(), key=lambda tree: (-int(learns[tree].sum()), -len(tree), tree[0]))
@@ -161,7 +161,3 @@ def _in_common(one: Ints, other: Ints) -> int:
     size = min(one.size, other.size)
     different = np.flatnonzero(one[:size] != other[:size])
     return int(different[0]) if different.size else size
-
-
-def _empty(size: int) -> Document:
-    return Document(torch.zeros(size, dtype=torch.int64), torch.full((size,), IGNORE, dtype=torch.int64))

@@ -37,7 +37,7 @@ use super::{auto, hybrid, per_document, per_sequence};
 /// let options = ShardOptions { cp_size: 2, strategy, mask, hybrid_threshold: None, max_imbalance: 1.01 };
 /// let shard = shard(&Lengths::new("lengths", &[8, 4])?, &options)?;
 /// // Each document in four chunks: the first and the last for one rank, the two in the middle for the other.
-/// assert_eq!(shard.token_indices(0)?, [0, 1, 6, 7, 8, 11]);
+/// assert_eq!(shard.rank(0)?.token_indices(), [0, 1, 6, 7, 8, 11]);
 /// assert_eq!((shard.pairs(0), shard.pairs(1)), (23, 23));
 /// # Ok::<(), wlb_core::Error>(())
 /// ```

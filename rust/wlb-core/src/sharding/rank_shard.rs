@@ -1,6 +1,5 @@
 //! Input of a rank's attention kernel, written out from its segments.
 
-use crate::cost::Mask;
 use crate::error::{Error, Result, check_range, saturating_i64};
 use crate::limits::MAX_TOKENS;
 
@@ -12,6 +11,8 @@ use super::shard::{Segment, Shard};
 pub struct RankShard {
     /// Tokens of the rank.
     pub num_tokens: usize,
+    /// Its segments, in the order of its rows.
+    pub segments: Vec<Segment>,
     /// First query of each segment among the rank's tokens, and the number of queries at the end.
     pub cu_seqlens_q: Vec<i32>,
     /// First key of each segment when the keys of all segments are copied one after the other, and their number at the
@@ -39,6 +40,7 @@ impl Shard {
         let segments = self.segments(rank)?;
         let mut found = RankShard {
             num_tokens: 0,
+            segments: Vec::new(),
             cu_seqlens_q: Vec::with_capacity(segments.len() + 1),
             cu_seqlens_k: Vec::with_capacity(segments.len() + 1),
             k_starts: Vec::with_capacity(segments.len()),
@@ -49,16 +51,12 @@ impl Shard {
         found.cu_seqlens_q.push(0);
         found.cu_seqlens_k.push(0);
         for segment in &segments {
-            let document = segment.document as usize;
-            let segment_keys = match self.mask {
-                Mask::Causal => segment.end(),
-                Mask::Full => self.lengths[document],
-            };
+            let segment_keys = self.sees(segment);
             queries += segment.length;
             keys += i64::from(segment_keys);
             found.cu_seqlens_q.push(queries);
             found.cu_seqlens_k.push(keys as i32);
-            found.k_starts.push(self.document_starts[document]);
+            found.k_starts.push(self.document_starts[segment.document as usize]);
             found.max_seqlen_q = found.max_seqlen_q.max(segment.length);
             found.max_seqlen_k = found.max_seqlen_k.max(segment_keys);
         }
@@ -66,6 +64,7 @@ impl Shard {
             return Err(Error::TotalTooLong { argument: "cu_seqlens_k", total: keys });
         }
         found.num_tokens = queries as usize;
+        found.segments = segments;
         Ok(found)
     }
 
@@ -80,28 +79,6 @@ impl Shard {
         let last = self.cp_size() as i64 - 1;
         check_range("rank", saturating_i64(rank), 0, last)?;
         Ok(self.rank_rows(rank))
-    }
-
-    /// Place of each of a rank's tokens in the packed sequence, row by row ([`Shard::rows`]).
-    ///
-    /// # Errors
-    /// As [`Shard::segments`].
-    ///
-    /// # Complexity
-    /// O(tokens of the rank).
-    pub fn token_indices(&self, rank: usize) -> Result<Vec<i32>> {
-        Ok(write_out(&self.segments(rank)?, |segment| self.packed_start(segment)))
-    }
-
-    /// Place of each of a rank's tokens in its document.
-    ///
-    /// # Errors
-    /// As [`Shard::segments`].
-    ///
-    /// # Complexity
-    /// O(tokens of the rank).
-    pub fn position_ids(&self, rank: usize) -> Result<Vec<i32>> {
-        Ok(write_out(&self.segments(rank)?, |segment| segment.start))
     }
 
     /// Place of each packed token among the concatenated tokens of all ranks: `rank_major[restore] == packed`.
@@ -121,11 +98,28 @@ impl Shard {
     }
 }
 
-/// Counts up from `first(segment)` through every segment.
-fn write_out(segments: &[Segment], first: impl Fn(&Segment) -> i32) -> Vec<i32> {
-    let mut numbers = Vec::with_capacity(segments.iter().map(|segment| segment.length as usize).sum());
-    for segment in segments {
-        let first = first(segment);
+impl RankShard {
+    /// Place of each of the rank's tokens in the packed sequence, row by row ([`Shard::rows`]).
+    ///
+    /// # Complexity
+    /// O(tokens of the rank).
+    pub fn token_indices(&self) -> Vec<i32> {
+        write_out(self.segments.iter().zip(&self.k_starts).map(|(segment, start)| (segment, start + segment.start)))
+    }
+
+    /// Place of each of the rank's tokens in its document.
+    ///
+    /// # Complexity
+    /// O(tokens of the rank).
+    pub fn position_ids(&self) -> Vec<i32> {
+        write_out(self.segments.iter().map(|segment| (segment, segment.start)))
+    }
+}
+
+/// Counts up through every segment, from the number beside it.
+fn write_out<'a>(segments: impl Iterator<Item = (&'a Segment, i32)> + Clone) -> Vec<i32> {
+    let mut numbers = Vec::with_capacity(segments.clone().map(|(segment, _)| segment.length as usize).sum());
+    for (segment, first) in segments {
         numbers.extend(first..first + segment.length);
     }
     numbers

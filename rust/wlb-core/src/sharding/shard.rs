@@ -232,20 +232,17 @@ impl Shard {
     /// Keys that the segments of one rank see.
     fn sights<'a>(&'a self, segments: &'a [Segment]) -> impl Iterator<Item = Sight<'a>> {
         segments.chunk_by(|one, next| one.document == next.document).flat_map(move |of_document| {
-            let (first, last) = (of_document[0], of_document[of_document.len() - 1]);
-            let length = self.lengths[first.document as usize];
+            let last = of_document[of_document.len() - 1];
             let all: i32 = of_document.iter().map(|segment| segment.length).sum();
             // The last segment sees most.
             let here = all == self.sees(&last);
-            of_document.iter().enumerate().map(move |(index, segment)| {
-                let sees = if self.mask == Mask::Causal { segment.end() } else { length };
-                Sight { segment, sees, here, first: index == 0 }
-            })
+            let sight = move |(index, segment)| Sight { segment, sees: self.sees(segment), here, first: index == 0 };
+            of_document.iter().enumerate().map(sight)
         })
     }
 
     /// Number of keys of its document that a segment sees.
-    fn sees(&self, segment: &Segment) -> i32 {
+    pub(super) fn sees(&self, segment: &Segment) -> i32 {
         match self.mask {
             Mask::Causal => segment.end(),
             Mask::Full => self.lengths[segment.document as usize],

@@ -476,10 +476,10 @@ pub(crate) fn ranks_are_legal(shard: &Shard) {
         position_of.extend(0..length);
     }
     for rank in 0..shard.cp_size() {
-        let RankShard { num_tokens, cu_seqlens_q, cu_seqlens_k, k_starts, max_seqlen_q, max_seqlen_k } =
-            shard.rank(rank).unwrap();
-        let (indices, positions) = (shard.token_indices(rank).unwrap(), shard.position_ids(rank).unwrap());
-        let segments = shard.segments(rank).unwrap();
+        let held = shard.rank(rank).unwrap();
+        let (indices, positions) = (held.token_indices(), held.position_ids());
+        let RankShard { num_tokens, segments, cu_seqlens_q, cu_seqlens_k, k_starts, max_seqlen_q, max_seqlen_k } = held;
+        assert_eq!(segments, shard.segments(rank).unwrap());
         let mut packed = segments.clone();
         packed.sort_by_key(|segment| (segment.document, segment.start));
         assert_eq!(packed, shard.ranks[rank]);

@@ -83,8 +83,8 @@ impl Rank {
         Self {
             num_tokens: held.num_tokens,
             num_segments: segments.len(),
-            token_indices: shard.token_indices(rank).unwrap(),
-            position_ids: shard.position_ids(rank).unwrap(),
+            token_indices: held.token_indices(),
+            position_ids: held.position_ids(),
             cu_seqlens_q: held.cu_seqlens_q,
             cu_seqlens_k: held.cu_seqlens_k,
             max_seqlen_q: held.max_seqlen_q,
