@@ -27,6 +27,7 @@ import wlb
 from benches import attention as bench
 from tests.torch import processes
 from wlb import _core
+from wlb.torch import attention
 from wlb.torch.attention import arguments, context_parallel_attention, kernels, keys, merge, plan, prepare_attention
 from wlb.torch.attention.plan import Call
 from wlb.torch.data import DynamicCpLoader, PackedBatch
@@ -196,8 +197,7 @@ def test_as_many_heads_come_together_as_memory_has_room_for() -> None:
     whole = keys_plan(wlb.shard([1 << 17], cp_size=4, strategy="per_document"), 1)
 
     def parts(kv_heads: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        k = torch.empty(1 << 15, kv_heads, 128, dtype=dtype, device="meta")
-        return keys.head_parts(whole, k)
+        return keys.head_parts(whole, kv_heads, 2 * 128 * dtype.itemsize)
 
     assert [parts(8), parts(32), parts(24), parts(8, torch.float32)] == [2, 8, 6, 4]
 
@@ -616,7 +616,7 @@ def test_many_partial_results_are_summed_in_float32() -> None:
     (call,) = keys_plan(wlb.shard([4], cp_size=1), 0).local
     q = torch.zeros(4, 1, HEAD_DIM, dtype=torch.bfloat16)
     parts = torch.randn(64, 4, 1, HEAD_DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
-    output = merge._Merged(q)
+    output = merge._Merged(q, kernels.ReferenceKernel(1.0))
     for i, part in enumerate(parts):
         output.add(replace(call, fresh=i == 0), part, torch.zeros(1, 4))
     out, lse = output.result()
@@ -800,6 +800,7 @@ class FlashStandIn:
 
 
 def forget_installed() -> None:
+    attention.forget()
     kernels._flash_attn_2.cache_clear()
     kernels._flash_attn_3.cache_clear()
 
