@@ -134,20 +134,11 @@ def context_parallel_attention(
     Raises:
         WlbError: shapes, dtypes, devices, the group, or a combination of options do not fit.
     """
-    options: dict[str, Any] = {
-        "group": group,
-        "transport": transport,
-        "ulysses_size": ulysses_size,
-        "softmax_scale": softmax_scale,
-        "window": window,
-        "alibi_slopes": alibi_slopes,
-        "kernel": kernel,
-        "return_lse": return_lse,
-    }
+    options = (group, transport, ulysses_size, softmax_scale, window, alibi_slopes, kernel, return_lse)
     if isinstance(shard, Tensor):
-        out, lse = operator.attention(q, k, v, shard, **options)
+        out, lse = operator.attention(q, k, v, shard, *options)
         return (out, lse) if return_lse else out
-    found: Tensor | tuple[Tensor, Tensor] = _attend(q, k, v, shard, **options)
+    found: Tensor | tuple[Tensor, Tensor] = _attend(q, k, v, shard, *options)
     return found
 
 
@@ -158,7 +149,6 @@ def _attend(
     k: Tensor,
     v: Tensor,
     shard: wlb.Shard | wlb.ForestShard,
-    *,
     group: dist.ProcessGroup | None,
     transport: Transport,
     ulysses_size: int | None,
@@ -241,7 +231,8 @@ def _how(
 ) -> _How:
     """Checks the arguments and derives how the layer attends: once for all layers that are called alike."""
     check_bool("return_lse", return_lse)
-    arguments.check_group(shard, size)
+    arguments.check_any_shard(shard)
+    arguments.check_size(shard, size)
     degree = arguments.check_transport(transport, ulysses_size, size)
     q, k, v = (arguments.Described(*tensors[i::3]) for i in range(3))
     arguments.check_tensors(q, k, v, shard, rank)
@@ -251,7 +242,7 @@ def _how(
     window = arguments.reach(window)
     width = max(head_dim, value_dim)
     causal = isinstance(shard, wlb.ForestShard) or shard.causal
-    choice = {
+    choice: dict[str, Any] = {
         "width": width + return_lse * LSE_CHANNELS,
         "scale": head_dim**-0.5 if softmax_scale is None else float(softmax_scale),
         "alibi_aligned": size == degree or (transport in ("all_gather", "fetch") and causal),

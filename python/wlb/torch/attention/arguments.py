@@ -52,9 +52,16 @@ def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def check_group(shard: wlb.Shard | wlb.ForestShard, size: int) -> None:
-    """Refuses anything but a shard for a group of this size."""
+def check_group(shard: wlb.Shard | wlb.ForestShard, group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in the group and the group's size, which is the shard's."""
     check_any_shard(shard)
+    rank, size = place(group)
+    check_size(shard, size)
+    return rank, size
+
+
+def check_size(shard: wlb.Shard | wlb.ForestShard, size: int) -> None:
+    """Refuses a shard for a group of another size."""
     if size != shard.cp_size:
         found = "None: one process, or a group of 1" if size == 1 else f"a group of {size}"
         raise error("group", f"is {found}, but the shard is for cp_size = {shard.cp_size}", value=size)

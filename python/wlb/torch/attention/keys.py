@@ -79,31 +79,31 @@ class KeysExchange:
         if not plan.moves:
             gradients = k.new_empty((rows, *shape[1:]))
             attend((k, v), plan.local, ALL_HEADS, gradients)
-            return gradients if plan.own.changes_nothing else plan.own.of(gradients.flatten(1)).view(shape)
+            return gradients if plan.own.changes_nothing else plan.own.of(gradients.view(rows, width)).view(shape)
         total: Tensor | None = None  # the gradients of all heads, if they come in parts
         finish: Callable[[], Tensor] | None = None
         arriving = [self._exchange(*parts[0][1], group)]
         for index, (heads, own) in enumerate(parts):
             # Gradients of keys, of all calls and of what comes home.
-            flat = k.new_empty((rows, width))
-            local, remote, home = flat.split_with_sizes(plan.gradients)
+            gradients = k.new_empty((rows, *shape[1:]))
+            local, remote, home = gradients.split_with_sizes(plan.gradients)
             last = 0 < index == self.parts - 1
             if plan.local and not last:
-                attend(own, plan.local, heads, local.view(shape))
+                attend(own, plan.local, heads, local)
             picked = self._picked(*arriving.pop())
             if index + 1 < self.parts:  # the buffer of one part is free before that of the next is made
                 arriving.append(self._exchange(*parts[index + 1][1], group))
             if plan.remote:
-                attend(picked, plan.remote, heads, remote.view(shape))
+                attend(picked, plan.remote, heads, remote)
             del picked
             if finish is not None:
                 # Gradients of the heads before, sent home while these are computed.
                 total = k.new_empty((k.shape[0], 2, *k.shape[1:])) if total is None else total
                 total.chunk(self.parts, 2)[index - 1].copy_(finish().view(shape))
-            finish = self._send_home(flat, home, group)
+            finish = self._send_home(gradients.view(rows, width), home, group)
             if plan.local and last:
-                attend(own, plan.local, heads, local.view(shape))
-            del flat, local, remote, home
+                attend(own, plan.local, heads, local)
+            del gradients, local, remote, home
         assert finish is not None
         if total is None:
             return finish().view(shape)

@@ -147,13 +147,16 @@ class _Sum:
         return self._total
 
 
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     """Autocast would round what the reference kernel multiplies in the forward, and is off where backwards are run."""
 
     @functools.wraps(function)
     def run(ctx: Any, x: Tensor, *args: Any) -> Any:
         device = x.device.type
-        if not torch.is_autocast_enabled(device) if torch.amp.is_autocast_available(device) else True:
+        if not _has_autocast(device) or not torch.is_autocast_enabled(device):
             return function(ctx, x, *args)
         with torch.autocast(device, enabled=False):
             return function(ctx, x, *args)

@@ -214,8 +214,8 @@ def keys_plan(
         # Picked before the call, so that the buffer is free while it runs.
         picked, remote_calls = remote_calls[0].k_rows, [replace(remote_calls[0], k_rows=None)]
     local_calls = tensors.calls(local, queries, queries)
-    of_calls = (sum(call.num_keys for call in calls) for calls in (local_calls, remote_calls))
-    gradients = (*of_calls, sum(coming_rows))
+    of_local, of_remote = (sum(call.num_keys for call in calls) for calls in (local_calls, remote_calls))
+    gradients = of_local, of_remote, sum(coming_rows)
     return KeysPlan(
         local=local_calls,
         remote=remote_calls,
