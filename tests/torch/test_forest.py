@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import wlb
 import wlb.torch as wt
 from tests.torch import processes
+from wlb.torch.attention import keys
 from wlb.torch.attention.plan import keys_plan
 
 VOCABULARY, HEAD_DIM = 11, 4
@@ -231,6 +232,14 @@ def _work(rank: int, runs: list[tuple[str, str]]) -> list[tuple[float, list[Any]
         loss, gradients, predictions = as_a_forest(case, dist.group.WORLD, rank, size, **options)
         found.append((loss, [gradient.numpy() for gradient in gradients], predictions))
     return found
+
+
+@pytest.mark.parametrize("name", ["groups", "one root for all", "window"])
+def test_heads_in_parts_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "GATHERED", 1)
+    assert_equal(as_a_forest(CASES[name]), CASES[name])
+    for loss, gradients, predictions in processes.run(2, _work, [(name, "all_gather"), (name, "fetch")])[0]:
+        assert_equal((loss, [torch.from_numpy(gradient) for gradient in gradients], predictions), CASES[name])
 
 
 @pytest.mark.parametrize("size", [2, 4])
