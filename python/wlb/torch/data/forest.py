@@ -37,8 +37,8 @@ class ForestBatch:
         tokens: int64 [tokens_of_this_rank], in the order of `shard.rank(cp_rank)`.
         position_ids: int64 [tokens_of_this_rank]: tokens before each on its path. Siblings have the same.
         sample_counts: int64 [tokens_of_this_rank]: in how many samples each token is; 0 for filler. A mean over
-            tokens with these weights, such as a loss of routers, is that of all samples without sharing; with the weights
-            `sample_counts > 0` each shared token counts once.
+            tokens with these weights, such as a loss of routers, is that of all samples without sharing. With the
+            weights `sample_counts > 0` each shared token counts once.
         edge_rows: int64 [edges]: the row of `tokens` that predicts.
         edge_targets: int64 [edges]: the token that it predicts.
         edge_weights: int64 [edges]: in how many samples that counts, at least 1. For cross-entropy, whose sums add up.
