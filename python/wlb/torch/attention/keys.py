@@ -32,7 +32,7 @@ from wlb.torch.attention.merge import ALL_HEADS, Attend, AttendBackward, Heads
 from wlb.torch.attention.plan import KeysPlan, pick
 
 GATHERED = 1 << 28
-"""Bytes of keys and values of all tokens, of the heads that are computed together."""
+"""Bytes of keys and values that are gathered, of the heads that are computed together."""
 
 
 @dataclass(frozen=True)
@@ -54,48 +54,43 @@ class KeysExchange:
 
     def forward(self, k: Tensor, v: Tensor, attend: Attend, group: dist.ProcessGroup | None) -> None:
         """See `KeyExchange`."""
-        plan = self.plan
-        if not plan.moves:
-            attend((k, v), plan.local, ALL_HEADS)
-            return
-        parts = self._parts(k, v)
-        arriving = [self._exchange(*parts[0][1], group)]
+        plan, parts = self.plan, self._parts(k, v)
+        arriving = [self._exchange(*parts[0][1], group)] if plan.moves else []
         for index, (heads, own) in enumerate(parts):
             if plan.local:
                 attend(own, plan.local, heads)
-            picked = self._picked(*arriving.pop())
-            if index + 1 < self.parts:  # the buffer of one part is free before that of the next is made
-                arriving.append(self._exchange(*parts[index + 1][1], group))
-            if plan.remote:
-                attend(picked, plan.remote, heads)
-            del picked
+            if arriving:
+                picked = self._picked(*arriving.pop())
+                if index + 1 < self.parts:  # the buffer of one part is free before that of the next is made
+                    arriving.append(self._exchange(*parts[index + 1][1], group))
+                if plan.remote:
+                    attend(picked, plan.remote, heads)
+                del picked
 
     def backward(self, k: Tensor, v: Tensor, attend: AttendBackward, group: dist.ProcessGroup | None) -> Tensor:
         """See `KeyExchange`."""
-        plan = self.plan
-        parts = self._parts(k, v) if plan.moves else [(ALL_HEADS, (k, v))]
-        shape = (-1, 2, k.shape[1] // len(parts), k.shape[2])
+        plan, parts = self.plan, self._parts(k, v)
+        shape = (-1, 2, k.shape[1] // self.parts, k.shape[2])
         rows, width = sum(plan.gradients), 2 * shape[2] * shape[3]
-        if not plan.moves:
-            gradients = k.new_empty((rows, *shape[1:]))
-            attend((k, v), plan.local, ALL_HEADS, gradients)
-            return gradients if plan.own.changes_nothing else plan.own.of(gradients.view(rows, width)).view(shape)
         total: Tensor | None = None  # the gradients of all heads, if they come in parts
         finish: Callable[[], Tensor] | None = None
-        arriving = [self._exchange(*parts[0][1], group)]
+        arriving = [self._exchange(*parts[0][1], group)] if plan.moves else []
         for index, (heads, own) in enumerate(parts):
             # Gradients of keys, of all calls and of what comes home.
             gradients = k.new_empty((rows, *shape[1:]))
-            local, remote, home = gradients.split_with_sizes(plan.gradients)
-            last = 0 < index == self.parts - 1
+            local, remote, home = (
+                gradients.split_with_sizes(plan.gradients) if plan.moves else (gradients, gradients, None)
+            )
+            last = plan.moves and 0 < index == self.parts - 1
             if plan.local and not last:
                 attend(own, plan.local, heads, local)
-            picked = self._picked(*arriving.pop())
-            if index + 1 < self.parts:  # the buffer of one part is free before that of the next is made
-                arriving.append(self._exchange(*parts[index + 1][1], group))
-            if plan.remote:
-                attend(picked, plan.remote, heads, remote)
-            del picked
+            if arriving:
+                picked = self._picked(*arriving.pop())
+                if index + 1 < self.parts:  # the buffer of one part is free before that of the next is made
+                    arriving.append(self._exchange(*parts[index + 1][1], group))
+                if plan.remote:
+                    attend(picked, plan.remote, heads, remote)
+                del picked
             if finish is not None:
                 # Gradients of the heads before, sent home while these are computed.
                 total = k.new_empty((k.shape[0], 2, *k.shape[1:])) if total is None else total
@@ -117,9 +112,11 @@ class KeysExchange:
         own = zip(k.chunk(self.parts, 1), v.chunk(self.parts, 1), strict=True)
         return [(Heads(index, self.parts), keys) for index, keys in enumerate(own)]
 
-    def _send_home(self, flat: Tensor, home: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
+    def _send_home(self, flat: Tensor, home: Tensor | None, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
         """Starts it; call the result for the gradient of own keys, `[tokens, 2 * kv_heads * head_dim]`."""
         plan = self.plan
+        if home is None:
+            return lambda: plan.own.of(flat)
         going = plan.going.of(flat) if plan.going.count else flat[:0]
         work = dist.all_to_all_single(home, going, plan.coming_rows, plan.going_rows, group=group, async_op=True)
 
@@ -168,6 +165,6 @@ def head_parts(plan: KeysPlan, kv_heads: int, head_bytes: int) -> int:
         kv_heads: Key heads.
         head_bytes: Bytes of a key and its value in one head.
     """
-    whole = plan.tokens * kv_heads * head_bytes
+    whole = plan.gathered * kv_heads * head_bytes
     divisors = [parts for parts in range(1, kv_heads) if kv_heads % parts == 0]
     return next((parts for parts in divisors if whole <= parts * GATHERED), kv_heads)
