@@ -182,11 +182,17 @@ impl KeysPlan {
             }
             spans
         };
+        let (alone, together) = (spans(true, own), spans(false, &in_buffer));
+        // At once what is written out at most: keys twice, and where the sums of gradients begin.
+        let picked = |spans: &Spans| spans.parts.iter().map(|part| part.1).sum::<i64>();
+        let summed = wanted.iter().map(|places| count(places)).sum::<i64>() + 2 * all_rows + count(&others);
+        let spans_of_runs = 3 * (runs.len() + 2);
+        plan.indices.rows.reserve((2 * picked(&together) + picked(&alone) + summed) as usize + spans_of_runs);
         let mut calls = Calls::new(all_rows, biased);
         let mut local_parts = Vec::new();
-        plan.local = calls.add(spans(true, own), &mut plan.indices, &mut local_parts)?;
+        plan.local = calls.add(alone, &mut plan.indices, &mut local_parts)?;
         let mut remote_parts = Vec::new();
-        plan.remote = calls.add(spans(false, &in_buffer), &mut plan.indices, &mut remote_parts)?;
+        plan.remote = calls.add(together, &mut plan.indices, &mut remote_parts)?;
         plan.add_gradients(all_rows, &local_parts, &remote_parts, &others, &wanted);
         Ok(plan)
     }
