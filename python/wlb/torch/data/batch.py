@@ -300,7 +300,7 @@ def _from_rows(
 
 
 def shared_rows(count: int, tokens: int) -> Tensor:
-    """Memory for a batch's int64 [count, tokens]: in a worker of a `DataLoader`, memory that it shares with the trainer.
+    """Memory for int64 [count, tokens] of a batch: in a worker of a `DataLoader` it is shared with the trainer.
 
     So the batch is not copied when it is handed over. torch's own `default_collate` does the same.
     """
@@ -311,7 +311,7 @@ def shared_rows(count: int, tokens: int) -> Tensor:
 
 
 def together(rows: Sequence[Tensor]) -> Tensor:
-    """Rows [tokens] as one tensor [rows, tokens]: a view, if they are all that lies in one memory, one after the other."""
+    """Rows [tokens] as one tensor [rows, tokens]: a view if one memory has nothing but these, one after the other."""
     first, size = rows[0], rows[0].numel()
     memory = first.untyped_storage()
     one = memory.nbytes() == len(rows) * size * first.element_size() and all(
