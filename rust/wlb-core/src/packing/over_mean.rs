@@ -1,6 +1,6 @@
-//! Distance of a part above the mean, safe near the largest floats.
+//! The ratio of a value to a mean, safe near the largest floats.
 
-/// The largest value `part` over the mean of `count` values of this total; 1 if all are 0.
+/// The largest value, `part`, over the mean of `count` values with the sum `total`; 1 if all values are 0.
 pub(crate) fn over_mean(part: f64, count: usize, total: f64) -> f64 {
     if total <= 0.0 {
         return 1.0;
