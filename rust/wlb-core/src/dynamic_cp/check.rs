@@ -1,4 +1,4 @@
-//! Everything that can be wrong with what a caller asks Dynamic-CP for.
+//! Checks the arguments of Dynamic-CP.
 
 use crate::cost::{CostModel, DocumentCosts, Unit};
 use crate::error::{Error, Result, check_range};
@@ -10,7 +10,7 @@ use super::cost::{Costs, MAX_SECONDS, check_seconds};
 use super::counts::{limit, whole};
 use super::options::{DynamicCpOptions, GroupSizes};
 
-/// The size of the largest group, if nothing is wrong.
+/// Checks everything; returns the size of the largest group.
 pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> Result<usize> {
     let &DynamicCpOptions { world_size, num_stages, num_virtual_stages, max_tokens_per_rank, .. } = options;
     let size = |argument, value: usize, most: usize| check_range(argument, value as i64, 1, most as i64);
@@ -90,7 +90,7 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
     }
 }
 
-/// Bounds and numbers of micro-batches are known of four schedules.
+/// Only these four schedules have bounds and rules for the number of micro-batches.
 fn check_schedule(options: &DynamicCpOptions) -> Result<()> {
     use Schedule::{DualPipeV, Interleaved, OneForwardOneBackward, ZbV};
     let schedule = options.schedule();
@@ -102,7 +102,7 @@ fn check_schedule(options: &DynamicCpOptions) -> Result<()> {
         let requirement = "is less than two for each stage, of which \"dualpipev\" takes no fewer";
         return Err(Error::Combination { argument: "max_micro_batches", requirement });
     }
-    // Whatever is wrong with its stages, or with the number of micro-batches that is fixed.
+    // Checks the number of stages, and the number of micro-batches if it is given.
     options.pipeline(options.num_micro_batches.unwrap_or(2 * options.num_stages)).check()
 }
 
@@ -149,7 +149,7 @@ fn check_given(
     Ok(())
 }
 
-/// Seconds can be added to costs only where these are seconds, or may be.
+/// Options in seconds can only be added to costs in seconds, or to costs without a unit.
 fn check_unit(options: &DynamicCpOptions, cost_model: &CostModel) -> Result<()> {
     let seconds = [
         ("cp_seconds_per_exchange", options.communication.seconds_per_exchange),
