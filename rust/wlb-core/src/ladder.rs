@@ -47,7 +47,7 @@ impl Ladder {
 
     /// A ladder of `(weight, index)` pairs that are mostly sorted already.
     pub(crate) fn of_mostly_sorted(mut order: Vec<(f64, u32)>) -> Self {
-        order.sort_by(by_weight); // one pass, where they do
+        order.sort_by(by_weight); // one pass if they are sorted already
         Self::sorted(order)
     }
 

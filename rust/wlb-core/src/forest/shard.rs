@@ -45,7 +45,7 @@ pub type Interval = (i32, i32);
 /// * `cp_size` - number of ranks of the group.
 ///
 /// # Errors
-/// [`Error::OutOfRange`] for `cp_size`, [`Error::TotalTooLong`] for more unique tokens than int32 counts.
+/// O(m (log m + cp_size)) for `m` nodes, for each of at most 66 attempts.
 ///
 /// # Complexity
 /// O(m (log m + cp_size)) for `m` nodes, for each of at most 65 attempts.

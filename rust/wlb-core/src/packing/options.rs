@@ -86,7 +86,7 @@ pub struct PackOptions {
     pub max_tokens: i32,
     /// Method of packing.
     pub method: Method,
-    /// Global batches that are packed together (`window` in Python); only [`Method::FixedLength`] allows more than 1.
+    /// Global batches that are packed together; only [`Method::FixedLength`] allows more than 1.
     pub global_batches: usize,
     /// Treatment of documents that do not fit.
     pub leftover: Leftover,

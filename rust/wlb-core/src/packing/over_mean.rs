@@ -7,5 +7,5 @@ pub(crate) fn over_mean(part: f64, count: usize, total: f64) -> f64 {
     }
     let (count, scaled) = (count as f64, part * count as f64);
     let ratio = if scaled.is_finite() { scaled / total } else { part / total * count };
-    ratio.max(1.0) // a mean that was rounded up may lie above the largest
+    ratio.max(1.0) // a mean that was rounded up may exceed the largest value
 }

@@ -234,7 +234,7 @@ impl PackerConfig {
     /// Size of a document that is cut into pieces of at most `max_document_tokens`.
     pub(super) fn size_cut(&self, length: i32) -> i64 {
         if length <= self.max_document_tokens {
-            return self.size(length); // almost all: no division
+            return self.size(length); // the usual case, without a division
         }
         let (pieces, rest) = (length / self.max_document_tokens, length % self.max_document_tokens);
         i64::from(pieces) * self.size(self.max_document_tokens) + if rest > 0 { self.size(rest) } else { 0 }

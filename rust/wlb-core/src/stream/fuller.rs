@@ -96,7 +96,7 @@ fn put(priced: &Priced<'_>, placed: &mut Placed, index: usize, found: Option<usi
     match found {
         Some(j) => {
             priced.put(placed, index, j);
-            placed.placement.length_fallbacks += 1; // none was placed by its cost
+            placed.placement.length_fallbacks += 1; // no document is placed by cost here
         }
         None => placed.placement.leftover.push(index),
     }

@@ -35,7 +35,7 @@ pub(crate) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
     let first_fit = FirstFit::new(documents);
     let slope = |held: &Held| (held.cost - target) / (documents.max_tokens - held.tokens) as f64;
     let cost = |held: &Held| held.cost;
-    let mut by_cost: Option<Takers<_, _>> = None; // most batches need it for a few documents at the end
+    let mut by_cost: Option<Takers<_, _>> = None; // most batches need it only for a few documents at the end
     let mut unplaced = Vec::new();
     // While no micro-batch with a document lacks as much as an empty one, each document goes to the next empty one.
     let empty = held.first().map_or(0.0, slope);
@@ -315,7 +315,7 @@ impl<'a, W: Fn(&Held) -> f64, R: Ready> Takers<'a, W, R> {
     #[inline]
     fn changed(&mut self, held: &[Held], j: usize, rank: usize) {
         if self.next[j] != READY {
-            return; // it waits, and what it waited for is the earliest that it may take by now
+            return; // it still waits for the first document that it may take
         }
         if self.fits(&held[j], rank) {
             self.ready.set(j, (self.weight)(&held[j]));
