@@ -42,7 +42,7 @@ pub(crate) fn pricing<'a>(
 ) -> PyResult<Pricing<'a>> {
     let wrong = |argument, problem: &str| Err(refuse(argument, None, None, problem));
     match (cost_model, given) {
-        (Some(_), None) if limits.is_some() => wrong("limits", "are of columns of costs: pass costs"),
+        (Some(_), None) if limits.is_some() => wrong("limits", "limit columns of costs: pass costs"),
         (Some(model), None) => Ok(Pricing::Model(model)),
         (None, Some(given)) => Ok(Pricing::Given(given)),
         (Some(_), Some(_)) => wrong("costs", "take the place of cost_model: pass one of the two"),
@@ -134,7 +134,7 @@ impl CostModel {
     #[getter]
     fn terms<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let Some(terms) = self.0.terms() else {
-            let problem = "is made of measured tables, whose rates change with the length: there are no terms";
+            let problem = "was made from measured tables, whose rates change with the length, so it has no terms";
             return Err(refuse("cost_model", None, None, problem));
         };
         terms.into_py_dict(py)

@@ -804,7 +804,7 @@ pub(crate) fn column_limits(columns: Option<usize>, limits: Option<Vec<f64>>) ->
     match (columns, limits) {
         (None, None) => Ok(None),
         (None, Some(_)) => {
-            let requirement = "are of columns of costs: say how many with cost_columns";
+            let requirement = "limit cost columns: pass cost_columns";
             Err(raise(wlb_core::Error::Combination { argument, requirement }))
         }
         (Some(columns), Some(limits)) if limits.len() != columns => {

@@ -64,7 +64,7 @@ impl Question {
             if found == expected || or_one && found.is_empty() {
                 return Ok(Some(values));
             }
-            let problem = format!("has shape {found:?}, but costs ask for {expected:?}");
+            let problem = format!("has shape {found:?}, but with these costs it must have shape {expected:?}");
             Err(refuse(argument, None, None, problem))
         };
         let per_micro_batch = &shape[..=leading];

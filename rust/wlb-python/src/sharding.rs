@@ -87,7 +87,7 @@ pub(crate) fn shard(
 ) -> PyResult<Shard> {
     let strategy = choice(strategy)?;
     if max_imbalance.is_some() && !matches!(strategy, Strategy::Auto | Strategy::Adaptive) {
-        let problem = "is of strategy=\"auto\", or \"adaptive\", which tries it; the others have no choice of ranks";
+        let problem = "is only for strategy=\"auto\", and for \"adaptive\", which tries \"auto\"";
         return Err(refuse("max_imbalance", None, None, problem));
     }
     let max_imbalance = max_imbalance.unwrap_or(ShardOptions::MAX_IMBALANCE);

@@ -197,7 +197,7 @@ fn options(
     match (&packer.cost_model, costs) {
         (Some(_), Some(_)) => return wrong("costs", "take the place of cost_model: pass one of the two"),
         (None, None) => return wrong("cost_model", "is missing: pass it, or costs of the documents"),
-        (Some(_), None) if limits.is_some() => return wrong("limits", "are of columns of costs: pass costs"),
+        (Some(_), None) if limits.is_some() => return wrong("limits", "limit columns of costs: pass costs"),
         (Some(_), None) | (None, Some(_)) => {}
     }
     packer.limits = column_limits(costs.as_ref().map(|(_, _, columns)| *columns), limits)?;

@@ -161,7 +161,7 @@ pub(crate) fn check_limits(limits: &[f64], columns: usize) -> Result<Vec<Option<
         return Err(Error::Entry { argument, index, value, requirement: "must be above 0, infinite for none" });
     }
     if limits.iter().all(|limit| limit.is_finite()) {
-        let requirement = "leave no column that takes time: what has a limit is memory";
+        let requirement = "leave no column that takes time: a column with a limit is memory";
         return Err(Error::Combination { argument, requirement });
     }
     Ok(limits.iter().map(|&limit| limit.is_finite().then_some(limit)).collect())

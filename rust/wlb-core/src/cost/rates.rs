@@ -49,7 +49,7 @@ pub(super) fn check_local(argument: &'static str, terms: &[(i32, f64)], mask: Ma
         return Ok(());
     }
     if mask != Mask::Causal {
-        let requirement = "need causal=True: a window or chunk without a causal mask has no one meaning";
+        let requirement = "need causal=True: windows and chunks are defined only for causal masks";
         return Err(Error::Combination { argument, requirement });
     }
     let mut previous = 0;

@@ -66,7 +66,7 @@ impl Node {
         ];
         match pairs.into_iter().find(|&(_, inside, across)| inside > across) {
             Some((argument, ..)) => {
-                let requirement = "is more than what the same costs across nodes (without _in_node): give both";
+                let requirement = "exceeds its value across nodes (the argument without _in_node): pass both";
                 Err(Error::Combination { argument, requirement })
             }
             None => Ok(()),

@@ -54,7 +54,7 @@ pub fn step_seconds(groups: &[Group], group_offsets: &[usize], options: &Dynamic
             ranks += group.cp_size as usize;
         }
         if ranks != options.world_size {
-            let requirement = "must be those of groups that are all ranks of their micro-batch";
+            let requirement = "must cover all ranks of every micro-batch";
             return Err(Error::Combination { argument: "cp_sizes", requirement });
         }
     }

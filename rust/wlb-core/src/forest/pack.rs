@@ -111,7 +111,7 @@ pub fn pack_forest(forest: &PrefixForest, options: &ForestOptions, model: &CostM
     let documents = options.for_documents();
     documents.check(forest.num_samples(), "samples")?;
     if model.mask() == Mask::Full {
-        let requirement = "causal=False: under a full mask what a token sees depends on what comes behind it, so that \
+        let requirement = "causal=False: under a full mask tokens see later tokens, so that \
                            nothing can be shared";
         return Err(Error::Combination { argument: "cost_model", requirement });
     }
@@ -133,7 +133,7 @@ pub fn pack_forest(forest: &PrefixForest, options: &ForestOptions, model: &CostM
     let found = match options.num_micro_batches {
         Some(total) => batch.attempt(total / dp_size).ok_or(Error::Combination {
             argument: "num_micro_batches",
-            requirement: "found no plan in which these hold all samples: None takes as many as are needed",
+            requirement: "found no plan that fits all samples into this number: None takes as many as needed",
         })?,
         None => batch.fewest()?,
     };
@@ -253,7 +253,7 @@ impl<'a> Batch<'a> {
             groups: groups(leaves, &options.groups),
         };
         if options.equal_documents && batch.on_ranks(forest.num_samples()).is_none() {
-            let requirement = "found no way to give every rank as many samples, in groups of these sizes";
+            let requirement = "found no way to give all ranks equally many samples with groups of these sizes";
             return Err(Error::Combination { argument: "equal_documents", requirement });
         }
         Ok(batch)

@@ -95,7 +95,7 @@ impl ForestPlan {
         match self.ranks {
             Some(ranks) if ranks.dp_size == dp_size => Ok((0..total).collect()),
             Some(_) => {
-                let requirement = "the plan was made for another number of ranks, and its samples lie where those need";
+                let requirement = "the plan was made for another number of ranks; pack again with this dp_size";
                 Err(Error::Combination { argument: "dp_size", requirement })
             }
             None => Ok(deal(&self.costs, dp_size)),

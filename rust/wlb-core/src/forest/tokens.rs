@@ -26,7 +26,7 @@ impl<'a, T: Copy + Ord> Samples<'a, T> {
             return match offsets {
                 [0] if tokens.is_empty() => Ok(Self { tokens, offsets }),
                 [] => Err(Error::Combination { argument, requirement: "needs one entry more than there are samples" }),
-                _ => entry(0, "must be 0, and the tokens without samples none"),
+                _ => entry(0, "must be 0, without any tokens, if there are no samples"),
             };
         };
         if *first != 0 {

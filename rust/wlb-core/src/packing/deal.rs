@@ -52,8 +52,7 @@ impl Packing {
             return Err(Error::Indivisible { argument: "dp_size", value: saturating_i64(dp_size), total });
         }
         if let Some(ranks) = self.ranks {
-            let requirement =
-                "the packing was made for another number of ranks, and its documents lie where those need";
+            let requirement = "the packing was made for another number of ranks; pack again with this dp_size";
             let other = Err(Error::Combination { argument: "dp_size", requirement });
             return if ranks.dp_size == dp_size { Ok((0..total).collect()) } else { other };
         }

@@ -97,7 +97,7 @@ fn pack_given(
     let priced = Priced { lengths, costs, num_micro_batches, max_tokens, max_documents: None, cost_model: None };
     let placed = match method {
         Method::Original if costs.limits().iter().any(Option::is_some) => {
-            let requirement = "method=\"original\" cuts where max_tokens is full, and would exceed them";
+            let requirement = "method=\"original\" cuts only by max_tokens, so it could exceed them";
             return Err(Error::Combination { argument: "limits", requirement });
         }
         Method::Original => return Ok(original::pack(lengths, num_micro_batches, max_tokens, costs.into())),

@@ -61,7 +61,7 @@ impl PipelineOptions {
                 return refuse("num_virtual_stages", num_virtual_stages, "has two stages on each rank");
             }
             if schedule == Schedule::DualPipeV && num_micro_batches < self.total_stages() {
-                return refuse("num_micro_batches", num_micro_batches, "takes no fewer than two for each rank");
+                return refuse("num_micro_batches", num_micro_batches, "needs at least two for each rank");
             }
         } else if num_virtual_stages != 1 {
             return refuse("num_virtual_stages", num_virtual_stages, "has one stage on each rank");

@@ -176,7 +176,7 @@ fn ranks_of_stages(orders: &[Vec<Op>], total_stages: usize, num_micro_batches: u
         Some(cell) => {
             // No rank has ops of this stage, so the error names the end of the last rank's order.
             let rank = ranks[cell % total_stages].min(orders.len() - 1);
-            let problem = "ends, and an op of one of its stages is missing";
+            let problem = "the order ends, but an op of one of its stages is missing";
             Err(Error::Order { rank, position: orders[rank].len(), problem })
         }
     }

@@ -109,7 +109,7 @@ pub fn pack_for_ranks<'a>(lengths: &Lengths, options: &RankOptions, costs: impl 
     let dp_size = options.dp_size();
     let (rounds, ranks) = match options.num_micro_batches {
         Some(total) => batch.attempt(total / dp_size).map(|ranks| (total / dp_size, ranks)).ok_or_else(|| {
-            let requirement = "found no plan in which these hold all documents: None takes as many as are needed";
+            let requirement = "found no plan that fits all documents into this number: None takes as many as needed";
             Error::Combination { argument: "num_micro_batches", requirement }
         }),
         None => batch.fewest(options.multiple_of / gcd(options.multiple_of, dp_size)),
@@ -159,7 +159,7 @@ impl<'a> Batch<'a> {
         let limits = Limits { tokens: i64::from(options.max_tokens), documents };
         let batch = Self { options, items, places, members, groups, limits, micro_batch: 0.0, start: None };
         if options.equal_documents && batch.shared_out(ANY as usize).is_none() {
-            let requirement = "found no way to give every rank as many documents, in groups of these sizes";
+            let requirement = "found no way to give all ranks equally many documents with groups of these sizes";
             return Err(Error::Combination { argument: "equal_documents", requirement });
         }
         Ok(batch)

@@ -70,13 +70,12 @@ impl ShardOptions {
         let kernel = match kernel {
             Some(kernel) if needs_kernel => kernel,
             Some(_) => {
-                let requirement =
-                    "is given with strategy=\"adaptive\" or with \"hybrid\" without a threshold, and only there";
+                let requirement = "is only for strategy=\"adaptive\", and for \"hybrid\" without a threshold";
                 return wrong("kernel_model", requirement);
             }
             None if cp_seconds_per_key > 0.0 && !needs_kernel => {
-                let requirement =
-                    "is added to the latencies of a kernel_model: give one, with strategy=\"adaptive\" or \"hybrid\"";
+                let requirement = "needs a kernel_model, with strategy=\"adaptive\" or \"hybrid\": it is added to the \
+                                   latencies of the model";
                 return wrong("cp_seconds_per_key", requirement);
             }
             None => return Ok(self.clone()),

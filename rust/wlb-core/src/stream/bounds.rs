@@ -394,7 +394,7 @@ impl Packer {
         check_range("tokens_per_batch", tokens_per_batch, 1, i64::MAX)?;
         check_range("most", most, 0, MAX_EARLY)?;
         let Some(model) = &self.config.cost_model else {
-            let requirement = "is missing: where documents bring their costs, none comes early";
+            let requirement = "is missing: documents come early only with a cost model, not if they bring their costs";
             return Err(Error::Combination { argument: "cost_model", requirement });
         };
         let costs: Vec<f64> =

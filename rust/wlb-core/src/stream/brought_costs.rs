@@ -51,7 +51,7 @@ impl Packer {
                 return Err(Error::Combination { argument, requirement });
             }
             (None, Some(_)) => {
-                let requirement = "have no meaning for this packer, which prices by its cost_model: make it with \
+                let requirement = "must not be given: this packer has a cost_model; make it with \
                                    cost_columns instead";
                 return Err(Error::Combination { argument, requirement });
             }

@@ -182,7 +182,8 @@ impl PackerConfig {
         if let Some(value) = self.shape.max_cost {
             let argument = "max_step_cost";
             if self.release != Release::Adaptive {
-                let requirement = "needs release=\"adaptive\", without outlier_thresholds: queues let documents of a kind go together, all at once";
+                let requirement = "needs release=\"adaptive\", without outlier_thresholds: queues release \
+                                   documents of a kind all at once";
                 return wrong(argument, requirement);
             }
             if !(value.is_finite() && value > 0.0) {
@@ -309,7 +310,7 @@ impl StepShape {
         if let Some(padding) = &self.padding
             && (!padding.is_sound() || padding.most(max_tokens)? != max_tokens)
         {
-            let requirement = "is none of the sizes that micro-batches are padded to: take the largest within it";
+            let requirement = "is no padded size of micro-batches: pass the largest one within it";
             return Err(Error::Combination { argument: "max_tokens", requirement });
         }
         if self.is_arranged() && limits.is_some_and(|limits| limits != [None]) {

@@ -164,7 +164,7 @@ impl Packer {
     /// ```
     pub fn set_cost_model(&mut self, cost_model: CostModel) -> Result<()> {
         let Some(before) = &self.config.cost_model else {
-            let requirement = "has no meaning for this packer, whose documents bring their costs: push other costs";
+            let requirement = "cannot be set: documents of this packer bring their costs; push other costs";
             return Err(Error::Combination { argument: "cost_model", requirement });
         };
         if *before == cost_model {

@@ -89,7 +89,7 @@ impl Packer {
             Error::Combination { argument: "ids", requirement: "int64 has no further running number; pass ids" };
         let Some(ids) = ids else {
             if starts.is_some() {
-                let requirement = "have a meaning only with ids, which say whose pieces they are";
+                let requirement = "need ids, which name the documents of the pieces";
                 return Err(Error::Combination { argument: "starts", requirement });
             }
             if lengths.is_empty() {
@@ -124,7 +124,7 @@ impl Packer {
         let Some(early) = early else { return Ok(()) };
         let argument = "early";
         if self.config.release != Release::Adaptive {
-            let requirement = "has a meaning only with release=\"adaptive\": queues do not ask when a document comes";
+            let requirement = "is only for release=\"adaptive\": queues ignore the turn of a document";
             return Err(Error::Combination { argument, requirement });
         }
         if early.len() != lengths.len() {

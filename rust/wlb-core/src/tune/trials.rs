@@ -39,7 +39,7 @@ impl<'a> Trials<'a> {
         sample.check(&config)?;
         check_range("max_early", options.max_early, 0, MAX_EARLY)?;
         if options.max_early > 0 && config.cost_model.is_none() {
-            let requirement = "needs a cost model: where documents bring their costs, none comes early";
+            let requirement = "needs a cost model: documents that bring their costs never come early";
             return Err(Error::Combination { argument: "max_early", requirement });
         }
         let reading = Reading::new(sample, &config, options.max_early)?;

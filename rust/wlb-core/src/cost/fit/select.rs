@@ -93,7 +93,7 @@ pub fn fit_rates(columns: &[Column], seconds: &[f64]) -> Result<Fit> {
     }
     let least = least_rows(columns.len());
     if seconds.len() < least {
-        let requirement = "rows are too few: a fit takes two for each term, and eight at least";
+        let requirement = "rows are too few: a fit needs two for each term, and at least eight";
         return Err(Error::Number { argument: "micro_batches", value: seconds.len() as f64, requirement });
     }
     let work: Vec<Vec<f64>> = columns.iter().map(|column| column.work.clone()).collect();

@@ -102,13 +102,13 @@ impl CostModel {
         if !terms.contains(&Term::MicroBatches)
             && let Some(index) = micro_batches.iter().position(|lengths| lengths.is_empty())
         {
-            let requirement = "documents: an empty micro-batch costs something only by the term \"micro_batches\"";
+            let requirement = "documents: an empty micro-batch has a time only with the term \"micro_batches\"";
             return Err(Error::Entry { argument: "micro_batches", index, value: 0.0, requirement });
         }
         let mut lengths = micro_batches.iter().copied().flatten();
         let first = lengths.next();
         if first.is_some() && lengths.all(|length| Some(length) == first) {
-            let requirement = "all documents have the same length: times of others are needed to tell terms apart";
+            let requirement = "all documents have the same length: measure other lengths, too, to tell terms apart";
             return Err(Error::Combination { argument: "micro_batches", requirement });
         }
         let column = |&term: &Term| {
@@ -136,7 +136,7 @@ impl CostModel {
         };
         let model = Self::from_rates(&rates).map_err(|_| Error::Combination {
             argument: "seconds",
-            requirement: "do not grow with the documents: every micro-batch takes as long, whatever is in it",
+            requirement: "do not grow with the documents: every micro-batch takes equally long",
         })?;
         list_as_a_model_does(&mut fit);
         Ok((model, fit))
@@ -172,7 +172,7 @@ fn terms_of(options: &FitOptions) -> Result<Vec<Term>> {
         .filter(asked)
         .collect();
     if terms.iter().all(|&term| term == Term::MicroBatches) {
-        let requirement = "none of them is a cost of documents";
+        let requirement = "must include a cost of documents, not only \"micro_batches\"";
         return Err(Error::Combination { argument: "terms", requirement });
     }
     Ok(terms)
