@@ -46,7 +46,7 @@ use super::pricing::Pricing;
 /// let (method, leftover) = (Method::VarLength, Leftover::Error);
 /// let options = PackOptions { num_micro_batches: 2, max_tokens: 1500, method, global_batches: 1, leftover };
 /// let packing = pack(&lengths, &options, &cost)?;
-/// The longest document alone is all the work of its micro-batch, and no micro-batch can be lighter.
+/// // The longest document alone is all the work of its micro-batch, and no micro-batch can be lighter.
 /// assert_eq!(packing.assignment, [0, 1, 1, 1, 1]);
 /// assert!(packing.max_cost() == packing.lower_bound());
 /// # Ok::<(), wlb_core::Error>(())
@@ -206,7 +206,7 @@ pub(crate) fn check_fit(lengths: &[i32], max_tokens: i32) -> Result<()> {
 /// let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
 /// let (method, leftover) = (Method::VarLength, Leftover::Error);
 /// let options = PackOptions { num_micro_batches: 1, max_tokens: 1000, method, global_batches: 1, leftover };
-/// Two micro-batches hold the 1,900 tokens. With `multiple_of = 4` there are four, one for each of four ranks.
+/// // Two micro-batches hold the 1,900 tokens. With `multiple_of = 4` there are four, one for each of four ranks.
 /// assert_eq!(pack_whole(&lengths, 2, &options, &cost)?.num_micro_batches(), 2);
 /// assert_eq!(pack_whole(&lengths, 4, &options, &cost)?.num_micro_batches(), 4);
 /// # Ok::<(), wlb_core::Error>(())

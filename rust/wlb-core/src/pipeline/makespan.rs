@@ -34,7 +34,7 @@ impl Pipeline {
     /// let schedule = Schedule::OneForwardOneBackward;
     /// let options = PipelineOptions { schedule, num_stages: 2, num_virtual_stages: 1, num_micro_batches: 2 };
     /// let pipeline = Pipeline::new(&options)?;
-    /// 3 s on each of two stages: two micro-batches, and one forward and one backward to fill and drain.
+    /// // 3 s on each of two stages: two micro-batches, and one forward and one backward to fill and drain.
     /// let seconds = pipeline.makespan(&Times::per_micro_batch(&[6.0, 6.0])?, &mut Buffers::default())?;
     /// assert_eq!(seconds, 9.0);
     /// # Ok::<(), wlb_core::Error>(())

@@ -87,7 +87,7 @@ const ANY: i64 = 1 << 31;
 /// let packing = pack_for_ranks(&lengths, &options, &cost)?;
 /// let dealt = packing.deal(2)?;
 /// let sum = |rank: &[usize]| rank.iter().map(|&j| packing.costs[j]).sum::<f64>();
-/// Three micro-batches on each rank: five would hold these documents, but both ranks need the same number.
+/// // Three micro-batches on each rank: five would hold these documents, but both ranks need the same number.
 /// assert_eq!(dealt.chunks(3).map(sum).collect::<Vec<_>>(), [1300.0, 1300.0]);
 /// # Ok::<(), wlb_core::Error>(())
 /// ```

@@ -51,7 +51,7 @@ impl ShardOptions {
     /// let (strategy, mask) = (Strategy::Adaptive, Mask::Causal);
     /// let (hybrid_threshold, max_imbalance) = (None, 1.01);
     /// let options = ShardOptions { cp_size: 4, strategy, mask, hybrid_threshold, max_imbalance };
-    /// A single document is even in any case, so the preferred strategy wins.
+    /// // A single document is even in any case, so the preferred strategy wins.
     /// let resolved = options.resolve(&Lengths::new("lengths", &[65536])?, Some(&kernel), 0.0)?;
     /// assert_eq!(resolved.strategy, Strategy::PerSequence);
     /// # Ok::<(), wlb_core::Error>(())

@@ -22,7 +22,7 @@ use super::step_cost::Arrived;
 ///     max_tokens: 1000,
 ///     max_document_tokens: 1000,
 ///     oversize: Oversize::Error,
-/// Documents of at least 800 tokens wait until there are two of them.
+///     // Documents of at least 800 tokens wait until there are two of them.
 ///     outlier_thresholds: vec![800],
 ///     release: Release::Fifo,
 ///     delay_price: None,
@@ -157,7 +157,7 @@ impl Packer {
     /// # })?;
     /// let lengths = Lengths::new("lengths", &[40, 20, 20])?;
     /// assert_eq!(packer.push(&lengths, None)?.tokens, [40, 40]);
-    /// Now attention costs, too, and the long document is the heavier half.
+    /// // Now attention costs, too, and the long document is the heavier half.
     /// packer.set_cost_model(CostModel::analytic(1.0, 1.0, Mask::Causal)?)?;
     /// assert_eq!(packer.push(&lengths, None)?.costs, [40.0 * 41.0 / 2.0 + 40.0, 20.0 * 21.0 + 40.0]);
     /// # Ok::<(), wlb_core::Error>(())
