@@ -23,8 +23,8 @@ class FeedForward(Block):
         router_bias: the router has a bias.
         shared_width: width of all shared experts together, which every token visits; 0: none.
         shared_gate: the output of the shared experts is multiplied by a gate (Qwen2-MoE).
-        latent_size: width of the rows that experts work on, with one projection before them and one after (Nemotron-H); 0:
-            the layer's own rows.
+        latent_size: width of the rows that experts work on, with one projection before them and one after
+            (Nemotron-H); 0: the layer's own rows.
 
     Raises:
         WlbError: naming the first size that makes no sense.
