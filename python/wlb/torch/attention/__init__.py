@@ -34,8 +34,10 @@ def context_parallel_attention(
     transport: Transport = "all_gather",
     ulysses_size: int | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     kernel: kernels.KernelName = "auto",
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -50,8 +52,10 @@ def context_parallel_attention(
     transport: Transport = "all_gather",
     ulysses_size: int | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     kernel: kernels.KernelName = "auto",
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -65,8 +69,10 @@ def context_parallel_attention(
     transport: Transport = "all_gather",
     ulysses_size: int | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     kernel: kernels.KernelName = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -96,9 +102,9 @@ def context_parallel_attention(
     does: every rank must run it, also one without tokens. What a rank has to do is derived from the shard once, and
     kept for all layers: by the first, or before it by `prepare_attention`.
 
-    Sinks (gpt-oss: a logit of each head that takes a share of the softmax) are composed with `return_lse`, gradients
-    included: `out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)`. Values of another width than keys (MLA)
-    are padded, which is exact. Scores are not capped (softcap): no composition of outputs does it.
+    Sinks (gpt-oss) are exact on every transport with every kernel: they join the softmax once, when all keys have.
+    `reference`, flash-attn 2, 3 and 4 cap scores. Values narrower than keys (MLA: 192 and 128) are computed as they
+    are by `reference`, flash-attn 3 and flash-attn 4; for other kernels they are padded with zeros, which is exact.
 
     Tensors are computed in the dtype in which they come, also under `torch.autocast`, which is off inside. What is
     float32 there (a rotary embedding may be) must be cast before to run on a flash kernel.
@@ -110,21 +116,23 @@ def context_parallel_attention(
     Args:
         q: Queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.
         k: Keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
-        v: Values `[tokens of this rank, kv_heads, value_dim]`; narrower ones than keys, or wider, are padded to them
-            with zeros, or these to them.
+        v: Values `[tokens of this rank, kv_heads, value_dim]`, of any width.
         shard: How the whole micro-batch lies on the ranks; the same on all. In that of a forest a token attends to
             itself and all tokens before it on its path.
         group: The context-parallel group, of `shard.cp_size` ranks. None: one process holds everything.
         transport: How keys and queries meet; see above.
         ulysses_size: For `usp`: ranks that share heads. Divides the group's size.
         softmax_scale: Factor of the scores; None: `head_dim ** -0.5`.
+        softcap: Scaled scores become `softcap * tanh(score / softcap)` (Gemma 2), before any bias. None: they stay.
         window: A token sees tokens less than this many positions away: with 1, itself. None, or from 2**31 - 1 on: any.
         alibi_slopes: float `[heads]`, without gradient: `slope * distance in the document` is subtracted from scores.
-        kernel: `flash_attn` (2 or 3, must be installed), `varlen` (torch's own flash kernels), `reference` (softmax
+        sinks: Floating point `[heads]`: a logit of each head that takes a share of the softmax and has no value. Has a
+            gradient, of this rank's tokens: sum it over the ranks, as those of other parameters.
+        kernel: `flash_attn` (2, 3 or 4, must be installed), `varlen` (torch's own flash kernels), `reference` (softmax
             written out: exact, slow, any device and dtype), or `auto`: the fastest that can do it here (on a CPU
             torch's flash attention for it).
 
-        return_lse: Also gives the log-sum-exp of the scores; the same on all ranks.
+        return_lse: Also gives the log-sum-exp of the scores, and of the sinks; the same on all ranks.
 
     Returns:
         Output `[tokens of this rank, heads, value_dim]`; with `return_lse` it and the log-sum-exp, float `[tokens of
@@ -138,8 +146,10 @@ def context_parallel_attention(
         "transport": transport,
         "ulysses_size": ulysses_size,
         "softmax_scale": softmax_scale,
+        "softcap": softcap,
         "window": window,
         "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
         "kernel": kernel,
         "return_lse": return_lse,
     }
@@ -162,8 +172,10 @@ def _attend(
     transport: Transport,
     ulysses_size: int | None,
     softmax_scale: float | None,
+    softcap: float | None,
     window: int | None,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     kernel: kernels.KernelName,
     return_lse: bool,
     with_lse: bool = False,
@@ -179,27 +191,32 @@ def _attend(
     degree = arguments.check_transport(transport, ulysses_size, size)
     arguments.check_tensors(q, k, v, shard, rank)
     arguments.check_heads(transport, degree, q.shape[1], k.shape[1])
-    arguments.check_scores(q, softmax_scale, window, alibi_slopes)
+    arguments.check_scores(q, softmax_scale, softcap, window, alibi_slopes, sinks)
     window = arguments.reach(window)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
     value_dim = v.shape[2]
-    q, k, v = arguments.of_one_width(q, k, v)
     shown = return_lse or with_lse
-    if known is not None and value_dim < q.shape[2]:
-        known = pad(known[0], (0, q.shape[2] - value_dim)), known[1]
-    if alibi_slopes is not None:
-        share = q.shape[1] // degree
-        alibi_slopes = alibi_slopes[rank % degree * share :][:share]
+    share = q.shape[1] // degree
+    alibi_slopes, sinks = (
+        x if x is None or degree == 1 else x[rank % degree * share :][:share] for x in (alibi_slopes, sinks)
+    )
     causal = isinstance(shard, wlb.ForestShard) or shard.causal
     aligned = size == degree or (transport in ("all_gather", "fetch") and causal)
+    more = return_lse * LSE_CHANNELS
     chosen = kernels.choose(
         kernel,
         q,
-        width=q.shape[2] + return_lse * LSE_CHANNELS,
+        value_dim=value_dim,
+        more=more,
         scale=scale,
+        softcap=softcap,
         alibi_slopes=alibi_slopes,
         alibi_aligned=aligned,
     )
+    width = kernels.value_width(chosen, q, value_dim, more)
+    q, k, v = arguments.of_one_width(q, k, v)
+    if known is not None and value_dim < width:
+        known = pad(known[0], (0, width - value_dim)), known[1]
 
     def given(out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         if value_dim < out.shape[2]:
@@ -211,16 +228,17 @@ def _attend(
         fetch = transport == "fetch"
         keys = plan.keys_plan(shard, rank, fetch=fetch, window=window, biased=biased, device=q.device)
         exchange = KeysExchange(keys, fetch, group, parts=1 if biased else head_parts(keys, k))
-        return given(*attention(q, k, v, exchange, chosen, with_lse=shown, known=known))
+        return given(*attention(q, k, v, exchange, chosen, width, sinks=sinks, with_lse=shown, known=known))
     in_block, over_blocks = plan.ring_plan(shard, rank, degree=degree, window=window, biased=biased, device=q.device)
     ring = Ring(over_blocks, range(rank % degree, size, degree), group)
     if in_block is None:
-        return given(*attention(q, k, v, ring, chosen, with_lse=shown, known=known))
+        return given(*attention(q, k, v, ring, chosen, width, sinks=sinks, with_lse=shown, known=known))
     block = rank - rank % degree
     heads = HeadsExchange(in_block, range(block, block + degree), group)
     if known is not None:
         known = heads.split_heads(known[0]), heads.split_heads(known[1].unsqueeze(-1)).squeeze(-1)
-    out, lse = attention(*split_heads(q, k, v, heads), ring, chosen, with_lse=shown, known=known)
+    q, k, v = split_heads(q, k, v, heads)
+    out, lse = attention(q, k, v, ring, chosen, width, sinks=sinks, with_lse=shown, known=known)
     if lse is not None:
         lse = join_heads(lse.unsqueeze(-1).contiguous(), heads).squeeze(-1)
     return given(join_heads(out, heads), lse)

@@ -153,13 +153,24 @@ def _shared(degree: int, heads: int, kv_heads: int) -> bool:
     return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 
-def check_scores(q: Tensor, softmax_scale: float | None, window: int | None, alibi_slopes: Tensor | None) -> None:
-    """Checks scale, window and ALiBi slopes against the queries."""
-    if softmax_scale is not None:
-        check_positive("softmax_scale", softmax_scale)
+def check_scores(
+    q: Tensor,
+    softmax_scale: float | None,
+    softcap: float | None,
+    window: int | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """Checks scale, cap, window, ALiBi slopes and sinks against the queries."""
+    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+        if value is not None:
+            check_positive(name, value)
     check_window(window)
-    if alibi_slopes is not None:
-        _check_slopes(alibi_slopes, q)
+    for name, of_heads in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if of_heads is not None:
+            _check_of_heads(name, of_heads, q)
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise error("alibi_slopes", "requires a gradient, and gets none", value=alibi_slopes.requires_grad)
 
 
 def reach(window: int | None) -> int | None:
@@ -173,11 +184,10 @@ def check_window(window: int | None) -> None:
         raise error("window", f"= {window!r}: a positive number of tokens, or None", value=window)
 
 
-def _check_slopes(slopes: Tensor, q: Tensor) -> None:
-    if not isinstance(slopes, Tensor) or slopes.shape != q.shape[1:2] or not slopes.is_floating_point():
-        found = f"{slopes.dtype} {list(slopes.shape)}" if isinstance(slopes, Tensor) else type(slopes).__name__
-        raise error("alibi_slopes", f"is {found}, not floating point [{q.shape[1]}], one for each head", value=found)
-    if slopes.device != q.device:
-        raise error("alibi_slopes", f"is on {slopes.device}, q on {q.device}", value=slopes.device)
-    if slopes.requires_grad:
-        raise error("alibi_slopes", "requires a gradient, and gets none", value=slopes.requires_grad)
+def _check_of_heads(name: str, x: Tensor, q: Tensor) -> None:
+    """One number for each query head."""
+    if not isinstance(x, Tensor) or x.shape != q.shape[1:2] or not x.is_floating_point():
+        found = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise error(name, f"is {found}, not floating point [{q.shape[1]}], one for each head", value=found)
+    if x.device != q.device:
+        raise error(name, f"is on {x.device}, q on {q.device}", value=x.device)

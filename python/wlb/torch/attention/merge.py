@@ -64,14 +64,24 @@ class KeyExchange(Protocol):
         ...
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Lets the sinks take their share of an output `[rows, heads, value_dim]`, and adds them to its log-sum-exp.
+
+    That is `[heads, rows]`; both are changed in place.
+    """
+    sinks = sinks.to(lse.dtype).unsqueeze(1)
+    out.mul_(torch.sub(lse, sinks).sigmoid_().t().unsqueeze(-1))
+    torch.logaddexp(lse, sinks, out=lse)
+
+
 class _Merged:
     """Attention over the keys seen so far. It begins as what is added first, if that is for all queries.
 
     Sums of log-sum-exps are float64: their rounding, in units of their size, is a relative error of the weights.
     """
 
-    def __init__(self, q: Tensor) -> None:
-        self._q = q
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
         self._parts: tuple[Tensor, Tensor] | None = None
 
     def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
@@ -102,22 +112,25 @@ class _Merged:
 
     def _so_far(self) -> tuple[Tensor, Tensor]:
         """In the dtypes of sums; what no call has yet been for is 0, and its log-sum-exp -inf."""
-        dtype = accumulator(self._q.dtype)
+        dtype = accumulator(self._like.dtype)
         if self._parts is None:
-            lse = self._q.new_full(self._q.shape[:2], -torch.inf, dtype=torch.float64)
-            self._parts = self._q.new_zeros(self._q.shape, dtype=dtype), lse
+            lse = self._like.new_full(self._like.shape[:2], -torch.inf, dtype=torch.float64)
+            self._parts = self._like.new_zeros(self._like.shape, dtype=dtype), lse
         total, lse = self._parts
         if lse.dtype != torch.float64 or total.dtype != dtype:
             self._parts = total.to(dtype), lse.to(torch.float64, memory_format=torch.contiguous_format)
         return self._parts
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Output like the queries, and log-sum-exp `[heads, tokens]`."""
+    def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output in the dtype of the queries, and log-sum-exp `[heads, tokens]`."""
         out, lse = self._parts or self._so_far()
+        if sinks is not None:
+            out, lse = self._so_far()
+            add_sinks(out, lse.t(), sinks)
         of_kernel = lse.t()
-        if of_kernel.dtype != accumulator(self._q.dtype) or not of_kernel.is_contiguous():
-            of_kernel = of_kernel.to(accumulator(self._q.dtype), memory_format=torch.contiguous_format, copy=True)
-        return out.to(self._q.dtype), of_kernel
+        if of_kernel.dtype != accumulator(self._like.dtype) or not of_kernel.is_contiguous():
+            of_kernel = of_kernel.to(accumulator(self._like.dtype), memory_format=torch.contiguous_format, copy=True)
+        return out.to(self._like.dtype), of_kernel
 
 
 class _Sum:
@@ -154,13 +167,13 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _keys(keys: Keys, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Keys and values of a call."""
+def _keys(keys: Keys, rows: Rows, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a call, without the zeros that make the values as wide as the keys."""
     if isinstance(keys, tuple):
-        k, v = keys
-        return pick(k, rows), pick(v, rows)
-    k, v = pick(keys, rows).unbind(1)
-    return k, v
+        k, v = (pick(x, rows) for x in keys)
+    else:
+        k, v = pick(keys, rows).unbind(1)
+    return k, v if v.shape[2] == value_dim else v[..., :value_dim]
 
 
 class _Attention(torch.autograd.Function):
@@ -171,19 +184,23 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         exchange: KeyExchange,
         kernel: Kernel,
+        value_dim: int,
         with_lse: bool,
         known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.exchange, ctx.kernel, ctx.with_lse, ctx.places = exchange, kernel, with_lse, None
+        ctx.exchange, ctx.kernel, ctx.value_dim, ctx.with_lse, ctx.places = exchange, kernel, value_dim, with_lse, None
         if known is not None:
             again = known[0].clone(), known[1].clone() if with_lse else None
-            ctx.save_for_backward(q, k, v, again[0], known[1].t().contiguous())
+            ctx.save_for_backward(q, k, v, sinks, known[1], again[0], known[1].t().contiguous())
             return again
-        merged = None if exchange.once else _Merged(q)
+        like = q if q.shape[2] == value_dim else q[..., :value_dim]
+        merged = None if exchange.once else _Merged(like)
         out: Tensor | None = None
-        shown = q.new_empty(q.shape[:2], dtype=accumulator(q.dtype)) if with_lse else None
+        seen = with_lse or sinks is not None
+        shown = q.new_empty(q.shape[:2], dtype=accumulator(q.dtype)) if seen else None
         lses: list[Tensor] = []
         places: dict[tuple[int, int], int] = {}  # of the log-sum-exp of each call, by the part of the heads
 
@@ -192,19 +209,24 @@ class _Attention(torch.autograd.Function):
             queries = heads.of(q)
             for call in calls:
                 rows = call.q_rows
-                given = (queries_of(queries, rows), *_keys(keys, call.k_rows), call)
+                given = (queries_of(queries, rows), *_keys(keys, call.k_rows, value_dim), call)
                 if merged is not None:
                     merged.add(call, *kernel.forward(*given))
                     continue
                 if rows is None and heads.parts == 1:  # one call over all rows: nothing to merge
-                    out, lse = kernel.forward(*given)
+                    out, lse = part, _ = kernel.forward(*given)
                 else:
-                    out = q.new_empty(q.shape) if out is None else out
+                    out = q.new_empty(like.shape) if out is None else out
                     if isinstance(rows, Tensor):
                         part, lse = kernel.forward(*given)
-                        put(heads.of(out), rows, part)
                     else:
-                        _, lse = kernel.forward(*given, heads.of(out))
+                        part, lse = kernel.forward(*given, heads.of(out))
+                if sinks is not None:
+                    own = slice(None) if isinstance(rows, Tensor) or rows is None else rows
+                    add_sinks(part[own], lse[:, own], heads.of(sinks[None])[0])
+                if isinstance(rows, Tensor):
+                    assert out is not None
+                    put(heads.of(out), rows, part)
                 places[heads.part, id(call)] = len(lses)
                 lses.append(lse)
                 if shown is not None:
@@ -212,29 +234,29 @@ class _Attention(torch.autograd.Function):
 
         exchange.forward(k, v, attend)
         if merged is not None:
-            out, lse = merged.result()
+            out, lse = merged.result(sinks)
             lses.append(lse)
-            shown = lse.t().contiguous() if with_lse else None
+            shown = lse.t().contiguous() if seen else None
         elif out is None:
-            out = q.new_empty(q.shape)
-        ctx.save_for_backward(q, k, v, out, *lses)
+            out = q.new_empty(like.shape)
+        ctx.save_for_backward(q, k, v, sinks, shown if sinks is not None else None, out, *lses)
         if merged is None:
             ctx.places = places
-        return out, shown
+        return out, shown if with_lse else None
 
     @staticmethod
     @_without_autocast
     @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, d_out: Tensor, d_lse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
-        q, k, v, out, *lses = ctx.saved_tensors
-        width = q.shape[2]
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, shown, out, *lses = ctx.saved_tensors
+        width, value_dim = q.shape[2], ctx.value_dim
         if ctx.with_lse:
             assert d_lse is not None
             q, k, v, out, d_out = _with_lse(q, k, v, out, d_out, d_lse)
+            value_dim += LSE_CHANNELS
         once = ctx.exchange.once
         d_out = d_out.contiguous()
+        d_sinks = None if sinks is None else _of_sinks(sinks, shown, out, d_out)
         dq = q.new_empty(q.shape) if once else q
         total = _Sum(q)
 
@@ -250,7 +272,7 @@ class _Attention(torch.autograd.Function):
                     if isinstance(rows, Tensor):
                         lse = lse.index_select(1, rows)
                 call_d_out, call_q, call_out = (queries_of(x, rows) for x in mine)
-                given = (call_d_out, call_q, *_keys(keys, call.k_rows), call_out, lse, call)
+                given = (call_d_out, call_q, *_keys(keys, call.k_rows, value_dim), call_out, lse, call)
                 if once and not isinstance(rows, Tensor):
                     ctx.kernel.backward(*given, (heads.of(dq), d_call))
                     continue
@@ -265,7 +287,14 @@ class _Attention(torch.autograd.Function):
         if ctx.with_lse:
             dq, d_keys = dq[..., :width], d_keys[..., :width]
         dk, dv = d_keys.to(k.dtype).unbind(1)
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, d_sinks, None, None, None, None, None
+
+
+def _of_sinks(sinks: Tensor, lse: Tensor, out: Tensor, d_out: Tensor) -> Tensor:
+    """The gradient of the sinks, keys whose value is 0. `lse` is `[queries, heads]` and includes them."""
+    wide = accumulator(out.dtype)
+    d_score = (d_out.to(wide) * out).sum(-1).mul_(torch.sub(sinks.to(lse.dtype), lse).exp_())
+    return d_score.sum(0).neg_().to(sinks.dtype)
 
 
 def _with_lse(
@@ -293,17 +322,21 @@ def attention(
     v: Tensor,
     exchange: KeyExchange,
     kernel: Kernel,
+    value_dim: int | None = None,
     *,
+    sinks: Tensor | None = None,
     with_lse: bool = False,
     known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of `q` over the keys and values that `exchange` brings.
 
-    `with_lse` also gives its log-sum-exp `[queries, heads]`, which has a gradient, too; the same on all ranks. Output
-    and log-sum-exp that are `known` are not computed, only their gradients are.
+    Values are as wide as keys; those behind `value_dim` are 0, and are not computed. `with_lse` also gives its
+    log-sum-exp `[queries, heads]`, which has a gradient, too; the same on all ranks. Output and log-sum-exp that are
+    `known` are not computed, only their gradients are.
 
     Kept for the backward are q, k, v, the output and its log-sum-exp; other ranks' keys are exchanged again. Partial
     sums are float32 for half-precision inputs. Every rank must run the backward, in the same order: it communicates.
     """
-    result: tuple[Tensor, Tensor | None] = _Attention.apply(q, k, v, exchange, kernel, with_lse, known)
+    width = q.shape[2] if value_dim is None else value_dim
+    result: tuple[Tensor, Tensor | None] = _Attention.apply(q, k, v, sinks, exchange, kernel, width, with_lse, known)
     return result
