@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wlb
 from benches import attention as bench
-from tests.torch import processes
+from tests.torch import processes, test_attention_scores
 from tests.torch.upstream import UPSTREAM, bound
 from wlb import _core
 from wlb.torch.attention import arguments, context_parallel_attention, kernels, keys, merge, plan, prepare_attention
@@ -664,10 +664,11 @@ class FlashStandIn:
     def __init__(self, version: int | str) -> None:
         self.version = version
         self.calls: Counter[str] = Counter()
-        module, function, forward, backward = UPSTREAM[version]
+        self.widths: set[tuple[int, int]] = set()
+        module, names, forward, backward = UPSTREAM[version]
         self.module = ModuleType(module)
-        setattr(self.module, f"{function}forward", bound(forward, self.forward))
-        setattr(self.module, f"{function}backward", bound(backward, self.backward))
+        for name, parameters, compute in zip(names, (forward, backward), (self.forward, self.backward), strict=True):
+            setattr(self.module, name, bound(parameters, compute))
 
     def forward(self, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         self.calls["forward"] += 1
@@ -679,7 +680,7 @@ class FlashStandIn:
 
     def inplace(self, out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The forward of torch that writes where it is told."""
-        function = getattr(self.module, f"{UPSTREAM[self.version][1]}forward")
+        function = getattr(self.module, UPSTREAM[self.version][1][0])
         found, lse, *_ = function(*args, **kwargs)
         rows = slice(int(args[3][0]), int(args[3][-1]))
         out[rows] = found[rows]
@@ -715,6 +716,7 @@ class FlashStandIn:
         assert options["max_seqlen_q"] == max(longest_q, 2)  # 1: rows are as many as spans
         assert options["max_seqlen_k"] in (longest_k, max(longest_q, longest_k))
         widths = options["q"].shape[2], options["v"].shape[2]
+        self.widths.add(widths)
         assert widths[0] == widths[1] or self.version in (3, 4)
         slopes = options.get("alibi_slopes")
         assert slopes is None or slopes.dtype == torch.float32
@@ -793,6 +795,38 @@ def test_flash_adapters_pass_everything_where_it_belongs(flash: FlashStandIn, cp
     options = itertools.product(TRANSPORTS, [True, False], [("MHA", None), ("GQA", 5), ("GQA", 40)])
     check(cp_size, [Case(MIXED, "per_document", t, heads, causal, window) for t, causal, (heads, window) in options])
     assert cp_size > 1 or min(flash.calls["forward"], flash.calls["backward"]) >= 24
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_flash_adapters_pass_caps_sinks_and_widths(flash: FlashStandIn, cp_size: int) -> None:
+    """A kernel that takes narrow values as they are gets them so; the others get them padded."""
+    test_attention_scores.hold(
+        cp_size, [replace(case, alibi=False) for case in test_attention_scores.CASES if case.value_dim != 5]
+    )
+    assert cp_size > 1 or min(flash.calls["forward"], flash.calls["backward"]) >= 24
+    narrow = flash.version in (3, 4)
+    assert cp_size > 1 or flash.widths == {(16, 16), (24, 24)} | ({(16, 8)} if narrow else set())
+
+
+def test_what_has_no_softcap_is_refused_by_name(flash_modules: dict[str, Any]) -> None:
+    q = torch.zeros(4, 2, 8)
+    options: dict[str, Any] = {"scale": 1.0, "alibi_slopes": None, "alibi_aligned": True, "softcap": 2.0}
+    with pytest.raises(wlb.WlbError, match=r"'varlen' caps no scores \(softcap\); 'reference' has it"):
+        kernels.choose("varlen", q, **options)
+    assert kernels.choose("auto", q, **options) == kernels.ReferenceKernel(1.0, None, 2.0)
+    with pytest.raises(wlb.WlbError, match="is not installed"):
+        kernels.choose("flash_attn", q, **options)
+
+
+@pytest.mark.parametrize("flash", [4], indirect=True)
+def test_widths_that_a_gpu_cannot_are_refused_by_name(flash: FlashStandIn) -> None:
+    options: dict[str, Any] = {"scale": 1.0, "alibi_slopes": None, "alibi_aligned": True}
+    assert kernels.choose("auto", torch.zeros(4, 2, 192), value_dim=128, **options) == kernels.FlashAttention4(1.0)
+    assert kernels.value_width(kernels.FlashAttention4(1.0), torch.zeros(4, 2, 192), 128) == 128
+    wide = torch.zeros(4, 2, 256)
+    assert isinstance(kernels.choose("auto", wide, **options), kernels.VarlenKernel)
+    with pytest.raises(wlb.WlbError, match="'flash_attn' takes no heads of 256 with values of 256 on this GPU"):
+        kernels.choose("flash_attn", wide, **options)
 
 
 @pytest.mark.parametrize("cp_size", [1, 4])
@@ -902,6 +936,18 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("q", {"shard": wlb.shard([8, 3, 7], cp_size=2)}),
     ("softmax_scale", {"softmax_scale": 0.0}),
     ("softmax_scale", {"softmax_scale": float("nan")}),
+    ("softcap", {"softcap": 0.0}),
+    ("softcap", {"softcap": float("inf")}),
+    ("sinks", {"sinks": torch.zeros(3)}),
+    ("sinks", {"sinks": torch.zeros(6, dtype=torch.int64)}),
+    ("sinks", {"sinks": torch.zeros(6, device="meta")}),
+    ("sinks", {"sinks": [0.0] * 6}),
+    ("softcap", {"softcap": 0.0}),
+    ("softcap", {"softcap": float("inf")}),
+    ("sinks", {"sinks": torch.zeros(3)}),
+    ("sinks", {"sinks": torch.zeros(6, dtype=torch.int64)}),
+    ("sinks", {"sinks": torch.zeros(6, device="meta")}),
+    ("sinks", {"sinks": [0.0] * 6}),
     ("window", {"window": 0}),
     ("window", {"window": 2.5}),
     ("alibi_slopes", {"alibi_slopes": torch.zeros(3)}),

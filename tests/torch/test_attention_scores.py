@@ -20,7 +20,7 @@ import wlb
 import wlb.torch as wt
 from tests.torch import processes
 
-HEADS, KV_HEADS, KEY_DIM = 8, 2, 12
+HEADS, KV_HEADS, KEY_DIM = 8, 2, 16
 LENGTHS = (1, 37, 2, 50, 3, 24)
 TRANSPORTS = ("all_gather", "fetch", "ring", "ulysses", "usp")
 
@@ -177,7 +177,7 @@ def deviations(rank: int, cases: list[Case]) -> list[float]:
     return [deviation(case, rank, dist.group.WORLD) for case in cases]
 
 
-CASES = [Case(*options) for options in itertools.product(TRANSPORTS, [None, 2.0], [True], [5, 20], [None, 9], [True])]
+CASES = [Case(*options) for options in itertools.product(TRANSPORTS, [None, 2.0], [True], [8, 24], [None, 9], [True])]
 CASES += [Case(transport, 2.0, sinks=False, value_dim=7) for transport in TRANSPORTS]
 CASES += [Case(transport, 1.5, causal=False, window=6, alibi=True, return_lse=True) for transport in TRANSPORTS]
 CASES += [Case(transport, 3.0, value_dim=5, forest=True, return_lse=True) for transport in TRANSPORTS]
@@ -185,12 +185,17 @@ CASES += [Case(transport, forest=True, window=6) for transport in TRANSPORTS]
 CASES += [Case(t, 2.0, value_dim=5, prepared=True, return_lse=lse) for t, lse in zip(TRANSPORTS, [True, False] * 3)]  # noqa: B905
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_score_on_every_transport(size: int) -> None:
-    cases = [case for case in CASES if not (size == 1 and case.transport == "usp")]
+def hold(size: int, cases: list[Case]) -> None:
+    """All of them are right on so many ranks."""
+    cases = [case for case in cases if not (size == 1 and case.transport == "usp")]
     for case in cases:
         right_answer(case.problem)  # before the fork: once for all processes
     results = [[deviation(case, 0, None) for case in cases]] if size == 1 else processes.run(size, deviations, cases)
     for found in results:
         for deviated, case in zip(found, cases, strict=True):
             assert deviated < 1e-12, case
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_score_on_every_transport(size: int) -> None:
+    hold(size, CASES)

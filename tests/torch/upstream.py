@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-# Module, beginning of the names, and parameters of the functions forward and backward: upstream's, 2.7, 3 and
+# Module, names, and parameters of the functions forward and backward: upstream's, 2.7, 3 and
 # 4.0.0b36; those of torch that are used, the first by flash-attn's names.
-UPSTREAM: dict[int | str, tuple[str, str, str, str]] = {
+UPSTREAM: dict[int | str, tuple[str, tuple[str, str], str, str]] = {
     2: (
         "flash_attn.flash_attn_interface",
-        "_flash_attn_varlen_",
+        ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
         "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, "
         "window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
         "block_table=None, leftpad_k=None, seqused_k=None",
@@ -23,7 +23,7 @@ UPSTREAM: dict[int | str, tuple[str, str, str, str]] = {
     ),
     3: (
         "flash_attn_interface",
-        "_flash_attn_",
+        ("_flash_attn_forward", "_flash_attn_backward"),
         "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, "
         "cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, "
         "page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, "
@@ -36,7 +36,7 @@ UPSTREAM: dict[int | str, tuple[str, str, str, str]] = {
     ),
     4: (
         "flash_attn.cute.interface",
-        "_flash_attn_",
+        ("_flash_attn_fwd", "_flash_attn_bwd"),
         "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, "
         "max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, "
         "window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, "
@@ -55,7 +55,7 @@ UPSTREAM: dict[int | str, tuple[str, str, str, str]] = {
     ),
     "torch": (
         "torch.ops.aten",
-        "_flash_attention_",
+        ("_flash_attention_forward", "_flash_attention_backward"),
         "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, is_causal, "
         "return_debug_mask, *, scale, window_size_left, window_size_right",
         "dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, "

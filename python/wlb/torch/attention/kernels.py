@@ -626,35 +626,37 @@ def choose(
     exact = ReferenceKernel(scale, alibi_slopes, softcap)
     if name == "reference":
         return exact
-    refusal = _flash_refusal(q, _widths(q, value_dim, more))
+    widths = _widths(q, value_dim, more)
+    refusal = _flash_refusal(q, widths)
     if name == "auto" and refusal:
         flash_on_cpu = q.device.type == "cpu" and alibi_slopes is None and softcap is None
         return CpuFlashKernel(scale) if flash_on_cpu else exact
     if refusal:
         raise error("kernel", f"{name!r} {refusal}; 'reference' can do without", value=name)
 
-    installed = [] if name == "varlen" else _flash_attn(q)
-    reasons = {kind: _lacks(kind, q, _widths(q, value_dim, more), alibi_slopes, alibi_aligned) for kind in installed}
-    for kind in installed:
-        if reasons[kind] is None:
-            if kind is FlashAttention2:
-                return kind(scale, None if alibi_slopes is None else alibi_slopes.float(), softcap)
-            return kind(scale, softcap=softcap)
-    if name == "flash_attn" and not installed:
+    generation = _generation(q)
+    reason = None
+    for kind in () if name == "varlen" else _flash_attn(generation):
+        reason = _lacks(kind, generation, widths, alibi_slopes, alibi_aligned)
+        if reason is not None:
+            continue
+        if kind is FlashAttention2:
+            return FlashAttention2(scale, None if alibi_slopes is None else alibi_slopes.float(), softcap)
+        return kind(scale, softcap=softcap)
+    if name == "flash_attn" and reason is None:
         raise error("kernel", "'flash_attn' is not installed (2.7, 3 or 4.0.0b36, or newer)", value=name)
-    plain = alibi_slopes is None and softcap is None
-    if name != "flash_attn" and plain:
+    if name != "flash_attn" and alibi_slopes is None and softcap is None:
         return VarlenKernel(scale)
     if name == "auto":
         return exact
-    reason = next(iter(reversed(reasons.values())), None)
-    if reason is None:
-        reason = "has no ALiBi" if alibi_slopes is not None else "caps no scores (softcap)"
+    reason = reason or ("has no ALiBi" if alibi_slopes is not None else "caps no scores (softcap)")
     raise error("kernel", f"{name!r} {reason}; 'reference' has it on every transport", value=name)
 
 
 def value_width(kernel: Kernel, q: Tensor, value_dim: int, more: int = 0) -> int:
     """The width at which a chosen kernel computes values: theirs, or that of heads, to which they are then padded."""
+    if value_dim == q.shape[2]:
+        return value_dim
     head_dim, _ = widths = _widths(q, value_dim, more)
     return value_dim if kernel.takes(*widths, _generation(q)) else head_dim - more
 
@@ -670,9 +672,8 @@ def _generation(q: Tensor) -> int:
     return torch.cuda.get_device_capability(q.device)[0] if q.device.type == "cuda" else 0
 
 
-def _flash_attn(q: Tensor) -> list[type[FlashAttention2 | FlashAttention3 | FlashAttention4]]:
+def _flash_attn(generation: int) -> list[type[FlashAttention2 | FlashAttention3 | FlashAttention4]]:
     """Those of flash-attn's kernels that are installed and for this GPU, the fastest first."""
-    generation = _generation(q)
     found: list[type[FlashAttention2 | FlashAttention3 | FlashAttention4]] = []
     if generation == 9 and _flash_attn_3() is not None:
         found.append(FlashAttention3)
@@ -685,7 +686,7 @@ def _flash_attn(q: Tensor) -> list[type[FlashAttention2 | FlashAttention3 | Flas
 
 def _lacks(
     kind: type[FlashAttention2 | FlashAttention3 | FlashAttention4],
-    q: Tensor,
+    generation: int,
     widths: tuple[int, int],
     alibi_slopes: Tensor | None,
     alibi_aligned: bool,
@@ -696,7 +697,7 @@ def _lacks(
             return "has no ALiBi"
         if not alibi_aligned:
             return "measures ALiBi distances wrongly on this transport"
-    generation, (head_dim, _) = _generation(q), widths
+    head_dim, _ = widths
     if not kind.takes(*widths, generation) and not kind.takes(head_dim, head_dim, generation):
         return "takes no heads of {} with values of {} on this GPU".format(*widths)
     return None

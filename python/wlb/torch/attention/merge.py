@@ -121,7 +121,7 @@ class _Merged:
             self._parts = total.to(dtype), lse.to(torch.float64, memory_format=torch.contiguous_format)
         return self._parts
 
-    def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Output in the dtype of the queries, and log-sum-exp `[heads, tokens]`."""
         out, lse = self._parts or self._so_far()
         if sinks is not None:
