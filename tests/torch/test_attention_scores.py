@@ -19,6 +19,7 @@ from torch import Tensor
 import wlb
 import wlb.torch as wt
 from tests.torch import processes
+from wlb.torch.attention import keys
 
 HEADS, KV_HEADS, KEY_DIM = 8, 2, 16
 LENGTHS = (1, 37, 2, 50, 3, 24)
@@ -199,3 +200,8 @@ def hold(size: int, cases: list[Case]) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_score_on_every_transport(size: int) -> None:
     hold(size, CASES)
+
+
+def test_heads_that_come_in_parts_have_their_own_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "GATHERED", 1)
+    hold(2, [case for case in CASES if case.transport in ("all_gather", "fetch")])

@@ -446,8 +446,8 @@ class FlashAttention2(FlashTiles):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        options = {"causal": call.window == (-1, 0), "softcap": self.softcap or 0.0, **_window(call)}
-        options["alibi_slopes"] = self.alibi_slopes
+        options: dict[str, Any] = {"softcap": self.softcap or 0.0, "alibi_slopes": self.alibi_slopes, **_window(call)}
+        options["causal"] = call.window == (-1, 0)
         forward = _flash_attn_2()._flash_attn_varlen_forward
         found, lse, *_ = forward(q, k, v, *_spans(call), 0.0, self.scale, **options)
         return _written(call, found, out), lse
