@@ -202,6 +202,20 @@ def test_as_many_heads_come_together_as_memory_has_room_for() -> None:
     assert [parts(8), parts(32), parts(24), parts(8, torch.float32)] == [2, 8, 6, 4]
 
 
+def test_as_many_heads_of_a_forest_come_together_as_memory_has_room_for() -> None:
+    """Each completion has a copy of its prompt's keys; alone on a rank, documents need none."""
+    forest = wlb.PrefixForest.from_prompts([1 << 16], 8, [1024] * 8)
+    k = torch.empty(forest.unique_tokens, 8, 128, dtype=torch.bfloat16, device="meta")
+    for size in (1, 2, 4):
+        shard = wlb.shard_forest(forest, cp_size=size)
+        plans = [keys_plan(shard, rank) for rank in range(size)]
+        copied = max(sum(call.num_keys for call in (*plan.local, *plan.remote)) for plan in plans)
+        assert len({plan.gathered for plan in plans}) == 1
+        assert (8 << 16) / size <= copied <= plans[0].gathered <= forest.raw_tokens
+    assert keys.head_parts(keys_plan(wlb.shard_forest(forest, cp_size=1), 0), k) == 8
+    assert keys.head_parts(keys_plan(wlb.shard([1 << 17], cp_size=1), 0), k) == 1
+
+
 PLANNED = (90, 60, 20, 9, 1)
 """On three ranks of 32 tokens the first needs three, the second two."""
 

@@ -31,7 +31,7 @@ from wlb.torch.attention.merge import Attend, AttendBackward, Heads
 from wlb.torch.attention.plan import KeysPlan, pick
 
 GATHERED = 1 << 28
-"""Bytes of keys and values of all tokens, of the heads that are computed together."""
+"""Bytes of keys and values that are gathered, of the heads that are computed together."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class KeysExchange:
 
         It has the next part sent, too: the buffer of one part is free before that of the next is made.
         """
-        count = self.parts if self.plan.moves else 1
+        count = self.parts
         own = list(zip(k.chunk(count, 1), v.chunk(count, 1), strict=True)) if count > 1 else [(k, v)]
         arrive = self._exchange(*own[0])
         for index, keys in enumerate(own):
@@ -165,6 +165,6 @@ def head_parts(plan: KeysPlan, k: Tensor) -> int:
     The same on all ranks.
     """
     _, heads, head_dim = k.shape
-    whole = 2 * plan.tokens * heads * head_dim * k.element_size()
+    whole = 2 * plan.gathered * heads * head_dim * k.element_size()
     divisors = [parts for parts in range(1, heads) if heads % parts == 0]
     return next((parts for parts in divisors if whole <= parts * GATHERED), heads)

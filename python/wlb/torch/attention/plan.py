@@ -171,7 +171,7 @@ class KeysPlan:
     local: list[Call]  # over the rank's own keys, while others' arrive
     remote: list[Call]  # over what is picked of the buffer; no query is in two calls
     picked: Rows  # of the buffer
-    tokens: int  # of all ranks
+    gathered: int  # rows of keys that are copied or brought together, at most, on any rank
     first: int  # the first of the rank's rows whose keys are in the buffer
     own_rows: int  # rows of own keys in the buffer, before those that arrive
     sent: Rows  # of the buffer; by destination, or as many as every rank sends
@@ -215,7 +215,7 @@ def keys_plan(
         local=tensors.calls(local, queries, queries),
         remote=remote_calls,
         picked=picked,
-        tokens=shard.num_tokens,
+        gathered=_gathered(shard, moves),
         first=first,
         own_rows=own_rows,
         sent=tensors.rows(sent),
@@ -227,6 +227,15 @@ def keys_plan(
         coming_rows=coming_rows,
         own=tensors.sum(own),
     )
+
+
+def _gathered(shard: AnyShard, moves: bool) -> int:
+    """See `KeysPlan`. Of a forest, keys are copied for each run of tokens that sees them, at most once a sample."""
+    rows = shard.num_tokens if moves else 0
+    if not isinstance(shard, wlb.ForestShard):
+        return rows
+    of_segments = max(int(shard.rank(rank).cu_seqlens_k[-1]) for rank in range(shard.cp_size))
+    return max(rows, min(of_segments, shard.forest.raw_tokens))
 
 
 @dataclass(frozen=True)
