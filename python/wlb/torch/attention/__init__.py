@@ -209,7 +209,7 @@ def _attend(
         value_dim=value_dim,
         more=more,
         scale=scale,
-        softcap=softcap,
+        softcap=None if softcap is None else float(softcap),
         alibi_slopes=alibi_slopes,
         alibi_aligned=aligned,
     )
