@@ -147,10 +147,11 @@ def attended(kernel: kernels.Kernel, problem: Problem, tensors: list[Tensor], cp
     dk, dv, d_sinks = (torch.zeros(x.shape, dtype=kernels.accumulator(x.dtype), device=x.device) for x in (k, v, sinks))
     for r in range(cp_size):
         rank = Rank.of(shard, r, window=MASKS[problem.mask], device=problem.device)
-        exchange = rank.exchange(*arguments.of_one_width(q, k, v)[1:])
+        exchange = rank.exchange(*arguments.of_one_width(q, k, v, problem.head_dim)[1:])
         leaves = [x[rank.tokens].requires_grad_() for x in (q, k, v)]
         sink = sinks.clone().requires_grad_() if problem.scores == "sinks" else None
-        result, _ = attention(*arguments.of_one_width(*leaves), exchange, kernel, width, sinks=sink)
+        wide = arguments.of_one_width(leaves[0], leaves[1], leaves[2], problem.head_dim)
+        result, _ = attention(*wide, exchange, None, kernel, width, sink)
         result = result[..., : problem.value_dim]
         result.backward(d_out[rank.tokens])
         out[rank.tokens], dq[rank.tokens] = result.detach(), leaves[0].grad  # type: ignore[assignment]
