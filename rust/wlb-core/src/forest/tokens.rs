@@ -26,7 +26,7 @@ impl<'a, T: Copy + Ord> Samples<'a, T> {
             return match offsets {
                 [0] if tokens.is_empty() => Ok(Self { tokens, offsets }),
                 [] => Err(Error::Combination { argument, requirement: "needs one entry more than there are samples" }),
-                _ => entry(0, "must be 0, without any tokens, if there are no samples"),
+                _ => entry(0, "without samples this must be 0 and tokens must be empty"),
             };
         };
         if *first != 0 {
