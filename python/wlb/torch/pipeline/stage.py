@@ -289,7 +289,7 @@ class VarlenPipelineStage(PipelineStage):
         return [dist.P2POp(dist.irecv, buffer, peer, group)]
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Version 2.11 of torch opens connections to all neighbours; in V schedules also from a rank to itself, which fails."""
+        """Torch 2.11 opens connections to all neighbours; in V schedules also from a rank to itself, which fails."""
         operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
         return [op for op in operations if op.peer != dist.get_rank()]
 
