@@ -5,7 +5,7 @@ use std::num::NonZeroI64;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use wlb_core::sharding::execution::{
-    Call, HeadsPlan, Indices, KeysPlan, Layout, MovesPlan, RingPlan, Rows, Sum, Transport,
+    Buckets, Call, HeadsPlan, Indices, KeysPlan, Layout, MovesPlan, RingPlan, Rows, Sum, Transport,
 };
 
 use crate::error::raise;
@@ -90,6 +90,7 @@ impl<'a> Cut<'a> {
 ///     fetch: every rank gets what it needs; else all get what some rank needs from another.
 ///     window: a token sees tokens less than this many positions away; None: any.
 ///     biased: scores have a bias by position.
+///     buckets: the kernel starts thread blocks for the longest span of a call: calls are divided where that pays.
 ///
 /// Returns:
 ///     int32 numbers, and where bounds begin in them; local calls; remote calls; the first of the rank's rows in the
@@ -100,7 +101,7 @@ impl<'a> Cut<'a> {
 /// Raises:
 ///     WlbError: the keys of a call are more than int32 can count.
 #[pyfunction]
-#[pyo3(signature = (shard, rank, *, fetch, window, biased))]
+#[pyo3(signature = (shard, rank, *, fetch, window, biased, buckets=false))]
 #[allow(clippy::type_complexity, reason = "plain numbers, which a dataclass of Python names")]
 pub(crate) fn keys_plan(
     py: Python<'_>,
@@ -109,6 +110,7 @@ pub(crate) fn keys_plan(
     fetch: bool,
     window: Option<NonZeroI64>,
     biased: bool,
+    buckets: bool,
 ) -> PyResult<(
     PlainIndices,
     Vec<PlainCall>,
@@ -124,7 +126,14 @@ pub(crate) fn keys_plan(
     let cut = Cut::of(shard)?;
     let plan = py.detach(|| {
         let layout = cut.layout();
-        KeysPlan::of(&layout, rank, transport, layout.reach(window.map(NonZeroI64::get)), biased)
+        KeysPlan::of(
+            &layout,
+            rank,
+            transport,
+            layout.reach(window.map(NonZeroI64::get)),
+            biased,
+            buckets.then_some(Buckets::FLASH),
+        )
     });
     let plan = plan.map_err(raise)?;
     Ok((
@@ -148,6 +157,7 @@ pub(crate) fn keys_plan(
 ///     degree: ranks of a block.
 ///     window: a token sees tokens less than this many positions away; None: any.
 ///     biased: scores have a bias by position.
+///     buckets: the kernel starts thread blocks for the longest span of a call: calls are divided where that pays.
 ///
 /// Returns:
 ///     int32 numbers, and where bounds begin in them; calls of each step; keys of each position; the last step in
@@ -158,7 +168,7 @@ pub(crate) fn keys_plan(
 /// Raises:
 ///     WlbError: the keys of a call are more than int32 can count.
 #[pyfunction]
-#[pyo3(signature = (shard, rank, degree, *, window, biased))]
+#[pyo3(signature = (shard, rank, degree, *, window, biased, buckets=false))]
 #[allow(clippy::type_complexity, reason = "plain numbers, which a dataclass of Python names")]
 pub(crate) fn ring_plan(
     py: Python<'_>,
@@ -167,11 +177,19 @@ pub(crate) fn ring_plan(
     degree: usize,
     window: Option<NonZeroI64>,
     biased: bool,
+    buckets: bool,
 ) -> PyResult<(PlainIndices, Vec<Vec<PlainCall>>, Vec<i64>, Vec<usize>, Option<(Vec<i64>, usize, Array<Vec<i32>>)>)> {
     let cut = Cut::of(shard)?;
     let plan = py.detach(|| {
         let layout = cut.layout();
-        RingPlan::of(&layout, rank, degree, layout.reach(window.map(NonZeroI64::get)), biased)
+        RingPlan::of(
+            &layout,
+            rank,
+            degree,
+            layout.reach(window.map(NonZeroI64::get)),
+            biased,
+            buckets.then_some(Buckets::FLASH),
+        )
     });
     let (heads, plan) = plan.map_err(raise)?;
     let heads = heads.map(|HeadsPlan { counts, place, indices }| (counts, place, Array(indices.rows)));

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use crate::error::{Error, Result};
 use crate::limits::MAX_TOKENS;
 
+use super::buckets::Buckets;
 use super::paths::{Reach, Run};
 
 /// Rows of queries against rows of keys. `left` and `right` are the window as a flash kernel means it.
@@ -65,6 +66,10 @@ pub(super) struct Spans {
 impl Spans {
     fn keys(&self, span: &Span) -> &[Part] {
         &self.parts[span.keys.0..span.keys.1]
+    }
+
+    fn num_keys(&self, span: &Span) -> i64 {
+        self.keys(span).iter().map(|part| part.1).sum()
     }
 
     fn parts_of<'a>(&'a self, spans: &'a [Span]) -> impl Iterator<Item = Part> + 'a {
@@ -188,14 +193,15 @@ pub(super) struct Calls {
     seen: Vec<bool>,
     /// Scores have a bias by position: spans keep their own shift and are not joined.
     biased: bool,
+    buckets: Option<Buckets>,
 }
 
 impl Calls {
-    pub(super) fn new(queries: i64, biased: bool) -> Self {
-        Self { seen: vec![false; queries as usize], biased }
+    pub(super) fn new(queries: i64, biased: bool, buckets: Option<Buckets>) -> Self {
+        Self { seen: vec![false; queries as usize], biased, buckets }
     }
 
-    /// Calls of one window each, and no query twice. Adds the rows of their keys, one behind the other, to `keys`.
+    /// Calls of one window each, and no query twice; in buckets, if these are asked for. Adds the rows of their keys, one behind the other, to `keys`.
     ///
     /// # Errors
     /// [`Error::TotalTooLong`] when the keys of a call are more than int32 can count.
@@ -227,11 +233,22 @@ impl Calls {
                 turns[turn].push(span);
             }
             for turn in turns {
-                calls.push(self.call(&turn, &spans, indices)?);
-                keys.extend(spans.parts_of(&turn));
+                let mut begin = 0;
+                for end in self.ends(&turn, &spans) {
+                    calls.push(self.call(&turn[begin..end], &spans, indices)?);
+                    keys.extend(spans.parts_of(&turn[begin..end]));
+                    begin = end;
+                }
             }
         }
         Ok(calls)
+    }
+
+    /// Ends of the buckets of these spans.
+    fn ends(&self, turn: &[Span], spans: &Spans) -> Vec<usize> {
+        let Some(buckets) = self.buckets else { return vec![turn.len()] };
+        let keys: Vec<i64> = turn.iter().map(|span| spans.num_keys(span)).collect();
+        buckets.ends(&keys)
     }
 
     fn call(&mut self, group: &[Span], spans: &Spans, indices: &mut Indices) -> Result<Call> {
@@ -252,11 +269,10 @@ impl Calls {
             }
             longest
         };
-        let of_keys = |span: &Span| spans.keys(span).iter().map(|part| part.1).sum();
         let queries = indices.list(group.iter().map(|span| (span.q_row, span.q_length)));
         let first = if queries.listed { 0 } else { queries.first };
         let max_queries = longest(first, &mut group.iter().map(|span| span.q_length), &mut indices.bounds);
-        let max_keys = longest(0, &mut group.iter().map(of_keys), &mut indices.bounds);
+        let max_keys = longest(0, &mut group.iter().map(|span| spans.num_keys(span)), &mut indices.bounds);
         indices.bounds.extend(group.iter().map(|span| span.shift as i32));
 
         let mut fresh = true;

@@ -8,6 +8,7 @@
 use crate::error::Result;
 
 use super::super::shard::pays_alone;
+use super::buckets::Buckets;
 use super::calls::{Call, Calls, Indices, Part, Rows, Spans, span};
 use super::intervals::{self, Interval, Place, among, contain, count, find, places, seen, union, without};
 use super::layout::Layout;
@@ -60,13 +61,21 @@ impl KeysPlan {
     ///
     /// # Arguments
     /// * `biased` - scores have a bias by position.
+    /// * `buckets` - how the kernel starts its blocks, if it gains by calls that are divided into buckets.
     ///
     /// # Errors
     /// [`Error::TotalTooLong`](crate::Error::TotalTooLong) when the keys of a call are more than int32 can count.
     ///
     /// # Complexity
     /// O(s log s) in the segments `s` of all ranks, and O(rows) of what is written out.
-    pub fn of(layout: &Layout, rank: usize, transport: Transport, reach: Reach, biased: bool) -> Result<Self> {
+    pub fn of(
+        layout: &Layout,
+        rank: usize,
+        transport: Transport,
+        reach: Reach,
+        biased: bool,
+        buckets: Option<Buckets>,
+    ) -> Result<Self> {
         let held: Vec<Vec<Place>> = layout.held.iter().map(|held| places(held)).collect();
         // What every rank has to get from others.
         let lacks = |rank: usize| without(&seen(&layout.held[rank], &layout.paths, reach), &held[rank]);
@@ -167,7 +176,7 @@ impl KeysPlan {
             }
             spans
         };
-        let mut calls = Calls::new(all_rows, biased);
+        let mut calls = Calls::new(all_rows, biased, buckets);
         let mut local_parts = Vec::new();
         plan.local = calls.add(spans(true, own), &mut plan.indices, &mut local_parts)?;
         let mut remote_parts = Vec::new();

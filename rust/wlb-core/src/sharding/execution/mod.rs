@@ -10,6 +10,7 @@
 //! elsewhere has its window moved by that *shift*; where no mask cuts it, the shift does not matter. Spans with one
 //! window are one call.
 
+mod buckets;
 mod calls;
 mod heads;
 mod intervals;
@@ -20,6 +21,7 @@ mod paths;
 mod ring;
 mod sums;
 
+pub use buckets::{Buckets, LEVELS};
 pub use calls::{Call, Indices, Rows};
 pub use heads::HeadsPlan;
 pub use keys::{KeysPlan, Transport};
