@@ -822,8 +822,8 @@ def test_flash_adapters_pass_caps_sinks_and_widths(flash: FlashStandIn, cp_size:
     assert cp_size > 1 or flash.widths == {(16, 16), (24, 24)} | ({(16, 8)} if narrow else set())
 
 
-LONG_BESIDE_SHORT = (*[3] * 30, 4096, *[2] * 30)
-"""A backward starts 32 blocks of keys for each of these documents, if they are one call: 1,920 without work."""
+LONG_BESIDE_SHORT = (*[3] * 30, *[2] * 30, 4096)
+"""A backward starts 32 blocks of keys for each of these documents, if they are one call: 1,860 without work."""
 
 
 @pytest.mark.parametrize("flash", [2, 3, 4], indirect=True)
@@ -837,7 +837,7 @@ def test_calls_are_divided_for_kernels_that_gain_by_it(flash: FlashStandIn) -> N
         out: Any = context_parallel_attention(*leaves, shard, kernel=kernel)  # type: ignore[call-overload]
         found.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
         if kernel == "flash_attn":
-            assert flash.calls == Counter(dict.fromkeys(("forward", "backward"), 1 if flash.version == 4 else 3))
+            assert flash.calls == Counter(dict.fromkeys(("forward", "backward"), 1 if flash.version == 4 else 2))
     for ours, right in zip(*found, strict=True):
         assert (ours - right).abs().max() < 1e-5 * right.abs().max()
 
