@@ -87,7 +87,7 @@ fn levels(blocks: &[i64]) -> Vec<i64> {
     let mut index = 0;
     levels.retain(|_| {
         index += 1;
-        (last + 1 - index) % step == 0
+        (last + 1 - index).is_multiple_of(step)
     });
     levels
 }

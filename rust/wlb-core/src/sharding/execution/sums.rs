@@ -1,8 +1,8 @@
-//! Which rows are added up to which: the gradients of a key come from every span that sees it, and from other ranks.
+//! Plans for adding up rows: the gradients of a key come from every span that sees it, and from other ranks.
 
 use super::calls::{Indices, Rows};
 
-/// Neighbouring rows of a result, each of which gets one of so many neighbouring rows of what is summed.
+/// Neighbouring rows of a result, and the equally many neighbouring rows of the summed tensor that are added to them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Share {
     /// First row of the result.
@@ -12,37 +12,37 @@ pub(super) struct Share {
     pub(super) length: i64,
 }
 
-/// Every row of a result is a sum of rows of one tensor.
+/// Every row of the result is a sum of rows of one tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sum {
-    /// The rows that are summed, those of the first row of the result first.
+    /// Summed rows: first all rows for the first row of the result, then for the second, and so on.
     pub rows: Rows,
-    /// Where the summands of each row of the result begin in `rows`; a list without rows: one summand each, the row
-    /// itself.
+    /// Begin in `rows` of each result row's summands. Without rows, every result row has one summand, and `rows` lists
+    /// them.
     pub begins: Rows,
-    /// Rows of the result.
+    /// Number of rows of the result.
     pub count: i64,
 }
 
 impl Sum {
-    /// The sum of such shares, which together reach each of the `count` rows of the result.
+    /// The sum of these shares, which together must reach each of the `count` rows of the result.
     ///
     /// # Complexity
-    /// O(n log n) for `n` shares, and O(rows) of what is written out.
+    /// O(n log n) for `n` shares, and O(rows) of the lists.
     pub(super) fn of(mut shares: Vec<Share>, count: i64, indices: &mut Indices) -> Self {
         if !shares.is_sorted_by_key(|share| share.to) {
             shares.sort_by_key(|share| share.to);
         }
         let total: i64 = shares.iter().map(|share| share.length).sum();
         if total == count {
-            // Each is reached once.
+            // Each row of the result is reached exactly once.
             let rows = indices.list(shares.iter().map(|share| (share.from, share.length)));
             return Self { rows, begins: Rows::default(), count };
         }
         let begin = indices.rows.len();
         indices.rows.reserve((total + count) as usize);
         let mut begins: Vec<(i64, i64, i64)> = Vec::with_capacity(2 * shares.len());
-        let mut open: Vec<Share> = Vec::new();
+        let (mut open, mut first): (Vec<Share>, Vec<i32>) = (Vec::new(), Vec::new());
         let (mut row, mut next) = (0, 0);
         while row < count {
             while shares.get(next).is_some_and(|share| share.to == row) {
@@ -54,12 +54,23 @@ impl Sum {
             let end = shares.get(next).map_or(end, |share| share.to.min(end));
             debug_assert!(!open.is_empty() && end > row, "a row gets nothing");
             begins.push(((indices.rows.len() - begin) as i64, open.len() as i64, end - row));
-            let first: Vec<i32> = open.iter().map(|share| (share.from + row - share.to) as i32).collect();
-            let length = (end - row) as i32;
+            first.clear();
+            first.extend(open.iter().map(|share| (share.from + row - share.to) as i32));
+            let (before, width, length) = (indices.rows.len(), first.len(), (end - row) as i32);
             match first[..] {
                 [one] => indices.rows.extend(one..one + length),
-                [one, other] => indices.rows.extend((0..length).flat_map(|at| [one + at, other + at])),
-                _ => (0..length).for_each(|at| indices.rows.extend(first.iter().map(|first| first + at))),
+                [one, other] => {
+                    indices.rows.resize(before + 2 * length as usize, 0);
+                    for (pair, at) in indices.rows[before..].chunks_exact_mut(2).zip(0..) {
+                        pair.copy_from_slice(&[one + at, other + at]);
+                    }
+                }
+                _ => {
+                    indices.rows.resize(before + width * length as usize, 0);
+                    for (summed, at) in indices.rows[before..].chunks_exact_mut(width).zip(0..) {
+                        summed.iter_mut().zip(&first).for_each(|(summed, first)| *summed = first + at);
+                    }
+                }
             }
             row = end;
         }
