@@ -92,7 +92,7 @@ impl<'a> Cut<'a> {
 ///     fetch: True: every rank gets just the keys that it needs. False: all ranks get every key that some rank needs.
 ///     window: a token sees tokens less than this many positions away; None: any.
 ///     biased: whether scores have a bias by position.
-///     buckets: whether to divide calls where that pays: the kernel starts thread blocks for the longest span of a call.
+///     buckets: whether to divide calls where that pays: the kernel starts thread blocks for a call's longest span.
 ///
 /// Returns:
 ///     int32 numbers, and the index of the first bound among them; local calls; remote calls; the first of the rank's
@@ -160,7 +160,7 @@ pub(crate) fn keys_plan(
 ///     degree: ranks of a block.
 ///     window: a token sees tokens less than this many positions away; None: any.
 ///     biased: whether scores have a bias by position.
-///     buckets: whether to divide calls where that pays: the kernel starts thread blocks for the longest span of a call.
+///     buckets: whether to divide calls where that pays: the kernel starts thread blocks for a call's longest span.
 ///
 /// Returns:
 ///     int32 numbers, and the index of the first bound among them; calls of each step; number of keys of each position;
