@@ -19,9 +19,7 @@ _ROW_HEIGHT = 0.36  # inches
 
 def draw(result: Result, narrow: bool = False) -> Figure:
     """A panel for each quantity, and one for what the inputs do to the chief number; for a phone under each other."""
-    quantities = {
-        quantity: [row for row in result.rows if row.quantity == quantity] for quantity in _quantities(result)
-    }
+    quantities = _by_quantity(result)
     if narrow:
         return _draw_narrow(result, quantities)
     heights = [[_height(len(rows)) for rows in quantities.values()]]
