@@ -23,7 +23,23 @@ SANDS = ("#e3bd6b", "#c9942f", "#8f641a")  # wider windows, darker
 WAITING = (ORIGINAL_PALE, "#e19680", "#d9775f", "#a3361f")
 IDLE, STRIPES = "#f3f5f7", "#b6bec7"
 PAPER, AXIS, GRID = "#ffffff", "#8c959f", "#eaeef2"
-ON_DARK, ON_PALE = "#fffffe", "#000000"  # texts on bars that have one colour in both schemes
+
+_SHADES = 8
+
+
+def _shades(base: str, towards: int) -> tuple[str, ...]:
+    """A colour, and ever nearer to black (0) or white (255)."""
+    parts = [int(base[at : at + 2], 16) for at in (1, 3, 5)]
+    shares = [0.6 * step / (_SHADES - 1) for step in range(_SHADES)]
+    return tuple("#" + "".join(f"{round(part + share * (towards - part)):02x}" for part in parts) for share in shares)
+
+
+PASSES = tuple(_shades(base, 0) for base in ("#1f6aa5", "#b8432a", "#8a6100", "#7d4aa8"))
+"""Bars of forward, backward, input gradient and weight gradient, each in shades for the stages of a rank.
+
+Bars, and texts in `PAPER` on them, have a contrast of at least 4.5 in both schemes.
+"""
+_PASSES_IN_DARK = tuple(_shades(base, 255) for base in ("#6db5e6", "#f2917a", "#d9b25c", "#c3a1ea"))
 
 DARK = {
     PAPER: "#12171d",
@@ -47,6 +63,7 @@ DARK = {
     WAITING[3]: "#ff8a6e",
     IDLE: "#1d242c",
     STRIPES: "#66717d",
+    **dict(zip(sum(PASSES, ()), sum(_PASSES_IN_DARK, ()), strict=True)),
 }
 """Colours of the dark scheme, by those of the light one. A colour without an entry is the same in both."""
 

@@ -11,7 +11,7 @@ from wlb_tools.command.words import waits
 from wlb_tools.simulation import KINDS, Choice, Tuning
 from wlb_tools.simulation.tuning import Kind
 
-_KIND_COLOURS: dict[Kind, str] = {
+KIND_COLOURS: dict[Kind, str] = {
     "plain": style.ORIGINAL,
     "fixed": "#c9a0a0",
     "per_document": "#b8b08a",
@@ -81,7 +81,7 @@ def draw_choices(tuning: Tuning, *, narrow: bool = False) -> Figure:
 
         delay.axvline(tuning.scenario.max_mean_delay, color=style.SOFT, **style.DASHED)
         delay.axhline(1, color=style.SOFT, lw=0.8, zorder=1)
-        for kind, colour in _KIND_COLOURS.items():
+        for kind, colour in KIND_COLOURS.items():
             tried = [(choice.delay, speed(choice)) for choice in tuning.tried if choice.kind == kind]
             if tried:
                 points_of_kind = zip(*tried, strict=True)
