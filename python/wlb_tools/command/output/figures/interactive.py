@@ -35,7 +35,11 @@ def _layout(height: int, **more: Any) -> dict[str, Any]:
         "plot_bgcolor": _CLEAR,
         "margin": {"l": 8, "r": 8, "t": 36, "b": 8},  # buttons are at the top, the legend at the bottom
         "legend": {
-            **{"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"},
+            "orientation": "h",
+            "x": 0,
+            "y": 0,
+            "yref": "container",
+            "yanchor": "bottom",
             "font": {"color": SOFT},
         },
         "hoverlabel": {"bgcolor": PAPER, "bordercolor": AXIS, "font": {"color": INK, "size": 13}, "align": "left"},

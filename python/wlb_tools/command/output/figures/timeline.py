@@ -190,7 +190,7 @@ def _handles(pipelines: Sequence[wlb.PipelineTimeline], step: float) -> list[Art
     kinds = sorted({int(kind) for timeline in pipelines for kind in np.unique(timeline.kinds)})
     handles: list[Artist] = [Patch(facecolor=PASSES[kind][0], label=LABELS[kind]) for kind in kinds]
     if any(timeline.num_virtual_stages > 1 for timeline in pipelines):
-        handles.append(Patch(facecolor=PASSES[0][-1], label="stronger: later stage of the rank"))
+        handles.append(Patch(facecolor=PASSES[0][-1], label="stronger: later stage"))
     handles.append(Patch(facecolor=IDLE, label="pipeline bubble"))
     if any(timeline.seconds < step for timeline in pipelines):
         handles.append(Patch(facecolor="none", edgecolor=STRIPES, hatch="////", lw=0, label="waits for DP"))
