@@ -119,10 +119,8 @@ def waited(browser: Browser, script: str) -> str:
 def test_bars_tell_what_the_simulation_says(pages: dict[str, Path]) -> None:
     """Rank, tokens and times of every bar, beside the trace of the same step."""
     page = pages["simulate"]
-    found = [
-        json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page.read_text())
-    ]
-    assert len(found) == 4
+    texts = re.findall(r'<script type="application/json">(.*?)</script>', page.read_text())
+    assert len(texts) == 4
     trace = json.loads((page.parent / "step-typical-baseline.trace.json").read_text())["traceEvents"]
     ops = {
         (event["pid"], event["tid"], event["cat"], event["args"]["micro_batch"]): (event["ts"], event["dur"])
