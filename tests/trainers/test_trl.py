@@ -151,11 +151,15 @@ def partly_masked(masked: int) -> Any:
 def figures(rank: int, folder: Path, masked: int) -> tuple[Any, Any, Any]:
     """Lines that TRL logs, those of its evaluation, and the documents of each step's micro-batches."""
     options: dict[str, Any] = {
-        **{"use_cpu": True, "bf16": False, "save_strategy": "no", "report_to": [], "disable_tqdm": True},
-        **{"max_steps": 4, "logging_steps": 1, "learning_rate": 0.0, "max_length": None},
-        **{"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": OF_A_RANK},
-        "train_sampling_strategy": "sequential",
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "max_length": None,
     }
+    options |= {"max_steps": 4, "logging_steps": 1, "learning_rate": 0.0, "disable_tqdm": True}
+    options |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+    options |= {"gradient_accumulation_steps": OF_A_RANK, "train_sampling_strategy": "sequential"}
     data = partly_masked(masked)
     trainer = trl.SFTTrainer(
         llama(vocab_size=WORDS),
