@@ -183,7 +183,7 @@ def colours_of(timeline: wlb.PipelineTimeline) -> NDArray[np.str_]:
     colours = np.array(PASSES)
     last = max(1, timeline.num_virtual_stages - 1)
     shades = (timeline.stages // timeline.num_stages) * (colours.shape[1] - 1) // last
-    return colours[timeline.kinds, shades]
+    return np.asarray(colours[timeline.kinds, shades])
 
 
 def _handles(pipelines: Sequence[wlb.PipelineTimeline], step: float) -> list[Artist]:
