@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import wlb
 import wlb.torch as wt
 from tests.torch import processes
+from wlb.torch.attention import keys
 from wlb.torch.attention.plan import keys_plan
 
 VOCABULARY, HEAD_DIM = 11, 4
@@ -181,6 +182,39 @@ def test_losses_and_gradients_are_those_of_one_sample_at_a_time(name: str, multi
     assert_equal(as_a_forest(CASES[name], multiple_of_tokens=multiple_of_tokens), CASES[name])
 
 
+@pytest.mark.parametrize("multiple_of_tokens", [1, 16])
+@pytest.mark.parametrize("once", [False, True])
+def test_a_loss_of_routers_counts_shared_tokens_as_often_as_one_says(once: bool, multiple_of_tokens: int) -> None:
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    generator = torch.Generator().manual_seed(5)
+    table = torch.randn(VOCABULARY, 64, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    def balance(tokens: Tensor, positions: Tensor, weights: Tensor) -> tuple[float, Tensor]:
+        logits = table[tokens, positions]  # of four experts
+        loss = mixtral.load_balancing_loss_func((logits,), 4, 2, weights.unsqueeze(0))
+        (gradient,) = torch.autograd.grad(loss, table)
+        return loss.item(), gradient
+
+    forest = wlb.PrefixForest.from_tokens(sum(GROUPS, ()), np.cumsum([0, *map(len, GROUPS)]))
+    batch = wt.collate_forest(GROUPS, forest, multiple_of_tokens=multiple_of_tokens)
+    weights = (batch.sample_counts > 0).long() if once else batch.sample_counts
+    found = balance(batch.tokens, batch.position_ids, weights)
+
+    rows = [(token, position) for sample in GROUPS for position, token in enumerate(sample)]
+    if once:  # of equal prefixes one
+        prefixes = dict.fromkeys(sample[: position + 1] for sample in GROUPS for position in range(len(sample)))
+        rows = [(prefix[-1], len(prefix) - 1) for prefix in prefixes]
+    tokens, positions = torch.tensor(rows).unbind(1)
+    expected = balance(tokens, positions, torch.ones_like(tokens))
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-10, atol=1e-13)
+    parts = [
+        wt.collate_forest(GROUPS, forest, cp_rank=rank, cp_size=2, multiple_of_tokens=multiple_of_tokens)
+        for rank in range(2)
+    ]
+    assert sum(int(part.sample_counts.sum()) for part in parts) == forest.raw_tokens
+
+
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "all_gather": {},
     "fetch": {"transport": "fetch"},
@@ -198,6 +232,14 @@ def _work(rank: int, runs: list[tuple[str, str]]) -> list[tuple[float, list[Any]
         loss, gradients, predictions = as_a_forest(case, dist.group.WORLD, rank, size, **options)
         found.append((loss, [gradient.numpy() for gradient in gradients], predictions))
     return found
+
+
+@pytest.mark.parametrize("name", ["groups", "one root for all", "window"])
+def test_heads_in_parts_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "GATHERED", 1)
+    assert_equal(as_a_forest(CASES[name]), CASES[name])
+    for loss, gradients, predictions in processes.run(2, _work, [(name, "all_gather"), (name, "fetch")])[0]:
+        assert_equal((loss, [torch.from_numpy(gradient) for gradient in gradients], predictions), CASES[name])
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -23,67 +23,85 @@ use crate::packing::{Packing, ranks};
 use crate::plain::{Pickle, Tuple};
 use crate::results::answer;
 
-/// Packs one training step after the other, and lets documents wait until they can be balanced.
+/// Packs one training step after the other from a stream of documents, and lets some documents wait.
 ///
 /// A document that costs more than a fair share of a step makes its micro-batch heavy. The packer holds such
 /// documents back for a few steps, until a step has enough work to go with them. Everything else is trained in the
-/// step in which it is pushed, if it fits; what does not fit comes first in the next step.
+/// step in which it is pushed, if it fits; documents that do not fit are *carried over*, and come first in the next
+/// step. Both kinds wait.
+///
+/// Every rank makes an equal packer and gives it the lengths of the *global* batch. All ranks then compute the same
+/// plan, and each loads the documents of its own micro-batches::
+///
+///     for lengths, ids in global_batches:
+///         packing = packer.push(lengths, ids)
+///         for index in packing.deal(dp_size)[dp_rank]:
+///             micro_batch = packing.micro_batches[index]  # document_ids, starts, lengths, cu_seqlens
+///     for packing in packer.flush():
+///         ...  # the documents that still wait
+///
+/// A document that waits is not read again by the packer, which knows its id and its length alone: read its tokens when
+/// a step names its id. ``wlb.torch.balanced_loader`` does all of this.
 ///
 /// Two rules choose what waits. The adaptive rule (the default) holds documents as long as the step becomes more
 /// even by more than their waiting costs. With ``outlier_thresholds`` documents wait in queues by length, as in
 /// WLB-LLM, until there is one for every micro-batch.
 ///
-/// The same pushes give the same plans on every rank, and after every resume. A packer may be shared between
-/// threads, and pickled.
+/// The same pushes give the same plans on every rank, and after a resume under the same configuration. A packer can be
+/// pickled, and threads can share it; plans then depend on the order in which the threads push.
 ///
 /// Args:
-///     num_micro_batches: micro-batches of a step, ``N``: the sum over all data-parallel ranks.
-///     max_tokens: most tokens of a micro-batch: what memory holds. If it is larger than the longest document,
-///         micro-batches become more even.
+///     num_micro_batches: micro-batches of a step, ``N``: the sum over all data-parallel ranks. Context-, tensor- and
+///         pipeline-parallel ranks do not multiply it.
+///     max_tokens: most tokens of a micro-batch: what the memory of its ranks holds, all context-parallel ranks
+///         together. Micro-batches become more even if it is 1.25 to 1.5 times ``max_document_tokens``.
 ///     cost_model: cost of a document, from its length. Give it, or ``cost_columns``.
-///     cost_columns: number of cost columns that every ``push(costs=)`` brings, in the place of ``cost_model``.
-///         A step takes the sum over columns of the heaviest micro-batch in each column. The adaptive rule
-///         takes one column.
+///     cost_columns: number of costs that you give for each document in ``push(costs=)``, in the place of
+///         ``cost_model``. For example 2: time of the vision encoder, and time of the language model. One after the
+///         other lasts as long as the heaviest micro-batch of the first column and the heaviest of the second together;
+///         the packer makes that sum small. The adaptive rule takes one column.
 ///     limits: float64[cost_columns], most that a micro-batch may have in each column, infinite for no limit. A
-///         column with a limit is memory and takes no time.
-///     outlier_thresholds: int[q], tokens, ascending: lengths at which the levels of the queue begin.
-///         ``tune_outlier_thresholds`` finds them. ``None``, the default, is the adaptive rule; ``()``
-///         holds nothing back.
-///     release: "adaptive" or "fifo". It follows from ``outlier_thresholds``, so it is needed only for "fifo"
-///         without thresholds, which holds nothing back.
-///     delay_price: price of waiting, for the adaptive rule. ``num_micro_batches * max_document_tokens`` tokens are
-///         held for one step only if that shortens the step by at least this part of an even step; fewer tokens
-///         pay in proportion. The second step of a wait costs twice as much as the first. The default is 0.03
-///         (3 %). A higher price means shorter waits. ``tune_delay_price`` finds the price for a mean wait that
-///         you accept.
+///         column with a limit counts as memory: it is kept below its limit and is not balanced.
+///     outlier_thresholds: int[q], tokens, ascending: shortest length of each queue. ``tune_outlier_thresholds`` finds
+///         them. ``None``, the default, is the adaptive rule; ``()`` holds nothing back.
+///     release: "adaptive" or "fifo" (queues). It follows from ``outlier_thresholds``, so you need not give it;
+///         ``release="fifo"`` alone means ``outlier_thresholds=()``.
+///     delay_price: price of waiting, for the adaptive rule. With the default, 0.03, a full step of tokens
+///         (``num_micro_batches * max_document_tokens``) is held for one step only if the heaviest micro-batch thereby
+///         falls by at least 3 % of the mean one; a tenth of these tokens needs 0.3 %. The second step of a wait costs
+///         twice as much as the first. A higher price means shorter waits. ``tune_delay_price`` finds the price for a
+///         mean wait that you accept.
 ///     max_delay: most steps that a document waits. ``None`` is 16 with the adaptive rule, and no limit with
 ///         queues. It holds as long as no push brings more than the packer ``admits``.
-///     max_document_tokens: longest document: the context window. At most ``max_tokens``, which is the default.
+///     max_document_tokens: longest document: the context window of the model. At most ``max_tokens``, which is the
+///         default: if ``max_tokens`` is larger than the context window, give both.
 ///     oversize: what happens to longer documents: "error", "split" into several documents, or "truncate".
-///     method: "var_length", or "refined": the same documents with further exchanges, never a heavier
-///         micro-batch, mostly in twice the time. It helps where ``max_tokens`` leaves little room.
-///     dp_size: data-parallel ranks to plan every step for, as ``pack`` does. It divides
-///         ``num_micro_batches``; ``packing.deal(dp_size)`` gives each rank its micro-batches.
+///     method: "var_length"; or "refined", which packs the same documents and then exchanges them between
+///         micro-batches. The heaviest micro-batch becomes no heavier, and planning takes about twice as long. It helps
+///         where ``max_tokens`` leaves little room.
+///     dp_size: number of data-parallel ranks. With it the packer balances what each rank has to do; without it, all
+///         micro-batches alike. It divides ``num_micro_batches``; ``packing.deal(dp_size)`` gives each rank its
+///         micro-batches.
 ///     sync: where these ranks wait for each other: "step" (default; once a step, as DDP does) or "micro_batch"
-///         (in every micro-batch, as FSDP does). With "step" fewer documents wait, because the other
-///         micro-batches of a rank make up for a heavy one.
-///     max_documents: most documents of a micro-batch. In ``room`` and ``bounds`` each document then
-///         counts for at least ``max_tokens / max_documents`` tokens.
+///         (in every micro-batch, as FSDP does). With "step" fewer documents wait than with "micro_batch", because the
+///         other micro-batches of a rank make up for a heavy one. Needs ``dp_size``.
+///     max_documents: most documents of a micro-batch. ``room``, ``admits`` and ``bounds`` then count each document as
+///         at least ``max_tokens / max_documents`` tokens, since it takes that share of a micro-batch.
 ///     multiple_of_tokens: micro-batches are padded to a multiple of this number, and ``max_tokens`` counts the
 ///         padding. ``packing.padded_tokens`` has the sizes; ``wlb.torch.collate(multiple_of_tokens=)`` adds
 ///         the padding.
 ///     token_buckets: int[b], ascending: the only sizes of padded micro-batches.
-///     max_step_cost: for the adaptive rule: most work of a step, as a multiple of the mean work of
-///         ``tokens_per_batch`` tokens. Documents that wait together are trained together, so without a bound the
-///         largest step can have several times the mean work. Documents beyond the bound wait, so micro-batches
-///         are less even.
-///         Documents that reached ``max_delay`` always leave; ``metrics().steps_over_max_cost`` counts the
-///         steps that exceed the bound for them. ``None``: no bound.
-///     tokens_per_batch: tokens that a step gets on average. Samplers and streams read so many for a step, and
-///         ``max_step_cost`` counts in them. Default: ``num_micro_batches * max_document_tokens``.
-///     on_backlog: what happens when a push brings more than the packer ``admits`` and more waits than
-///         ``bounds`` allows: "warn" once with a ``BacklogWarning``, or "error", which changes
-///         nothing.
+///     max_step_cost: for the adaptive rule: most work of a step, as a multiple of an average step's. Documents that
+///         wait together are trained together, so without a bound the largest step can have several times the average
+///         work. Documents beyond the bound wait, so micro-batches are less even. An average step has
+///         ``tokens_per_batch`` tokens, each of the mean cost of the last 128 to 256 steps' tokens. Documents that
+///         waited ``max_delay`` steps leave all the same; ``metrics().steps_over_max_cost`` counts the steps that
+///         exceed the bound for them. ``None``: no bound.
+///     tokens_per_batch: tokens of a global batch on average; ``max_step_cost`` needs it, and the data loaders of
+///         ``wlb.torch`` push so many for a step. Default: ``num_micro_batches * max_document_tokens``.
+///     on_backlog: what happens when more tokens wait after a push than ``bounds`` of an empty packer allows, because
+///         pushes brought more than the packer ``admits``: "warn" once with a ``BacklogWarning``, or "error", which
+///         changes nothing.
 ///
 /// Raises:
 ///     WlbError: naming the argument that makes no sense.
@@ -94,8 +112,11 @@ use crate::results::answer;
 ///     >>> import wlb
 ///     >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
 ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=1500, cost_model=cost)
-///     >>> packer.push([900, 100, 500, 400, 100])
+///     >>> packing = packer.push([900, 100, 500, 400, 100], ids=[10, 11, 12, 13, 14])
+///     >>> packing
 ///     Packing(method="var_length", num_micro_batches=2, documents=5, tokens=2000, imbalance=1.0039, leftover=0)
+///     >>> [micro_batch.document_ids.tolist() for micro_batch in packing.micro_batches]
+///     [[10], [11, 12, 13, 14]]
 ///     >>> packer.pending
 ///     0
 #[pyclass(frozen, module = "wlb")]
@@ -207,26 +228,28 @@ impl Packer {
 
 #[pymethods]
 impl Packer {
-    /// Tokens that the next push may bring so that ``bounds`` hold. ``admits`` answers for documents. With
-    /// ``max_documents`` a document counts for at least its share of a full micro-batch. O(pending).
+    /// Tokens that the next push may bring so that ``bounds`` hold: with "adaptive" twice what a step holds, less
+    /// ``pending_tokens``; with "fifo" what a step holds, less ``carried_tokens``. ``admits`` answers for documents,
+    /// which must also fit. With ``max_documents`` a document counts as at least its share of a full micro-batch.
+    /// O(pending).
     #[getter]
     fn room(&self) -> i64 {
         self.lock().room()
     }
 
-    /// Documents, or pieces of split ones, that wait.
+    /// Number of documents (or pieces of split ones) that wait, those that are carried over among them.
     #[getter]
     fn pending(&self) -> usize {
         self.lock().pending()
     }
 
-    /// Tokens that wait. O(pending).
+    /// Tokens of the documents that wait, those that are carried over among them. O(pending).
     #[getter]
     fn pending_tokens(&self) -> i64 {
         self.lock().pending_tokens()
     }
 
-    /// Tokens that found no room in the last step and come first in the next one. O(carried).
+    /// Tokens of the documents that are carried over. O(carried).
     #[getter]
     fn carried_tokens(&self) -> i64 {
         self.lock().carried_tokens()
@@ -238,19 +261,20 @@ impl Packer {
         self.lock().oldest_wait()
     }
 
-    /// Documents that wait in each level of the queue; the adaptive rule has one level.
+    /// Number of documents that wait in each queue, without those that are carried over; the adaptive rule has one
+    /// queue.
     #[getter]
     fn queued(&self) -> Tuple<usize> {
         Tuple(self.lock().queue().levels().iter().map(|level| level.len()).collect())
     }
 
-    /// Documents that found no room in the last step and come first in the next one.
+    /// Number of documents that are carried over: they found no room in the last step and come first in the next one.
     #[getter]
     fn carried(&self) -> usize {
         self.lock().carried().len()
     }
 
-    /// Steps packed so far.
+    /// Steps packed so far, by ``push``, ``drain`` and ``flush``.
     #[getter]
     fn iteration(&self) -> u64 {
         self.lock().iteration()
@@ -274,7 +298,7 @@ impl Packer {
         self.lock().config().max_document_tokens
     }
 
-    /// Lengths at which the levels of the queue begin: tokens, ascending.
+    /// Shortest length of each queue: tokens, ascending; empty without queues.
     #[getter]
     fn outlier_thresholds(&self) -> Tuple<i32> {
         Tuple(self.lock().config().outlier_thresholds.clone())
@@ -347,13 +371,13 @@ impl Packer {
         Tuple(packer.config().shape.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec()))
     }
 
-    /// Most work of a step, as a multiple of a mean global batch; ``None``: no bound.
+    /// Most work of a step, as a multiple of an average step's; ``None``: no bound.
     #[getter]
     fn max_step_cost(&self) -> Option<f64> {
         self.lock().config().shape.max_cost
     }
 
-    /// Tokens of a global batch.
+    /// Tokens of a global batch on average.
     #[getter]
     fn tokens_per_batch(&self) -> i64 {
         self.lock().config().tokens_per_batch()
@@ -420,11 +444,13 @@ impl Packer {
     /// Most tokens that wait, and longest wait, from now on, as long as no push brings more than the packer ``admits``.
     ///
     /// Returns:
-    ///     Bounds. With "adaptive": ``2 * num_micro_batches * max_tokens`` tokens, and ``max_delay`` steps. With
-    ///     "fifo": what the levels can hold and ``num_micro_batches * max_tokens`` tokens more. After a state of
-    ///     another configuration was loaded, or a push brought more than was admitted, the bounds begin higher. They
-    ///     never rise from one step to the next, and have these values again after ``settles`` steps.
-    ///     docs/semantics.md has the proof. O(pending).
+    ///     Bounds, of an empty packer: with "adaptive" ``tokens`` is ``2 * num_micro_batches * max_tokens``, and
+    ///     ``delay`` is ``max_delay`` steps. With "fifo" ``tokens`` is ``num_micro_batches * max_tokens`` and, for each
+    ///     queue, ``num_micro_batches - 1`` of its longest documents; ``delay`` is a few steps more than ``max_delay``,
+    ///     if that is given. ``drain`` is the most steps that ``flush`` takes. After a state of another configuration
+    ///     was loaded, or a push brought more than was admitted, all three begin higher. They do not rise while pushes
+    ///     bring what is admitted, and are those of an empty packer again after ``settles`` steps. docs/semantics.md
+    ///     has the formulas and the proof. O(pending).
     ///
     /// Examples:
     ///     >>> import wlb
@@ -436,18 +462,19 @@ impl Packer {
         answer!(py, "Bounds", bounds { tokens, delay, drain, settles })
     }
 
-    /// Packs one step of waiting documents at the end of a stream: as many as fit, long ones too.
+    /// Packs one step at the end of a stream: of the documents that wait, as many as fit, as even as they can be.
     ///
     /// Returns:
-    ///     Packing; empty if nothing waits. Its ``assignment`` is empty.
+    ///     Packing of ``num_micro_batches`` micro-batches, which are all empty if nothing waits. Its ``assignment`` is
+    ///     empty, because no document is new.
     fn drain(&self, py: Python<'_>) -> Packing {
         self.change(py, 0, Core::drain).into()
     }
 
-    /// Packs everything that waits at the end of a stream, in as many steps as it takes.
+    /// Packs everything that waits at the end of a stream: calls ``drain`` until nothing waits.
     ///
     /// Returns:
-    ///     list[Packing]; empty if nothing was pending.
+    ///     list[Packing], one for each step; empty if nothing waited.
     ///
     /// Examples:
     ///     >>> import wlb
@@ -460,7 +487,7 @@ impl Packer {
         self.change(py, 0, Core::flush).into_iter().map(Packing::from).collect()
     }
 
-    /// Balance, waits and memory since the stream began.
+    /// Figures since the stream began: imbalance, waits, tokens and work of steps (``PackerMetrics``).
     fn metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let metrics = self.lock().metrics().clone();
         answer!(py, "PackerMetrics", metrics {
@@ -477,8 +504,9 @@ impl Packer {
 
     /// The packer as plain JSON values, for a checkpoint.
     ///
-    /// Holds documents, not shards: ``num_micro_batches`` and every parallel size may change on resume. Save it with
-    /// the position of the data set that was *consumed*, not prefetched.
+    /// It has the ids and lengths of the documents that wait, and nothing of any rank: ``num_micro_batches`` and every
+    /// parallel size may change on resume. Save the state that the packer had after the last step that was *trained*,
+    /// with the position of the reader at that push; a packer in a loader that works ahead has gone on since.
     ///
     /// Examples:
     ///     >>> import json, wlb
@@ -600,11 +628,12 @@ impl Packer {
     ///     costs: float64[n] or float64[n, cost_columns], cost of each document, exactly if the packer was made with
     ///         ``cost_columns``. Pieces of a split document share its cost by their tokens.
     ///     min_step_tokens: least tokens of the step. The packer releases more documents to reach it, and the step is
-    ///         less even. Up to ``num_micro_batches // 2 * max_tokens`` tokens are always reached if so many are there
-    ///         (``limits`` may leave less room); above that, unequal lengths may not fit.
-    ///     early: int[n], from 0 to 1024: steps by which each document is pushed before its turn in the order of the
-    ///         stream (``leads``), for the adaptive rule. Until its turn a document may be trained, and its waiting
-    ///         costs nothing. Delays count from the turn on.
+    ///         less even. If new and waiting documents together have so many tokens, the step has at least the lesser
+    ///         of ``min_step_tokens`` and ``num_micro_batches // 2 * max_tokens`` tokens (``limits`` may leave less
+    ///         room). More may not fit, and the step then has fewer, without an error.
+    ///     early: int[n], from 0 to 1024, for the adaptive rule: steps by which each document is pushed before the step
+    ///         in which the stream would bring it, its turn (see ``leads``). The packer may train it from now on;
+    ///         waiting costs nothing before the turn, and delays count from the turn on.
     ///
     /// Returns:
     ///     Packing of ``num_micro_batches`` micro-batches. ``assignment`` follows ``lengths`` (-1: the document waits,
@@ -612,12 +641,12 @@ impl Packer {
     ///
     /// Raises:
     ///     WlbError: wrong lengths, ids, starts or costs, a document over ``max_document_tokens`` under
-    ///         oversize="error", more than 2^23 cuts under oversize="split", or, under on_backlog="error", more waits
-    ///         afterwards than the ``bounds`` of an empty packer allow. The packer is unchanged. An empty push is
-    ///         never refused: it plans a step from documents that wait.
+    ///         oversize="error", more than 2^23 cuts under oversize="split", or, under on_backlog="error", more tokens
+    ///         would wait afterwards than ``bounds`` of an empty packer allows. The packer is unchanged. An empty push
+    ///         is never refused: it plans a step from documents that wait.
     ///
     /// Warns:
-    ///     BacklogWarning: documents were pushed, and more waits afterwards than those bounds allow; once.
+    ///     BacklogWarning: documents were pushed, and more tokens wait afterwards than these bounds allow; once.
     ///
     /// Takes as long as ``pack`` does for the new, carried and released documents. Releases the GIL from 1,024
     /// pieces on, waiting ones included.
@@ -657,8 +686,9 @@ impl Packer {
 
     /// Number of steps by which each upcoming document should be pushed before its turn (``push(early=)``).
     ///
-    /// A document that costs as much as ``c`` mean micro-batches needs a step with ``c`` times the work, for which it
-    /// waits. Pushed ``2 * (c - 1)`` steps before its turn, it is trained at about its turn.
+    /// A document that costs as much as ``c`` mean micro-batches waits until documents of ``c`` steps have gathered, so
+    /// that the other micro-batches of its step are as heavy as its own. Pushed ``2 * (c - 1)`` steps before its turn
+    /// (the step in which the stream would bring it), it is trained at about its turn.
     ///
     /// Args:
     ///     lengths: int[n], tokens of the documents that come next, in order: as many global batches as are known.
@@ -695,8 +725,9 @@ impl Packer {
     /// Number of these documents, from the first on, that the next push may bring so that ``bounds`` hold.
     ///
     /// Their tokens are at most ``room``. Their costs in a column with a limit are at most the limit of a step less
-    /// what is carried over. With the adaptive rule they also fit into the micro-batches of one step by themselves,
-    /// longest first where the tokens are fewest. If nothing waits and there is a document, the answer is at least 1.
+    /// what is carried over. With the adaptive rule they also fit into the micro-batches of one empty step: placed
+    /// longest first, each into the micro-batch that has the fewest tokens. If nothing waits and there is a document,
+    /// the answer is at least 1.
     ///
     /// Args:
     ///     lengths: int[n], tokens of the documents that come next.
@@ -732,10 +763,10 @@ impl Packer {
     ///
     /// Args:
     ///     state: what ``state_dict`` returned, also after a round trip through JSON.
-    ///     allow_config_change: go on although the cost model, thresholds or limits differ. Waiting documents are
-    ///         sorted into the new levels; those that need not wait any more are trained first. ``bounds`` says what
-    ///         that does to waits. Another ``num_micro_batches``, ``dp_size``, ``multiple_of_tokens`` or
-    ///         ``tokens_per_batch`` needs no permission.
+    ///     allow_config_change: go on although another argument of the saved packer differs, such as the cost model,
+    ///         thresholds or ``max_tokens``. Waiting documents are sorted into the new queues; those that belong to
+    ///         none are carried over. ``bounds`` says how long they wait. Another ``num_micro_batches``, ``dp_size``,
+    ///         ``multiple_of_tokens`` or ``tokens_per_batch`` needs no permission.
     ///
     /// Raises:
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration

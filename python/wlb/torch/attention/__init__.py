@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 import wlb
 from wlb._errors import check_bool
@@ -34,8 +35,10 @@ def context_parallel_attention(
     transport: Transport = "all_gather",
     ulysses_size: int | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     kernel: kernels.KernelName = "auto",
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -50,8 +53,10 @@ def context_parallel_attention(
     transport: Transport = "all_gather",
     ulysses_size: int | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     kernel: kernels.KernelName = "auto",
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -65,8 +70,10 @@ def context_parallel_attention(
     transport: Transport = "all_gather",
     ulysses_size: int | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     kernel: kernels.KernelName = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -96,9 +103,9 @@ def context_parallel_attention(
     does: every rank must run it, also one without tokens. What a rank has to do is derived from the shard once, and
     kept for all layers: by the first, or before it by `prepare_attention`.
 
-    Sinks (gpt-oss: a logit of each head that takes a share of the softmax) are composed with `return_lse`, gradients
-    included: `out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)`. Values of another width than keys (MLA)
-    are padded, which is exact. Scores are not capped (softcap): no composition of outputs does it.
+    Sinks (gpt-oss) are exact on every transport with every kernel: they join the softmax once, when all keys have.
+    `reference`, flash-attn 2, 3 and 4 cap scores. Values narrower than keys (MLA: 192 and 128) are computed as they
+    are by `reference`, flash-attn 3 and flash-attn 4; for other kernels they are padded with zeros, which is exact.
 
     Tensors are computed in the dtype in which they come, also under `torch.autocast`, which is off inside. What is
     float32 there (a rotary embedding may be) must be cast before to run on a flash kernel.
@@ -110,21 +117,23 @@ def context_parallel_attention(
     Args:
         q: Queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.
         k: Keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
-        v: Values `[tokens of this rank, kv_heads, value_dim]`; narrower ones than keys, or wider, are padded to them
-            with zeros, or these to them.
+        v: Values `[tokens of this rank, kv_heads, value_dim]`, of any width.
         shard: How the whole micro-batch lies on the ranks; the same on all. In that of a forest a token attends to
             itself and all tokens before it on its path.
         group: The context-parallel group, of `shard.cp_size` ranks. None: one process holds everything.
         transport: How keys and queries meet; see above.
         ulysses_size: For `usp`: ranks that share heads. Divides the group's size.
         softmax_scale: Factor of the scores; None: `head_dim ** -0.5`.
+        softcap: Scaled scores become `softcap * tanh(score / softcap)` (Gemma 2), before any bias. None: they stay.
         window: A token sees tokens less than this many positions away: with 1, itself. None, or from 2**31 - 1 on: any.
         alibi_slopes: float `[heads]`, without gradient: `slope * distance in the document` is subtracted from scores.
-        kernel: `flash_attn` (2 or 3, must be installed), `varlen` (torch's own flash kernels), `reference` (softmax
+        sinks: Floating point `[heads]`: a logit of each head that takes a share of the softmax and has no value. Has a
+            gradient, of this rank's tokens: sum it over the ranks, as those of other parameters.
+        kernel: `flash_attn` (2, 3 or 4, must be installed), `varlen` (torch's own flash kernels), `reference` (softmax
             written out: exact, slow, any device and dtype), or `auto`: the fastest that can do it here (on a CPU
             torch's flash attention for it).
 
-        return_lse: Also gives the log-sum-exp of the scores; the same on all ranks.
+        return_lse: Also gives the log-sum-exp of the scores, and of the sinks; the same on all ranks.
 
     Returns:
         Output `[tokens of this rank, heads, value_dim]`; with `return_lse` it and the log-sum-exp, float `[tokens of
@@ -133,20 +142,13 @@ def context_parallel_attention(
     Raises:
         WlbError: shapes, dtypes, devices, the group, or a combination of options do not fit.
     """
-    options: dict[str, Any] = {
-        "group": group,
-        "transport": transport,
-        "ulysses_size": ulysses_size,
-        "softmax_scale": softmax_scale,
-        "window": window,
-        "alibi_slopes": alibi_slopes,
-        "kernel": kernel,
-        "return_lse": return_lse,
-    }
+    options = (
+        *(group, transport, ulysses_size, softmax_scale, softcap, window, alibi_slopes, sinks, kernel, return_lse),
+    )
     if isinstance(shard, Tensor):
-        out, lse = operator.attention(q, k, v, shard, **options)
+        out, lse = operator.attention(q, k, v, shard, *options)
         return (out, lse) if return_lse else out
-    found: Tensor | tuple[Tensor, Tensor] = _attend(q, k, v, shard, **options)
+    found: Tensor | tuple[Tensor, Tensor] = _attend(q, k, v, shard, *options)
     return found
 
 
@@ -157,13 +159,14 @@ def _attend(
     k: Tensor,
     v: Tensor,
     shard: wlb.Shard | wlb.ForestShard,
-    *,
     group: dist.ProcessGroup | None,
     transport: Transport,
     ulysses_size: int | None,
     softmax_scale: float | None,
+    softcap: float | None,
     window: int | None,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     kernel: kernels.KernelName,
     return_lse: bool,
     with_lse: bool = False,
@@ -174,56 +177,134 @@ def _attend(
     `with_lse` also gives the log-sum-exp, without a gradient. `known` holds output and log-sum-exp of an earlier
     forward, which is then not computed again.
     """
-    check_bool("return_lse", return_lse)
-    rank, size = arguments.check_group(shard, group)
-    degree = arguments.check_transport(transport, ulysses_size, size)
-    arguments.check_tensors(q, k, v, shard, rank)
-    arguments.check_heads(transport, degree, q.shape[1], k.shape[1])
-    arguments.check_scores(q, softmax_scale, window, alibi_slopes)
-    window = arguments.reach(window)
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    value_dim = v.shape[2]
-    q, k, v = arguments.of_one_width(q, k, v)
-    shown = return_lse or with_lse
-    if known is not None and value_dim < q.shape[2]:
-        known = pad(known[0], (0, q.shape[2] - value_dim)), known[1]
+    rank, size = arguments.place(group)
+    arguments.check_are_tensors(q, k, v)
+    how = _known_how(
+        *(shard, rank, size, transport, ulysses_size, softmax_scale, softcap, window, kernel, return_lse),
+        *(alibi_slopes is not None, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+    )
+    width, degree, chosen = how.width, how.degree, how.kernel
+    if width:
+        q, k, v = arguments.of_one_width(q, k, v, width)
+        if known is not None:
+            known = arguments.widened(known[0], how.computed), known[1]
+    share = q.shape[1] // degree
+    mine = slice(rank % degree * share, (rank % degree + 1) * share)  # heads that this rank computes
     if alibi_slopes is not None:
-        share = q.shape[1] // degree
-        alibi_slopes = alibi_slopes[rank % degree * share :][:share]
+        arguments.check_slopes(alibi_slopes, q)
+        chosen = how.choose(kernel, q, alibi_slopes[mine])
+    if sinks is not None:
+        arguments.check_of_heads("sinks", sinks, q)
+        sinks = sinks if degree == 1 else sinks[mine]
+    assert chosen is not None
+    options: Any = (how.exchange, group, chosen, how.computed, sinks, return_lse or with_lse)
+    if how.heads is None:
+        out, lse = attention(q, k, v, *options, known=known)
+    else:
+        heads = HeadsExchange(how.heads, how.block, group)
+        if known is not None:
+            known = heads.split_heads(known[0]), heads.split_heads(known[1].unsqueeze(-1)).squeeze(-1)
+        q, k, v = split_heads(q, k, v, heads)
+        out, lse = attention(q, k, v, *options, known=known)
+        out = join_heads(out, heads)
+        if lse is not None:
+            lse = join_heads(lse.unsqueeze(-1).contiguous(), heads).squeeze(-1)
+    if how.value_dim < how.computed:
+        out = out[..., : how.value_dim]
+    return out if lse is None else (out, lse)
+
+
+@dataclass(frozen=True)
+class _How:
+    """How a layer attends: all that follows from a shard, options, shapes, dtypes and devices."""
+
+    exchange: KeysExchange | Ring
+    degree: int  # ranks that exchange heads
+    heads: plan.HeadsPlan | None  # what they exchange
+    block: range  # these ranks
+    kernel: kernels.Kernel | None  # None: it depends on slopes
+    choice: dict[str, Any]  # arguments by which it is chosen
+    width: int  # to which heads are padded; 0: they need not be
+    value_dim: int
+    computed: int  # the width of values that the kernel computes
+
+    def choose(self, name: kernels.KernelName, q: Tensor, alibi_slopes: Tensor | None) -> kernels.Kernel:
+        """The kernel for these queries and slopes."""
+        return kernels.choose(name, q, alibi_slopes=alibi_slopes, **self.choice)
+
+
+@functools.lru_cache(maxsize=plan.KEPT, typed=True)
+def _how(
+    shard: wlb.Shard | wlb.ForestShard,
+    rank: int,
+    size: int,
+    transport: Transport,
+    ulysses_size: int | None,
+    softmax_scale: float | None,
+    softcap: float | None,
+    window: int | None,
+    kernel: kernels.KernelName,
+    return_lse: bool,
+    biased: bool,
+    *tensors: Any,
+) -> _How:
+    """Checks the arguments and derives how the layer attends: once for all layers that are called alike."""
+    check_bool("return_lse", return_lse)
+    arguments.check_any_shard(shard)
+    arguments.check_size(shard, size)
+    degree = arguments.check_transport(transport, ulysses_size, size)
+    q, k, v = (arguments.Described(*tensors[i::3]) for i in range(3))
+    arguments.check_tensors(q, k, v, shard, rank)
+    (_, heads, head_dim), (_, kv_heads, _), (_, _, value_dim) = q.shape, k.shape, v.shape
+    arguments.check_heads(transport, degree, heads, kv_heads)
+    arguments.check_scores(softmax_scale, softcap, window)
+    window = arguments.reach(window)
+    width = max(head_dim, value_dim)
     causal = isinstance(shard, wlb.ForestShard) or shard.causal
-    aligned = size == degree or (transport in ("all_gather", "fetch") and causal)
-    chosen = kernels.choose(
-        kernel,
-        q,
-        width=q.shape[2] + return_lse * LSE_CHANNELS,
-        scale=scale,
-        alibi_slopes=alibi_slopes,
-        alibi_aligned=aligned,
+    more = return_lse * LSE_CHANNELS
+    choice: dict[str, Any] = {
+        "value_dim": value_dim,
+        "more": more,
+        "softcap": None if softcap is None else float(softcap),
+        "scale": head_dim**-0.5 if softmax_scale is None else float(softmax_scale),
+        "alibi_aligned": size == degree or (transport in ("all_gather", "fetch") and causal),
+    }
+    sample = torch.empty((0, heads, width), dtype=q.dtype, device=q.device)
+    chosen = None if biased else kernels.choose(kernel, sample, alibi_slopes=None, **choice)
+    block = rank - rank % degree
+    exchange: KeysExchange | Ring
+    in_block = None
+    if transport in ("all_gather", "fetch"):
+        keys = plan.keys_plan(shard, rank, fetch=transport == "fetch", window=window, biased=biased, device=q.device)
+        exchange = KeysExchange(keys, 1 if biased else head_parts(keys, kv_heads, 2 * width * q.dtype.itemsize))
+    else:
+        in_block, ring = plan.ring_plan(shard, rank, degree=degree, window=window, biased=biased, device=q.device)
+        exchange = Ring(ring, range(rank % degree, size, degree), size)
+    return _How(
+        exchange=exchange,
+        degree=degree,
+        heads=in_block,
+        block=range(block, block + degree),
+        kernel=chosen,
+        choice=choice,
+        width=width if head_dim != value_dim else 0,
+        value_dim=value_dim,
+        computed=width if chosen is None else kernels.value_width(chosen, sample, value_dim, more),
     )
 
-    def given(out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        if value_dim < out.shape[2]:
-            out = out[..., :value_dim]
-        return out if lse is None else (out, lse)
 
-    biased = alibi_slopes is not None
-    if transport in ("all_gather", "fetch"):
-        fetch = transport == "fetch"
-        keys = plan.keys_plan(shard, rank, fetch=fetch, window=window, biased=biased, device=q.device)
-        exchange = KeysExchange(keys, fetch, group, parts=1 if biased else head_parts(keys, k))
-        return given(*attention(q, k, v, exchange, chosen, with_lse=shown, known=known))
-    in_block, over_blocks = plan.ring_plan(shard, rank, degree=degree, window=window, biased=biased, device=q.device)
-    ring = Ring(over_blocks, range(rank % degree, size, degree), group)
-    if in_block is None:
-        return given(*attention(q, k, v, ring, chosen, with_lse=shown, known=known))
-    block = rank - rank % degree
-    heads = HeadsExchange(in_block, range(block, block + degree), group)
-    if known is not None:
-        known = heads.split_heads(known[0]), heads.split_heads(known[1].unsqueeze(-1)).squeeze(-1)
-    out, lse = attention(*split_heads(q, k, v, heads), ring, chosen, with_lse=shown, known=known)
-    if lse is not None:
-        lse = join_heads(lse.unsqueeze(-1).contiguous(), heads).squeeze(-1)
-    return given(join_heads(out, heads), lse)
+def forget() -> None:
+    """Forgets all plans, and how layers attend: for tests and benches, which change what plans are made of."""
+    for known in (_how, plan.keys_plan, plan.ring_plan, plan.moves_plan):
+        known.cache_clear()
+
+
+def _known_how(*given: Any) -> _How:
+    """`_how`; what cannot be looked up is wrong, and refused by name."""
+    try:
+        return _how(*given)
+    except TypeError:
+        return _how.__wrapped__(*given)
 
 
 def prepare_attention(

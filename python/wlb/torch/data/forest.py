@@ -36,6 +36,9 @@ class ForestBatch:
     Attributes:
         tokens: int64 [tokens_of_this_rank], in the order of `shard.rank(cp_rank)`.
         position_ids: int64 [tokens_of_this_rank]: tokens before each on its path. Siblings have the same.
+        sample_counts: int64 [tokens_of_this_rank]: in how many samples each token is; 0 for filler. A mean over
+            tokens with these weights, such as a loss of routers, is that of all samples without sharing. With the
+            weights `sample_counts > 0` each shared token counts once.
         edge_rows: int64 [edges]: the row of `tokens` that predicts.
         edge_targets: int64 [edges]: the token that it predicts.
         edge_weights: int64 [edges]: in how many samples that counts, at least 1. For cross-entropy, whose sums add up.
@@ -52,6 +55,7 @@ class ForestBatch:
 
     tokens: Tensor
     position_ids: Tensor
+    sample_counts: Tensor
     edge_rows: Tensor
     edge_targets: Tensor
     edge_weights: Tensor
@@ -170,9 +174,11 @@ def collate_forest(
     packed = shard.forest  # the forest with nodes in memory order; padding is the last sample
     tokens = np.zeros(packed.unique_tokens, np.int64)
     paths = paths_of(packed)[: len(named)]
+    times = np.zeros(packed.unique_tokens, np.int64)
     counted: list[Ints] = []  # positions of the tokens that each sample predicts
     for number, (sample, at) in enumerate(zip(named, paths, strict=True)):
         tokens[at] = sample.tokens
+        times[at] += 1
         follows = np.ones(at.size - 1, bool) if sample.labels is None else _counts(sample, number)
         counted.append(np.flatnonzero(follows) + 1)
 
@@ -200,6 +206,7 @@ def collate_forest(
     return ForestBatch(
         tokens=torch.from_numpy(tokens[mine]),
         position_ids=torch.from_numpy(shard.rank(cp_rank).position_ids.astype(np.int64)),
+        sample_counts=torch.from_numpy(times[mine]),
         edge_rows=torch.from_numpy(row[before[targets]]),
         edge_targets=torch.from_numpy(tokens[targets]),
         edge_weights=torch.from_numpy(np.bincount(sample_edges, minlength=targets.size).astype(np.int64)),
