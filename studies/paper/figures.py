@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
 
 from studies.paper import Result, Row
 from studies.paper.page import decimals, number, published
@@ -41,10 +42,7 @@ def draw(result: Result, narrow: bool = False) -> Figure:
         for (ax, text), (quantity, rows) in zip(panels(0, (1, 0.42)), quantities.items(), strict=True):
             _rows(ax, quantity, rows)
             _lines(ax, [row.name for row in rows])
-            text.set_axis_off()
-            text.set(xlim=(0, 1), ylim=(len(rows) - 0.4, -0.6))
-            for y in range(len(rows)):
-                _numbers(text, rows, y, (0.45, 0.98), y)
+            _numbers(text, rows, ax.get_ylim())
         if result.influence:
             ax = panels(1, (1,))[0][0]
             _influence(ax, result)
@@ -59,15 +57,18 @@ def _draw_narrow(result: Result, quantities: Mapping[str, Sequence[Row]]) -> Fig
     heights = [1.6 * _ROW_HEIGHT * count + 0.9 for count in counts]
     with drawing(NARROW, sum(heights) + 1.6) as figure:
         figure.suptitle(wrapped(result.title, narrow=True), x=0.012, ha="left", size=14, weight="bold")
-        panels: list[Axes] = figure.subplots(len(counts), 1, height_ratios=heights, squeeze=False)[:, 0].tolist()
-        for ax, (quantity, rows) in zip(panels, quantities.items(), strict=False):
+        panels = figure.subplots(
+            len(counts), 2, squeeze=False, height_ratios=heights, width_ratios=(1, 0.55), gridspec_kw={"wspace": 0}
+        )
+        for (ax, text), (quantity, rows) in zip(panels, quantities.items(), strict=False):
             _rows(ax, quantity, rows)
             _lines_under(ax, [row.name for row in rows])
-            for y in range(len(rows)):
-                _numbers(ax, rows, y, (0.8, 1.0), y - 0.5)
+            _numbers(text, rows, ax.get_ylim())
         if result.influence:
-            _influence(panels[-1], result)
-            _lines_under(panels[-1], list(result.influence))
+            ax, text = panels[-1]
+            _influence(ax, result)
+            _lines_under(ax, list(result.influence))
+            text.set_axis_off()
         figure.legend(handles=_handles(), loc="outside lower left", handletextpad=0.5)
     return figure
 
@@ -91,11 +92,15 @@ def _height(rows: int) -> float:
     return _ROW_HEIGHT * rows + 0.85
 
 
-def _numbers(ax: Axes, rows: Sequence[Row], index: int, places: tuple[float, float], y: float) -> None:
-    """The paper's number and ours, which end at these shares of the width."""
-    style: Any = {"va": "center", "ha": "right", "size": SMALLEST, "transform": ax.get_yaxis_transform()}
-    ax.text(places[0], y, published(rows[index].paper), color=ORIGINAL, **style)
-    ax.text(places[1], y, number(rows[index].ours, decimals(rows)), color=WLB, weight="bold", **style)
+def _numbers(ax: Axes, rows: Sequence[Row], height: tuple[float, float]) -> None:
+    """The paper's number and ours beside each row."""
+    ax.set_axis_off()
+    ax.set(xlim=(0, 1), ylim=height)
+    style: Any = {"va": "center", "ha": "right", "size": SMALLEST}
+    digits = decimals(rows)
+    for y, row in enumerate(rows):
+        ax.text(0.42, y, published(row.paper), color=ORIGINAL, **style)
+        ax.text(0.98, y, number(row.ours, digits), color=WLB, weight="bold", **style)
 
 
 def _rows(ax: Axes, quantity: str, rows: Sequence[Row]) -> None:
@@ -110,6 +115,7 @@ def _rows(ax: Axes, quantity: str, rows: Sequence[Row]) -> None:
     lowest, highest = min(shown), max(shown)
     if highest > 50 * lowest:
         ax.set_xscale("log")
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # powers have small exponents
         ax.set_xlim(lowest / 2, highest * 2)
     else:
         margin = 0.06 * (highest - lowest) or 0.05
@@ -147,7 +153,7 @@ def _lines(ax: Axes, names: Sequence[str]) -> None:
 def _lines_under(ax: Axes, names: Sequence[str]) -> None:
     """Rows from top to bottom, each under its name."""
     for y, name in enumerate(names):
-        ax.text(0, y - 0.5, name, va="center", transform=ax.get_yaxis_transform(), color=INK)
+        ax.text(0, y - 0.5, name, va="center", transform=ax.get_yaxis_transform(), color=INK, in_layout=False)
     ax.set_yticks([])
     ax.set_ylim(len(names) - 0.5, -0.8)
     ax.grid(visible=True, axis="x")

@@ -210,6 +210,16 @@ def test_bars_of_passes_have_contrast(dark: bool) -> None:
             assert contrast(*shown) >= READABLE, shown
 
 
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_marks_and_lines_have_contrast(dark: bool) -> None:
+    """At least 3, which is for what is no text (WCAG 2, 1.4.11); and no two kinds of plans look the same."""
+    marks = [*style.METHODS, style.WLB, style.ORIGINAL, style.ADAPTIVE]
+    shown = [style.DARK.get(mark, mark) if dark else mark for mark in marks]
+    paper = style.DARK[style.PAPER] if dark else style.PAPER
+    assert min(contrast(mark, paper) for mark in shown) >= 3
+    assert len({*shown[: len(style.METHODS)]}) == len(style.METHODS)
+
+
 class _Painted(HTMLParser):
     """Classes of the headlines of a page, with their text."""
 

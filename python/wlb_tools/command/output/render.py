@@ -192,7 +192,9 @@ def _value(value: Any) -> str:
     """A fact in a cell."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
-    return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int | float):
+        return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}"
+    return str(value) or "none"
 
 
 def machine() -> dict[str, str | int | None]:
