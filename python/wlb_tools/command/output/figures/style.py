@@ -76,7 +76,7 @@ WIDE, NARROW = 13.0, 4.6
 SMALLEST = 11.0
 """Points of the smallest text."""
 _MOST_PIXELS = 90
-"""Of a page for an inch of a picture: a small picture is not blown up to the width of the page."""
+"""Of a page for an inch of a picture for a screen: a small one is not blown up to the width of the page."""
 
 STYLE: Any = {  # matplotlib's own type for it changes from version to version
     "font.family": "sans-serif",
@@ -167,9 +167,9 @@ def svg(figure: Figure, name: str, label: str) -> str:
     text = re.sub(r"(?<=: )#[0-9a-f]{6}\b", lambda found: _variable(found[0]), text)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    most = round(_MOST_PIXELS * figure.get_figwidth())
-    element = f'<svg role="img" aria-label="{html.escape(label)}" style="max-width: {most}px"'
-    return text.replace("<svg", element, 1)
+    width = figure.get_figwidth()
+    most = "" if width <= NARROW else f' style="max-width: {round(_MOST_PIXELS * width)}px"'
+    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"{most}', 1)
 
 
 def _variable(colour: str) -> str:
