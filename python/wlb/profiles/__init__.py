@@ -13,7 +13,7 @@ __all__ = ["names", "read"]
 
 
 def names() -> list[str]:
-    """Names of the profiles that came with wlb, sorted."""
+    """Names of the profiles that come with wlb, sorted."""
     from importlib import resources  # takes a hundredth of a second, and planning needs none
 
     files = resources.files(__name__).iterdir()
