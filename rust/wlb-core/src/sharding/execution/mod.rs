@@ -14,6 +14,7 @@
 //! All
 //! spans with the same window form one call.
 
+mod buckets;
 mod calls;
 mod heads;
 mod intervals;
@@ -24,6 +25,7 @@ mod paths;
 mod ring;
 mod sums;
 
+pub use buckets::{Buckets, LEVELS};
 pub use calls::{Call, Indices, Rows};
 pub use heads::HeadsPlan;
 pub use keys::{KeysPlan, Transport};
