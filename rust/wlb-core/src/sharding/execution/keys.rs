@@ -13,6 +13,7 @@ use super::intervals::{self, Interval, Place, among, contain, count, find, place
 use super::layout::Layout;
 use super::paths::{Reach, Run, tokens};
 use super::sums::{Share, Sum};
+use super::trunks::{copied, trunks};
 
 /// Transport of keys to the ranks that need them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +29,8 @@ pub enum Transport {
 pub struct KeysPlan {
     /// Calls over the rank's own keys, while others' arrive.
     pub local: Vec<Call>,
-    /// Calls over the buffer. No query is in two calls.
+    /// Calls over the buffer. A query is in two calls only if it has a trunk, a part of its keys that is not copied for
+    /// it (see `trunks`).
     pub remote: Vec<Call>,
     /// The first of the rank's rows whose keys are in the buffer; those behind it are, too.
     pub first: i64,
@@ -42,6 +44,9 @@ pub struct KeysPlan {
     pub arriving_rows: Vec<i64>,
     /// Whether any rank sends anything.
     pub moves: bool,
+    /// Rows of keys that are copied or brought together, at most, on any rank: those of all ranks, or those that the
+    /// runs of a forest see.
+    pub gathered: i64,
     /// Sums of the gradients of other ranks' keys, which go to these ranks. The gradients of all calls stand one behind
     /// the other, in the order of their keys.
     pub going: Sum,
@@ -74,6 +79,13 @@ impl KeysPlan {
         let mut plan = Self { moves: lacking.iter().any(|lacking| !lacking.is_empty()), ..Self::default() };
         let (own, runs) = (&held[rank], &layout.held[rank]);
         let all_rows = tokens(runs);
+        if !layout.paths.are_single() {
+            let of_rank = |runs: &Vec<Run>| copied(runs, &layout.paths, reach, biased);
+            plan.gathered = layout.held.iter().map(of_rank).max().unwrap_or(0);
+        }
+        if plan.moves {
+            plan.gathered = plan.gathered.max(layout.held.iter().map(|runs| tokens(runs)).sum());
+        }
 
         let local = attends_alone(layout, rank, reach, own);
         // What others see of its keys, by rank; and all of its own that are read from the buffer.
@@ -156,14 +168,25 @@ impl KeysPlan {
             .collect();
         let spans = |wanted: bool, own: &[Place]| {
             let mut spans = Spans::default();
-            for (index, run) in runs.iter().enumerate().filter(|(index, _)| local[*index] == wanted) {
+            let runs: Vec<Run> =
+                runs.iter().zip(&local).filter(|(_, local)| **local == wanted).map(|(run, _)| *run).collect();
+            let trunks = trunks(&runs, &layout.paths, reach, biased);
+            for (of_run, &trunk) in runs.iter().enumerate().zip(&trunks) {
+                let run = of_run.1;
                 let (from, to) = run.sees(&layout.paths, reach);
-                let begin = spans.parts.len();
-                for piece in layout.paths.cut(run.path, from, to) {
-                    spans.parts.extend(rows((piece.token, piece.token + piece.length), own, &arrived));
+                let mut add = |from: i64, to: i64| {
+                    let begin = spans.parts.len();
+                    for piece in layout.paths.cut(run.path, from, to) {
+                        spans.parts.extend(rows((piece.token, piece.token + piece.length), own, &arrived));
+                    }
+                    let (q, keys) = ((run.position, run.position + run.length), (begin, spans.parts.len()));
+                    spans.spans.push(span(of_run, reach, q, (from, to), keys));
+                };
+                // The call that has all queries comes first.
+                add(from.max(trunk), to);
+                if trunk > 0 {
+                    add(0, trunk);
                 }
-                let (q, keys) = ((run.position, run.position + run.length), (begin, spans.parts.len()));
-                spans.spans.push(span((index, run), reach, q, (from, to), keys));
             }
             spans
         };

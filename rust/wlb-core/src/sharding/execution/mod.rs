@@ -19,6 +19,7 @@ mod moves;
 mod paths;
 mod ring;
 mod sums;
+mod trunks;
 
 pub use calls::{Call, Indices, Rows};
 pub use heads::HeadsPlan;
