@@ -94,15 +94,73 @@ fn shared(run: &Run, next: &Run, paths: &Paths) -> i64 {
 
 /// Keys that are copied for these runs, if they compute in one call.
 pub(super) fn copied(runs: &[Run], paths: &Paths, reach: Reach, biased: bool) -> i64 {
-    let mut before = 0;
-    let mut copied = 0;
-    for (run, trunk) in runs.iter().zip(trunks(runs, paths, reach, biased)) {
-        let (from, to) = run.sees(paths, reach);
-        copied += to - from.max(trunk);
-        if trunk != before {
-            copied += trunk;
+    let trunks = trunks(runs, paths, reach, biased);
+    let keys = |(index, run): (usize, &Run)| {
+        let ((from, to), trunk) = (run.sees(paths, reach), trunks[index]);
+        let goes_on = index > 0 && trunks[index - 1] == trunk && shared(&runs[index - 1], run, paths) >= trunk;
+        to - from.max(trunk) + if goes_on { 0 } else { trunk }
+    };
+    runs.iter().enumerate().map(keys).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::paths::Piece;
+    use super::*;
+
+    /// Runs of one tree, each behind a stretch of the run before it, and its paths.
+    fn tree(turns: &[(i64, i64)]) -> (Vec<Run>, Paths) {
+        let (mut paths, mut runs) = (Paths::default(), Vec::<Run>::new());
+        let (mut before, mut row): (Vec<Piece>, i64) = (Vec::new(), 0);
+        for &(behind, length) in turns {
+            let mut pieces: Vec<Piece> = Vec::new();
+            let mut position = 0;
+            for piece in &before {
+                let length = piece.length.min(behind - position);
+                if length > 0 {
+                    pieces.push(Piece { length, ..*piece });
+                    position += length;
+                }
+            }
+            pieces.push(Piece { position, token: row, length });
+            let path = paths.push(pieces.clone());
+            runs.push(Run { path, position, token: row, row, length });
+            (before, row) = (pieces, row + length);
         }
-        before = trunk;
+        (runs, paths)
     }
-    copied
+
+    /// Keys not copied, less those that merging costs.
+    fn saved(runs: &[Run], trunk: i64) -> i64 {
+        if trunk == 0 { 0 } else { (runs.len() as i64 - 1) * trunk - MERGED * tokens(runs) }
+    }
+
+    proptest! {
+        #[test]
+        fn trunks_save_the_most(turns in prop::collection::vec((0..400_i64, 1..9_i64), 1..10)) {
+            let (runs, paths) = tree(&turns);
+            let found = trunks(&runs, &paths, Reach { left: Reach::UNLIMITED, right: 0 }, false);
+            // The best of all partitions into neighbours that have one trunk, as long as may be, or none.
+            let mut best = vec![0];
+            for end in 1..=runs.len() {
+                let of_group = |begin: usize| {
+                    let pairs = runs[begin..end].windows(2);
+                    let trunk = pairs.map(|pair| shared(&pair[0], &pair[1], &paths)).min().unwrap_or(0);
+                    best[begin] + saved(&runs[begin..end], trunk).max(0)
+                };
+                best.push((0..end).map(of_group).max().unwrap_or(0));
+            }
+            let groups = found.chunk_by(|one, next| one == next);
+            let mut begin = 0;
+            let mut total = 0;
+            for group in groups {
+                total += saved(&runs[begin..begin + group.len()], group[0]);
+                begin += group.len();
+            }
+            let least = tokens(&runs);
+            prop_assert_eq!(total, if best[runs.len()] < least { 0 } else { best[runs.len()] });
+        }
+    }
 }
