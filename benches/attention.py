@@ -32,7 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import wlb
 from benches.common import CONTEXT, Lengths, synthetic
-from wlb.torch.attention import context_parallel_attention, kernels, plan, prepare_attention
+from wlb.torch import attention
+from wlb.torch.attention import context_parallel_attention, kernels, prepare_attention
 from wlb.torch.data import collate
 
 # --- a world that is not there ----------------------------------------------------------------------------------------
@@ -63,11 +64,18 @@ def no_network() -> Iterator[None]:
     def collective(*_: Any, **options: Any) -> Done | None:
         return Done() if options.get("async_op") else None
 
-    names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-    replaced: dict[str, Any] = dict.fromkeys(names, collective)
-    replaced |= {"batch_isend_irecv": lambda operations: [], "P2POp": lambda *_, **__: None}
+    replaced: dict[str, Any] = dict.fromkeys(("all_gather_into_tensor", "all_to_all_single"), collective)
     with mock.patch.multiple(dist, **replaced):
         yield
+
+
+@contextmanager
+def only(stub: Stub) -> Iterator[None]:
+    """A stand-in is the kernel of all layers, also of those that have been called before."""
+    attention.forget()
+    with mock.patch.object(kernels, "choose", new=stub.chosen):
+        yield
+    attention.forget()
 
 
 class Stub:
@@ -243,7 +251,7 @@ def counted(layer: Layer, shard: wlb.Shard, rank: int) -> dict[str, Any]:
     stub = Stub()
     inputs = layer.inputs(int(shard.tokens_per_rank[rank]), "meta", torch.bfloat16)
     found: dict[str, Any] = {}
-    with world(rank, shard.cp_size) as group, no_network(), mock.patch.object(kernels, "choose", new=stub.chosen):
+    with world(rank, shard.cp_size) as group, no_network(), only(stub):
         layer.attend(inputs, shard, group)  # the plan
         with Counting() as forward:
             stub.counting = forward
@@ -276,7 +284,7 @@ def host_seconds(layer: Layer, shard: wlb.Shard, rank: int, repeats: int = 60) -
     stub = Stub()
     inputs = layer.inputs(int(shard.tokens_per_rank[rank]), "cpu", torch.bfloat16)
     forward, backward = [], []
-    with world(rank, shard.cp_size) as group, mock.patch.object(kernels, "choose", new=stub.chosen):
+    with world(rank, shard.cp_size) as group, only(stub):
         for _ in range(repeats):
             started = time.thread_time()
             out = layer.attend(inputs, shard, group)
@@ -295,9 +303,7 @@ def plan_seconds(shard: wlb.Shard, repeats: int = 7, **options: Any) -> float:
     for rank in {0, shard.cp_size // 2, shard.cp_size - 1}:
         taken = []
         for _ in range(repeats):
-            for cached in vars(plan).values():
-                if hasattr(cached, "cache_clear"):
-                    cached.cache_clear()
+            attention.forget()
             started = time.thread_time()
             prepare_attention(shard, rank=rank, device="cpu", **options)
             taken.append(time.thread_time() - started)
@@ -323,7 +329,7 @@ def loader_seconds(repeats: int = 5) -> float:
     documents = [[random.integers(0, 50_000, length) for length in row] for row in lengths]
     taken = []
     for _ in range(repeats):
-        plan.keys_plan.cache_clear()
+        attention.forget()
         started = time.thread_time()
         for number in range(64):
             batch = collate(documents[number % 8][: -1 - number // 8], cp_rank=1, cp_size=8)

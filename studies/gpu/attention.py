@@ -74,7 +74,7 @@ class Layer:
         kernel = kernels.choose("auto", inputs[0], scale=self.head_dim**-0.5, alibi_slopes=None, alibi_aligned=True)
 
         def whole() -> None:
-            attention(*(x.detach().requires_grad_() for x in inputs), exchange, kernel)[0].backward(d_out)
+            attention(*(x.detach().requires_grad_() for x in inputs), exchange, None, kernel)[0].backward(d_out)
 
         calls = []
         for call, k, v in made.calls(*inputs[1:], exchange.buffer):

@@ -26,11 +26,11 @@ class GatheredKeys:
     def once(self) -> bool:
         return True
 
-    def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
+    def forward(self, k: Tensor, v: Tensor, attend: Attend, group: object) -> None:
         attend((k, v), self.plan.local, ALL_HEADS)
         attend(pick(self.buffer, self.plan.picked), self.plan.remote, ALL_HEADS)
 
-    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> Tensor:
+    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward, group: object) -> Tensor:
         of_local, of_remote, coming = self.plan.gradients
         gradients = k.new_zeros((of_local + of_remote + coming, 2, *k.shape[1:]))
         local, remote, _ = torch.split(gradients, [of_local, of_remote, coming])

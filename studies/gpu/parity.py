@@ -116,7 +116,7 @@ def attended(kernel: kernels.Kernel, problem: Problem, tensors: list[Tensor], cp
         rank = Rank.of(shard, r, window=MASKS[problem.mask], device=problem.device)
         exchange = rank.exchange(k, v)
         leaves = [x[rank.tokens].requires_grad_() for x in (q, k, v)]
-        result, _ = attention(*leaves, exchange, kernel)
+        result, _ = attention(*leaves, exchange, None, kernel)
         result.backward(d_out[rank.tokens])
         out[rank.tokens], dq[rank.tokens] = result.detach(), leaves[0].grad  # type: ignore[assignment]
         assert exchange.gradients is not None

@@ -27,6 +27,7 @@ import wlb
 from benches import attention as bench
 from tests.torch import processes
 from wlb import _core
+from wlb.torch import attention
 from wlb.torch.attention import arguments, context_parallel_attention, kernels, keys, merge, plan, prepare_attention
 from wlb.torch.attention.plan import Call
 from wlb.torch.data import DynamicCpLoader, PackedBatch
@@ -196,8 +197,7 @@ def test_as_many_heads_come_together_as_memory_has_room_for() -> None:
     whole = keys_plan(wlb.shard([1 << 17], cp_size=4, strategy="per_document"), 1)
 
     def parts(kv_heads: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        k = torch.empty(1 << 15, kv_heads, 128, dtype=dtype, device="meta")
-        return keys.head_parts(whole, k)
+        return keys.head_parts(whole, kv_heads, 2 * 128 * dtype.itemsize)
 
     assert [parts(8), parts(32), parts(24), parts(8, torch.float32)] == [2, 8, 6, 4]
 
@@ -205,15 +205,14 @@ def test_as_many_heads_come_together_as_memory_has_room_for() -> None:
 def test_as_many_heads_of_a_forest_come_together_as_memory_has_room_for() -> None:
     """Each completion has a copy of its prompt's keys; alone on a rank, documents need none."""
     forest = wlb.PrefixForest.from_prompts([1 << 16], 8, [1024] * 8)
-    k = torch.empty(forest.unique_tokens, 8, 128, dtype=torch.bfloat16, device="meta")
     for size in (1, 2, 4):
         shard = wlb.shard_forest(forest, cp_size=size)
         plans = [keys_plan(shard, rank) for rank in range(size)]
         copied = max(sum(call.num_keys for call in (*plan.local, *plan.remote)) for plan in plans)
         assert len({plan.gathered for plan in plans}) == 1
         assert (8 << 16) / size <= copied <= plans[0].gathered <= forest.raw_tokens
-    assert keys.head_parts(keys_plan(wlb.shard_forest(forest, cp_size=1), 0), k) == 8
-    assert keys.head_parts(keys_plan(wlb.shard([1 << 17], cp_size=1), 0), k) == 1
+    assert keys.head_parts(keys_plan(wlb.shard_forest(forest, cp_size=1), 0), 8, 2 * 128 * 2) == 8
+    assert keys.head_parts(keys_plan(wlb.shard([1 << 17], cp_size=1), 0), 8, 2 * 128 * 2) == 1
 
 
 PLANNED = (90, 60, 20, 9, 1)
@@ -630,7 +629,7 @@ def test_many_partial_results_are_summed_in_float32() -> None:
     (call,) = keys_plan(wlb.shard([4], cp_size=1), 0).local
     q = torch.zeros(4, 1, HEAD_DIM, dtype=torch.bfloat16)
     parts = torch.randn(64, 4, 1, HEAD_DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
-    output = merge._Merged(q)
+    output = merge._Merged(q, kernels.ReferenceKernel(1.0))
     for i, part in enumerate(parts):
         output.add(replace(call, fresh=i == 0), part, torch.zeros(1, 4))
     out, lse = output.result()
@@ -814,6 +813,7 @@ class FlashStandIn:
 
 
 def forget_installed() -> None:
+    attention.forget()
     kernels._flash_attn_2.cache_clear()
     kernels._flash_attn_3.cache_clear()
 

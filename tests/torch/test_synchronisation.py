@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wlb
 import wlb.torch as wt
 from benches import attention as bench
-from wlb.torch.attention import kernels, plan
+from wlb.torch import attention
+from wlb.torch.attention import kernels
 
 READ = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
 
@@ -100,12 +101,10 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels, "_flash_attn_2", lambda: None)
     monkeypatch.setattr(kernels, "_flash_attn_3", lambda: None)
     monkeypatch.setattr(bench.dist, "all_reduce", lambda *_, **__: None)
-    plan.keys_plan.cache_clear()
-    plan.ring_plan.cache_clear()
+    attention.forget()
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
-    plan.keys_plan.cache_clear()
-    plan.ring_plan.cache_clear()
+    attention.forget()
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 import wlb
 from wlb._errors import check_bool
@@ -133,20 +134,11 @@ def context_parallel_attention(
     Raises:
         WlbError: shapes, dtypes, devices, the group, or a combination of options do not fit.
     """
-    options: dict[str, Any] = {
-        "group": group,
-        "transport": transport,
-        "ulysses_size": ulysses_size,
-        "softmax_scale": softmax_scale,
-        "window": window,
-        "alibi_slopes": alibi_slopes,
-        "kernel": kernel,
-        "return_lse": return_lse,
-    }
+    options = (group, transport, ulysses_size, softmax_scale, window, alibi_slopes, kernel, return_lse)
     if isinstance(shard, Tensor):
-        out, lse = operator.attention(q, k, v, shard, **options)
+        out, lse = operator.attention(q, k, v, shard, *options)
         return (out, lse) if return_lse else out
-    found: Tensor | tuple[Tensor, Tensor] = _attend(q, k, v, shard, **options)
+    found: Tensor | tuple[Tensor, Tensor] = _attend(q, k, v, shard, *options)
     return found
 
 
@@ -157,7 +149,6 @@ def _attend(
     k: Tensor,
     v: Tensor,
     shard: wlb.Shard | wlb.ForestShard,
-    *,
     group: dist.ProcessGroup | None,
     transport: Transport,
     ulysses_size: int | None,
@@ -174,56 +165,123 @@ def _attend(
     `with_lse` also gives the log-sum-exp, without a gradient. `known` holds output and log-sum-exp of an earlier
     forward, which is then not computed again.
     """
-    check_bool("return_lse", return_lse)
-    rank, size = arguments.check_group(shard, group)
-    degree = arguments.check_transport(transport, ulysses_size, size)
-    arguments.check_tensors(q, k, v, shard, rank)
-    arguments.check_heads(transport, degree, q.shape[1], k.shape[1])
-    arguments.check_scores(q, softmax_scale, window, alibi_slopes)
-    window = arguments.reach(window)
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    value_dim = v.shape[2]
-    q, k, v = arguments.of_one_width(q, k, v)
-    shown = return_lse or with_lse
-    if known is not None and value_dim < q.shape[2]:
-        known = pad(known[0], (0, q.shape[2] - value_dim)), known[1]
+    rank, size = arguments.place(group)
+    arguments.check_are_tensors(q, k, v)
+    how = _known_how(
+        *(shard, rank, size, transport, ulysses_size, softmax_scale, window, kernel, return_lse),
+        *(alibi_slopes is not None, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+    )
+    width, degree, chosen = how.width, how.degree, how.kernel
+    if width:
+        q, k, v = arguments.of_one_width(q, k, v, width)
+        if known is not None:
+            known = arguments.widened(known[0], width), known[1]
     if alibi_slopes is not None:
+        arguments.check_slopes(alibi_slopes, q)
         share = q.shape[1] // degree
-        alibi_slopes = alibi_slopes[rank % degree * share :][:share]
+        chosen = how.choose(kernel, q, alibi_slopes[rank % degree * share :][:share])
+    assert chosen is not None
+    shown = return_lse or with_lse
+    if how.heads is None:
+        out, lse = attention(q, k, v, how.exchange, group, chosen, with_lse=shown, known=known)
+    else:
+        heads = HeadsExchange(how.heads, how.block, group)
+        if known is not None:
+            known = heads.split_heads(known[0]), heads.split_heads(known[1].unsqueeze(-1)).squeeze(-1)
+        out, lse = attention(*split_heads(q, k, v, heads), how.exchange, group, chosen, with_lse=shown, known=known)
+        out = join_heads(out, heads)
+        if lse is not None:
+            lse = join_heads(lse.unsqueeze(-1).contiguous(), heads).squeeze(-1)
+    if width:
+        out = out[..., : how.value_dim]
+    return out if lse is None else (out, lse)
+
+
+@dataclass(frozen=True)
+class _How:
+    """How a layer attends: all that follows from a shard, options, shapes, dtypes and devices."""
+
+    exchange: KeysExchange | Ring
+    degree: int  # ranks that exchange heads
+    heads: plan.HeadsPlan | None  # what they exchange
+    block: range  # these ranks
+    kernel: kernels.Kernel | None  # None: it depends on slopes
+    choice: dict[str, Any]  # arguments by which it is chosen
+    width: int  # to which heads are padded; 0: they need not be
+    value_dim: int
+
+    def choose(self, name: kernels.KernelName, q: Tensor, alibi_slopes: Tensor | None) -> kernels.Kernel:
+        """The kernel for these queries and slopes."""
+        return kernels.choose(name, q, alibi_slopes=alibi_slopes, **self.choice)
+
+
+@functools.lru_cache(maxsize=plan.KEPT, typed=True)
+def _how(
+    shard: wlb.Shard | wlb.ForestShard,
+    rank: int,
+    size: int,
+    transport: Transport,
+    ulysses_size: int | None,
+    softmax_scale: float | None,
+    window: int | None,
+    kernel: kernels.KernelName,
+    return_lse: bool,
+    biased: bool,
+    *tensors: Any,
+) -> _How:
+    """Checks the arguments and derives how the layer attends: once for all layers that are called alike."""
+    check_bool("return_lse", return_lse)
+    arguments.check_any_shard(shard)
+    arguments.check_size(shard, size)
+    degree = arguments.check_transport(transport, ulysses_size, size)
+    q, k, v = (arguments.Described(*tensors[i::3]) for i in range(3))
+    arguments.check_tensors(q, k, v, shard, rank)
+    (_, heads, head_dim), (_, kv_heads, _), (_, _, value_dim) = q.shape, k.shape, v.shape
+    arguments.check_heads(transport, degree, heads, kv_heads)
+    arguments.check_scores(softmax_scale, window)
+    window = arguments.reach(window)
+    width = max(head_dim, value_dim)
     causal = isinstance(shard, wlb.ForestShard) or shard.causal
-    aligned = size == degree or (transport in ("all_gather", "fetch") and causal)
-    chosen = kernels.choose(
-        kernel,
-        q,
-        width=q.shape[2] + return_lse * LSE_CHANNELS,
-        scale=scale,
-        alibi_slopes=alibi_slopes,
-        alibi_aligned=aligned,
+    choice: dict[str, Any] = {
+        "width": width + return_lse * LSE_CHANNELS,
+        "scale": head_dim**-0.5 if softmax_scale is None else float(softmax_scale),
+        "alibi_aligned": size == degree or (transport in ("all_gather", "fetch") and causal),
+    }
+    sample = torch.empty((0, heads, width), dtype=q.dtype, device=q.device)
+    chosen = None if biased else kernels.choose(kernel, sample, alibi_slopes=None, **choice)
+    block = rank - rank % degree
+    exchange: KeysExchange | Ring
+    in_block = None
+    if transport in ("all_gather", "fetch"):
+        keys = plan.keys_plan(shard, rank, fetch=transport == "fetch", window=window, biased=biased, device=q.device)
+        exchange = KeysExchange(keys, 1 if biased else head_parts(keys, kv_heads, 2 * width * q.dtype.itemsize))
+    else:
+        in_block, ring = plan.ring_plan(shard, rank, degree=degree, window=window, biased=biased, device=q.device)
+        exchange = Ring(ring, range(rank % degree, size, degree), size)
+    return _How(
+        exchange=exchange,
+        degree=degree,
+        heads=in_block,
+        block=range(block, block + degree),
+        kernel=chosen,
+        choice=choice,
+        width=width if head_dim != value_dim else 0,
+        value_dim=value_dim,
     )
 
-    def given(out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        if value_dim < out.shape[2]:
-            out = out[..., :value_dim]
-        return out if lse is None else (out, lse)
 
-    biased = alibi_slopes is not None
-    if transport in ("all_gather", "fetch"):
-        fetch = transport == "fetch"
-        keys = plan.keys_plan(shard, rank, fetch=fetch, window=window, biased=biased, device=q.device)
-        exchange = KeysExchange(keys, fetch, group, parts=1 if biased else head_parts(keys, k))
-        return given(*attention(q, k, v, exchange, chosen, with_lse=shown, known=known))
-    in_block, over_blocks = plan.ring_plan(shard, rank, degree=degree, window=window, biased=biased, device=q.device)
-    ring = Ring(over_blocks, range(rank % degree, size, degree), group)
-    if in_block is None:
-        return given(*attention(q, k, v, ring, chosen, with_lse=shown, known=known))
-    block = rank - rank % degree
-    heads = HeadsExchange(in_block, range(block, block + degree), group)
-    if known is not None:
-        known = heads.split_heads(known[0]), heads.split_heads(known[1].unsqueeze(-1)).squeeze(-1)
-    out, lse = attention(*split_heads(q, k, v, heads), ring, chosen, with_lse=shown, known=known)
-    if lse is not None:
-        lse = join_heads(lse.unsqueeze(-1).contiguous(), heads).squeeze(-1)
-    return given(join_heads(out, heads), lse)
+def forget() -> None:
+    """Forgets all plans, and how layers attend: for tests and benches, which change what plans are made of."""
+    for known in (_how, plan.keys_plan, plan.ring_plan, plan.moves_plan):
+        known.cache_clear()
+
+
+def _known_how(*given: Any) -> _How:
+    """`_how`; what cannot be looked up is wrong, and refused by name."""
+    try:
+        return _how(*given)
+    except TypeError:
+        return _how.__wrapped__(*given)
 
 
 def prepare_attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -41,16 +41,30 @@ def check_rank(rank: int, size: int) -> None:
         raise error("rank", f"= {rank!r}: the shard has ranks 0 to {size - 1}", value=rank)
 
 
+def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in a group, and the group's size."""
+    if group is None:
+        return 0, 1
+    if isinstance(group, dist.ProcessGroup):
+        return group.rank(), group.size()
+    if (rank := dist.get_rank(group)) < 0:
+        raise error("group", "does not contain this process", value=group)
+    return rank, dist.get_world_size(group)
+
+
 def check_group(shard: wlb.Shard | wlb.ForestShard, group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This process's rank in the group and the group's size, which is the shard's."""
     check_any_shard(shard)
-    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    if rank < 0:
-        raise error("group", "does not contain this process", value=group)
-    if size != shard.cp_size:
-        found = "None: one process" if group is None else f"a group of {size}"
-        raise error("group", f"is {found}, but the shard is for cp_size = {shard.cp_size}", value=size)
+    rank, size = place(group)
+    check_size(shard, size)
     return rank, size
+
+
+def check_size(shard: wlb.Shard | wlb.ForestShard, size: int) -> None:
+    """Refuses a shard for a group of another size."""
+    if size != shard.cp_size:
+        found = "None: one process, or a group of 1" if size == 1 else f"a group of {size}"
+        raise error("group", f"is {found}, but the shard is for cp_size = {shard.cp_size}", value=size)
 
 
 def check_transport(transport: Transport, ulysses_size: int | None, size: int) -> int:
@@ -66,11 +80,27 @@ def check_transport(transport: Transport, ulysses_size: int | None, size: int) -
     return int(ulysses_size)
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: wlb.Shard | wlb.ForestShard, rank: int) -> None:
+class Described(NamedTuple):
+    """What is checked of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def check_are_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuses what is no tensor."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        name, x = next((name, x) for name, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor))
+        found = type(x).__name__
+        raise error(name, f"is {found}, not a tensor [tokens, heads, head_dim]", value=found)
+
+
+def check_tensors(q: Described, k: Described, v: Described, shard: wlb.Shard | wlb.ForestShard, rank: int) -> None:
     """The tensors fit each other and, at last, this rank of the shard."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.ndim != 3:
-            shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        if len(x.shape) != 3:
+            shape = list(x.shape)
             raise error(name, f"is {shape}, not a tensor [tokens, heads, head_dim]", value=shape)
         if x.dtype != q.dtype or x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise error(name, f"is {x.dtype}: floating point and one dtype for q, k and v ({q.dtype})", value=x.dtype)
@@ -90,11 +120,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: wlb.Shard | wlb.Forest
             raise error(name, message, value=x.shape[0])
 
 
-def of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def widened(x: Tensor, width: int) -> Tensor:
+    """`x` with zeros behind its last axis."""
+    return x if x.shape[2] == width else pad(x, (0, width - x.shape[2]))
+
+
+def of_one_width(q: Tensor, k: Tensor, v: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as wide as the widest: with zeros behind, which change no score and no output."""
-    width = max(q.shape[2], v.shape[2])
-    q, k, v = (x if x.shape[2] == width else pad(x, (0, width - x.shape[2])) for x in (q, k, v))
-    return q, k, v
+    return widened(q, width), widened(k, width), widened(v, width)
 
 
 def check_heads(transport: Transport, degree: int, heads: int, kv_heads: int) -> None:
@@ -153,13 +186,11 @@ def _shared(degree: int, heads: int, kv_heads: int) -> bool:
     return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 
-def check_scores(q: Tensor, softmax_scale: float | None, window: int | None, alibi_slopes: Tensor | None) -> None:
-    """Checks scale, window and ALiBi slopes against the queries."""
+def check_scores(softmax_scale: float | None, window: int | None) -> None:
+    """Checks scale and window."""
     if softmax_scale is not None:
         check_positive("softmax_scale", softmax_scale)
     check_window(window)
-    if alibi_slopes is not None:
-        _check_slopes(alibi_slopes, q)
 
 
 def reach(window: int | None) -> int | None:
@@ -173,7 +204,8 @@ def check_window(window: int | None) -> None:
         raise error("window", f"= {window!r}: a positive number of tokens, or None", value=window)
 
 
-def _check_slopes(slopes: Tensor, q: Tensor) -> None:
+def check_slopes(slopes: Tensor, q: Tensor) -> None:
+    """Refuses anything but a number for each head of the queries, without a gradient."""
     if not isinstance(slopes, Tensor) or slopes.shape != q.shape[1:2] or not slopes.is_floating_point():
         found = f"{slopes.dtype} {list(slopes.shape)}" if isinstance(slopes, Tensor) else type(slopes).__name__
         raise error("alibi_slopes", f"is {found}, not floating point [{q.shape[1]}], one for each head", value=found)

@@ -20,14 +20,15 @@ and needs no float32 of all keys. At home all are summed at once, in float32 for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.torch.attention.merge import Attend, AttendBackward, Heads
+from wlb.torch.attention.merge import ALL_HEADS, Attend, AttendBackward, Heads
 from wlb.torch.attention.plan import KeysPlan, pick
 
 GATHERED = 1 << 28
@@ -44,8 +45,6 @@ class KeysExchange:
     """
 
     plan: KeysPlan
-    fetch: bool
-    group: dist.ProcessGroup | None
     parts: int = 1  # of the heads, computed one after the other
 
     @property
@@ -53,118 +52,119 @@ class KeysExchange:
         """See `KeyExchange`."""
         return True
 
-    def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
+    def forward(self, k: Tensor, v: Tensor, attend: Attend, group: dist.ProcessGroup | None) -> None:
         """See `KeyExchange`."""
-        for heads, own, take in self._parts(k, v):
-            attend(own, self.plan.local, heads)
-            if take is not None:
-                attend(take(), self.plan.remote, heads)
+        plan, parts = self.plan, self._parts(k, v)
+        arriving = [self._exchange(*parts[0][1], group)] if plan.moves else []
+        for index, (heads, own) in enumerate(parts):
+            if plan.local:
+                attend(own, plan.local, heads)
+            if arriving:
+                picked = self._picked(*arriving.pop())
+                if index + 1 < self.parts:  # the buffer of one part is free before that of the next is made
+                    arriving.append(self._exchange(*parts[index + 1][1], group))
+                if plan.remote:
+                    attend(picked, plan.remote, heads)
+                del picked
 
-    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> Tensor:
+    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward, group: dist.ProcessGroup | None) -> Tensor:
         """See `KeyExchange`."""
-        plan = self.plan
-        of_local, of_remote, coming = plan.gradients
+        plan, parts = self.plan, self._parts(k, v)
+        shape = (-1, 2, k.shape[1] // self.parts, k.shape[2])
+        rows, width = sum(plan.gradients), 2 * shape[2] * shape[3]
         total: Tensor | None = None  # the gradients of all heads, if they come in parts
         finish: Callable[[], Tensor] | None = None
-        for heads, own, take in self._parts(k, v):
+        arriving = [self._exchange(*parts[0][1], group)] if plan.moves else []
+        for index, (heads, own) in enumerate(parts):
             # Gradients of keys, of all calls and of what comes home.
-            gradients = k.new_empty((of_local + of_remote + coming, 2, *own[0].shape[1:]))
-            local, remote, home = torch.split(gradients, [of_local, of_remote, coming])
-            last = heads.part > 0 and heads.part == heads.parts - 1
-            if not last:
+            gradients = k.new_empty((rows, *shape[1:]))
+            local, remote, home = (
+                gradients.split_with_sizes(plan.gradients) if plan.moves else (gradients, gradients, None)
+            )
+            last = plan.moves and 0 < index == self.parts - 1
+            if plan.local and not last:
                 attend(own, plan.local, heads, local)
-            if take is not None:
-                attend(take(), plan.remote, heads, remote)
+            if arriving:
+                picked = self._picked(*arriving.pop())
+                if index + 1 < self.parts:  # the buffer of one part is free before that of the next is made
+                    arriving.append(self._exchange(*parts[index + 1][1], group))
+                if plan.remote:
+                    attend(picked, plan.remote, heads, remote)
+                del picked
             if finish is not None:
                 # Gradients of the heads before, sent home while these are computed.
                 total = k.new_empty((k.shape[0], 2, *k.shape[1:])) if total is None else total
-                total.chunk(heads.parts, 2)[heads.part - 1].copy_(finish())
-            finish = self._send_home(gradients, home)
-            if last:
+                total.chunk(self.parts, 2)[index - 1].copy_(finish().view(shape))
+            finish = self._send_home(gradients.view(rows, width), home, group)
+            if plan.local and last:
                 attend(own, plan.local, heads, local)
             del gradients, local, remote, home
         assert finish is not None
         if total is None:
-            return finish()
-        total.chunk(self.parts, 2)[-1].copy_(finish())
+            return finish().view(shape)
+        total.chunk(self.parts, 2)[-1].copy_(finish().view(shape))
         return total
 
-    def _parts(
-        self, k: Tensor, v: Tensor
-    ) -> Iterator[tuple[Heads, tuple[Tensor, Tensor], Callable[[], Tensor] | None]]:
-        """Parts of the heads, their own keys and values, and what waits for the keys of remote calls.
+    def _parts(self, k: Tensor, v: Tensor) -> list[tuple[Heads, tuple[Tensor, Tensor]]]:
+        """Parts of the heads, with their own keys and values."""
+        if self.parts == 1:
+            return [(ALL_HEADS, (k, v))]
+        own = zip(k.chunk(self.parts, 1), v.chunk(self.parts, 1), strict=True)
+        return [(Heads(index, self.parts), keys) for index, keys in enumerate(own)]
 
-        It has the next part sent, too: the buffer of one part is free before that of the next is made.
-        """
-        count = self.parts
-        own = list(zip(k.chunk(count, 1), v.chunk(count, 1), strict=True)) if count > 1 else [(k, v)]
-        arrive = self._exchange(*own[0])
-        for index, keys in enumerate(own):
-
-            def take(index: int = index) -> Tensor:
-                nonlocal arrive
-                assert arrive is not None
-                picked, arrive = pick(arrive(), self.plan.picked), None
-                if index + 1 < count:
-                    arrive = self._exchange(*own[index + 1])
-                return picked
-
-            yield Heads(index, count), keys, None if arrive is None else take
-
-    def _send_home(self, gradients: Tensor, home: Tensor) -> Callable[[], Tensor]:
-        """Starts it; call the result for the gradient of own keys, `[tokens, 2, kv_heads, head_dim]`."""
-        plan, shape = self.plan, gradients.shape[1:]
-        flat = gradients.flatten(1)
-        if not plan.moves:
-            return lambda: plan.own.of(flat).view(-1, *shape)
+    def _send_home(self, flat: Tensor, home: Tensor | None, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
+        """Starts it; call the result for the gradient of own keys, `[tokens, 2 * kv_heads * head_dim]`."""
+        plan = self.plan
+        if home is None:
+            return lambda: plan.own.of(flat)
         going = plan.going.of(flat) if plan.going.count else flat[:0]
-        work = dist.all_to_all_single(
-            home, going.view(-1, *shape), plan.coming_rows, plan.going_rows, group=self.group, async_op=True
-        )
+        work = dist.all_to_all_single(home, going, plan.coming_rows, plan.going_rows, group=group, async_op=True)
 
         def finish() -> Tensor:
             nonlocal going
             assert work is not None
             work.wait()
             del going  # the send ends here, so its buffer may go
-            return plan.own.of(flat).view(-1, *shape)
+            return plan.own.of(flat)
 
         return finish
 
-    def _exchange(self, k: Tensor, v: Tensor) -> Callable[[], Tensor] | None:
-        """Starts it; call the result to wait for the buffer, `[rows, 2, kv_heads, head_dim]`."""
+    def _exchange(self, k: Tensor, v: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Any]:
+        """Starts it: the buffer, `[rows, 2, kv_heads, head_dim]`, and what is to be awaited before it is read."""
         plan = self.plan
-        if not plan.moves:
-            return None
-        buffer = k.new_empty((plan.own_rows + plan.arriving, 2, *k.shape[1:]))
-        own, arriving = torch.split(buffer, [plan.own_rows, plan.arriving])
-        tokens = k.shape[0] - plan.first
-        if tokens:
-            if plan.first:
-                k, v = k[plan.first :], v[plan.first :]
-            torch.stack((k, v), 1, out=own if tokens == plan.own_rows else own[:tokens])
+        tokens, kv_heads, head_dim = k.shape
+        first, own_rows, arriving_rows = plan.buffer
+        buffer = k.new_empty((own_rows + arriving_rows, 2, kv_heads, head_dim))
+        own, arriving = buffer.split_with_sizes((own_rows, arriving_rows))
+        if tokens := tokens - first:
+            if first:
+                k, v = k[first:], v[first:]
+            torch.stack((k, v), 1, out=own if tokens == own_rows else own[:tokens])
         send = pick(own, plan.sent)
-        if self.fetch:
+        if plan.sent_rows:
             work = dist.all_to_all_single(
-                arriving, send, plan.arriving_rows, plan.sent_rows, group=self.group, async_op=True
+                arriving, send, plan.arriving_rows, plan.sent_rows, group=group, async_op=True
             )
         else:
-            work = dist.all_gather_into_tensor(arriving, send, group=self.group, async_op=True)
+            work = dist.all_gather_into_tensor(arriving, send, group=group, async_op=True)
+        return buffer, work
 
-        def arrive() -> Tensor:
-            assert work is not None
-            work.wait()
-            return buffer
-
-        return arrive
+    def _picked(self, buffer: Tensor, work: Any) -> Tensor:
+        """What the remote calls take of the buffer, once it is complete."""
+        work.wait()
+        return pick(buffer, self.plan.picked)
 
 
-def head_parts(plan: KeysPlan, k: Tensor) -> int:
+def head_parts(plan: KeysPlan, kv_heads: int, head_bytes: int) -> int:
     """Into how many parts heads are divided, so that what is gathered of one has no more than `GATHERED` bytes.
 
     The same on all ranks.
+
+    Args:
+        plan: Of one rank.
+        kv_heads: Key heads.
+        head_bytes: Bytes of a key and its value in one head.
     """
-    _, heads, head_dim = k.shape
-    whole = 2 * plan.gathered * heads * head_dim * k.element_size()
-    divisors = [parts for parts in range(1, heads) if heads % parts == 0]
-    return next((parts for parts in divisors if whole <= parts * GATHERED), heads)
+    whole = plan.gathered * kv_heads * head_bytes
+    divisors = [parts for parts in range(1, kv_heads) if kv_heads % parts == 0]
+    return next((parts for parts in divisors if whole <= parts * GATHERED), kv_heads)

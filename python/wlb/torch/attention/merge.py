@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -48,14 +49,14 @@ class KeyExchange(Protocol):
         """Whether no query is in two calls: their outputs then need no merging."""
         ...
 
-    def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
+    def forward(self, k: Tensor, v: Tensor, attend: Attend, group: dist.ProcessGroup | None) -> None:
         """Calls `attend(keys, calls, heads)` for every block of keys, overlapping it with what is still under way.
 
         Parts of the heads come one after the other.
         """
         ...
 
-    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> Tensor:
+    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward, group: dist.ProcessGroup | None) -> Tensor:
         """Passes the same blocks and calls to `attend`, in any order, which writes their gradients.
 
         Returns:
@@ -70,9 +71,15 @@ class _Merged:
     Sums of log-sum-exps are float64: their rounding, in units of their size, is a relative error of the weights.
     """
 
-    def __init__(self, q: Tensor) -> None:
-        self._q = q
+    def __init__(self, q: Tensor, kernel: Kernel) -> None:
+        self._q, self._kernel = q, kernel
         self._parts: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
+        """See `Attend`."""
+        for call in calls:
+            q = queries_of(self._q, call.q_rows)
+            self.add(call, *self._kernel.forward(q, *_keys(keys, call.k_rows), call))
 
     def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
         """Adds a call's output and log-sum-exp, of the rows that the kernel was given."""
@@ -140,13 +147,16 @@ class _Sum:
         return self._total
 
 
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     """Autocast would round what the reference kernel multiplies in the forward, and is off where backwards are run."""
 
     @functools.wraps(function)
     def run(ctx: Any, x: Tensor, *args: Any) -> Any:
         device = x.device.type
-        if not torch.is_autocast_enabled(device) if torch.amp.is_autocast_available(device) else True:
+        if not _has_autocast(device) or not torch.is_autocast_enabled(device):
             return function(ctx, x, *args)
         with torch.autocast(device, enabled=False):
             return function(ctx, x, *args)
@@ -163,6 +173,42 @@ def _keys(keys: Keys, rows: Rows) -> tuple[Tensor, Tensor]:
     return k, v
 
 
+class _Outputs:
+    """Outputs of calls of which no two have a query: each is written where it belongs."""
+
+    def __init__(self, q: Tensor, kernel: Kernel, shown: Tensor | None) -> None:
+        self._q, self._kernel = q, kernel
+        self.out: Tensor | None = None
+        self.shown = shown  # the log-sum-exps `[queries, heads]`, if they are asked for
+        self.lses: list[Tensor] = []
+        self.places: dict[tuple[int, int], int] = {}  # of the log-sum-exp of each call, by the part of the heads
+
+    def attend(self, keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
+        """See `Attend`."""
+        q = self._q
+        for call in calls:
+            rows = call.q_rows
+            if rows is None and heads.parts == 1:  # one call over all rows
+                self.out, lse = self._kernel.forward(q, *_keys(keys, call.k_rows), call)
+            else:
+                if self.out is None:
+                    self.out = q.new_empty(q.shape)
+                out, given = heads.of(self.out), queries_of(heads.of(q), rows)
+                if isinstance(rows, Tensor):
+                    part, lse = self._kernel.forward(given, *_keys(keys, call.k_rows), call)
+                    put(out, rows, part)
+                else:
+                    _, lse = self._kernel.forward(given, *_keys(keys, call.k_rows), call, out)
+            self.places[heads.part, id(call)] = len(self.lses)
+            self.lses.append(lse)
+            if self.shown is not None:
+                put(heads.of(self.shown), rows, lse.t()[rows] if isinstance(rows, slice) else lse.t())
+
+    def result(self) -> Tensor:
+        """Output like the queries."""
+        return self._q.new_empty(self._q.shape) if self.out is None else self.out
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     @_without_autocast
@@ -172,100 +218,71 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         exchange: KeyExchange,
+        group: dist.ProcessGroup | None,
         kernel: Kernel,
         with_lse: bool,
         known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.exchange, ctx.kernel, ctx.with_lse, ctx.places = exchange, kernel, with_lse, None
+        ctx.exchange, ctx.group, ctx.kernel, ctx.with_lse, ctx.places = exchange, group, kernel, with_lse, None
         if known is not None:
             again = known[0].clone(), known[1].clone() if with_lse else None
             ctx.save_for_backward(q, k, v, again[0], known[1].t().contiguous())
             return again
-        merged = None if exchange.once else _Merged(q)
-        out: Tensor | None = None
-        shown = q.new_empty(q.shape[:2], dtype=accumulator(q.dtype)) if with_lse else None
-        lses: list[Tensor] = []
-        places: dict[tuple[int, int], int] = {}  # of the log-sum-exp of each call, by the part of the heads
-
-        def attend(keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
-            nonlocal out
-            queries = heads.of(q)
-            for call in calls:
-                rows = call.q_rows
-                given = (queries_of(queries, rows), *_keys(keys, call.k_rows), call)
-                if merged is not None:
-                    merged.add(call, *kernel.forward(*given))
-                    continue
-                if rows is None and heads.parts == 1:  # one call over all rows: nothing to merge
-                    out, lse = kernel.forward(*given)
-                else:
-                    out = q.new_empty(q.shape) if out is None else out
-                    if isinstance(rows, Tensor):
-                        part, lse = kernel.forward(*given)
-                        put(heads.of(out), rows, part)
-                    else:
-                        _, lse = kernel.forward(*given, heads.of(out))
-                places[heads.part, id(call)] = len(lses)
-                lses.append(lse)
-                if shown is not None:
-                    put(heads.of(shown), rows, lse.t()[rows] if isinstance(rows, slice) else lse.t())
-
-        exchange.forward(k, v, attend)
-        if merged is not None:
-            out, lse = merged.result()
-            lses.append(lse)
-            shown = lse.t().contiguous() if with_lse else None
-        elif out is None:
-            out = q.new_empty(q.shape)
-        ctx.save_for_backward(q, k, v, out, *lses)
-        if merged is None:
-            ctx.places = places
-        return out, shown
+        if exchange.once:
+            shown = q.new_empty(q.shape[:2], dtype=accumulator(q.dtype)) if with_lse else None
+            outputs = _Outputs(q, kernel, shown)
+            exchange.forward(k, v, outputs.attend, group)
+            out, ctx.places = outputs.result(), outputs.places
+            ctx.save_for_backward(q, k, v, out, *outputs.lses)
+            return out, shown
+        merged = _Merged(q, kernel)
+        exchange.forward(k, v, merged.attend, group)
+        out, lse = merged.result()
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse.t().contiguous() if with_lse else None
 
     @staticmethod
     @_without_autocast
     @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, d_out: Tensor, d_lse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, *lses = ctx.saved_tensors
         width = q.shape[2]
         if ctx.with_lse:
             assert d_lse is not None
             q, k, v, out, d_out = _with_lse(q, k, v, out, d_out, d_lse)
-        once = ctx.exchange.once
+        once, kernel, places = ctx.exchange.once, ctx.kernel, ctx.places
         d_out = d_out.contiguous()
-        dq = q.new_empty(q.shape) if once else q
+        dq = q.new_empty(q.shape) if once else None
         total = _Sum(q)
 
         def attend(keys: Keys, calls: Sequence[Call], heads: Heads, d_keys: Tensor) -> None:
-            mine = [heads.of(x) for x in (d_out, q, out)]
-            of_calls = torch.split(d_keys, [call.num_keys for call in calls]) if len(calls) > 1 else (d_keys,)
+            whole = heads.parts == 1
+            mine = (d_out, q, out) if whole else [heads.of(x) for x in (d_out, q, out)]
+            into = dq if whole or dq is None else heads.of(dq)
+            of_calls = d_keys.split_with_sizes([call.num_keys for call in calls]) if len(calls) > 1 else (d_keys,)
             for call, d_call in zip(calls, of_calls, strict=False):
                 rows = call.q_rows
-                if ctx.places is not None:
-                    lse = lses[ctx.places[heads.part, id(call)]]
+                listed = isinstance(rows, Tensor)
+                if places is not None:
+                    lse = lses[places[heads.part, id(call)]]
                 else:
-                    lse = lses[0] if heads.parts == 1 else lses[0].chunk(heads.parts)[heads.part]
+                    lse = lses[0] if whole else lses[0].chunk(heads.parts)[heads.part]
                     if isinstance(rows, Tensor):
                         lse = lse.index_select(1, rows)
-                call_d_out, call_q, call_out = (queries_of(x, rows) for x in mine)
+                call_d_out, call_q, call_out = (queries_of(x, rows) for x in mine) if listed else mine
                 given = (call_d_out, call_q, *_keys(keys, call.k_rows), call_out, lse, call)
-                if once and not isinstance(rows, Tensor):
-                    ctx.kernel.backward(*given, (heads.of(dq), d_call))
-                    continue
-                part, _ = ctx.kernel.backward(*given, (None, d_call))
-                if once:
-                    put(heads.of(dq), rows, part)
-                else:
+                part, _ = kernel.backward(*given, (None if listed else into, d_call))
+                if into is None:
                     total.add(rows, part)
+                elif listed:
+                    put(into, rows, part)
 
-        d_keys = ctx.exchange.backward(k, v, attend)
-        dq = dq if once else total.total().to(q.dtype)
+        d_keys = ctx.exchange.backward(k, v, attend, ctx.group)
+        dq = total.total().to(q.dtype) if dq is None else dq
         if ctx.with_lse:
             dq, d_keys = dq[..., :width], d_keys[..., :width]
-        dk, dv = d_keys.to(k.dtype).unbind(1)
-        return dq, dk, dv, None, None, None, None
+        dk, dv = (d_keys if d_keys.dtype == k.dtype else d_keys.to(k.dtype)).unbind(1)
+        return dq, dk, dv, None, None, None, None, None
 
 
 def _with_lse(
@@ -292,6 +309,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     exchange: KeyExchange,
+    group: dist.ProcessGroup | None,
     kernel: Kernel,
     *,
     with_lse: bool = False,
@@ -305,5 +323,5 @@ def attention(
     Kept for the backward are q, k, v, the output and its log-sum-exp; other ranks' keys are exchanged again. Partial
     sums are float32 for half-precision inputs. Every rank must run the backward, in the same order: it communicates.
     """
-    result: tuple[Tensor, Tensor | None] = _Attention.apply(q, k, v, exchange, kernel, with_lse, known)
+    result: tuple[Tensor, Tensor | None] = _Attention.apply(q, k, v, exchange, group, kernel, with_lse, known)
     return result

@@ -73,22 +73,23 @@ def attends(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, prepared: Tensor, *, group: dist.ProcessGroup | None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prepared: Tensor,
+    group: dist.ProcessGroup | None,
+    transport: str,
+    ulysses_size: int | None,
+    softmax_scale: float | None,
+    window: int | None,
+    alibi_slopes: Tensor | None,
+    kernel: str,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the micro-batch that `prepared` stands for, and its log-sum-exp `[tokens, heads]`."""
+    name = "" if group is None else group.group_name
     result: tuple[Tensor, Tensor] = torch.ops.wlb.attention(
-        q,
-        k,
-        v,
-        prepared,
-        options["alibi_slopes"],
-        "" if group is None else group.group_name,
-        options["transport"],
-        options["ulysses_size"],
-        options["softmax_scale"],
-        options["window"],
-        options["kernel"],
-        options["return_lse"],
+        q, k, v, prepared, alibi_slopes, name, transport, ulysses_size, softmax_scale, window, kernel, return_lse
     )
     return result
 

@@ -125,11 +125,12 @@ class _Tensors:
             return self._rows[first : first + count]
         return None if first == 0 and count == total else slice(first, first + count)
 
-    def sum(self, plain: tuple[PlainRows, PlainRows, int]) -> Sum:
-        """A sum over rows."""
+    def sum(self, plain: tuple[PlainRows, PlainRows, int], summed: int) -> Sum:
+        """A sum over rows of a tensor that has `summed`."""
         rows, begins, count = plain
         first, of_result, listed = begins
-        return Sum(self.rows(rows), self._rows[first : first + of_result] if listed else None, count)
+        same = not listed and rows == (0, summed, False)
+        return Sum(self.rows(rows), self._rows[first : first + of_result] if listed else None, count, same)
 
     def calls(self, plain: Iterable[Sequence[Any]], queries: int, keys: int | None) -> list[Call]:
         """Calls over `queries` rows of queries and a tensor of `keys` rows."""
@@ -151,11 +152,12 @@ class Sum:
     rows: Rows  # what is summed
     begins: Tensor | None  # int32: where the summands of each result begin in `rows`; None: one each
     count: int  # rows of the result
+    changes_nothing: bool  # it is what is summed
 
     def of(self, x: Tensor) -> Tensor:
         """The sums over `x`, `[rows, numbers]`, in its dtype; they are summed in float32, or wider if `x` is."""
         if self.begins is None:
-            return pick(x, self.rows)
+            return x if self.changes_nothing else pick(x, self.rows)
         sums: Tensor = torch.ops.aten._embedding_bag_forward_only(x, self.rows, self.begins)[0]
         return sums
 
@@ -182,17 +184,17 @@ class KeysPlan:
     going_rows: list[int]  # to each rank
     coming_rows: list[int]  # from each rank
     own: Sum  # gradients of own keys
+    gradients: tuple[int, int, int]  # rows of gradients: of the local calls, of the remote ones, coming home
 
     @property
     def arriving(self) -> int:
         """Rows of the buffer that arrive."""
-        return sum(self.arriving_rows)
+        return self.buffer[2]
 
     @functools.cached_property
-    def gradients(self) -> list[int]:
-        """Rows of gradients: of the local calls, of the remote ones, coming home."""
-        of_calls = (sum(call.num_keys for call in calls) for calls in (self.local, self.remote))
-        return [*of_calls, sum(self.coming_rows)]
+    def buffer(self) -> tuple[int, int, int]:
+        """The first of the rank's rows whose keys are in the buffer, its rows of own keys, and those that arrive."""
+        return self.first, self.own_rows, sum(self.arriving_rows)
 
 
 @functools.lru_cache(maxsize=KEPT)
@@ -211,8 +213,11 @@ def keys_plan(
     if len(remote_calls) == 1:
         # Picked before the call, so that the buffer is free while it runs.
         picked, remote_calls = remote_calls[0].k_rows, [replace(remote_calls[0], k_rows=None)]
+    local_calls = tensors.calls(local, queries, queries)
+    of_local, of_remote = (sum(call.num_keys for call in calls) for calls in (local_calls, remote_calls))
+    gradients = of_local, of_remote, sum(coming_rows)
     return KeysPlan(
-        local=tensors.calls(local, queries, queries),
+        local=local_calls,
         remote=remote_calls,
         picked=picked,
         gathered=_gathered(shard, moves),
@@ -222,10 +227,11 @@ def keys_plan(
         sent_rows=sent_rows,
         arriving_rows=arriving_rows,
         moves=moves,
-        going=tensors.sum(of_going),
+        going=tensors.sum(of_going, sum(gradients)),
         going_rows=going_rows,
         coming_rows=coming_rows,
-        own=tensors.sum(own),
+        own=tensors.sum(own, sum(gradients)),
+        gradients=gradients,
     )
 
 

@@ -3,13 +3,16 @@
 As in ring attention (Liu et al., 2023), with the documents' masks as segments: a step is the varlen calls over those
 spans of this position's queries and that block's keys that exist, never a mask over the sequence. The next block is
 received into a second buffer meanwhile. Memory does not grow with the number of positions. A block goes no farther than
-the last position that computes over it.
+the last position that computes over it, and a hop in which no block goes is not made.
+
+A hop is one all-to-all in which a rank sends to one other at most, and receives from two. NCCL sends nothing where
+there is nothing to send; and it costs the host a third of a batch of single sends and receives.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,71 +24,151 @@ from wlb.torch.attention.kernels import accumulator
 from wlb.torch.attention.merge import ALL_HEADS, Attend, AttendBackward, Keys
 from wlb.torch.attention.plan import Call, RingPlan, add
 
-_CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+@dataclass(frozen=True)
+class Hop:
+    """What a rank sends to and receives from each rank of its group between two steps, in rows."""
+
+    sent: list[int]
+    received: list[int]
+    sends: bool  # this position's block, or the gradients of one
+    coming: int  # rows of what the next step needs
+    home: int  # rows of gradients of own keys
+    home_first: bool  # they come before the others
+
+    @property
+    def rows(self) -> int:
+        """Rows that arrive."""
+        return self.coming + self.home
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Exchanges keys around a ring by send and receive, keys and values together; gradients follow their keys.
+    """Exchanges keys around a ring, keys and values together; gradients follow their keys.
 
-    `peers` are the ranks of the positions in `group`.
+    `peers` are the ranks of the positions in a group of `size` ranks.
     """
 
     plan: RingPlan
     peers: Sequence[int]
-    group: dist.ProcessGroup | None
+    size: int
 
-    @property
+    @functools.cached_property
     def once(self) -> bool:
         """See `KeyExchange`."""
         return self.plan.once
 
-    def forward(self, k: Tensor, v: Tensor, attend: Attend) -> None:
-        """See `KeyExchange`."""
-        if not any(self.plan.last):
-            attend((k, v), self.plan.steps[0], ALL_HEADS)
-            return
-        self._connect(k.device)
-        block: Tensor | None = torch.stack((k, v), 1)
-        for step, calls in enumerate(self.plan.steps):
-            arrive = self._pass_on(block, step, k)
-            if block is not None:
-                attend(block, calls, ALL_HEADS)
-            block = arrive()
+    @functools.cached_property
+    def hops(self) -> list[Hop]:
+        """Hops of keys, by the step before them: the block of that step to the next position."""
+        plan, count, position = self.plan, len(self.peers), self.plan.position
+        found = []
+        for step in range(max(plan.last)):
+            of, following = (position - step) % count, (position - step - 1) % count
+            sends, receives = step < plan.last[of], step < plan.last[following]
+            found.append(
+                self._hop(
+                    {position + 1: plan.rows[of]} if sends else {},
+                    {position - 1: plan.rows[following]} if receives else {},
+                )
+            )
+        return found
 
-    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward) -> Tensor:
+    @functools.cached_property
+    def returns(self) -> list[Hop]:
+        """Hops of gradients, by the step before them; of the first there is none.
+
+        The gradient of a step's keys goes on, or home from the last position that adds to it.
+        """
+        plan, count, position = self.plan, len(self.peers), self.plan.position
+        found = [self._hop({}, {})]
+        for step in range(1, max(plan.last) + 1):
+            of, following = (position - step) % count, (position - step - 1) % count
+            sent, received, home = {}, {}, {}
+            if step <= plan.last[of]:
+                sent = {position + 1 if step < plan.last[of] else of: plan.rows[of]}
+            if step < plan.last[following]:
+                received = {position - 1: plan.rows[following]}
+            if step == plan.last[position]:
+                home = {position + step: plan.rows[position]}
+            found.append(self._hop(sent, received, home))
+        return found
+
+    def _hop(self, sent: dict[int, int], coming: dict[int, int], home: dict[int, int] | None = None) -> Hop:
+        """A hop, from rows by position."""
+        home = home or {}
+
+        def of_ranks(rows: dict[int, int]) -> list[int]:
+            found = [0] * self.size
+            for position, count in rows.items():
+                found[self.peers[position % len(self.peers)]] = count
+            return found
+
+        of_coming, of_home = of_ranks(coming), of_ranks(home)
+        first = any(of_home) and any(of_coming) and of_home.index(max(of_home)) < of_coming.index(max(of_coming))
+        received = [one + other for one, other in zip(of_coming, of_home, strict=True)]
+        return Hop(of_ranks(sent), received, bool(sent), sum(of_coming), sum(of_home), first)
+
+    def forward(self, k: Tensor, v: Tensor, attend: Attend, group: dist.ProcessGroup | None) -> None:
+        """See `KeyExchange`."""
+        steps, hops = self.plan.steps, self.hops
+        if not hops:
+            attend((k, v), steps[0], ALL_HEADS)
+            return
+        block = torch.stack((k, v), 1)
+        for step, calls in enumerate(steps[: len(hops) + 1]):
+            hop = hops[step] if step < len(hops) else None
+            arriving, work = block, None
+            if hop is not None:
+                arriving, work = self._start(hop, block, group)
+            if calls:
+                attend(block, calls, ALL_HEADS)
+            if work is not None:
+                work.wait()
+            block = arriving
+
+    def backward(self, k: Tensor, v: Tensor, attend: AttendBackward, group: dist.ProcessGroup | None) -> Tensor:
         """See `KeyExchange`.
 
         A gradient goes on with its keys while the next block's is computed; the last that adds to it sends it home.
         """
-        plan = self.plan
-        if not any(plan.last):
-            gradients = self._gradients((k, v), plan.steps[0], attend)
-            whole = _sees_all_rows(plan.steps[0])
-            return gradients if whole else self._added(k, plan.steps[0], gradients, None, k.shape[0])
-        self._connect(k.device)
-        block: Tensor | None = torch.stack((k, v), 1)
-        own = k.new_empty(0)
-        home: Tensor | None = None  # the sum of other ranks' parts
-        coming: Callable[[], Tensor | None] = _nothing  # waits for the gradient from earlier positions
-        for step, calls in enumerate(plan.steps):
-            arrive = self._pass_on(block, step, k)
-            total = None
-            if block is None:
-                coming()  # waits until the last message has arrived
-            else:
-                gradients = self._gradients(block, calls, attend)
-                total = self._added(k, calls, gradients, coming(), block.shape[0])
+        steps, hops, returns = self.plan.steps, self.hops, self.returns
+        if not hops:
+            gradients = self._gradients((k, v), steps[0], attend) if steps[0] else None
+            whole = _sees_all_rows(steps[0])
+            return gradients if whole and gradients is not None else _added(k, steps[0], gradients, None, k.shape[0])
+        block = torch.stack((k, v), 1)
+        nothing = block.new_empty((0, *block.shape[1:]), dtype=accumulator(k.dtype))
+        own = home = coming = None
+        under_way: tuple[Hop, Tensor, Tensor, Any] | None = None  # the gradients' hop, what it sends and receives
+        for step, calls in enumerate(steps[: len(hops) + 1]):
+            last = step == len(hops)
+            arriving, work = (block, None) if last else self._start(hops[step], block, group)
+            gradients = self._gradients(block, calls, attend) if calls else None
+            if under_way is not None:
+                coming, came = _awaited(under_way)
+                home = came if home is None else home
             if step == 0:
-                assert total is not None
-                own, total = total, None
-            coming, returned = self._return(total, step, own)
-            home = returned if home is None else home
-            block = arrive()
-        coming()
-        if home is not None:
-            own += home
-        return own
+                own = _added(k, calls, gradients, None, k.shape[0])
+            else:
+                hop = returns[step]
+                total = _added(k, calls, gradients, coming, block.shape[0]) if hop.sends else nothing
+                under_way = (hop, total, *self._start(hop, total, group))
+            if work is not None:
+                work.wait()
+            block = arriving
+        assert own is not None
+        assert under_way is not None
+        _, came = _awaited(under_way)
+        home = came if home is None else home
+        return own if home is None else own.add_(home)
+
+    @staticmethod
+    def _start(hop: Hop, tensor: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Any]:
+        """Starts a hop: what will be received, and what to wait for; `tensor` must live until then."""
+        received = tensor.new_empty((hop.rows, *tensor.shape[1:]))
+        sent = tensor if hop.sends else tensor[:0]
+        return received, dist.all_to_all_single(received, sent, hop.received, hop.sent, group=group, async_op=True)
 
     @staticmethod
     def _gradients(keys: Keys, calls: Sequence[Call], attend: AttendBackward) -> Tensor:
@@ -95,84 +178,34 @@ class Ring:
         attend(keys, calls, ALL_HEADS, gradients)
         return gradients
 
-    @staticmethod
-    def _added(k: Tensor, calls: Sequence[Call], gradients: Tensor, rest: Tensor | None, rows: int) -> Tensor:
-        """The gradients of calls over keys of so many rows and what others have added, in the dtype of sums."""
-        dtype = accumulator(k.dtype)
-        if _sees_all_rows(calls):
-            total = gradients.to(dtype)
-            return total if rest is None else total.add_(rest)
-        if rest is None:
-            rest = k.new_zeros((rows, 2, *k.shape[1:]), dtype=dtype)
-        for call, gradient in zip(calls, torch.split(gradients, [call.num_keys for call in calls]), strict=False):
+
+def _awaited(under_way: tuple[Hop, Tensor, Tensor, Any]) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the next step's keys, and those of own keys, which have arrived."""
+    hop, _, received, work = under_way
+    work.wait()
+    if not (hop.coming and hop.home):
+        return (None, received) if hop.home else (received if hop.coming else None, None)
+    if hop.home_first:
+        home, coming = received.split_with_sizes((hop.home, hop.coming))
+        return coming, home
+    coming, home = received.split_with_sizes((hop.coming, hop.home))
+    return coming, home
+
+
+def _added(k: Tensor, calls: Sequence[Call], gradients: Tensor | None, rest: Tensor | None, rows: int) -> Tensor:
+    """The gradients of calls over keys of so many rows and what others have added, in the dtype of sums."""
+    dtype = accumulator(k.dtype)
+    if gradients is not None and _sees_all_rows(calls):
+        total = gradients.to(dtype)
+        return total if rest is None else total.add_(rest)
+    if rest is None:
+        rest = k.new_zeros((rows, 2, *k.shape[1:]), dtype=dtype)
+    if gradients is not None:
+        for call, gradient in zip(calls, gradients.split_with_sizes([call.num_keys for call in calls]), strict=True):
             add(rest, call.k_rows, gradient)
-        return rest
-
-    def _pass_on(self, block: Tensor | None, step: int, like: Tensor) -> Callable[[], Tensor | None]:
-        """Sends this step's keys on if a later position needs them; call the result to wait for the next step's."""
-        plan, size, position = self.plan, len(self.peers), self.plan.position
-        of, following = (position - step) % size, (position - step - 1) % size
-        operations = []
-        if block is not None and step < plan.last[of]:
-            operations.append(self._operation(dist.isend, block, position + 1))
-        received = None
-        if step < plan.last[following]:
-            received = like.new_empty((plan.rows[following], 2, *like.shape[1:]))
-            operations.append(self._operation(dist.irecv, received, position - 1))
-        return _wait(operations, received)
-
-    def _return(
-        self, total: Tensor | None, step: int, own: Tensor
-    ) -> tuple[Callable[[], Tensor | None], Tensor | None]:
-        """Sends the gradient of this step's keys on, or home from the last that adds to it.
-
-        Returns:
-            What waits for all of it and gives the gradient of the next step's keys; and this position's own, if it
-            comes in this step.
-        """
-        plan, size, position = self.plan, len(self.peers), self.plan.position
-        of, following = (position - step) % size, (position - step - 1) % size
-        operations = []
-        if total is not None and step <= plan.last[of]:
-            operations.append(self._operation(dist.isend, total, position + 1 if step < plan.last[of] else of))
-        coming = home = None
-        if 0 < step < plan.last[following]:
-            coming = own.new_empty((plan.rows[following], *own.shape[1:]))
-            operations.append(self._operation(dist.irecv, coming, position - 1))
-        if 0 < step == plan.last[position]:
-            home = torch.empty_like(own)
-            operations.append(self._operation(dist.irecv, home, position + step))
-        return _wait(operations, coming), home
-
-    def _operation(self, kind: Callable[..., Any], tensor: Tensor, position: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, group=self.group, group_peer=self.peers[position % len(self.peers)])
-
-    def _connect(self, device: torch.device) -> None:
-        """NCCL makes the connections of a group in its first collective, in which all of its ranks must take part."""
-        group = self.group or dist.group.WORLD
-        assert group is not None
-        if device.type == "cuda" and group not in _CONNECTED:
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
-            _CONNECTED.add(group)
+    return rest
 
 
 def _sees_all_rows(calls: Sequence[Call]) -> bool:
     """Whether one call has all rows of the keys, in their order."""
     return len(calls) == 1 and calls[0].k_rows is None
-
-
-def _nothing() -> None:
-    """Wait of a step of the ring in which no message arrives."""
-
-
-def _wait(operations: list[dist.P2POp], received: Tensor | None) -> Callable[[], Tensor | None]:
-    """Starts these; call the result to wait for them."""
-    works = dist.batch_isend_irecv(operations) if operations else []
-
-    def arrive() -> Tensor | None:
-        while works:
-            works.pop().wait()
-        operations.clear()  # they kept the sent tensors alive until here
-        return received
-
-    return arrive
