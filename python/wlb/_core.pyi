@@ -2250,7 +2250,7 @@ def keys_plan(
     tuple[int, int],
     _Rows,
     tuple[list[int], list[int]],
-    bool,
+    tuple[bool, int],
     tuple[_Sum, list[int], list[int]],
     _Sum,
 ]: ...

@@ -94,8 +94,8 @@ impl<'a> Cut<'a> {
 /// Returns:
 ///     int32 numbers, and where bounds begin in them; local calls; remote calls; the first of the rank's rows in the
 ///     buffer, and the buffer's rows before those that arrive; rows sent; rows sent to and arriving from each rank;
-///     whether any rank sends; sums of gradients that go home, how many rows go to and come from each rank; sums of the
-///     gradients of own keys. See ``wlb_core::sharding::execution``.
+///     whether any rank sends, and rows of keys that are gathered; sums of gradients that go home, how many rows go to
+///     and come from each rank; sums of the gradients of own keys. See ``wlb_core::sharding::execution``.
 ///
 /// Raises:
 ///     WlbError: the keys of a call are more than int32 can count.
@@ -116,7 +116,7 @@ pub(crate) fn keys_plan(
     (i64, i64),
     PlainRows,
     (Vec<i64>, Vec<i64>),
-    bool,
+    (bool, i64),
     (PlainSum, Vec<i64>, Vec<i64>),
     PlainSum,
 )> {
@@ -134,7 +134,7 @@ pub(crate) fn keys_plan(
         (plan.first, plan.own_rows),
         rows(plan.sent),
         (plan.sent_rows, plan.arriving_rows),
-        plan.moves,
+        (plan.moves, plan.gathered),
         (sum(plan.going), plan.going_rows, plan.coming_rows),
         sum(plan.own),
     ))

@@ -127,6 +127,24 @@ class _Merged:
         return out.to(self._q.dtype), of_kernel
 
 
+def _merged(
+    q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, group: dist.ProcessGroup | None, kernel: Kernel
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp `[heads, tokens]` of queries of which some are in several calls."""
+    parts: dict[int, _Merged] = {}
+
+    def attend(keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
+        if heads.part not in parts:
+            parts[heads.part] = _Merged(heads.of(q), kernel)
+        parts[heads.part].attend(keys, calls, heads)
+
+    exchange.forward(k, v, attend, group)
+    if len(parts) < 2:
+        return parts.get(0, _Merged(q, kernel)).result()
+    outs, lses = zip(*(parts[part].result() for part in sorted(parts)), strict=True)
+    return torch.cat(outs, 1), torch.cat(lses)
+
+
 class _Sum:
     """A sum of gradients by row, in the dtype of sums. It begins as what is added first, if that is for all rows."""
 
@@ -235,9 +253,7 @@ class _Attention(torch.autograd.Function):
             out, ctx.places = outputs.result(), outputs.places
             ctx.save_for_backward(q, k, v, out, *outputs.lses)
             return out, shown
-        merged = _Merged(q, kernel)
-        exchange.forward(k, v, merged.attend, group)
-        out, lse = merged.result()
+        out, lse = _merged(q, k, v, exchange, group, kernel)
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse.t().contiguous() if with_lse else None
 
@@ -253,7 +269,7 @@ class _Attention(torch.autograd.Function):
         once, kernel, places = ctx.exchange.once, ctx.kernel, ctx.places
         d_out = d_out.contiguous()
         dq = q.new_empty(q.shape) if once else None
-        total = _Sum(q)
+        totals: dict[int, _Sum] = {}  # by the part of the heads
 
         def attend(keys: Keys, calls: Sequence[Call], heads: Heads, d_keys: Tensor) -> None:
             whole = heads.parts == 1
@@ -273,12 +289,15 @@ class _Attention(torch.autograd.Function):
                 given = (call_d_out, call_q, *_keys(keys, call.k_rows), call_out, lse, call)
                 part, _ = kernel.backward(*given, (None if listed else into, d_call))
                 if into is None:
-                    total.add(rows, part)
+                    if heads.part not in totals:
+                        totals[heads.part] = _Sum(mine[1])
+                    totals[heads.part].add(rows, part)
                 elif listed:
                     put(into, rows, part)
 
         d_keys = ctx.exchange.backward(k, v, attend, ctx.group)
-        dq = total.total().to(q.dtype) if dq is None else dq
+        if dq is None:
+            dq = torch.cat([totals[part].total().to(q.dtype) for part in sorted(totals)] or [torch.zeros_like(q)], 1)
         if ctx.with_lse:
             dq, d_keys = dq[..., :width], d_keys[..., :width]
         dk, dv = (d_keys if d_keys.dtype == k.dtype else d_keys.to(k.dtype)).unbind(1)
