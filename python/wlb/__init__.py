@@ -1,9 +1,9 @@
 """wlb: balanced work for the GPUs of a long-context training run.
 
-Documents have unequal lengths and attention is quadratic, so micro-batches of equal token count have unequal work, and
-everyone waits for the slowest. wlb packs documents into micro-batches of equal *work* (`pack`), may hold some for
-a few steps where that makes steps more even (`Packer`), and shards every document over context-parallel ranks
-without padding (`shard`).
+Documents have unequal lengths and attention is quadratic, so micro-batches with equally many tokens have unequal work,
+and all GPUs wait for the slowest. wlb packs documents into micro-batches of equal *work* (`pack`), may hold some
+documents back for a few steps to make steps more even (`Packer`), and divides every document among context-parallel
+ranks without padding (`shard`).
 
     cost = wlb.CostModel.from_flops(hidden_size=4096, ffn_hidden_size=11008, num_layers=32, num_heads=32,
                                     vocab_size=32000, attention_efficiency=0.55)

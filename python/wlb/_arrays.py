@@ -1,7 +1,7 @@
 """Conversion of arguments (lists, tensors, other dtypes) into the plain arrays that the engine reads.
 
-The engine reads int64 and float64 arrays by itself, and asks here for the rest. Errors name the argument, and where it
-can be told the entry that is wrong.
+The engine reads int64 and float64 arrays by itself and calls this module for everything else. Errors name the argument,
+and the wrong entry if it is known.
 """
 
 from __future__ import annotations

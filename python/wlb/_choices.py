@@ -1,4 +1,4 @@
-"""The words that the core takes as options, as types. A test compares them with the core's own lists of them."""
+"""The option names of the core as types. A test compares them with the core's own lists."""
 
 from typing import Literal
 

@@ -140,29 +140,33 @@ def hand_down(*functions: Callable[..., Any]) -> None: ...
 
 @final
 class CostModel:
-    """Cost of documents: ``cost(d) = attention * pairs(d) + linear * d``, and some terms more, in any one unit.
+    """Cost of documents: ``cost(d) = attention * pairs(d) + linear * d`` and a few further terms, all in one unit.
 
-    Attention is quadratic in a document's length, everything else (GEMMs, collectives, element-wise work) linear.
-    Layers of windowed or chunked attention have pairs of their own, closed forms of the length and exact. Costs must
-    come from the user's model and GPU: a wrong cost model costs a hundred times more balance than a greedy packing
-    does. Build one from rates, ``from_flops``, ``from_tables`` or ``from_profile``. Immutable; picklable;
-    equal models compare equal.
+    Attention is quadratic in a document's length, everything else (GEMMs, collectives, element-wise work) is linear.
+    Layers
+    of windowed or chunked attention have pairs of their own, which are exact functions of the length. Take the cost
+    from
+    your model and GPU: a wrong cost model can lose a hundred times more balance than greedy packing does. Make one from
+    rates, ``from_flops``, ``from_tables``, ``from_profile`` or ``fit``. Immutable and picklable; equal models compare
+    equal.
 
     Args:
         attention: cost of one (query, key) pair; 0 or above.
-        linear: cost of one token; 0 or above, and not both 0.
-        causal: count ``d(d+1)/2`` pairs (default) or, for bidirectional masks, ``d*d``.
+        linear: cost of one token; 0 or above, and not 0 together with ``attention``.
+        causal: True: a document has ``d(d+1)/2`` pairs. False, for bidirectional masks: ``d*d``.
         windows: ``{w: rate}``, cost of a pair under a sliding window of ``w`` keys: a query sees itself and the ``w -
-            1`` before it. Causal only. From 2^31 - 1 on there is no window: the rate is added to ``attention``.
-        chunks: ``{c: rate}``, cost of a pair in chunks of ``c`` tokens: a query sees itself and all before it in its
-            chunk. Causal only.
-        document: cost of every document, whatever its length.
-        micro_batch: cost of every micro-batch, whatever is in it: also of an empty one, since it is run.
-        unit: what one unit of these is, "seconds" or "flops"; None where nobody says. What adds seconds to costs
-            (``plan_dynamic_cp``) refuses "flops".
+            1`` tokens before it. Causal only. A window of at least 2^31 - 1 is no window: its rate is added to
+            ``attention``.
+        chunks: ``{c: rate}``, cost of a pair in chunks of ``c`` tokens: a query sees itself and all tokens before it in
+            its chunk. Causal only.
+        document: cost of every document besides the cost of its length.
+        micro_batch: cost of every micro-batch besides its documents; an empty micro-batch is run and costs this, too.
+        unit: unit of the costs, "seconds" or "flops"; None if unknown. Functions that add seconds to costs
+            (``plan_dynamic_cp``) refuse "flops".
 
     Raises:
-        WlbError: a rate is negative or not finite, or no document costs anything; a window or chunk below 1, or without
+        WlbError: a rate is negative or not finite; documents cost nothing; a window or chunk is below 1, or used
+            without
             a causal mask.
 
     Examples:
@@ -203,8 +207,9 @@ class CostModel:
     ) -> CostModel:
         """Cost from the FLOPs of a decoder-only transformer.
 
-        Forward: ``4 * num_heads * head_dim`` FLOPs per (query, key) pair and layer, 2 per parameter and token.
-        Backward: 2.5 times (flash attention recomputes the scores) and 2 times as much.
+        Forward: ``4 * num_heads * head_dim`` FLOPs per (query, key) pair and layer, and 2 per parameter and token.
+        Backward: 2.5
+        times as many per pair (flash attention recomputes the scores), and 2 times as many per token.
 
         Args:
             hidden_size, ffn_hidden_size, num_layers, num_heads, vocab_size: as in the model's configuration.
@@ -212,11 +217,11 @@ class CostModel:
             head_dim: default ``hidden_size / num_heads``.
             gated_ffn: three feed-forward matrices (SwiGLU) instead of two.
             experts_per_token: experts that one token visits; 1 for a dense model.
-            attention_efficiency: FLOP rate of attention relative to the GEMMs'; 0.55 means just over half.
+            attention_efficiency: FLOP rate of attention relative to the GEMMs' rate, for example 0.55.
             flops_per_second: FLOP rate of the GEMMs, for costs in seconds; by default the unit is one GEMM FLOP.
             passes: "forward", "backward" or "forward_backward".
-            recompute: activations are recomputed: the backward pass runs one more forward.
-            causal: mask.
+            recompute: whether activations are recomputed: the backward pass then runs the forward pass once more.
+            causal: whether queries see only keys before them.
 
         Raises:
             WlbError: a size below 1, a rate that is not positive, a hidden size that the heads do not divide.
@@ -238,12 +243,13 @@ class CostModel:
     ) -> CostModel:
         """Cost from times measured at some document lengths.
 
-        Attention is linear in pairs between knots, hence exact wherever it is quadratic in the length; the rest is
-        linear in tokens. Both start at 0 and are proportional to pairs (tokens) beyond the last knot.
+        Between two of the lengths, attention is linear in the pairs, so it is exact wherever it is quadratic in the
+        length; the
+        rest is linear in the tokens. Both are 0 at length 0, and proportional to pairs (tokens) beyond the last length.
 
         Args:
             lengths: int[k], tokens, strictly ascending.
-            attention_seconds, linear_seconds: float[k], cost of one document of that length; above 0, never decreasing.
+            attention_seconds, linear_seconds: float[k], cost of one document of each length; above 0, never decreasing.
             causal: mask under which they were measured.
 
         Raises:
@@ -258,14 +264,14 @@ class CostModel:
         """
     @staticmethod
     def from_profile(path_or_name: str | os.PathLike[str], *, passes: Passes = "forward_backward") -> CostModel:
-        """Cost from a measured profile: a JSON file, or the name of one that came with wlb.
+        """Cost from a measured profile: a JSON file, or the name of a profile that comes with wlb.
 
         Args:
             path_or_name: path of a ``.json`` file, or a name in ``wlb.profiles.names()``.
             passes: "forward", "backward" or "forward_backward" (their sum).
 
         Raises:
-            WlbError: no such profile, or a malformed one; says where in the file.
+            WlbError: no such profile, or a malformed one; the message says where in the file.
 
         Examples:
             >>> import wlb
@@ -288,19 +294,19 @@ class CostModel:
             array([10055., 20210.])
         """
     def attention_cost(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """The part of ``cost`` that grows with the pairs, of all kinds. float64[n]."""
+        """The part of ``cost`` that depends on pairs of all kinds; float64[n]."""
     def linear_cost(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """The part of ``cost`` that grows with the tokens. float64[n]."""
+        """The part of ``cost`` that depends on tokens; float64[n]."""
     @property
     def causal(self) -> bool:
         """Whether pairs are counted under a causal mask."""
     @property
     def unit(self) -> Unit | None:
-        """What one unit of cost is, "seconds" or "flops"; None where nobody said. Measured tables are in seconds."""
+        """Unit of the costs, "seconds" or "flops"; None if it was not given. Measured tables are in seconds."""
     @property
     def terms(self) -> dict[str, float]:
-        """Rates by term, those that are not 0, in this order: "pairs", "window_pairs[w]" and "chunk_pairs[c]" by
-        ascending size, "tokens", "documents", "micro_batches".
+        """Rates that are not 0, by term, in this order: "pairs", "window_pairs[w]" and "chunk_pairs[c]" by ascending size,
+        "tokens", "documents", "micro_batches".
 
         Raises:
             WlbError: the model was made from measured tables, whose rates change with the length.
@@ -316,33 +322,37 @@ class CostModel:
         causal: bool = True,
         ranks: ArrayLike | None = None,
     ) -> CostFit:
-        """The costs that measured times of micro-batches show, in seconds.
+        """The cost model, in seconds, that explains measured times of micro-batches.
 
-        Minimised is the sum of ``rho((seconds - predicted) / predicted)`` over rates that are never negative: errors
-        count relative to the time, and ``rho`` (Huber's, and from there Tukey's bisquare) leaves out rows that the
-        others contradict. A term that the times do not need is given up. Of terms that they cannot tell apart the later
-        goes, in the order tokens, pairs, windows, chunks, documents, micro-batches, and the result says so: its time is
-        never split between them. Deterministic.
+        The fit minimises the sum of ``rho((seconds - predicted) / predicted)`` over rates that are never negative.
+        Errors
+        are relative, and ``rho`` (Huber's, then Tukey's bisquare) ignores rows that the other rows contradict. A term
+        that the
+        times do not need gets no rate. Of terms that the times cannot tell apart, the last in this order gets no rate:
+        tokens, pairs, windows, chunks, documents, micro-batches. The result names such terms; time is never split
+        between
+        them. Deterministic.
 
         Args:
-            micro_batches: list of int[documents], tokens of the documents in each; at least two for each term, and
-                eight.
-            seconds: float[micro-batches], forward and backward of each.
-            windows: sizes of the sliding windows that the model's layers have.
-            chunks: sizes of their chunks.
-            terms: of "pairs", "tokens", "documents", "micro_batches" those to try, besides windows and chunks; default
+            micro_batches: list of int[documents], tokens of the documents in each; at least eight, and two for each
+                term.
+            seconds: float[micro-batches], time of each, forward and backward.
+            windows: sizes of the sliding windows of the model's layers.
+            chunks: sizes of the chunks of the model's layers.
+            terms: which of "pairs", "tokens", "documents", "micro_batches" to try, besides windows and chunks; default
                 all.
-            causal: mask.
-            ranks: int[micro-batches], how many context-parallel ranks shared each, where that differs (Dynamic-CP):
-                pairs and tokens are divided by it, as in ``plan_dynamic_cp``. Default 1: rates are then those of
-                the ranks that share one together.
+            causal: whether queries see only keys before them.
+            ranks: int[micro-batches], number of context-parallel ranks that shared each micro-batch, if it differs
+                (Dynamic-CP). Pairs and tokens are divided by it, as in ``plan_dynamic_cp``. Default 1: the rates are
+                then
+                those of a whole group of ranks.
 
         Returns:
             CostFit
 
         Raises:
-            WlbError: a time that is not above 0, too few micro-batches, documents of a single length, times that do not
-                grow with the documents, or numbers of micro-batches and times that differ; names the entry.
+            WlbError: a time that is not above 0; too few micro-batches; documents of a single length; times that do not
+                grow with the documents; numbers of micro-batches and times that differ. The message names the entry.
 
         O(n k^2) for n micro-batches and k terms, some hundred times. Lawson and Hanson, Solving Least Squares Problems
         (1974); Holland and Welsch, Robust regression using iteratively reweighted least-squares (1977).
@@ -356,8 +366,7 @@ class CostModel:
             (1.0, 1.0)
         """
     def to_json(self) -> str:
-        """The model as a JSON text, for a file: ``from_json`` reads it, and so does ``--cost-model`` of the ``wlb``
-        command.
+        """The model as JSON text. ``from_json`` reads it, and so does the option ``--cost-model`` of the ``wlb`` command.
 
         Examples:
             >>> import wlb
@@ -369,7 +378,7 @@ class CostModel:
         """The model that ``to_json`` wrote.
 
         Raises:
-            WlbError: the text is none; says where.
+            WlbError: the text is not such a model; the message says where.
         """
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
@@ -380,16 +389,16 @@ class MicroBatch:
     """The documents of one micro-batch, in arrival order."""
     @property
     def document_ids(self) -> NDArray[np.int64]:
-        """int64[k]: the documents; one that was cut may stand here with only a part."""
+        """int64[k]: ids of the documents; of a document that was cut there may be only a part."""
     @property
     def starts(self) -> NDArray[np.int32]:
-        """int32[k]: where in its document each piece begins; 0 for whole documents."""
+        """int32[k]: position in its document of each piece's first token; 0 for whole documents."""
     @property
     def lengths(self) -> NDArray[np.int32]:
         """int32[k]: tokens of each piece."""
     @property
     def cu_seqlens(self) -> NDArray[np.int32]:
-        """int32[k + 1]: where each piece begins in the packed sequence, then its length."""
+        """int32[k + 1]: index of each piece's first token in the packed sequence, and at the end the number of tokens."""
     @property
     def tokens(self) -> int:
         """Tokens of the micro-batch."""
@@ -400,11 +409,11 @@ class MicroBatch:
 
 @final
 class PrefixForest:
-    """Which tokens samples share: plain data that can be printed, compared, pickled and sent.
+    """The tokens that samples share: plain data that can be printed, compared, pickled and sent.
 
-    Nodes are runs of tokens; a sample is the path from a root to the end of its node, and the node may have children.
-    Samples share tokens only from their beginning on, so that a shared token has the same position and sees the same
-    tokens before it in all of them. Every array is a fresh copy.
+    A node is a run of tokens. A sample is the path from a root to the end of its node; the node may have children.
+    Samples share tokens only from their beginning on, so a shared token has the same position and the same earlier
+    tokens in all of them. Every array is a fresh copy.
 
     Examples:
         >>> import wlb
@@ -416,22 +425,27 @@ class PrefixForest:
     def from_tokens(
         tokens: ArrayLike, offsets: ArrayLike, groups: ArrayLike | None = None, key: ArrayLike | None = None
     ) -> PrefixForest:
-        """The forest of samples whose tokens are here.
+        """The forest of samples with these tokens.
 
         Args:
-            tokens: int[R], of all samples, one behind the other; int32 and int64 arrays are read where they lie. Of an
-                Arrow list array: its ``values``.
-            offsets: int[n + 1], where each sample begins, then ``R``. Of an Arrow list array: its ``offsets``.
-            groups: int[n]: only samples with the same number can share (one prompt's rollouts).
-            key: int[n], likewise, for what else a model reads beside tokens and positions: an image's hash, an adapter.
+            tokens: int[R], tokens of all samples, one sample after the other; int32 and int64 arrays are read in place.
+                For
+                an Arrow list array: its ``values``.
+            offsets: int[n + 1], index of each sample's first token, and at the end ``R``. For an Arrow list array: its
+                ``offsets``.
+            groups: int[n]: only samples with the same number can share (the completions of one prompt).
+            key: int[n]: another number with the same effect, for other inputs of the model: an image's hash, an
+                adapter.
 
         Returns:
             PrefixForest: nodes depth-first, siblings by their first sample.
 
         Raises:
-            WlbError: offsets that do not fit the tokens, a sample without tokens, another number of groups or keys.
+            WlbError: offsets that do not fit the tokens, a sample without tokens, ``groups`` or ``key`` of another
+                length.
 
-        O(R + n log n) at worst: shared tokens are compared once, or twice, and the rest of a sample is not read. No
+        O(R + n log n) in the worst case: shared tokens are compared once or twice, and the rest of a sample is not
+        read. No
         copy.
 
         Examples:
@@ -444,17 +458,17 @@ class PrefixForest:
     def from_prompts(
         prompt_lengths: ArrayLike, samples_per_prompt: int | ArrayLike, completion_lengths: ArrayLike
     ) -> PrefixForest:
-        """A forest whose structure is known: each prompt, and the completions that were sampled for it. No tokens are
-        read.
+        """The forest of prompts and the completions that were sampled for each; tokens are not needed.
 
         Args:
             prompt_lengths: int[p], tokens of each prompt.
             samples_per_prompt: completions of each prompt, one number or int[p]; at least 1.
-            completion_lengths: int[n], tokens of each completion, those of the first prompt first. 0 is legal: such a
-                sample is its prompt.
+            completion_lengths: int[n], tokens of each completion, those of the first prompt first. A completion may
+                have 0
+                tokens: the sample is then its prompt.
 
         Raises:
-            WlbError: a length out of range, numbers that do not fit.
+            WlbError: a length out of range, or numbers that do not fit together.
 
         O(n log n).
 
@@ -469,12 +483,12 @@ class PrefixForest:
         """A forest from its nodes.
 
         Args:
-            parents: int[m], node that each node continues, in any order; -1 for a root.
+            parents: int[m], the node that each node continues, in any order; -1 for a root.
             lengths: int[m], tokens of each node.
-            ends: int[n], node of each sample's last token.
+            ends: int[n], for each sample the node of its last token.
 
         Raises:
-            WlbError: a parent or end that is no node, parents in a circle, a node under which no sample ends.
+            WlbError: a parent or end that is no node, parents in a circle, or a node under which no sample ends.
 
         O(m log m).
 
@@ -484,14 +498,15 @@ class PrefixForest:
             array([130, 120], dtype=int32)
         """
     def check_tokens(self, tokens: ArrayLike, offsets: ArrayLike) -> None:
-        """Checks that tokens are what the forest says: samples of its lengths, equal where they share a node.
+        """Checks that tokens fit the forest: samples have its lengths, and agree where they share a node.
 
         Args:
             tokens, offsets: as for ``from_tokens``.
 
         Raises:
-            WlbError: another number of samples, a sample of another length, or the first token in which a sample
-                differs from the one that it shares it with: which samples, and at which token.
+            WlbError: another number of samples, a sample of another length, or the first token in which two samples
+                differ
+                that should share it; the message names both samples and the token.
 
         O(R).
 
@@ -508,27 +523,27 @@ class PrefixForest:
         """Number of nodes, ``m``."""
     @property
     def unique_tokens(self) -> int:
-        """Tokens of all nodes: what is computed, where one micro-batch holds all."""
+        """Tokens of all nodes: what is computed if one micro-batch holds all samples."""
     @property
     def raw_tokens(self) -> int:
         """Tokens of all samples: what is computed without sharing."""
     @property
     def parents(self) -> NDArray[np.int32]:
-        """int32[m]: node that each node continues, -1 for a root."""
+        """int32[m]: the node that each node continues; -1 for a root."""
     @property
     def lengths(self) -> NDArray[np.int32]:
         """int32[m]: tokens of each node."""
     @property
     def starts(self) -> NDArray[np.int32]:
-        """int32[m]: tokens before each node on its path; the position of its first token."""
+        """int32[m]: tokens before each node on its path, which is the position of its first token."""
     @property
     def ends(self) -> NDArray[np.int32]:
-        """int32[n]: node of each sample's last token."""
+        """int32[n]: for each sample the node of its last token."""
     @property
     def sample_lengths(self) -> NDArray[np.int32]:
         """int32[n]: tokens of each sample."""
     def digest(self) -> str:
-        """Hex hash of the forest: equal on two ranks iff their forests are. O(m + n)."""
+        """Hex hash of the forest: equal on two ranks if and only if their forests are. O(m + n)."""
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
@@ -541,7 +556,7 @@ class ForestPlan:
     """
     @property
     def forest(self) -> PrefixForest:
-        """The forest whose samples these are."""
+        """The forest whose samples were packed."""
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches, ``M``; also ``len()``."""
@@ -553,7 +568,9 @@ class ForestPlan:
         """The micro-batches, a tuple of ``ForestMicroBatch``."""
     @property
     def unique_tokens(self) -> int:
-        """Unique tokens of all micro-batches: those of the forest, and those that are computed in several."""
+        """Unique tokens of all micro-batches: tokens of the forest's nodes, counted once for each micro-batch that
+        computes them.
+        """
     @property
     def raw_tokens(self) -> int:
         """Tokens of all samples: what is computed without sharing."""
@@ -562,37 +579,41 @@ class ForestPlan:
         """float64[M]: cost of each micro-batch, in the cost model's unit."""
     @property
     def step_cost(self) -> float:
-        """Time of the step where ranks meet: the heaviest rank under "step", the heaviest micro-batch of each round, in
-        all, under "micro_batch", the heaviest micro-batch without ranks.
+        """Time of the step: the heaviest rank under "step"; the sum of the heaviest micro-batch of each round under
+        "micro_batch"; the heaviest micro-batch without ranks.
         """
     @property
     def imbalance(self) -> float:
-        """``step_cost`` over what it is if all that is computed were equal on those that wait for one another."""
+        """``step_cost`` over the step cost if all computed work were spread evenly."""
     @property
     def lower_bound(self) -> float:
-        """No plan of these samples into as many micro-batches has a smaller ``step_cost``: an equal share of all nodes,
-        and of what ``max_tokens`` and ``max_documents`` force to be computed twice; the heaviest sample; the heaviest
-        group.
+        """Lower bound on ``step_cost`` for any plan of these samples into as many micro-batches: the largest of an equal
+        share of
+        all nodes (with what ``max_tokens`` and ``max_documents`` force to be computed twice), the heaviest sample, and
+        the
+        heaviest group.
         """
     @property
     def dp_size(self) -> int | None:
-        """Data-parallel ranks that it was made for; None where it may be dealt to any."""
+        """Data-parallel ranks that the plan was made for; None if it can be dealt to any number."""
     @property
     def sync(self) -> Sync | None:
         """Where these ranks wait for each other, "step" or "micro_batch"; None without ranks."""
     def digest(self) -> str:
-        """Hex hash of where every token goes: equal on two ranks iff their plans are. Where nothing is shared it is that
-        of ``pack``'s plan. O(samples and nodes).
+        """Hex hash of the place of every token: equal on two ranks if and only if their plans are. If nothing is shared it
+        is the
+        digest of the plan of ``pack``. O(samples and nodes).
         """
     def deal(self, dp_size: int) -> NDArray[np.int64]:
         """Deals the micro-batches to data-parallel ranks: equal counts, balanced costs, in schedule order.
 
         Returns:
-            int64[dp_size, M / dp_size]: micro-batch indices of each rank. A plan that was made for ranks is dealt as it
-            was made.
+            int64[dp_size, M / dp_size]: micro-batch indices of each rank. A plan that was made for ranks keeps its
+            order.
 
         Raises:
-            WlbError: ``dp_size`` does not divide the number of micro-batches, or is not what the plan was made for.
+            WlbError: ``dp_size`` does not divide the number of micro-batches, or is not the one that the plan was made
+                for.
 
         Examples:
             >>> import wlb
@@ -617,12 +638,15 @@ class ForestMicroBatch:
         """int64[k]: the samples, ascending."""
     @property
     def nodes(self) -> NDArray[np.int64]:
-        """int64[m]: nodes of the plan's forest that these samples have, in the order in which they lie in memory:
-        depth-first, of siblings the longest first, so that it continues its parent.
+        """int64[m]: nodes of these samples in the plan's forest, in memory order: depth-first, the longest of siblings
+        first, so
+        that it follows its parent.
         """
     @property
     def forest(self) -> PrefixForest:
-        """The forest of these samples alone: its nodes are ``nodes``, its samples ``sample_ids``, in their orders."""
+        """The forest of these samples alone; its nodes are in the order of ``nodes``, its samples in that of
+        ``sample_ids``.
+        """
     @property
     def unique_tokens(self) -> int:
         """Tokens of the nodes: what the micro-batch computes."""
@@ -631,7 +655,7 @@ class ForestMicroBatch:
         """Tokens of the samples."""
     @property
     def padded_tokens(self) -> int:
-        """Unique tokens when it runs, padded as ``multiple_of_tokens`` asks."""
+        """Unique tokens including the padding of ``multiple_of_tokens``."""
     @property
     def cost(self) -> float:
         """Cost of the micro-batch, in the cost model's unit."""
@@ -653,37 +677,41 @@ def pack_forest(
     max_documents: int | None = None,
     multiple_of_tokens: int = 1,
 ) -> ForestPlan:
-    """Packs the samples of a forest into micro-batches, in each of which a shared token is computed once.
+    """Packs the samples of a forest into micro-batches, each of which computes a shared token once.
 
-    A node of ``n`` tokens at depth ``p`` costs ``c(p + n) - c(p)``, where ``c`` is the cost model without its
-    constants: exact for causal pairs, windows and chunks, and for measured tables the definition. The constant of a
-    document counts once a sample, that of a micro-batch once. Where a tree is cut between micro-batches, its trunk is
-    computed in both: it is cut where that costs less than the imbalance that it saves, or where ``max_tokens`` asks for
-    it.
+    A node of ``n`` tokens at depth ``p`` costs ``c(p + n) - c(p)``, where ``c`` is the cost model without constants.
+    That is
+    exact for causal pairs, windows and chunks; for measured tables it is the definition. The constant of a document
+    counts
+    once for each sample, that of a micro-batch once for each micro-batch. If a tree is cut between two micro-batches,
+    both
+    compute the tokens that the parts share. A tree is cut where that costs less than the imbalance that it removes, or
+    where ``max_tokens`` requires it.
 
     Args:
         forest: the samples.
-        num_micro_batches: micro-batches of all ranks. None: as few as were found to hold the samples, and with
-            ``dp_size`` up to two more of each rank where each makes the step 1 % shorter.
-        max_tokens: most unique tokens of a micro-batch; a memory bound.
-        cost_model: what tokens cost; one of causal attention.
-        dp_size: data-parallel ranks that the plan is made for; ``plan.deal(dp_size)`` gives every rank's micro-batches,
-            which stand rank by rank in the plan. None: micro-batches are made equal.
+        num_micro_batches: micro-batches of all ranks. None: as few as were found to hold the samples; with ``dp_size``,
+            up to two more on each rank if each makes the step 1 % shorter.
+        max_tokens: most unique tokens of a micro-batch, as memory allows.
+        cost_model: cost of tokens; it must be of causal attention.
+        dp_size: data-parallel ranks to make the plan for; ``plan.deal(dp_size)`` gives each rank its micro-batches, and
+            the plan lists them rank by rank. None: single micro-batches are made equal.
         sync: where these ranks wait for each other, "step" (the default) or "micro_batch", as for ``pack``.
         groups: int[n], with ``dp_size``: samples with the same number stay on one rank.
-        equal_documents: with ``dp_size``, every rank has as many samples; they differ by one where ``dp_size`` does not
-            divide them. Groups whose sizes cannot be dealt so are refused.
+        equal_documents: with ``dp_size``, all ranks get equally many samples (they differ by at most one). Groups whose
+            sizes do not allow that are refused.
         max_documents: most samples of a micro-batch.
-        multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens, and ``max_tokens`` counts the
+        multiple_of_tokens: micro-batches are padded to a multiple of this number, and ``max_tokens`` counts the
             padding.
 
     Returns:
-        ForestPlan. The same input gives the same plan, byte for byte, on every rank and machine. Where nothing is
-        shared it is the plan of ``pack``, with the same digest.
+        ForestPlan. The same input gives the same plan, byte for byte, on every rank and machine. If nothing is
+        shared, it is the plan of ``pack``, with the same digest.
 
     Raises:
-        WlbError: a sample over ``max_tokens``, a cost model with ``causal=False``, groups of another number, what needs
-            ``dp_size`` without it, samples that do not fit into the micro-batches.
+        WlbError: a sample over ``max_tokens``, a cost model with ``causal=False``, ``groups`` of another length, an
+            option
+            that needs ``dp_size`` without it, or samples that do not fit into the micro-batches.
 
     O(n log n), O(micro-batches) for each tree or part of one, and a bounded number of exchanges. Releases the GIL from
     1,024 samples on.
@@ -702,13 +730,16 @@ def pack_forest(
 def shard_forest(micro_batch: ForestMicroBatch | PrefixForest, *, cp_size: int) -> ForestShard:
     """Cuts a micro-batch of a forest for the ranks of a context-parallel group, without padding.
 
-    Long nodes are cut as documents are, into ``2 * cp_size`` chunks of which each rank has two whose pairs are level;
-    what is left over goes to ranks in turn. Short ones lie whole on one rank. Of all lengths from which on nodes are
-    cut it takes the one that moves fewest keys with ranks within 1 % of their mean pairs; if none is, the most level.
+    Long nodes are cut like documents, into ``2 * cp_size`` chunks, two for each rank with equal pairs; tokens left over
+    go
+    to ranks in turn. Short nodes stay whole on one rank. Several least lengths of cut nodes are tried. Of those with
+    all
+    ranks within 1 % of the mean pairs, the one that moves the fewest keys is chosen; if there is none, the most even
+    one.
 
     Args:
-        micro_batch: of a ``ForestPlan``; or a ``PrefixForest``, all of its samples.
-        cp_size: ranks of the group.
+        micro_batch: a micro-batch of a ``ForestPlan``; or a ``PrefixForest``, for all of its samples.
+        cp_size: number of ranks of the group.
 
     Returns:
         ForestShard. Ranks differ by at most one token. The same input gives the same shard on every rank.
@@ -727,13 +758,13 @@ def shard_forest(micro_batch: ForestMicroBatch | PrefixForest, *, cp_size: int) 
 
 @final
 class ForestShard:
-    """Which tokens of a forest lie on which rank: plain data.
+    """The tokens of a forest on each rank: plain data.
 
-    Nodes lie in memory depth-first, of siblings the longest first; a token's place there is its packed place.
+    Nodes lie in memory depth-first, the longest of siblings first. A token's index there is called its packed index.
     """
     @property
     def forest(self) -> PrefixForest:
-        """The forest, its nodes in the order in which they lie in memory."""
+        """The forest, with its nodes in memory order."""
     @property
     def cp_size(self) -> int:
         """Ranks of the group."""
@@ -748,11 +779,12 @@ class ForestShard:
         """int64[cp_size]: (query, key) pairs of each rank."""
     @property
     def keys_moved(self) -> NDArray[np.int64]:
-        """int64[cp_size]: keys that each rank's queries see and other ranks hold, each once."""
+        """int64[cp_size]: keys that each rank's queries see and other ranks hold, each counted once."""
     @property
     def restore_indices(self) -> NDArray[np.int32]:
         """int32[num_tokens]: ``rank_major[restore_indices] == packed``, where ``rank_major`` has the ranks' tokens one
-        behind the other.
+        rank after
+        the other.
         """
     def rank(self, rank: int) -> ForestRankShard:
         """The arrays of one rank.
@@ -767,47 +799,52 @@ class ForestShard:
             array([ 0,  1,  6,  7,  8,  9, 10, 11], dtype=int32)
         """
     def digest(self) -> str:
-        """Hex hash of which token lies where: equal on two ranks iff their shards are. O(segments)."""
+        """Hex hash of the place of every token: equal on two ranks if and only if their shards are. O(segments)."""
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
 
 @final
 class ForestRankShard:
-    """What one rank has of a forest: runs of tokens (segments), each in one node, and the keys that each sees.
+    """The tokens of one rank of a forest: runs of tokens (segments), each inside one node, and the keys that each sees.
 
-    Segment ``i`` has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1`` of the rank. Its keys are those
-    packed places ``key_starts[j]`` to ``key_ends[j] - 1`` with ``cu_intervals[i] <= j < cu_intervals[i + 1]``, one
-    interval behind the other: the last query sees all of them, each query before it one less (a causal mask, aligned at
-    the end).
+    Segment ``i`` has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1`` of the rank. Its keys are in the
+    intervals ``j`` with ``cu_intervals[i] <= j < cu_intervals[i + 1]``, one interval after the other; interval ``j``
+    has the
+    packed indices ``key_starts[j]`` to ``key_ends[j] - 1``. The last query sees all of these keys, and each query
+    before it
+    one less (a causal mask aligned at the end).
     """
     @property
     def token_indices(self) -> NDArray[np.int32]:
-        """int32[t]: packed place of each of the rank's tokens, ascending."""
+        """int32[t]: packed index of each of the rank's tokens, ascending."""
     @property
     def position_ids(self) -> NDArray[np.int32]:
-        """int32[t]: position of each token: how many are before it on its path."""
+        """int32[t]: position of each token: the number of tokens before it on its path."""
     @property
     def nodes(self) -> NDArray[np.int32]:
-        """int32[s]: node of each segment, as the shard's forest has them."""
+        """int32[s]: node of each segment, as an index into the shard's forest."""
     @property
     def starts(self) -> NDArray[np.int32]:
-        """int32[s]: where in its node each segment begins."""
+        """int32[s]: offset of each segment's first token in its node."""
     @property
     def cu_seqlens_q(self) -> NDArray[np.int32]:
-        """int32[s + 1]: where each segment begins among the rank's tokens, then their number."""
+        """int32[s + 1]: index of each segment's first token among the rank's tokens, and at the end their number."""
     @property
     def cu_seqlens_k(self) -> NDArray[np.int64]:
-        """int64[s + 1]: the same for keys, where those of all segments are copied one behind the other."""
+        """int64[s + 1]: index of each segment's first key if the keys of all segments are copied one after the other, and
+        at the
+        end their number.
+        """
     @property
     def cu_intervals(self) -> NDArray[np.int32]:
-        """int32[s + 1]: where the intervals of each segment begin, then their number ``k``."""
+        """int32[s + 1]: index of each segment's first interval, and at the end the number of intervals ``k``."""
     @property
     def key_starts(self) -> NDArray[np.int32]:
-        """int32[k]: packed place of the first key of each interval."""
+        """int32[k]: packed index of the first key of each interval."""
     @property
     def key_ends(self) -> NDArray[np.int32]:
-        """int32[k]: packed place behind the last key of each interval."""
+        """int32[k]: packed index after the last key of each interval."""
 
 @final
 class Packing:
@@ -826,15 +863,17 @@ class Packing:
         costs: ArrayLike | None = None,
         limits: ArrayLike | None = None,
     ) -> Packing:
-        """A packing from an assignment made elsewhere (a solver, another packer), scored like ours.
+        """A packing from an assignment that was made elsewhere (by a solver, by another packer), with our costs and
+        imbalance.
 
         Args:
             lengths: int[n], tokens.
             assignment: int[n], micro-batch of each document; -1 leaves it over.
-            num_micro_batches, max_tokens, cost_model, costs, limits: as in ``pack``.
+            num_micro_batches, max_tokens, cost_model, costs, limits: as for ``pack``.
 
         Raises:
-            WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
+            WlbError: a wrong argument, a micro-batch that does not exist, or one that gets more than ``max_tokens``
+                tokens.
 
         Examples:
             >>> import wlb
@@ -846,7 +885,7 @@ class Packing:
         """
     @property
     def method(self) -> str:
-        """How it was made: a method of ``pack``, or "assignment"."""
+        """Method that made the packing: a method of ``pack``, or "assignment"."""
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches, ``M``; also ``len()``."""
@@ -861,36 +900,39 @@ class Packing:
         """The micro-batches, a tuple of ``MicroBatch``. An empty one is legal."""
     @property
     def assignment(self) -> NDArray[np.int32]:
-        """int32[n]: micro-batch of each document passed in, -1 if it does not lie whole in one (left over, waiting, or
-        split). Empty for what ``Packer.flush`` returns.
+        """int32[n]: micro-batch of each document that was passed in; -1 if it is not whole in one (left over, waiting, or
+        split). Empty for plans of ``Packer.drain`` and ``Packer.flush``.
         """
     @property
     def tokens(self) -> NDArray[np.int64]:
         """int64[M]: tokens of each micro-batch."""
     @property
     def costs(self) -> NDArray[np.float64]:
-        """float64[M]: cost of each micro-batch, in the cost model's unit; with several columns of costs, of all that
+        """float64[M]: cost of each micro-batch, in the cost model's unit; with several columns, the sum of all columns
+        that
         take time.
         """
     @property
     def padded_tokens(self) -> NDArray[np.int64]:
-        """int64[M]: tokens of each micro-batch when it runs, padded as ``multiple_of_tokens`` and ``token_buckets`` ask."""
+        """int64[M]: tokens of each micro-batch including the padding of ``multiple_of_tokens`` and ``token_buckets``."""
     @property
     def column_costs(self) -> NDArray[np.float64]:
         """float64[M, r]: cost of each micro-batch in each column of the documents' costs; with a cost model there is one."""
     @property
     def step_cost(self) -> float:
-        """Time of the step: cost of the heaviest micro-batch; with several columns, the sum over them of the heaviest in
+        """Time of the step: cost of the heaviest micro-batch; with several columns, the sum over columns of the heaviest
+        in
         each.
         """
     @property
     def leftover(self) -> NDArray[np.int64]:
-        """int64[l]: ids of the documents that did not fit, in the order they were tried; empty for ``pack`` unless its
-        ``leftover`` is "return". A ``Packer`` carries them over to the next iteration.
+        """int64[l]: ids of the documents that did not fit, in the order in which they were tried. Empty for ``pack``,
+        unless
+        ``leftover="return"``. A ``Packer`` carries them over to the next step.
         """
     @property
     def leftover_starts(self) -> NDArray[np.int32]:
-        """int32[l]: where in its document each left-over piece begins; 0 but for documents that were cut."""
+        """int32[l]: position in its document of each left-over piece's first token; 0 unless the document was cut."""
     @property
     def leftover_lengths(self) -> NDArray[np.int32]:
         """int32[l]: tokens of each left-over piece."""
@@ -901,24 +943,27 @@ class Packing:
         """
     @property
     def dp_size(self) -> int | None:
-        """Data-parallel ranks that it was made for; None where it may be dealt to any."""
+        """Data-parallel ranks that the plan was made for; None if it can be dealt to any number."""
     @property
     def sync(self) -> Sync | None:
         """Where these ranks wait for each other, "step" or "micro_batch"; None without ranks."""
     @property
     def rank_imbalance(self) -> float:
-        """How much longer a step takes than on equal ranks. Under "step" it takes the sum of the heaviest rank, under
-        "micro_batch" that of the heaviest micro-batch of each round. Without ranks it is the ``imbalance``.
+        """How much longer a step takes than with equal ranks. Under "step" a step takes as long as the heaviest rank,
+        under
+        "micro_batch" the sum of the heaviest micro-batch of each round. Without ranks it is the ``imbalance``.
         """
     @property
     def lower_bound(self) -> float:
-        """No packing of the placed documents into as many micro-batches of ``max_tokens`` has a smaller ``step_cost``:
-        ``max(total cost / M, largest document)``, or what a linear program says where tokens are scarce; summed over
-        columns. O(n log n) when it is first asked for.
+        """Lower bound on ``step_cost`` for any packing of the placed documents into as many micro-batches of
+        ``max_tokens``:
+        ``max(total cost / M, largest document)``, or the optimum of a linear program if tokens are scarce; summed over
+        columns. O(n log n) at the first call.
         """
     @property
     def length_fallbacks(self) -> int:
-        """Documents that Algorithm 1 places by token count instead of by cost. At 0 with "var_length", ``max cost <= total
+        """Documents that Algorithm 1 placed by token count instead of by cost. If it is 0 with "var_length", ``max cost <=
+        total
         / M + (1 - 1/M) * w``, where ``w`` is the cost of the last document put into the heaviest micro-batch.
         """
     @property
@@ -961,20 +1006,22 @@ class Packing:
 
     def _repr_html_(self) -> str: ...
     def digest(self) -> str:
-        """Hex hash of where every token goes: equal on two ranks iff every token goes to the same place. O(documents)."""
+        """Hex hash of the place of every token: equal on two ranks if and only if their plans are. O(documents)."""
     def deal(self, dp_size: int) -> NDArray[np.int64]:
         """Deals the micro-batches of each step to data-parallel ranks: equal counts, balanced costs, in schedule order.
 
-        Inside a rank the lightest micro-batches stand at both ends, where a pipeline fills and drains. A packing that
-        was made for ranks (``pack(dp_size=...)``) is dealt as it was made.
+        Inside a rank the lightest micro-batches are at both ends, where a pipeline fills and drains. A packing that was
+        made
+        for ranks (``pack(dp_size=...)``) keeps its order.
 
         Returns:
             int64[dp_size, M / dp_size]: micro-batch indices of each rank; with several global batches
             int64[global_batches, dp_size, M / global_batches / dp_size].
 
         Raises:
-            WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was
-                made for.
+            WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not the ``dp_size`` that
+                the
+                packing was made for.
 
         Examples:
             >>> import wlb
@@ -1014,61 +1061,65 @@ def pack(
 
     Args:
         lengths: int[n], tokens of each document, in arrival order; document ids are indices into it.
-        num_micro_batches: micro-batches of a global batch, ``N``. None: as few as leave nothing over, for a batch
-            that is trained whole in one step (fine-tuning, reinforcement learning): one multiple less would leave
-            documents over. With ``dp_size`` and ``sync="step"``, one more of each rank where that makes the step
-            5 % shorter.
-        max_tokens: most tokens of a micro-batch; a memory bound (``S_max``).
-        cost_model: what documents cost, by their lengths. Or ``costs``.
-        costs: float64[n], what each document costs, in any one unit; or float64[n, r], a column for every resource
+        num_micro_batches: micro-batches of a global batch, ``N``. None: the smallest number (a multiple of
+            ``multiple_of`` or ``dp_size``) that leaves no document over, for a batch that is trained whole in one step
+            (fine-tuning, reinforcement learning). With ``dp_size`` and ``sync="step"``, one more on each rank if that
+            makes the step 5 % shorter.
+        max_tokens: most tokens of a micro-batch, as memory allows (``S_max``).
+        cost_model: cost of a document, from its length. Give it, or ``costs``.
+        costs: float64[n], cost of each document in any one unit; or float64[n, r], one column for every resource
             with a barrier of its own (vision encoder, language model). A step takes the sum over columns of the
-            heaviest micro-batch in that column; ``imbalance`` and ``lower_bound`` follow. With "var_length",
-            "refined" and "original", which shares a cost among pieces by their tokens.
-        limits: float64[r], the most that a micro-batch may have in each column, infinite for none. What has a limit
-            is memory, and takes no time.
-        method: "var_length" (WLB-LLM's Algorithm 1: longest first, each to the micro-batch with the least cost),
-            "refined" (no worse than var_length, and next to
-            optimal where ``max_tokens`` binds; 1.3 times its time at the median, about three times where a few
-            pieces fill a micro-batch that has next to no room to spare), "fixed_length" (longest first, to the
-            least attention work that has room; cuts what fits nowhere), "original" (arrival order, cut every
-            ``max_tokens``).
+            heaviest micro-batch in each column, and ``imbalance`` and ``lower_bound`` are of this sum. For
+            "var_length", "refined" and "original"; pieces of a document share its cost by their tokens.
+        limits: float64[r], most that a micro-batch may have in each column, infinite for no limit. A column with a
+            limit is memory and takes no time.
+        method: "var_length" (WLB-LLM's Algorithm 1): longest document first, each to the micro-batch with the least
+            cost. "refined": no worse than "var_length", and nearly optimal if ``max_tokens`` leaves little room; it
+            takes
+            1.3 times as long in the median, about three times as long if few pieces fill a micro-batch to the brim.
+            "fixed_length": longest first, each to the micro-batch with room and the least attention work; a document
+            that fits nowhere is cut. "original": arrival order, cut every ``max_tokens`` tokens.
         global_batches: with "fixed_length", the number of global batches in ``lengths``. They are packed together into
             ``global_batches * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
-        multiple_of: with ``num_micro_batches=None``, what their number is a multiple of: the data-parallel ranks,
-            so that ``Packing.deal`` gives all of them as many.
-        dp_size: data-parallel ranks that the plan is made for: documents are exchanged between ranks, not only
-            micro-batches dealt, and ``packing.deal(dp_size)`` gives every rank's. All ranks have as many
-            micro-batches; they stand rank by rank in the packing. With "var_length" or "refined"; ``costs`` of one
-            column.
-        sync: where these ranks wait for each other. "step", the default: once a step (DDP, ZeRO-1 and 2, Megatron),
-            so that the sums of ranks are made equal, then the micro-batches of each rank. "micro_batch": in every
-            micro-batch (FSDP, ZeRO-3), so that those of a round are made equal, then the sums.
+        multiple_of: with ``num_micro_batches=None``: the number of micro-batches is a multiple of this, usually the
+            number of data-parallel ranks, so that ``Packing.deal`` can give each of them equally many.
+        dp_size: data-parallel ranks to make the plan for. Documents are then exchanged between ranks, too, and
+            ``packing.deal(dp_size)`` gives each rank its micro-batches. All ranks have the same number; the packing
+            lists them rank by rank. For "var_length" and "refined", with ``costs`` of at most one column.
+        sync: where these ranks wait for each other. "step" (default): once a step, as under DDP, ZeRO-1 and 2,
+            Megatron.
+            Then the sums of ranks are made equal first, the micro-batches of each rank second. "micro_batch": in every
+            micro-batch, as under FSDP, ZeRO-3. Then the micro-batches of each round are made equal first, the sums of
+            ranks second.
         groups: int[n], with ``dp_size``: documents with the same number stay on one rank (one prompt's rollouts).
-        equal_documents: with ``dp_size``, every rank has as many documents; they differ by one where ``dp_size``
-            does not divide them. Groups whose sizes cannot be dealt so are refused.
+        equal_documents: with ``dp_size``, all ranks get equally many documents (they differ by at most one). Groups
+            whose
+            sizes do not allow that are refused.
         max_documents: most documents of a micro-batch.
-        multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens (MXFP8 32, HybridEP 128),
-            and ``max_tokens`` counts the padding: the plan's is the largest multiple within it. ``padded_tokens``
-            has the sizes; who makes the batches pads them.
-        token_buckets: int[b], ascending: the only sizes that micro-batches run with, for steps compiled or captured
-            once for each; padded up to the next, ``max_tokens`` as above.
-        leftover: what happens if documents do not fit: "error", or "return", and ``Packing.leftover`` lists
-            them: they are in no micro-batch, and will not be trained unless the caller sees to it.
+        multiple_of_tokens: micro-batches are padded to a multiple of this number (MXFP8 needs 32, HybridEP 128), and
+            ``max_tokens`` counts the padding: the plan's ``max_tokens`` is the largest multiple within it.
+            ``padded_tokens`` has the padded sizes; whoever makes the tensors adds the padding.
+        token_buckets: int[b], ascending: the only sizes of padded micro-batches, for steps that are compiled or
+            captured
+            once for each size. ``max_tokens`` counts the padding, as above.
+        leftover: what happens if documents do not fit: "error"; or "return": ``Packing.leftover`` lists them. They are
+            then in no micro-batch and are not trained unless you pass them again.
 
     Returns:
         Packing. The same input gives the same plan, byte for byte, on every rank and machine.
 
     Raises:
-        WlbError: a length or size out of range, a document over ``max_tokens`` (the methods that keep documents
-            whole), an unknown method, a cost that is negative or not finite, a column of zeros or none without a
-            limit, both or none of ``cost_model`` and ``costs``, several ``global_batches`` without "fixed_length",
-            ``multiple_of`` beside ``num_micro_batches``, what needs ``dp_size`` without it. Documents do not fit: the
-            message says how many, and a ``max_tokens`` that surely holds them all (with the methods that cut documents
-            the least one).
+        WlbError: a length or size out of range; a document over ``max_tokens`` (for methods that keep documents
+            whole); an unknown method; a cost that is negative or not finite; a column of zeros, or limits on all
+            columns; both or none of ``cost_model`` and ``costs``; several ``global_batches`` without "fixed_length";
+            ``multiple_of`` beside ``num_micro_batches``; an option that needs ``dp_size`` without it. If documents do
+            not
+            fit, the message says how many, and names a ``max_tokens`` that holds all of them (the least one for methods
+            that cut documents).
 
-    O(n) for a radix sort and, on average, a few steps for each document; O(n N) at worst, and always for
-    "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need
-    do. WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on.
+    O(n) for a radix sort and, on average, a few steps for each document; O(n N) in the worst case, and always for
+    "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, or once if a number derived from the tokens is
+    enough. WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on.
 
     Examples:
         >>> import wlb
@@ -1209,7 +1260,7 @@ class Packer:
 
         Args:
             state: what ``state_dict`` returned, also after a round trip through JSON.
-            on_backlog: as for ``Packer``; it is in no state.
+            on_backlog: as for ``Packer``; a state does not hold it.
 
         Raises:
             StateError: the state is corrupt, truncated, of another version, or not a packer's.
@@ -1309,7 +1360,7 @@ class Packer:
 
         Args:
             lengths: int[n], tokens of the documents that come next.
-            costs: float64[n] or float64[n, cost_columns], what they cost; needed only where a column has a limit.
+            costs: float64[n] or float64[n, cost_columns], cost of each document; needed only if a column has a limit.
 
         Returns:
             0 to n. With 0, push no documents until there is room: ``push([])`` trains documents that wait.
@@ -1319,7 +1370,7 @@ class Packer:
                 holds, so that it would never be admitted: cut it with ``split_documents``, and push its pieces step
                 by step with ``starts``.
 
-        O(n + pending); a sort, and log(n) placements where they do not all fit.
+        O(n + pending); if not all documents fit, also a sort and log(n) placements.
 
         Examples:
             >>> import wlb
@@ -1329,7 +1380,7 @@ class Packer:
             2
         """
     def bounds(self) -> Bounds:
-        """Most tokens that wait, and longest wait, from now on, as long as no push brings more than the packer ``admits``.
+        """Most tokens that wait and longest wait from now on, if no push brings more than the packer ``admits``.
 
         Returns:
             Bounds, of an empty packer: with "adaptive" ``tokens`` is ``2 * num_micro_batches * max_tokens``, and
@@ -1483,8 +1534,9 @@ class Packer:
     @property
     def fingerprint(self) -> str:
         """Hex hash of the configuration under the present cost model, without ``num_micro_batches``, ``dp_size`` and
-        ``tokens_per_batch``. Packers give the same plans if their fingerprints, these three, and the documents that
-        wait in them are equal.
+        ``tokens_per_batch``. Two packers give the same plans if their fingerprints, these three values, and their
+        waiting
+        documents are equal.
         """
     def metrics(self) -> PackerMetrics:
         """Figures since the stream began: imbalance, waits, tokens and work of steps (``PackerMetrics``)."""
@@ -1552,26 +1604,26 @@ def tune_outlier_thresholds(
 ) -> TuneResult:
     """Finds thresholds for a ``Packer`` on a sample of lengths.
 
-    Runs the packer over the sample under every combination of up to ``num_queues`` geometrically spaced thresholds,
-    then around the best. Deterministic. Documents over ``max_document_tokens`` are split.
+    Runs the packer over the sample with every combination of up to ``num_queues`` geometrically spaced thresholds, then
+    with thresholds near the best. Deterministic. Documents over ``max_document_tokens`` are split.
 
     Args:
         lengths: int[n], tokens, in arrival order; some tens of global batches or more.
         num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_documents: as for
             ``Packer``.
-        costs: float64[n] or float64[n, r], what each document costs, in place of ``cost_model``, for a packer with
+        costs: float64[n] or float64[n, r], cost of each document, instead of ``cost_model``, for a packer with
             ``cost_columns=r``; imbalance is then that of a step over all columns that take time.
         limits: float64[r], with ``costs``, as for ``Packer``.
         num_queues: most levels, 0 to 4.
-        max_mean_delay: most mean token delay, in iterations.
-        tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Give one of
-            the two: global batches that fill every micro-batch to ``max_tokens`` leave no room for balance.
-        dp_size, sync: as for ``Packer``; imbalance and lost time are then those of the ranks, where they wait
-            for each other.
+        max_mean_delay: most mean delay of a token, in steps.
+        tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Do not set it
+            to ``num_micro_batches * max_tokens``: full micro-batches leave no room for balance.
+        dp_size, sync: as for ``Packer``; imbalance and lost time are then those of ranks that wait for each other.
 
     Returns:
-        TuneResult: the thresholds with the least mean imbalance within the delay limit (no queues, or the least
-        delay, if none keeps it), and the Pareto front of balance and delay.
+        TuneResult: the thresholds with the least mean imbalance within the delay limit (if none keeps it: those with
+            the
+        least delay, or no queues), and the Pareto front of balance and delay.
 
     Raises:
         WlbError: wrong lengths, costs or options, or no documents.
@@ -1611,36 +1663,42 @@ def tune_delay_price(
 ) -> TuneResult:
     """Finds the price of delay for a ``Packer`` with ``release="adaptive"`` on a sample of lengths.
 
-    Runs the packer over the sample at geometrically spaced prices and at the default, then at some where the mean
-    delay passes the limit. The best of many on the same steps is the luckiest, so each half of the documents judges
-    what the other finds: those that lose the least time on both are judged on both, and on three other orders of
-    all documents. Where a half has less than twelve global batches, those that lose the least on all documents are
-    judged on the other orders alone: a price may then suit these documents and no others. Deterministic. Documents
-    over ``max_document_tokens`` are split.
+    Runs the packer over the sample at geometrically spaced prices and at the default, then at prices near the one where
+    the
+    mean delay passes the limit. The best of many prices on the same steps is merely the luckiest, so each half of the
+    documents judges the prices found on the other. The prices that lose the least time on both halves and the default
+    are
+    then judged on three other orders of all documents. If a half has less than twelve global batches, the prices that
+    lose
+    the least time on all documents are judged on the other orders alone; such a price may suit only these documents.
+    Deterministic. Documents over ``max_document_tokens`` are split.
 
     Args:
         lengths: int[n], tokens, in arrival order; some tens of global batches or more.
         num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_step_cost,
             max_documents: as for ``Packer``.
-        costs: float64[n], what each document costs, in place of ``cost_model``, for a packer with
-            ``cost_columns=1``.
-        max_mean_delay: most mean token delay, in iterations.
+        costs: float64[n], cost of each document, instead of ``cost_model``, for a packer with ``cost_columns=1``.
+        max_mean_delay: most mean delay of a token, in steps.
         tokens_per_batch, dp_size, sync: as for ``tune_outlier_thresholds``.
-        max_early: int from 0 to 1024, iterations that a document comes before its turn, as for
-            ``BalancedBatchSampler``; delays are then of both, before the turn and after it. Needs ``cost_model``.
+        max_early: int from 0 to 1024, most steps by which a document may come before its turn, as for
+            ``BalancedBatchSampler``; delays then count steps before the turn, too. Needs ``cost_model``.
 
     Returns:
         TuneResult: the price that loses the least time on the other orders, within the delay limit there and on the
-        sample: the default (0.03) unless another is better by 0.01 of lost time in every order, no worse on a half,
-        with a worst step that is no worse there and on the sample. Where the default waits too long, that bound
-        holds if any price keeps it. The price with the least delay if none keeps the limit. ``judged`` has them
-        all, and the default beside them; and the Pareto front of balance and delay on the sample.
+        sample. It is the default (0.03) unless another price saves 0.01 of lost time in every order, is no worse on a
+        half,
+        and has no worse a worst step there and on the sample. If the default exceeds the delay limit, the bound on the
+        worst
+        step holds if any price keeps it. If no price keeps the limit, it is the price with the least delay. ``judged``
+        has
+        all judged prices, the default among them; ``pareto`` has the Pareto front of balance and delay on the sample.
 
     Raises:
         WlbError: wrong lengths, costs or options, or no documents; several columns of costs.
 
-    One run of the packer for each of about 32 prices, another for those within the limit, and three for each that
-    is judged: nine, or more. Releases the GIL.
+    One run of the packer for each of about 32 prices, another for each price within the limit, and three for each
+    judged
+    price (nine or more). Releases the GIL.
 
     Examples:
         >>> import numpy as np
@@ -1655,7 +1713,7 @@ def tune_delay_price(
 def padded_tokens(tokens: int, *, multiple_of_tokens: int = 1, token_buckets: ArrayLike | None = None) -> int: ...
 def most_tokens(max_tokens: int, *, multiple_of_tokens: int = 1, token_buckets: ArrayLike | None = None) -> int: ...
 def batch_offsets(lengths: ArrayLike, *, tokens_per_batch: int) -> NDArray[np.int64]:
-    """Cuts a stream of documents into global batches: as many whole documents as fit, at least one each.
+    """Cuts a stream of documents into global batches: each takes as many whole documents as fit, at least one.
 
     Args:
         lengths: int[n], tokens.
@@ -1676,18 +1734,18 @@ def batch_offsets(lengths: ArrayLike, *, tokens_per_batch: int) -> NDArray[np.in
 def split_documents(
     lengths: ArrayLike, *, max_document_tokens: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
-    """Cuts documents into pieces of at most ``max_document_tokens``: those that a context window has.
+    """Cuts documents into pieces of at most ``max_document_tokens``, such as a context window.
 
     Args:
         lengths: int[n], tokens.
         max_document_tokens: longest piece.
 
     Returns:
-        ``(documents int64[p], starts int32[p], lengths int64[p])``: index of the document, where in it the piece
-        begins, tokens.
+        ``(documents int64[p], starts int32[p], lengths int64[p])``: for each piece, the index of its document, the
+        position of its first token there, and its tokens.
 
     Raises:
-        WlbError: a length or ``max_document_tokens`` out of range, or one so low that it takes more than 2^23 cuts.
+        WlbError: a length or ``max_document_tokens`` out of range, or more than 2^23 cuts.
 
     Examples:
         >>> import wlb
@@ -1697,13 +1755,13 @@ def split_documents(
 
 @final
 class RankShard:
-    """What one rank of a context-parallel group holds and computes, ready for a varlen attention kernel.
+    """The tokens of one rank of a context-parallel group, and the arrays for its varlen attention kernel.
 
-    Rows have an order of their own: first come the documents of which the rank has all keys that it sees, then the
-    others (``docs/semantics.md``). A segment is a contiguous run of one document; segment ``i``'s queries are
+    Rows have an order of their own: first the documents of which the rank has all keys that it sees, then the
+    others (``docs/semantics.md``). A segment is a contiguous run of one document. The queries of segment ``i`` are
     ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of the rank's tokens, and its keys are
     ``packed[k_starts[i] : k_starts[i] + cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its
-    document up to the segment's end, so that a kernel's bottom-right causal alignment is right.
+    document up to the segment's end, which is what a kernel with bottom-right causal alignment expects.
 
     Examples:
         >>> import wlb
@@ -1729,20 +1787,21 @@ class RankShard:
         """Tokens of the rank, ``T_r``."""
     @property
     def num_segments(self) -> int:
-        """Segments of the rank, ``s``."""
+        """Number of segments of the rank, ``s``."""
     @property
     def token_indices(self) -> NDArray[np.int32]:
-        """int32[T_r]: where each token stands in the packed sequence, row by row."""
+        """int32[T_r]: index of each token in the packed sequence, in the order of rows."""
     @property
     def position_ids(self) -> NDArray[np.int32]:
-        """int32[T_r]: where each token stands in its document; the positions that RoPE needs."""
+        """int32[T_r]: position of each token in its document, as RoPE needs it."""
     @property
     def cu_seqlens_q(self) -> NDArray[np.int32]:
-        """int32[s + 1]: where the queries of each segment begin among the rank's tokens."""
+        """int32[s + 1]: index of each segment's first query among the rank's tokens, and at the end their number."""
     @property
     def cu_seqlens_k(self) -> NDArray[np.int32]:
-        """int32[s + 1]: where the keys of each segment begin, when the keys of all segments are copied one after the
-        other.
+        """int32[s + 1]: index of each segment's first key if the keys of all segments are copied one after the other, and
+        at the
+        end their number.
         """
     @property
     def max_seqlen_q(self) -> int:
@@ -1752,10 +1811,10 @@ class RankShard:
         """Most keys of a segment; 0 without segments."""
     @property
     def k_starts(self) -> NDArray[np.int32]:
-        """int32[s]: where the keys of each segment begin in the packed sequence."""
+        """int32[s]: index of each segment's first key in the packed sequence."""
     @property
     def documents(self) -> NDArray[np.int32]:
-        """int32[s]: the document that each segment is part of."""
+        """int32[s]: index of each segment's document in the micro-batch."""
     @property
     def pairs(self) -> int:
         """Exact (query, key) pairs of the rank."""
@@ -1778,10 +1837,10 @@ class Shard:
     """
     @property
     def strategy(self) -> str:
-        """How it was cut: "auto", "per_sequence", "per_document", "hybrid" or "contiguous"."""
+        """Strategy of the shard: "auto", "per_sequence", "per_document", "hybrid" or "contiguous"."""
     @property
     def hybrid_threshold(self) -> int | None:
-        """With "hybrid", the tokens from which on documents were cut, given or chosen; else None."""
+        """With "hybrid", the least tokens of a document that is cut, given or chosen; else None."""
     @property
     def cp_size(self) -> int:
         """Ranks of the group; also ``len()``."""
@@ -1802,36 +1861,43 @@ class Shard:
         """int64[cp_size]: exact (query, key) pairs of each rank."""
     @property
     def keys_moved(self) -> NDArray[np.int64]:
-        """int64[cp_size]: keys that each rank has to fetch, because its queries see them and other ranks hold them. A
-        rank fetches as many values. Without a window; O(segments).
+        """int64[cp_size]: keys that each rank has to fetch, because its queries see them and other ranks hold them. A rank
+        fetches equally many values. Counted without a window; O(segments).
         """
     @property
     def keys_gathered(self) -> NDArray[np.int64]:
-        """int64[cp_size]: keys of each rank that an all-gather has to bring, because a query on another rank sees
-        them. As many values come with them. Ranks send as many as the rank with most keys. Without a window;
+        """int64[cp_size]: keys of each rank that an all-gather has to send, because a query on another rank sees them.
+        Equally
+        many values go with them. Every rank sends as many keys as the rank with the most. Counted without a window;
         O(segments).
         """
     @property
     def tokens_split(self) -> NDArray[np.int64]:
-        """int64[cp_size]: all tokens of a rank that needs two calls of attention, because of some of its documents, an
-        eighth of its tokens or more, it has all keys that it sees, and of others not; else 0. Without a window;
-        O(segments).
+        """int64[cp_size]: tokens of each rank that attends in two calls, else 0. A rank attends in two calls if it lacks
+        keys for
+        some of its documents, and the documents for which it has all keys are at least an eighth of its tokens: these
+        attend
+        while keys arrive. Counted without a window; O(segments).
         """
     @property
     def keys_picked(self) -> NDArray[np.int64]:
-        """int64[cp_size]: keys that each rank picks, of its own and of those that arrive: for every segment of a document
-        of which the rank has not all keys, all keys that the segment sees. Without a window; O(segments).
+        """int64[cp_size]: keys (own and fetched ones) that each rank copies for the call that needs keys of other ranks:
+        for
+        every segment of a document of which the rank lacks keys, all keys that the segment sees. Counted without a
+        window;
+        O(segments).
         """
     @property
     def restore_indices(self) -> NDArray[np.int32]:
-        """int32[num_tokens]: with ``rank_major`` the ranks' tokens concatenated, ``rank_major[restore_indices]`` is the
-        packed sequence. O(tokens).
+        """int32[num_tokens]: ``rank_major[restore_indices]`` is the packed sequence, where ``rank_major`` has the ranks'
+        tokens one
+        rank after the other. O(tokens).
         """
     def rank(self, rank: int) -> RankShard:
-        """What one rank holds and computes.
+        """The tokens of one rank and the arrays for its attention kernel.
 
         Raises:
-            WlbError: no such rank; or its segments' keys are more than int32 ``cu_seqlens_k`` can count.
+            WlbError: no such rank, or more keys of its segments than int32 ``cu_seqlens_k`` can count.
 
         Examples:
             >>> import wlb
@@ -1851,8 +1917,9 @@ class Shard:
         """Figures of the shard, for a log or a notebook.
 
         Returns:
-            dict: strategy, cp_size, documents, tokens, imbalance (pairs of the busiest rank over the mean), keys_moved
-                (most of a rank).
+            dict: strategy, cp_size, documents, tokens, imbalance (pairs of the rank with the most over the mean),
+                keys_moved
+                (of the rank with the most).
 
         Complexity:
             O(documents * cp_size).
@@ -1864,7 +1931,7 @@ class Shard:
         """
 
     def to_pandas(self) -> Any:
-        """Ranks as a table: a row for each.
+        """Ranks as a table, one row for each.
 
         Returns:
             pandas.DataFrame: rank, tokens, pairs, keys_moved.
@@ -1883,7 +1950,7 @@ class Shard:
 
     def _repr_html_(self) -> str: ...
     def digest(self) -> str:
-        """Hex hash of which token lies where: equal on two ranks iff their shards are equal."""
+        """Hex hash of the place of every token: equal on two ranks if and only if their shards are."""
     def __len__(self) -> int: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
@@ -1901,41 +1968,42 @@ def shard(
 ) -> Shard:
     """Shards one micro-batch over the ranks of a context-parallel group, without padding.
 
-    Any lengths, any total, any ``cp_size``: ranks differ by at most one token, and a document of 1 token is as
-    legal as a rank without any.
+    Any lengths and any ``cp_size`` are allowed, also a document of 1 token and a rank without tokens. Ranks differ by
+    at
+    most one token.
 
     Args:
         lengths: int[n], tokens of the documents, in packed order.
-        cp_size: ranks of the group.
-        strategy: "auto" lays every document on as few ranks as leave none with more than ``max_imbalance`` times
-            the mean pairs (where nothing does, as evenly as it can): few keys to fetch, long segments.
-            "per_document" cuts every document into ``2 * cp_size`` chunks and gives rank ``i`` chunks ``i`` and ``2
-            * cp_size - 1 - i``: equal work. "per_sequence" does that with the packed sequence: fewer, longer
-            segments, unequal work. "hybrid" cuts documents of ``hybrid_threshold`` tokens or more per document and
-            keeps shorter ones whole on one rank. "adaptive" is whichever of these ``kernel_model`` predicts to be
-            fastest: the least latency of the slowest rank, forward and backward; of equals "per_sequence" before
-            "per_document", "auto" and "hybrid". The result's ``strategy`` and ``hybrid_threshold`` tell which.
-            "contiguous" gives rank ``i`` the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that
-            mix neighbouring tokens: attention is uneven under it, see ``wlb.torch.recut``.
-        causal: mask; decides pairs and key ranges, not who gets which token.
+        cp_size: number of ranks of the group.
+        strategy: "auto": every document on as few ranks as possible, while no rank has more than ``max_imbalance``
+            times
+            the mean pairs (if that is impossible, as evenly as possible): few keys to fetch, long segments.
+            "per_document": every document in ``2 * cp_size`` chunks; rank ``i`` gets chunks ``i`` and
+            ``2 * cp_size - 1 - i``: equal work. "per_sequence": the packed sequence in such chunks: fewer and longer
+            segments, unequal work. "hybrid": documents of at least ``hybrid_threshold`` tokens per document, shorter
+            ones whole on one rank. "adaptive": the one of these four that ``kernel_model`` predicts to be fastest, by
+            the latency of the slowest rank, forward and backward; equally fast ones in the order "per_sequence",
+            "per_document", "auto", "hybrid". The result's ``strategy`` and ``hybrid_threshold`` say which it is.
+            "contiguous": rank ``i`` gets the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that
+            mix neighbouring tokens; attention is uneven under it, see ``wlb.torch.recut``.
+        causal: whether queries see only keys before them; it decides pairs and key ranges, not the rank of a token.
         hybrid_threshold: tokens; with "hybrid" only.
-        max_imbalance: with "auto", and with "adaptive" where it tries that: pairs of the rank with the most over
-            the mean, at least 1; default 1.01.
-        kernel_model: for "adaptive", and for "hybrid" without a threshold, which then gets the best one. It
-            searches all distinct lengths (of more than 64, only some: see docs/semantics.md) and decides from
-            lengths only.
-        cp_seconds_per_key: beside a ``kernel_model``: time that a rank takes for each key that it fetches
-            (``Shard.keys_moved``), in one layer, as the model's latencies are: with its value, forward and
-            backward, all that is sent for it either way, less what computation hides; at most 1e-3. The slowest
-            rank is then that with the most attention and fetching together. 0: free. Give a price where ranks
-            fetch just what they need, as ``wlb.torch``'s transport "fetch" does; others send more than that.
-
+        max_imbalance: with "auto", and with "adaptive" when it tries "auto": most pairs of a rank over the mean, at
+            least
+            1; default 1.01.
+        kernel_model: for "adaptive", and for "hybrid" without a threshold, which then gets the best threshold. All
+            distinct lengths are tried as thresholds (of more than 64 only some, see docs/semantics.md).
+        cp_seconds_per_key: with a ``kernel_model``: seconds that a rank takes for each key that it fetches
+            (``Shard.keys_moved``), in one layer, forward and backward: for the key, its value and their gradients, less
+            what computation hides; at most 1e-3. The slowest rank is then the one with the longest attention and
+            fetching together. 0: free. Give it only if ranks fetch just the keys that they need, as with
+            ``wlb.torch``'s transport "fetch"; other transports send more.
     Returns:
         Shard. The same input gives the same shards on every rank.
 
     Raises:
-        WlbError: a length or size out of range, more than 2**31 - 1 tokens in all, an option that does not go with
-            the strategy or is missing, a kernel model of another mask, a price that is no time.
+        WlbError: a length or size out of range; more than 2**31 - 1 tokens in all; an option that the strategy does not
+            take, or one that it lacks; a kernel model of another mask; a ``cp_seconds_per_key`` out of range.
 
     O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
 
@@ -1952,9 +2020,11 @@ def shard(
 class KernelModel:
     """Latency of an attention kernel for the segments of a context-parallel rank, in seconds per transformer layer.
 
-    A kernel computes whole tiles of queries; their FLOPs are divided by the rate at that (query length, key length),
-    from a table that was measured (``from_profile``) or is assumed (``analytic``); docs/semantics.md
-    has the formulas. Immutable; picklable; equal models compare equal. WLB-LLM, section 5.2.
+    A kernel computes whole tiles of queries. Their FLOPs are divided by the rate at this query length and key length,
+    from
+    a table that was measured (``from_profile``) or assumed (``analytic``); docs/semantics.md has the formulas.
+    Immutable and
+    picklable; equal models compare equal. WLB-LLM, section 5.2.
 
     Examples:
         >>> import wlb
@@ -1971,10 +2041,10 @@ class KernelModel:
 
         Args:
             path_or_name: path of a ``.json`` file, or a name in ``wlb.profiles.names()``.
-            num_heads: query heads of one GPU where they are others than the profile's: times are in proportion.
+            num_heads: query heads on one GPU if not the profile's: times are proportional to it.
 
         Raises:
-            WlbError: no such profile, or a malformed one; says where in the file.
+            WlbError: no such profile, or a malformed one; the message says where in the file.
         """
     @staticmethod
     def analytic(
@@ -1985,14 +2055,15 @@ class KernelModel:
         head_dim: int,
         causal: bool = True,
     ) -> KernelModel:
-        """A documented default where nothing was measured: an assumption, and ``source`` says so.
+        """The documented assumptions for a GPU that was not measured; ``source`` says that it is an assumption.
 
         Args:
-            generation: "a100", "h100", "h200", "b200", "h20", "l40s" or "mi300x", in any case.
-            num_heads: query heads of one GPU.
-            num_kv_heads: key/value heads of one GPU, which divide them; default ``num_heads``. Not used.
+            generation: "a100", "h100", "h200", "b200", "h20", "l40s" or "mi300x", in lower or upper case.
+            num_heads: query heads on one GPU.
+            num_kv_heads: key/value heads on one GPU; must divide ``num_heads``, which is the default. Does not change
+                times.
             head_dim: width of a head.
-            causal: mask.
+            causal: whether queries see only keys before them.
 
         Raises:
             WlbError: an unknown generation, or a size out of range.
@@ -2009,7 +2080,7 @@ class KernelModel:
 
         Args:
             query_lengths: int[n], tokens of each segment.
-            key_lengths: int[n], keys that its last token sees; no fewer.
+            key_lengths: int[n], keys that the last token of each segment sees; at least its tokens.
             passes: "forward", "backward" or "forward_backward" (their sum).
 
         Returns:
@@ -2026,17 +2097,17 @@ class KernelModel:
             True
         """
     def rank_seconds(self, shard: Shard, *, passes: Passes = "forward_backward") -> NDArray[np.float64]:
-        """Latency of each rank's attention call: the sum of its segments, and a constant for the launch.
+        """Latency of each rank's attention call: the sum of its segments plus a constant for the launch.
 
         Args:
-            shard: of the same mask.
+            shard: a shard with the model's mask.
             passes: "forward", "backward" or "forward_backward" (their sum).
 
         Returns:
             float64[cp_size], seconds; 0 for a rank without tokens.
 
         Raises:
-            WlbError: a shard of another mask.
+            WlbError: a shard with another mask.
 
         Examples:
             >>> import wlb
@@ -2046,16 +2117,16 @@ class KernelModel:
         """
     @property
     def source(self) -> str:
-        """Where the numbers come from: "measured: (GPU) (kernel)" or "analytic: (generation)"."""
+        """Source of the numbers: "measured: (GPU) (kernel)" or "analytic: (generation)"."""
     @property
     def causal(self) -> bool:
         """Whether queries attend only to keys before them."""
     @property
     def num_heads(self) -> int:
-        """Query heads of one GPU."""
+        """Query heads on one GPU."""
     @property
     def num_kv_heads(self) -> int:
-        """Key and value heads of one GPU, as measured."""
+        """Key and value heads on one GPU, as measured."""
     @property
     def head_dim(self) -> int:
         """Width of a head."""
@@ -2073,7 +2144,7 @@ def pairs(lengths: int, *, causal: bool = True) -> int:
 
     Args:
         lengths: int, or int[n]; tokens.
-        causal: mask.
+        causal: whether queries see only keys before them.
 
     Returns:
         int, or int64[n].
@@ -2093,7 +2164,7 @@ def pairs(lengths: ArrayLike, *, causal: bool = True) -> NDArray[np.int64]:
 
     Args:
         lengths: int, or int[n]; tokens.
-        causal: mask.
+        causal: whether queries see only keys before them.
 
     Returns:
         int, or int64[n].
@@ -2119,31 +2190,34 @@ def simulate_pipeline(
 ) -> PipelineTimeline:
     """Simulates one step of one pipeline.
 
-    Every rank runs its ops in the schedule's order, each as soon as the rank is free and its input is there.
+    Every rank runs its ops in the schedule's order, each as soon as the rank is free and the op's input has arrived.
 
     Args:
-        costs: seconds; float64[m], micro-batches through the whole model, forward and backward
-            (``Packing.costs``): every stage takes an equal part, and of that a third each the forward and the
-            gradients of input and weights. Or float64[m, stages], with ``stages = num_stages *
-            num_virtual_stages``; or float64[m, stages, 3], with forward, input gradient and weight gradient apart.
+        costs: seconds; float64[m], micro-batches through the whole model, forward and backward (``Packing.costs``):
+            every
+            stage takes an equal part, and in each stage forward, input gradient and weight gradient take a third each.
+            Or
+            float64[m, stages], with ``stages = num_stages * num_virtual_stages``. Or float64[m, stages, 3], with
+            forward,
+            input gradient and weight gradient given separately.
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv" or
             "dualpipev".
         num_stages: pipeline ranks, p.
-        num_virtual_stages: stages on each rank, v; rank r has stages r, r + p, ... With "zbv" and "dualpipev" 2: r
-            and 2p - 1 - r; with "gpipe", "1f1b", "zb_h1" and "zb_h2" 1. The interleaved schedules take the
+        num_virtual_stages: stages on each rank, v; rank r has stages r, r + p, ... "zbv" and "dualpipev" need 2: rank r
+            has stages r and 2p - 1 - r. "gpipe", "1f1b", "zb_h1" and "zb_h2" need 1. The interleaved schedules take the
             micro-batches in ``max(1, m // p)`` rounds, which must divide m.
-        p2p_seconds: latency from the end of an op to when a stage on another rank can start on what it sends; it
-            occupies neither. One number, or float64[m].
-        activation: float64[m], what a rank holds of a micro-batch from its forward to its weight gradient, over all
-            its stages; in any unit, such as tokens. 1 each without it.
-        exposed: like ``costs``: which part of them is communication that nothing hides. Changes no time.
+        p2p_seconds: latency from the end of an op until a stage on another rank can use its result; both ranks may
+            compute meanwhile. One number, or float64[m].
+        activation: float64[m], memory that a rank holds for a micro-batch from its forward to its weight gradient, over
+            all its stages; in any unit, such as tokens. Default 1 each.
+        exposed: shape of ``costs``: the part of each cost that is communication that nothing hides. Changes no time.
 
     Returns:
         PipelineTimeline.
 
     Raises:
-        WlbError: a shape that does not fit, a number that is negative or not finite, sizes that the schedule does
-            not take.
+        WlbError: a shape that does not fit, a number that is negative or not finite, or sizes that the schedule does
+            not allow.
 
     O(ops), that is O(m p v).
 
@@ -2166,23 +2240,24 @@ def simulate_steps(
 ) -> PipelineSteps:
     """Simulates many steps of data-parallel replicas of a pipeline, which wait for each other at the end of each step.
 
-    As ``simulate_pipeline``, with two dimensions before that of the micro-batches, and without single ops: a
-    few numbers a step, tens of millions of ops a second.
+    Like ``simulate_pipeline`` with two more dimensions before that of the micro-batches. It returns a few numbers for
+    each
+    step instead of single ops, and simulates tens of millions of ops a second.
 
     Args:
-        costs: seconds; float64[steps, dp, m], or that with [..., stages] or [..., stages, 3].
+        costs: seconds; float64[steps, dp, m], [steps, dp, m, stages] or [steps, dp, m, stages, 3].
         schedule: see ``simulate_pipeline``.
-        num_stages: see there.
-        num_virtual_stages: see there.
+        num_stages: see ``simulate_pipeline``.
+        num_virtual_stages: see ``simulate_pipeline``.
         p2p_seconds: one number, or float64[steps, dp, m].
         activation: float64[steps, dp, m].
-        exposed: like ``costs``.
+        exposed: shape of ``costs``; see ``simulate_pipeline``.
 
     Returns:
         PipelineSteps.
 
     Raises:
-        WlbError: no replicas; and see ``simulate_pipeline``.
+        WlbError: no replicas; otherwise as for ``simulate_pipeline``.
 
     O(ops), that is O(steps dp m p v).
 
@@ -2204,30 +2279,32 @@ def order_micro_batches(
     num_virtual_stages: int = 1,
     p2p_seconds: ArrayLike = 0.0,
 ) -> NDArray[np.int64]:
-    """Deals the micro-batches of a step to data-parallel ranks in equal counts, in an order that suits the schedule,
-    so that the slowest rank is done early.
+    """Deals the micro-batches of a step to data-parallel ranks in equal counts, ordered for the schedule, so that the
+    slowest
+    rank finishes early.
 
-    Deals by cost, then tries sorted orders, swaps and moves in the simulator: never slower than
-    ``Packing.deal``, which knows no schedule.
+    It deals by cost, then tries sorted orders, swaps and moves in the simulator. The result is never slower than
+    ``Packing.deal``, which ignores the schedule.
 
     Args:
         costs: seconds of all micro-batches of a step; float64[M], [M, stages] or [M, stages, 3] as for
             ``simulate_pipeline``.
         dp_size: data-parallel ranks; divides M.
         schedule: see ``simulate_pipeline``.
-        num_stages: see there.
-        num_virtual_stages: see there.
+        num_stages: see ``simulate_pipeline``.
+        num_virtual_stages: see ``simulate_pipeline``.
         p2p_seconds: one number, or float64[M].
 
     Returns:
-        int64[dp_size, M / dp_size]: indices of each rank's micro-batches, the first of each row to go first. So
-        ``costs[order]`` is what the ranks run. The same on every rank that has the same costs.
+        int64[dp_size, M / dp_size]: indices of each rank's micro-batches in the order of running. ``costs[order]`` are
+        the
+        costs in this order. Ranks that pass the same costs get the same result.
 
     Raises:
-        WlbError: ``dp_size`` does not divide M; and see ``simulate_pipeline``.
+        WlbError: ``dp_size`` does not divide M; otherwise as for ``simulate_pipeline``.
 
-    Simulates about a million ops (milliseconds), or four orders of each rank if those are more: at most 2^24 ops
-    and one order. Ranks beyond that keep the order of ``Packing.deal``.
+    Simulates about a million ops (milliseconds), or four orders of each rank if that is more: at most 2^24 ops and one
+    order. Ranks beyond that keep the order of ``Packing.deal``.
 
     Examples:
         >>> import wlb
@@ -2305,61 +2382,64 @@ def plan_dynamic_cp(
     """Plans one step with dynamic context parallelism: every micro-batch divides the ranks into groups as its
     documents need.
 
-    A long document gets as many ranks as it takes to finish with the others, short ones share few. Groups are
-    aligned powers of two inside any ``world_size``, so that all of them can be built once; or of any size. All
+    A long document gets as many ranks as it needs to finish with the others; short documents share few ranks. Groups
+    are
+    aligned powers of two inside any ``world_size``, so that all of them can be built once; or groups of any size. All
     ranks have the same number of micro-batches.
 
-    A micro-batch of documents with ``T`` tokens in all takes a group of ``c`` ranks ``micro_batch_seconds + cost /
-    c + max(0, exchange - cp_overlap * attention_cost / c)`` through the whole model, forward and backward, with
-    ``exchange = (c - 1) * cp_seconds_per_exchange + T * (c - 1) / c * cp_seconds_per_token``. Each rank holds at
-    most ``ceil(T / c)`` tokens of it (documents are sharded "per_document").
+    On a group of ``c`` ranks, documents with ``T`` tokens together take ``micro_batch_seconds + cost / c + max(0,
+    exchange -
+    cp_overlap * attention_cost / c)`` seconds through the whole model, forward and backward, with
+    ``exchange = (c - 1) * cp_seconds_per_exchange + T * (c - 1) / c * cp_seconds_per_token``. Each rank holds at most
+    ``ceil(T / c)`` of the tokens (documents are sharded "per_document").
 
     Args:
         lengths: int[n], tokens of the documents of the step.
-        world_size: ranks of one pipeline stage, DP times CP: those that groups are made of. Any number.
+        world_size: ranks of one pipeline stage (DP times CP), which are divided into groups. Any number.
         num_stages: pipeline stages, PP.
-        max_tokens_per_rank: most tokens of a rank in a micro-batch; a memory bound. An interleaved pipeline also
-            has no more under way than in rounds of ``num_stages`` such micro-batches, unless ``num_micro_batches``
-            is given.
-        cost_model: what documents cost on one rank, in seconds for the whole model. Or ``costs``.
-        costs: float64[n], what each document costs on one rank, in seconds for the whole model, in the place of
-            ``cost_model``: for documents whose length does not tell their work. The ranks of a group share all of
-            it; memory goes by tokens.
-        attention_costs: float64[n], the part of each of ``costs`` that is attention, behind which the exchange
-            hides: wanted beside ``costs`` where exchange has a price and ``cp_overlap`` is above 0.
+        max_tokens_per_rank: most tokens of a rank in a micro-batch, as memory allows. An interleaved pipeline also
+            has no more tokens under way than rounds of ``num_stages`` such micro-batches have, unless
+            ``num_micro_batches`` is given.
+        cost_model: cost of a document on one rank, in seconds for the whole model. Give it, or ``costs``.
+        costs: float64[n], cost of each document on one rank, in seconds for the whole model, if the length does not
+            tell the work. The ranks of a group share the cost; memory is counted in tokens.
+        attention_costs: float64[n], the part of each of ``costs`` that is attention, which hides exchange. Required
+            with
+            ``costs`` if exchange has a price and ``cp_overlap`` is above 0.
         num_virtual_stages: parts of the model on each stage.
-        schedule: "1f1b" or "interleaved_1f1b"; "zbv" or "dualpipev", with ``num_virtual_stages=2``. None: 1F1B,
-            interleaved with several virtual stages. "dualpipev" has at least two micro-batches for each stage.
-        sync: where the ranks of a stage wait for each other: "step", once a step; or "micro_batch", in each (FSDP,
-            ZeRO-3, experts over all of them), so that a micro-batch takes all of them as long as its slowest group.
-        max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two where groups are.
-        group_sizes: "powers_of_two", each from a multiple of its size on; "any": any number of neighbours, which
-            worlds of 24 or 48 ranks want, and memory that the longest documents fill; or int[s], the only sizes there
-            are, ascending from 1: those that attention runs, from ``wlb.torch.cp_sizes``.
-        ranks_per_node: ranks of a stage on each node, if exchange is cheaper inside one: rank ``r`` is in node ``r
+        schedule: "1f1b" or "interleaved_1f1b"; or "zbv" or "dualpipev", with ``num_virtual_stages=2``. None: "1f1b", or
+            "interleaved_1f1b" with several virtual stages. "dualpipev" needs at least two micro-batches for each stage.
+        sync: where the ranks of a stage wait for each other: "step", once a step; or "micro_batch", in each micro-batch
+            (FSDP, ZeRO-3, experts over all of them), so that a micro-batch takes as long as its slowest group.
+        max_cp_size: largest group; default ``world_size``. Rounded down to a power of two if all groups are.
+        group_sizes: "powers_of_two": each group begins at a multiple of its size. "any": any number of neighbouring
+            ranks; useful for 24 or 48 ranks, and if the longest documents fill the memory. int[s]: the only allowed
+            sizes, ascending from 1, such as the sizes that attention can run (``wlb.torch.cp_sizes``).
+        ranks_per_node: ranks of a stage on each node, if exchange is cheaper inside a node: rank ``r`` is on node ``r
             // ranks_per_node``.
         max_documents: most documents of a group in a micro-batch, so that its ``cu_seqlens`` have a fixed number of
-            entries (CUDA graphs); the padding is one more, as in ``pack``.
-        multiple_of_tokens: each rank's tokens of a micro-batch run padded up to a multiple of this (MXFP8 32,
-            HybridEP 128), by a document of the whole group, and ``max_tokens_per_rank`` counts the padding: the
-            plan's is the largest multiple within it. Padding takes no time in a plan.
-        token_buckets: int[b], ascending, multiples of ``multiple_of_tokens``: the only sizes that a rank's tokens
-            have; a group without documents has the first.
-        num_micro_batches: micro-batches of the step; None sweeps them.
-        min_micro_batches: the sweep tries no fewer. For schedules that need so many: torch's 1F1B one for each
-            stage, its DualPipeV two.
-        max_micro_batches: where the sweep ends. It begins with ``num_stages``, or as many as memory forces or are
-            wanted, and ends by default at 4 times that; if the documents do not fit by then, later. With
-            ``micro_batch_seconds``, it begins with what memory forces.
-        cp_seconds_per_token: time to exchange the keys and values of a token, and their gradients, over all layers.
-        cp_seconds_per_exchange: latency of handing keys and values on to the next rank, over all layers and passes.
-        cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node: the same of groups inside a node, with
-            ``ranks_per_node``; each 0 if None, and at most what it costs across nodes.
+            entries (CUDA graphs); padding counts as one more.
+        multiple_of_tokens: each rank's tokens in a micro-batch are padded to a multiple of this (MXFP8 needs 32,
+            HybridEP
+            128), by one more document of the whole group. ``max_tokens_per_rank`` counts the padding: the plan's is the
+            largest multiple within it. Padding takes no time in a plan.
+        token_buckets: int[b], ascending, multiples of ``multiple_of_tokens``: the only padded sizes of a rank's tokens;
+            a group without documents has the smallest.
+        num_micro_batches: micro-batches of the step; None tries several numbers and takes the fastest.
+        min_micro_batches: least number that is tried, for schedules that need more: torch's 1F1B one for each stage,
+            its
+            DualPipeV two.
+        max_micro_batches: largest number that is tried; default 4 times the first, or more if the documents do not fit.
+            The first is ``num_stages``, or more if memory or ``min_micro_batches`` needs more; with
+            ``micro_batch_seconds``, as few as memory allows.
+        cp_seconds_per_token: seconds to exchange the keys and values of a token, and their gradients, over all layers.
+        cp_seconds_per_exchange: latency of sending keys and values to the next rank, over all layers and passes.
+        cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node: the same for groups inside a node, with
+            ``ranks_per_node``; None is 0, and neither may exceed the value across nodes.
         cp_overlap: part of the attention, from 0 to 1, that can hide the exchange.
         p2p_seconds: latency between pipeline stages.
-        micro_batch_seconds: what every micro-batch takes through the whole model, whatever is in it.
-        ids: int64[n], names of the documents in the plan; their indices if None.
-
+        micro_batch_seconds: time of every micro-batch through the whole model, besides its documents.
+        ids: int64[n], ids of the documents in the plan; default their indices.
     Returns:
         DynamicCpPlan. The same input gives the same plan, byte for byte, on every rank and machine.
 
@@ -2367,10 +2447,11 @@ def plan_dynamic_cp(
         WlbError: an argument out of range; a document that does not fit on the largest group; too few micro-batches
             for the documents.
 
-    O(n log world_size) for each number of micro-batches tried, about ten (several times as many attempts where
-    exchange costs), and O(num_stages * micro-batches * world_size) for the simulation of the best; in a world that
-    is no power of two, up to O(n * micro-batches * log world_size) for each number, and O(n * micro-batches *
-    world_size) where memory binds. Releases the GIL from 1,024 documents on.
+    O(n log world_size) for each of about ten numbers of micro-batches (several times as many attempts if exchange
+    costs), and O(num_stages * micro-batches * world_size) to simulate the best. In a world that is no power of two, up
+    to
+    O(n * micro-batches * log world_size) for each number, and O(n * micro-batches * world_size) if memory
+    binds. Releases the GIL from 1,024 documents on.
 
     Examples:
         >>> import wlb

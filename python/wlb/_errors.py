@@ -1,4 +1,4 @@
-"""`WlbError` raised from Python, like those of the core; checks of single values."""
+"""Raises `WlbError` from Python, with the attributes of the core's errors; checks single values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wlb._core import WlbError
 
 
 def error(argument: str, message: str, *, index: int | None = None, value: object = None) -> WlbError:
-    """A `WlbError` that names the argument, and where it applies the index in it and the offending value."""
+    """A `WlbError` that names the argument, and if given the index in it and the wrong value."""
     where = argument if index is None else f"{argument}[{index}]"
     result = WlbError(f"{where} {message}")
     result.argument, result.index, result.value = argument, index, value
@@ -26,7 +26,7 @@ def error(argument: str, message: str, *, index: int | None = None, value: objec
 def check_integer(
     argument: str, value: object, *, minimum: int, maximum: int | None = None, index: int | None = None
 ) -> None:
-    """Refuses what is not a whole number (a bool is none), or one too small or too large."""
+    """Refuses a value that is no whole number (a bool is none), too small or too large."""
     if not is_integer(value):
         raise error(argument, f"= {value!r}: must be an integer", index=index, value=value)
     if value < minimum:
@@ -37,16 +37,16 @@ def check_integer(
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether it is a whole number, of Python or of numpy; a bool is none."""
+    """Whether it is a whole number of Python or numpy; a bool is none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @contextmanager
 def renamed(**names: str) -> Iterator[None]:
-    """Errors of what is called inside name their arguments as the caller does.
+    """Errors raised inside this context name their arguments as the caller does.
 
     Args:
-        **names: what arguments are called there, and here.
+        **names: for each argument name in the inner errors, the caller's name.
     """
     try:
         yield
@@ -63,13 +63,13 @@ def renamed(**names: str) -> Iterator[None]:
 
 
 def check_positive(argument: str, value: object) -> None:
-    """Refuses what is not a number (a bool is none), or none above 0."""
+    """Refuses a value that is no number above 0 (a bool is no number)."""
     if not _is_number(value) or not 0 < value < math.inf:
         raise error(argument, f"= {value!r}: must be a finite number above 0", value=value)
 
 
 def check_share(argument: str, value: object) -> None:
-    """Refuses what is not a number (a bool is none) from 0 to 1."""
+    """Refuses a value that is no number from 0 to 1 (a bool is no number)."""
     if not _is_number(value) or not 0 <= value <= 1:
         raise error(argument, f"= {value!r}: must be from 0 to 1", value=value)
 
@@ -90,13 +90,13 @@ def numbers(argument: str, value: ArrayLike) -> NDArray[Any]:
 
 
 def check_bool(argument: str, value: object) -> None:
-    """Refuses what is not true or false, such as the word."""
+    """Refuses a value that is not True or False, such as the word "true"."""
     if not isinstance(value, bool | np.bool_):
         raise error(argument, f"= {value!r}: must be true or false", value=value)
 
 
 def check_options(options: Iterable[str], *functions: Callable[..., Any], but: Collection[str] = ()) -> None:
-    """Refuses an option that none of these functions has by name, or that is among those of them that are set here."""
+    """Refuses an option that none of these functions has as a parameter, or that is in `but`."""
     known = {name for function in functions for name in inspect.signature(function).parameters} - set(but)
     for name in options:
         if name not in known:

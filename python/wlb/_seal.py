@@ -1,4 +1,4 @@
-"""A hash over the whole of a saved state, so that nothing in it can be changed unseen."""
+"""A hash over a whole saved state, so that no part of it can be changed unnoticed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wlb._errors import error
 
 
 class Hashed(str):
-    """The hash of a text or of a sealed state, in its place: what has been hashed once is not hashed in every step."""
+    """The hash of a text or of a sealed state, stored in its place so that it is not hashed again in every step."""
 
     __slots__ = ()
 
@@ -24,13 +24,13 @@ class Hashed(str):
 
 
 def digest_of(state: Mapping[str, Any]) -> str:
-    """A hash over all of a state but its own "digest": hex, the same wherever and however the state was stored.
+    """A hash over a whole state without its "digest", in hex; equal wherever and however the state was stored.
 
-    It is that of the state as JSON with sorted keys. Two parts may be large and stay the same over many steps; each
-    counts by a hash of its own: texts of the documents in "waiting", and a sealed state in "batches".
+    The state is hashed as JSON with sorted keys. Two parts can be large and unchanged over many steps, so each counts
+    with a hash of its own: the texts of the documents in "waiting", and a sealed state in "batches".
 
     Raises:
-        wlb.WlbError: It holds something that is neither a JSON value nor an array.
+        wlb.WlbError: The state holds something that is neither a JSON value nor an array.
     """
     content = {name: value for name, value in state.items() if name != "digest"}
     if isinstance(waiting := content.get("waiting"), list):
@@ -49,15 +49,15 @@ def digest_of(state: Mapping[str, Any]) -> str:
 
 
 def seal(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with its digest, whatever digest it had."""
+    """The state with its digest; a digest that it had is replaced."""
     return {**state, "digest": digest_of(state)}
 
 
 def check_seal(state: Mapping[str, Any]) -> None:
-    """Refuses a state that is not, to the last digit, what was saved.
+    """Refuses a state that differs in any digit from the state that was saved.
 
     Raises:
-        wlb.WlbError: It is none, or its digest is missing, or that of something else.
+        wlb.WlbError: It is no state, its digest is missing, or the digest does not fit the content.
     """
     if not isinstance(state, Mapping) or not isinstance(state.get("digest"), str):
         raise error("state", "has no 'digest': not what state_dict() gave")
@@ -77,7 +77,7 @@ def _by_hash(record: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A foreign state as plain values: JSON, arrays, tensors and bytes (random generators have these)."""
+    """Turns a foreign state into plain values: JSON, arrays, tensors and bytes (random generators have these)."""
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":

@@ -1,4 +1,4 @@
-"""How objects show themselves: a short repr, figures, a table for a notebook, a data frame."""
+"""How objects are shown: a short repr, a summary, a table in a notebook, a data frame."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Class = TypeVar("Class", bound=type[Any])
 
 
 class Shown:
-    """An object with figures and columns of its own, shown as a table in a notebook."""
+    """Base of objects with a summary and a table; a notebook shows them as a table."""
 
     def _columns(self) -> Mapping[str, Any]:
         raise NotImplementedError
 
     def summary(self) -> dict[str, Any]:
-        """Figures, as plain values by name."""
+        """Figures of the object by name, as plain values."""
         raise NotImplementedError
 
     def to_pandas(self) -> Any:
@@ -42,12 +42,12 @@ class Shown:
 
 
 def summary(shown: Any) -> dict[str, Any]:
-    """Figures of a packing or a shard, as plain values by name."""
+    """Figures of a packing or a shard by name, as plain values."""
     return _FIGURES[type(shown).__name__](shown)
 
 
 def to_pandas(shown: Any) -> Any:
-    """A data frame of its parts.
+    """A data frame with a row for each part of the object.
 
     Raises:
         wlb.WlbError: pandas is not installed.
@@ -61,7 +61,7 @@ def to_pandas(shown: Any) -> Any:
 
 
 def html(shown: Any) -> str:
-    """A small table of its figures, in the colours of the notebook."""
+    """A small table of an object's figures, in the colours of the notebook."""
     from html import escape
 
     rows = "".join(
@@ -97,7 +97,7 @@ def _repr(self: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """A value in a few words: an array by its dtype and shape, a collection of many by their number."""
+    """A value in a few words: an array by dtype and shape, a long collection by its number of entries."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple) and not np.isscalar(value):
         dtype = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
@@ -128,14 +128,14 @@ def _is_default(self: Any, field: dataclasses.Field[Any]) -> bool:
 
 
 def _equality(own: Callable[[Any, Any], Any]) -> Callable[[Any, object], Any]:
-    """What a dataclass compares, where a field holds arrays too."""
+    """Equality of a dataclass whose fields may hold arrays, which its own comparison cannot handle."""
 
     def equal(self: Any, other: object) -> Any:
         if other.__class__ is not self.__class__:
             return NotImplemented
         try:
             return own(self, other)
-        except (ValueError, RuntimeError):  # of an array that is neither true nor false
+        except (ValueError, RuntimeError):  # a comparison of arrays is neither true nor false
             return _same(self, other)
 
     return equal

@@ -14,7 +14,7 @@ _PACKAGES = ("site-packages", "dist-packages")
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the innermost line that is neither wlb's nor an installed package's; else at the one that called wlb."""
+    """Warns at the innermost line outside of wlb and installed packages; else at the line that called wlb."""
     warnings.warn(message, category, stacklevel=_level(sys._getframe(1)))
 
 

@@ -1,4 +1,4 @@
-"""Choice of the documents that enter the packer in a step: at most what it admits, enough for a step worth training."""
+"""Chooses the documents that enter the packer in a step: at most what it admits, enough for a useful step."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ class Offer:
     """Pieces of documents that could enter next, in order.
 
     Attributes:
-        ids: int64 [pieces], the packer's names of their documents.
-        starts: int [pieces], where each begins in its document; None: all are whole documents.
+        ids: int64 [pieces], the packer's ids of their documents.
+        starts: int [pieces], position of each piece in its document; None: all are whole documents.
         lengths: int64 [pieces], tokens.
-        costs: float64 [pieces, columns], where documents bring their costs to the packer; else None.
-        more: Whether there are further ones.
-        rest_waits: Whether what does not enter now has to make a step of its own later: more than a few tokens, then.
-        early: int64 [pieces], by how many iterations each comes before its turn; None: all come in order.
-        numbers: int64 [pieces], documents as who gave them counts them, for errors; None: as `ids`.
+        costs: float64 [pieces, columns], if documents bring their costs to the packer; else None.
+        more: Whether there are further pieces.
+        rest_waits: Whether pieces that do not enter now must make a step of their own later, for which a few tokens
+            are not enough.
+        early: int64 [pieces], iterations by which each piece comes before its turn; None: all come in order.
+        numbers: int64 [pieces], numbers of the documents for the user's errors; None: as `ids`.
     """
 
     ids: NDArray[np.int64]
@@ -42,7 +43,7 @@ class Source(Protocol):
     """Documents that have not entered the packer yet."""
 
     def offer(self, extra: int) -> Offer:
-        """A global batch, and `extra` more, as far as there are documents; the same again until `advance`."""
+        """A global batch and `extra` more, if there are enough documents; unchanged until `advance` is called."""
         ...
 
     def advance(self, pieces: int) -> None:
@@ -51,18 +52,19 @@ class Source(Protocol):
 
 
 def next_packing(packer: Packer, source: Source, *, min_step_tokens: int) -> tuple[Packer, Packing]:
-    """Packs the next step worth training, and gives the packer after it; `packer` itself stays as it is.
+    """Packs the next step worth training. Returns the packer after it; `packer` itself is not changed.
 
-    No more enters than the packer admits, so that what waits stays within `packer.bounds()` whatever the documents are.
-    Where the step would train fewer than `min_step_tokens`, because its documents wait for others, further ones are
-    read first: pushed along with it or, where nothing at all would be trained, before it. Where no more may be read
-    the packer has to let go enough of what waits, at the price of balance.
+    At most as many documents enter as the packer admits, so the backlog stays within `packer.bounds()`. If the step
+    would
+    train fewer than `min_step_tokens` because its documents wait for others, further documents are read first. They are
+    pushed together with these, or after these if nothing at all would be trained. If no more may be read, the packer
+    must release waiting documents, and the step is less even.
 
     Complexity:
-        A copy of what waits and one push; a few where much has to be read.
+        A copy of the waiting documents and one push; a few of both if many documents must be read.
 
     Raises:
-        WlbError: The packer refuses a document, of which the index is the number in `Offer.numbers`.
+        WlbError: The packer refuses a document; its index is the number in `Offer.numbers`.
     """
     extra = 0
     while True:
@@ -90,7 +92,7 @@ def _entering(packer: Packer, offer: Offer, min_step_tokens: int) -> int:
     """Number of the offer's first pieces that enter the packer."""
     admitted = packer.admits(offer.lengths, costs=offer.costs)
     if offer.rest_waits and admitted < offer.lengths.size:
-        after = offer.lengths[::-1].cumsum()[::-1]  # tokens of each and all that follow
+        after = offer.lengths[::-1].cumsum()[::-1]  # tokens of each piece and all later ones
         if after[admitted] < min_step_tokens:
             fewer = int(np.searchsorted(-after, -min_step_tokens, side="right")) - 1
             return fewer if fewer > 0 else admitted
@@ -98,13 +100,13 @@ def _entering(packer: Packer, offer: Offer, min_step_tokens: int) -> int:
 
 
 def _refused(offer: Offer, cause: WlbError) -> WlbError:
-    """Turns a packer's error about an offer into an error about the document, which alone the caller knows."""
+    """Turns a packer's error about an offer into an error about the document, the only name that the caller knows."""
     row, column = cause.index if isinstance(cause.index, tuple) else (cause.index, None)
     if row is None or cause.argument not in ("lengths", "costs"):
         return cause
     number = int((offer.ids if offer.numbers is None else offer.numbers)[row])
     if column is None:
-        said = str(cause).partition("] ")[2]  # without the prefix `lengths[17]`, whose index counts in the offer
+        said = str(cause).partition("] ")[2]  # without the prefix `lengths[17]`, whose index is that of the offer
     else:
         said = f"has {cause.value} in column {column}: {str(cause).partition(': ')[2]}"
     return error(cause.argument, said, index=number, value=cause.value)
@@ -126,14 +128,15 @@ def _push(packer: Packer, offer: Offer, pieces: int, min_step_tokens: int) -> Pa
 
 @dataclass(frozen=True)
 class Turns:
-    """Selects which of the upcoming pieces, in order, are offered to the packer.
+    """The upcoming pieces that are offered to the packer.
 
     Attributes:
-        end: So many have their turn now, those included that have entered before it.
-        last: Whether there are none behind.
-        offered: int64, places in that order: of those that have their turn now, then of those that come before it.
-        due: How many of them have their turn.
-        early: int64 [offered], by how many iterations each comes before it; None: none does.
+        end: Number of upcoming pieces whose turn is now, including pieces that entered before it.
+        last: Whether there are no pieces after these.
+        offered: int64, indices of upcoming pieces: first those whose turn is now, then those that come before their
+            turn.
+        due: Number of offered pieces whose turn is now.
+        early: int64 [offered], iterations by which each comes before its turn; None: all come in order.
     """
 
     end: int
@@ -157,18 +160,18 @@ def next_turns(
 ) -> Turns:
     """Chooses the pieces that a reader offers for a step, and pieces of later steps that come early (`Packer.leads`).
 
-    The last of all offers leaves no rest of less than a step.
+    The last offer takes a rest with it that is too small for a step.
 
     Args:
         packer: Says how early a piece should come.
-        lengths: int64 [pieces], tokens of those that come next: enough to know that a step is left behind.
-        new: bool [pieces], whether it has not entered before its turn; some have not.
-        whole: bool [pieces], whether it is all of a document: only those come early.
-        wanted: Tokens that have their turn, one piece at least.
-        tokens_per_batch: Those of a global batch.
-        min_step_tokens: Those that a step trains at least.
-        max_early: Iterations that a piece comes before its turn, at most.
-        to_the_end: Whether none are behind these.
+        lengths: int64 [pieces], tokens of the upcoming pieces: enough of them to know whether a whole step remains.
+        new: bool [pieces], False for a piece that entered before its turn; at least one is True.
+        whole: bool [pieces], whether the piece is a whole document: only such pieces come early.
+        wanted: Tokens whose turn is now; at least one piece.
+        tokens_per_batch: Tokens of a global batch.
+        min_step_tokens: Least tokens of a step.
+        max_early: Most iterations by which a piece comes before its turn.
+        to_the_end: Whether there are no pieces after these.
     """
     least = max(min_step_tokens, 1)
     passed = lengths.cumsum()  # in the order of turns, documents that entered early included
@@ -191,11 +194,11 @@ def next_turns(
 
 
 def batch_tokens(packer: Packer, tokens_per_batch: int | None) -> int:
-    """Checks `tokens_per_batch`, or gives the packer's.
+    """Checks `tokens_per_batch`; None is the packer's.
 
     Raises:
         wlb.WlbError: It is no integer from 1 on, or more than a step can train; or the packer bounds the work of steps
-            in global batches of other sizes.
+            relative to global batches of another size.
     """
     if tokens_per_batch is None:
         return packer.tokens_per_batch
@@ -214,12 +217,12 @@ def batch_tokens(packer: Packer, tokens_per_batch: int | None) -> int:
 
 
 def least_tokens(packer: Packer, tokens_per_batch: int, min_step_tokens: int | None) -> int:
-    """Checks `min_step_tokens`, or gives what it is by default: a tenth of a global batch.
+    """Checks `min_step_tokens`; None is a tenth of a global batch.
 
     Raises:
-        wlb.WlbError: It is no integer, below 0, or so much that no packing could keep it: documents of little more than
-            half of `max_tokens` fill half of a step, and all but one micro-batch of an odd number count. A single
-            micro-batch is filled as far as goes: a short document, and behind it one of `max_tokens`, make two steps.
+        wlb.WlbError: It is no integer, below 0, or more than every packing can reach. (Documents of just over half of
+            `max_tokens` fill half of a step, and of an odd number of micro-batches one may stay empty. In a single
+            micro-batch, a short document followed by one of `max_tokens` makes two steps.)
     """
     most = max(packer.num_micro_batches * packer.max_tokens // 3, 1)
     if min_step_tokens is None:
@@ -232,10 +235,10 @@ def least_tokens(packer: Packer, tokens_per_batch: int, min_step_tokens: int | N
 
 
 def warn_of_long(name: str, length: int, tokens_per_batch: int) -> None:
-    """Says that a document is longer than what enters a step.
+    """Warns about a document that is longer than a global batch.
 
     Warns:
-        UserWarning: It is.
+        UserWarning: The document is longer.
     """
     if length > tokens_per_batch:
         warn(
@@ -246,7 +249,7 @@ def warn_of_long(name: str, length: int, tokens_per_batch: int) -> None:
 
 
 def check_ranks(packer: Packer, dp_size: int, argument: str) -> None:
-    """Whether a packer plans for this number of ranks, or for any.
+    """Checks that a packer plans for this number of ranks, or for any number.
 
     Raises:
         wlb.WlbError: It plans for another number.
@@ -257,10 +260,10 @@ def check_ranks(packer: Packer, dp_size: int, argument: str) -> None:
 
 
 def check_max_early(max_early: int, packer: Packer) -> None:
-    """Whether documents may enter a packer this many iterations before their turn.
+    """Checks that documents may enter a packer this many iterations before their turn.
 
     Raises:
-        wlb.WlbError: It is no integer from 0 to 1024, or above 0 for a packer that does not ask when a document comes.
+        wlb.WlbError: It is no integer from 0 to 1024; or above 0 for a packer with queues or without a cost model.
     """
     check_integer("max_early", max_early, minimum=0, maximum=1024)
     if max_early and (packer.release != "adaptive" or packer.cost_model is None):

@@ -1,13 +1,14 @@
-"""The format of a ledger: one line for each step says what a run trained.
+"""The format of a ledger, in which one line for each step says what a run trained.
 
-A ledger is a folder with one file for each data-parallel rank, `ledger-00000.jsonl` and so on, which
-`wlb.torch.Ledger` writes while it trains. A line is a JSON object with the hash of the line before it and one of
-itself: the beginning of a run or of its continuation (which rank of how many this is, the documents that there are), or
-a step that was trained (its plan, the state that it left and the one before it, and the pieces of documents that this
-rank trained, in which micro-batches). After a crash the run goes on from a checkpoint; the lines of the steps that are
-trained anew supersede the ones before.
+A ledger is a folder with one file for each data-parallel rank: `ledger-00000.jsonl` and so on. `wlb.torch.Ledger`
+writes
+it during training. A line is a JSON object with its own hash and the hash of the line before it. There are two kinds.
+The begin of a run, or of its continuation, says which rank of how many this is, and which documents there are. A
+trained
+step has its plan, the state before and after it, and the pieces of documents that this rank trained, by micro-batch.
+After a crash the run continues from a checkpoint; lines of steps that are trained again replace the earlier ones.
 
-`wlb_tools.audit` reads them all.
+`wlb_tools.audit` reads the files of all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 FORMAT: Final = "wlb.ledger"
 VERSION: Final = 1
-_COLUMNS: Final = 3  # of pieces: ids, starts, lengths
+_COLUMNS: Final = 3  # of `Pieces`: ids, starts, lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +35,11 @@ class Pieces:
     """Parts of documents: int64 [pieces] each.
 
     Attributes:
-        ids: The documents, by the packer's ids: document i of epoch e is `e * documents + i`; of a stream, the running
-            number in which it was read.
-        starts: Where the piece begins in its document, in tokens.
-        lengths: Its tokens.
+        ids: Ids of the documents in the packer: document i of epoch e is `e * documents + i`; a document of a stream
+            has
+            the running number in which it was read.
+        starts: Position of each piece's first token in its document.
+        lengths: Tokens of each piece.
     """
 
     ids: NDArray[np.int64]
@@ -71,7 +73,7 @@ class Pieces:
         """Reads the text that `encode` wrote.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The text is something else.
         """
         count, *dtypes, encoded = text.split(":")
         data, columns, at = zlib.decompress(base64.b64decode(encoded, validate=True)), [], 0
@@ -88,8 +90,8 @@ class Share:
     """The part of a step that a data-parallel rank trains, in the order of its plan.
 
     Attributes:
-        micro_batches: Each micro-batch of this rank: its number in the plan, and how many pieces it has.
-        pieces: All of them, one micro-batch after the other.
+        micro_batches: For each micro-batch of this rank, its number in the plan and its number of pieces.
+        pieces: The pieces of all micro-batches, one micro-batch after the other.
     """
 
     micro_batches: tuple[tuple[int, int], ...]
@@ -102,7 +104,7 @@ class Share:
         return cls(tuple((int(number), part.ids.size) for number, part in zip(numbers, parts, strict=True)), pieces)
 
     def encode(self) -> dict[str, Any]:
-        """JSON of a line: the pieces by document, and the place of each in the order of the plan."""
+        """JSON for a line: the pieces sorted by document, and the place of each in the order of the plan."""
         place = np.lexsort((self.pieces.starts, self.pieces.ids))
         return {
             "micro_batches": [list(part) for part in self.micro_batches],
@@ -115,7 +117,7 @@ class Share:
         """The share that `encode` wrote.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The line is something else.
         """
         pieces, places = Pieces.decode(line["pieces"]), _unpacked(line["places"])
         micro_batches = tuple((int(number), int(count)) for number, count in line["micro_batches"])
@@ -133,7 +135,7 @@ def plan_hash(shares: Sequence[Share]) -> str:
     """The hash of a plan: which rank trains which pieces, in which micro-batches and in which order.
 
     Args:
-        shares: Of every data-parallel rank.
+        shares: The share of every data-parallel rank.
 
     O(pieces).
     """
@@ -163,7 +165,7 @@ def _unpacked(text: str) -> NDArray[np.int64]:
 def waiting_pieces(state: Mapping[str, Any]) -> Pieces:
     """The pieces that were read and not trained, from the state of a sampler or stream. O(pieces).
 
-    They wait in its packer, or "outside": read, and not yet admitted.
+    They wait in its packer, or "outside" of it: read, but not yet admitted.
     """
     packer = state["packer"]
     levels = [packer["carried"], *packer["queues"], state["outside"]]
@@ -184,11 +186,11 @@ def ledger_file(folder: Path, dp_rank: int) -> Path:
 
 
 def as_line(content: Mapping[str, Any], after: str | None) -> tuple[str, str]:
-    """One line, and its hash.
+    """A line of a ledger, and its hash.
 
     Args:
         content: JSON values.
-        after: The hash of the line before it in the file; None for the first.
+        after: Hash of the line before it in the file; None for the first line.
     """
     content = {**content, "after": after}
     check = line_check(content)
@@ -196,7 +198,7 @@ def as_line(content: Mapping[str, Any], after: str | None) -> tuple[str, str]:
 
 
 def read_line(text: bytes) -> tuple[dict[str, Any], str] | None:
-    """The content of a line and its hash; None if it is not whole, or was changed."""
+    """The content of a line and its hash; None if the line is incomplete or was changed."""
     try:
         line = json.loads(text)
         check = line.pop("check")

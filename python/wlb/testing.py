@@ -1,6 +1,6 @@
 """Hypothesis strategies for tests of programs that use wlb: document lengths, cost models and packer settings.
 
-They draw the edges often. Needs hypothesis: ``pip install hypothesis``.
+The strategies often draw edge cases. They need hypothesis: ``pip install hypothesis``.
 
     @given(wlb.testing.document_lengths(max_length=8192), wlb.testing.cost_models())
     def test_my_loader(lengths, cost_model): ...
@@ -14,7 +14,7 @@ import wlb
 
 
 def document_lengths(*, max_length: int, min_size: int = 0, max_size: int = 40) -> st.SearchStrategy[list[int]]:
-    """Lengths of one batch: short ones, some near the limit, simple parts of it; often only few values."""
+    """Lengths of one batch: short ones, ones near the limit, simple fractions of it; often few different values."""
     short = st.integers(1, min(max_length, 8))
     near_limit = st.integers(max(1, max_length - 3), max_length)
     anything = st.integers(1, max_length)
@@ -27,7 +27,7 @@ def document_lengths(*, max_length: int, min_size: int = 0, max_size: int = 40) 
 
 
 def cost_settings(*, exact: bool = False) -> st.SearchStrategy[dict[str, Any]]:
-    """Arguments of `wlb.CostModel`: `exact` ones have integers, so that sums of costs carry no rounding."""
+    """Arguments of `wlb.CostModel`; with `exact` they are integers, so that sums of costs are not rounded."""
     integer = st.integers(0, 1000).map(float)
     real = st.floats(1e-12, 1e3)
     coefficient = integer if exact else st.one_of(integer, real)

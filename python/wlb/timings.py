@@ -1,12 +1,13 @@
-"""Logs of micro-batches and what they took: JSON lines or CSV, a row each, with `lengths`, `seconds`, maybe `ranks`.
+"""Logs of measured micro-batches: JSON lines or CSV, each row with `lengths`, `seconds` and perhaps `ranks`.
 
 | file | a row | lengths |
 | --- | --- | --- |
 | `*.jsonl` | a JSON object | a list of integers |
 | `*.csv` | a line under a line of names | integers with spaces or semicolons between, or a JSON list |
 
-`ranks` is how many context-parallel ranks shared the micro-batch, where that differs. Other columns are passed
-over. `wt.StepTimer.write` writes such a log.
+`ranks` is the number of context-parallel ranks that shared the micro-batch, if it differs between rows. Other columns
+are
+ignored. `wt.StepTimer.write` writes such a log.
 
     log = wlb.timings.read("timings.jsonl")
     fit = wlb.CostModel.fit(log.micro_batches, log.seconds, ranks=log.ranks)
@@ -33,17 +34,17 @@ from wlb._core import MAX_TOKENS, MAX_WORLD_SIZE, WlbError
 class Timings:
     """Timings of micro-batches, read from a log."""
 
-    micro_batches: list[NDArray[np.int64]]  # tokens of the documents of each
+    micro_batches: list[NDArray[np.int64]]  # for each micro-batch, the tokens of its documents
     seconds: NDArray[np.float64]  # time of each micro-batch
     ranks: NDArray[np.int64]  # number of ranks that shared each micro-batch
-    lines: list[int]  # of the file
+    lines: list[int]  # for each micro-batch, its line in the file
 
 
 def read(path: str | os.PathLike[str]) -> Timings:
     """Reads a log.
 
     Raises:
-        WlbError: there is no such file, or a line of it is none of these; names the line.
+        WlbError: there is no such file, or a line has the wrong form; the message names the line.
     """
     path = Path(path)
     if not path.is_file():

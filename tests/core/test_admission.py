@@ -106,7 +106,7 @@ def test_pieces_enter_in_several_iterations() -> None:
         packer.push([100, 100], ids=[7, 7], starts=[0, 99])
     with pytest.raises(wlb.WlbError, match=r"starts\[0\] = -1"):
         packer.push([100], ids=[7], starts=[-1])
-    with pytest.raises(wlb.WlbError, match="starts: have a meaning only with ids"):
+    with pytest.raises(wlb.WlbError, match="starts: need ids"):
         packer.push([100], starts=[0])
 
 

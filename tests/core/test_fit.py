@@ -99,7 +99,7 @@ TIMES = seconds(DENSE, ROWS)
         ([*ROWS[:19], []], TIMES, {"terms": ["pairs", "tokens"]}, r"micro_batches\[19\]", 19),
         (ROWS, np.ones(20), {}, "do not grow with the documents", None),
         (ROWS, TIMES, {"terms": ["pair"]}, "must be one of", None),
-        (ROWS, TIMES, {"terms": ["micro_batches"]}, "none of them is a cost of documents", None),
+        (ROWS, TIMES, {"terms": ["micro_batches"]}, "must include a cost of documents", None),
         (ROWS, TIMES, {"ranks": [1] * 19}, "ranks has 19 entries, but micro_batches has 20", None),
         (ROWS, TIMES, {"ranks": [1] * 19 + [0]}, r"ranks\[19\] = 0: must be an integer from 1 on", 19),
         (ROWS, TIMES, {"ranks": [1.5] * 20}, r"ranks", 0),

@@ -226,7 +226,7 @@ def test_where_nothing_is_shared_the_plan_is_that_of_documents() -> None:
         ({"sync": "step"}, "sync", "dp_size"),
         ({"equal_documents": True}, "equal_documents", "dp_size"),
         ({"num_micro_batches": 3, "dp_size": 2}, "dp_size", "divide"),
-        ({"num_micro_batches": 1}, "num_micro_batches", "hold all"),
+        ({"num_micro_batches": 1}, "num_micro_batches", "fits all samples"),
         ({"equal_documents": True, "dp_size": 2, "groups": [0] * 95 + [1]}, "equal_documents", "groups"),
     ],
 )

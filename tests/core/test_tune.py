@@ -406,5 +406,5 @@ def test_limits_and_columns_that_tuning_cannot_weigh() -> None:
             wlb.tune_outlier_thresholds([3, 4, 5], costs=two, **told, **shape)
         assert raised.value.argument == "costs"
     model = wlb.CostModel(attention=1.0, linear=1.0)
-    with pytest.raises(wlb.WlbError, match="limits: are of columns of costs"):
+    with pytest.raises(wlb.WlbError, match="limits: limit columns of costs"):
         wlb.tune_outlier_thresholds([3, 4, 5], cost_model=model, limits=[1.0], **shape)

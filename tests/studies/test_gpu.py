@@ -27,6 +27,14 @@ def test_the_reference_kernel_is_right_rank_by_rank(mask: str, cp_size: int) -> 
     assert parity.one(kernels.ReferenceKernel, problem, cp_size)["ok"]
 
 
+@pytest.mark.parametrize("scores", parity.SCORES)
+def test_caps_sinks_and_narrow_values_are_right_rank_by_rank(scores: str) -> None:
+    problem = parity.Problem("GQA", parity.SCORES[scores][0], "window 37", (90, 1, 37, 1, 130, 2), CPU, scores)
+    for kernel in (kernels.ReferenceKernel, kernels.CpuFlashKernel):
+        if parity.runs(kernel, problem):
+            assert parity.one(kernel, problem, 3)["ok"]
+
+
 class Wrong(kernels.ReferenceKernel):
     """Its gradients of values are 5 % too long."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import resource
 import sys
@@ -25,7 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wlb
 from benches import attention as bench
-from tests.torch import processes
+from tests.torch import processes, test_attention_scores
+from tests.torch.upstream import UPSTREAM, bound
 from wlb import _core
 from wlb.torch import attention
 from wlb.torch.attention import arguments, context_parallel_attention, kernels, keys, merge, plan, prepare_attention
@@ -664,51 +664,6 @@ def test_slopes_are_as_exact_as_float64_queries() -> None:
     assert (out - right.transpose(0, 1)).abs().max() < 1e-13
 
 
-# Module, beginning of the names, and parameters of the functions forward and backward: upstream's, 2.7 and 3; those of
-# torch that are used, the first by flash-attn's names.
-UPSTREAM: dict[int | str, tuple[str, str, str, str]] = {
-    2: (
-        "flash_attn.flash_attn_interface",
-        "_flash_attn_varlen_",
-        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, "
-        "window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
-        "block_table=None, leftpad_k=None, seqused_k=None",
-        "dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
-        "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
-        "deterministic, rng_state=None",
-    ),
-    3: (
-        "flash_attn_interface",
-        "_flash_attn_",
-        "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, "
-        "cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, "
-        "page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, "
-        "seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, "
-        "window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
-        "scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0",
-        "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, "
-        "max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, "
-        "window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0",
-    ),
-    "torch": (
-        "torch.ops.aten",
-        "_flash_attention_",
-        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, is_causal, "
-        "return_debug_mask, *, scale, window_size_left, window_size_right",
-        "dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, "
-        "is_causal, rng_state, unused, *, scale, window_size_left, window_size_right",
-    ),
-}
-
-# What the stand-in computes with; it refuses any other option that is not off.
-USED = {
-    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "alibi_slopes"),
-    *("causal", "is_causal", "window_size_left", "window_size_right", "dout", "out", "softmax_lse", "dq", "dk", "dv"),
-    *("scale", "out_"),
-}
-OFF = {"rotary_interleaved": True, "num_splits": 1}
-
-
 class FlashStandIn:
     """In place of flash-attn: its internal functions, with upstream's parameters, computed by the reference kernel.
 
@@ -722,34 +677,23 @@ class FlashStandIn:
     def __init__(self, version: int | str) -> None:
         self.version = version
         self.calls: Counter[str] = Counter()
-        module, function, forward, backward = UPSTREAM[version]
+        self.widths: set[tuple[int, int]] = set()
+        module, names, forward, backward = UPSTREAM[version]
         self.module = ModuleType(module)
-        setattr(self.module, f"{function}forward", self.bound(forward, self.forward))
-        setattr(self.module, f"{function}backward", self.bound(backward, self.backward))
-
-    @staticmethod
-    def bound(parameters: str, compute: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
-        upstream = inspect.signature(eval(f"lambda {parameters}: None"))
-
-        def function(*args: Any, **kwargs: Any) -> Any:
-            arguments = upstream.bind(*args, **kwargs)
-            arguments.apply_defaults()
-            options = arguments.arguments
-            for name in options.keys() - USED:
-                assert not np.asarray(options[name]).any() or options[name] == OFF.get(name), name
-            return compute(options)
-
-        return function
+        for name, parameters, compute in zip(names, (forward, backward), (self.forward, self.backward), strict=True):
+            setattr(self.module, name, bound(parameters, compute))
 
     def forward(self, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         self.calls["forward"] += 1
         kernel, call = self.as_told(options)
-        out, lse = kernel.forward(options["q"], options["k"], options["v"], call, options.get("out_"))
+        into = options.get("out" if self.version == 4 else "out_")
+        assert options.get("return_lse", True)
+        out, lse = kernel.forward(options["q"], options["k"], options["v"], call, into)
         return out, lse, torch.empty(0), torch.empty(0)
 
     def inplace(self, out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The forward of torch that writes where it is told."""
-        function = getattr(self.module, f"{UPSTREAM[self.version][1]}forward")
+        function = getattr(self.module, UPSTREAM[self.version][1][0])
         found, lse, *_ = function(*args, **kwargs)
         rows = slice(int(args[3][0]), int(args[3][-1]))
         out[rows] = found[rows]
@@ -759,16 +703,16 @@ class FlashStandIn:
         self.calls["backward"] += 1
         assert options["dout"].stride(-1) == 1
         kernel, call = self.as_told(options)
-        names = ("dout", "q", "k", "v", "out", "softmax_lse")
+        names = ("dout", "q", "k", "v", "out", "lse" if self.version == 4 else "softmax_lse")
         dq, d_keys = kernel.backward(*(options[name] for name in names), call)
-        gradients = (dq, *d_keys.unbind(1))
+        gradients = (dq, d_keys[:, 0], d_keys[:, 1, :, : options["v"].shape[2]])
         if self.version == "torch":
             return gradients
         for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
             assert options[name].shape == gradient.shape
             rows = call.q_rows if name == "dq" else slice(None)
             options[name][rows] = gradient[rows]
-        return options["softmax_lse"]
+        return options[names[-1]]
 
     def as_told(self, options: dict[str, Any]) -> tuple[kernels.ReferenceKernel, Call]:
         edges = []
@@ -784,6 +728,9 @@ class FlashStandIn:
         longest_q, longest_k = np.diff(q).max(), np.diff(k).max()
         assert options["max_seqlen_q"] == max(longest_q, 2)  # 1: rows are as many as spans
         assert options["max_seqlen_k"] in (longest_k, max(longest_q, longest_k))
+        widths = options["q"].shape[2], options["v"].shape[2]
+        self.widths.add(widths)
+        assert widths[0] == widths[1] or self.version in (3, 4)
         slopes = options.get("alibi_slopes")
         assert slopes is None or slopes.dtype == torch.float32
         call = Call(
@@ -797,10 +744,16 @@ class FlashStandIn:
             bounds=np.concatenate([q, k, np.zeros(q.size - 1)]).astype(np.int32),
             fresh=True,
         )
-        return kernels.ReferenceKernel(options.get("softmax_scale") or options["scale"], slopes), call
+        scale = options.get("softmax_scale") or options["scale"]
+        return kernels.ReferenceKernel(scale, slopes, options.get("softcap") or None), call
 
     def window(self, options: dict[str, Any]) -> tuple[int, int]:
         """What the kernels make of a window: they take a side that is as wide as a limit for open, and fill it in."""
+        if self.version == 4:  # None is open, and nothing is cut
+            given = (options["window_size_left"], options["window_size_right"])
+            assert all(side is None or side >= 0 for side in given)
+            left, right = (-1 if side is None else side for side in given)
+            return left, 0 if options["causal"] else right
         q, k = options["max_seqlen_q"], options["max_seqlen_k"]
         limits = (k - 1, q - 1) if self.version == 3 else (k, k)
         sides = (options["window_size_left"], options["window_size_right"])
@@ -816,21 +769,23 @@ def forget_installed() -> None:
     attention.forget()
     kernels._flash_attn_2.cache_clear()
     kernels._flash_attn_3.cache_clear()
+    kernels._flash_attn_4.cache_clear()
 
 
 @pytest.fixture
 def flash_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What is installed; tensors and the device, an Ampere GPU as far as can be seen, suit every flash kernel."""
-    monkeypatch.setattr(kernels, "_flash_refusal", lambda q: None)
+    monkeypatch.setattr(kernels, "_flash_refusal", lambda q, widths: None)
+    monkeypatch.setattr(kernels, "_generation", lambda q: torch.cuda.get_device_capability()[0])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn_interface"):
+    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn_interface", kernels.FLASH_ATTN_4):
         monkeypatch.setitem(sys.modules, name, None)  # None: importing it fails
     forget_installed()
     yield sys.modules  # type: ignore[misc]
     forget_installed()
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[2, 3, 4])
 def flash(
     request: pytest.FixtureRequest, flash_modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> FlashStandIn:
@@ -841,18 +796,51 @@ def flash(
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", stand_in.inplace)
         return stand_in
     flash_modules[stand_in.module.__name__] = stand_in.module
-    if request.param == 3:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    if request.param in (3, 4):
+        capability = {3: (9, 0), 4: (10, 0)}[request.param]
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     return stand_in
 
 
-@pytest.mark.parametrize("flash", [2, 3, "torch"], indirect=True)
+@pytest.mark.parametrize("flash", [2, 3, 4, "torch"], indirect=True)
 @pytest.mark.parametrize("cp_size", [1, 4])
 def test_flash_adapters_pass_everything_where_it_belongs(flash: FlashStandIn, cp_size: int) -> None:
     # 40: in a ring it is wider than some spans of keys, and these have more queries.
     options = itertools.product(TRANSPORTS, [True, False], [("MHA", None), ("GQA", 5), ("GQA", 40)])
     check(cp_size, [Case(MIXED, "per_document", t, heads, causal, window) for t, causal, (heads, window) in options])
     assert cp_size > 1 or min(flash.calls["forward"], flash.calls["backward"]) >= 24
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_flash_adapters_pass_caps_sinks_and_widths(flash: FlashStandIn, cp_size: int) -> None:
+    """A kernel that takes narrow values as they are gets them so; the others get them padded."""
+    test_attention_scores.hold(
+        cp_size, [replace(case, alibi=False) for case in test_attention_scores.CASES if case.value_dim != 5]
+    )
+    assert cp_size > 1 or min(flash.calls["forward"], flash.calls["backward"]) >= 24
+    narrow = flash.version in (3, 4)
+    assert cp_size > 1 or flash.widths == {(16, 16), (24, 24)} | ({(16, 8)} if narrow else set())
+
+
+def test_what_has_no_softcap_is_refused_by_name(flash_modules: dict[str, Any]) -> None:
+    q = torch.zeros(4, 2, 8)
+    options: dict[str, Any] = {"scale": 1.0, "alibi_slopes": None, "alibi_aligned": True, "softcap": 2.0}
+    with pytest.raises(wlb.WlbError, match=r"'varlen' caps no scores \(softcap\); 'reference' has it"):
+        kernels.choose("varlen", q, **options)
+    assert kernels.choose("auto", q, **options) == kernels.ReferenceKernel(1.0, None, 2.0)
+    with pytest.raises(wlb.WlbError, match="is not installed"):
+        kernels.choose("flash_attn", q, **options)
+
+
+@pytest.mark.parametrize("flash", [4], indirect=True)
+def test_widths_that_a_gpu_cannot_are_refused_by_name(flash: FlashStandIn) -> None:
+    options: dict[str, Any] = {"scale": 1.0, "alibi_slopes": None, "alibi_aligned": True}
+    assert kernels.choose("auto", torch.zeros(4, 2, 192), value_dim=128, **options) == kernels.FlashAttention4(1.0)
+    assert kernels.value_width(kernels.FlashAttention4(1.0), torch.zeros(4, 2, 192), 128) == 128
+    wide = torch.zeros(4, 2, 256)
+    assert isinstance(kernels.choose("auto", wide, **options), kernels.VarlenKernel)
+    with pytest.raises(wlb.WlbError, match="'flash_attn' takes no heads of 256 with values of 256 on this GPU"):
+        kernels.choose("flash_attn", wide, **options)
 
 
 @pytest.mark.parametrize("cp_size", [1, 4])
@@ -962,6 +950,18 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("q", {"shard": wlb.shard([8, 3, 7], cp_size=2)}),
     ("softmax_scale", {"softmax_scale": 0.0}),
     ("softmax_scale", {"softmax_scale": float("nan")}),
+    ("softcap", {"softcap": 0.0}),
+    ("softcap", {"softcap": float("inf")}),
+    ("sinks", {"sinks": torch.zeros(3)}),
+    ("sinks", {"sinks": torch.zeros(6, dtype=torch.int64)}),
+    ("sinks", {"sinks": torch.zeros(6, device="meta")}),
+    ("sinks", {"sinks": [0.0] * 6}),
+    ("softcap", {"softcap": 0.0}),
+    ("softcap", {"softcap": float("inf")}),
+    ("sinks", {"sinks": torch.zeros(3)}),
+    ("sinks", {"sinks": torch.zeros(6, dtype=torch.int64)}),
+    ("sinks", {"sinks": torch.zeros(6, device="meta")}),
+    ("sinks", {"sinks": [0.0] * 6}),
     ("window", {"window": 0}),
     ("window", {"window": 2.5}),
     ("alibi_slopes", {"alibi_slopes": torch.zeros(3)}),

@@ -27,6 +27,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"transport": "fetch", "window": 9},
     {"transport": "ulysses"},
     {"transport": "ring", "return_lse": True, "window": 6},
+    {"transport": "all_gather", "sinks": True, "softcap": 3.0},
 ]
 
 
@@ -38,11 +39,12 @@ class Layer(nn.Module):
         torch.manual_seed(1)
         self.of_inputs = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
         self.of_output = nn.Linear(WIDTH, WIDTH)
-        self.options, self.group = options, group
+        self.options, self.group = dict(options), group
+        self.sinks = nn.Parameter(torch.randn(HEADS)) if self.options.pop("sinks", False) else None
 
     def forward(self, x: Tensor, shard: Any) -> Tensor:
         parts = self.of_inputs(x).unflatten(1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], 1)
-        out: Any = wt.context_parallel_attention(*parts, shard, group=self.group, **self.options)  # type: ignore[call-overload]
+        out: Any = wt.context_parallel_attention(*parts, shard, group=self.group, sinks=self.sinks, **self.options)  # type: ignore[call-overload]
         if self.options.get("return_lse"):
             out = out[0] * torch.sigmoid(out[1]).unsqueeze(-1)
         result: Tensor = x + self.of_output(out.flatten(1))
@@ -105,7 +107,7 @@ def test_compiled_layers_are_one_graph_for_all_micro_batches(size: int) -> None:
 
 def traced_backward(rank: int) -> float:
     """Through AOTAutograd, which traces the backward too: differences from the plain layer."""
-    layer = Layer({"transport": "all_gather"}, None)
+    layer = Layer({"transport": "all_gather", "sinks": True}, None)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     worst = 0.0
     for lengths in MICRO_BATCHES:

@@ -25,6 +25,17 @@ def test_every_kernel_is_right_on_each_rank(mask: str, heads: str) -> None:
         assert found["ok"], (name, found)
 
 
+@pytest.mark.parametrize("mask", ["causal", "window 37"])
+@pytest.mark.parametrize("scores", parity.SCORES)
+def test_caps_sinks_and_narrow_values_are_right_on_each_rank(scores: str, mask: str) -> None:
+    device = torch.device("cuda")
+    problem = parity.Problem("GQA", parity.SCORES[scores][0], mask, LENGTHS, device, scores)
+    for name, kernel in parity.installed(device).items():
+        if parity.runs(kernel, problem):
+            found = parity.one(kernel, problem, 4)
+            assert found["ok"], (name, found)
+
+
 def test_the_host_does_not_wait() -> None:
     shard = wlb.shard(LENGTHS, cp_size=1)
     q, k, v = (torch.randn(sum(LENGTHS), 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))

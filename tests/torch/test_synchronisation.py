@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wlb
 import wlb.torch as wt
 from benches import attention as bench
+from tests.torch.upstream import UPSTREAM, bound
 from wlb.torch import attention
 from wlb.torch.attention import kernels
 
@@ -100,6 +102,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor, *_: tensor)
     monkeypatch.setattr(kernels, "_flash_attn_2", lambda: None)
     monkeypatch.setattr(kernels, "_flash_attn_3", lambda: None)
+    monkeypatch.setattr(kernels, "_flash_attn_4", lambda: None)
     monkeypatch.setattr(bench.dist, "all_reduce", lambda *_, **__: None)
     attention.forget()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -118,4 +121,76 @@ def test_cuda_paths_fit_and_wait_for_nothing(
         with Waits() as waits:
             out = wt.context_parallel_attention(q, k, v, SHARD, group=group, kernel="varlen", **options)
         assert (out.shape, out.dtype, out.device) == (q.shape, q.dtype, q.device)
+    assert waits.found == []
+
+
+def shapes_alone(version: int) -> ModuleType:
+    """Flash-attn without its kernels: it checks what it is given as upstream does, and gives what is not filled."""
+
+    def check(options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        q, k, v = (options[name] for name in ("q", "k", "v"))
+        assert {x.device for x in options.values() if isinstance(x, Tensor)} == {q.device}
+        assert q.dtype == k.dtype == v.dtype == torch.bfloat16
+        assert options["cu_seqlens_q"].dtype == options["cu_seqlens_k"].dtype == torch.int32
+        assert options["cu_seqlens_q"].shape == options["cu_seqlens_k"].shape
+        assert q.shape[2] == k.shape[2]
+        assert k.shape[:2] == v.shape[:2]
+        assert all(x.stride(-1) == 1 for x in (q, k, v))
+        return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+    def forward(options: dict[str, Any]) -> tuple[Tensor, ...]:
+        out, lse = check(options)
+        into = options.get("out", options.get("out_"))
+        if into is not None:
+            assert (into.shape, into.dtype, into.stride(-1)) == (out.shape, out.dtype, 1)
+        return out if into is None else into, lse, out.new_empty(0), out.new_empty(0)
+
+    def backward(options: dict[str, Any]) -> Tensor:
+        out, lse = check(options)
+        given = options["softmax_lse" if version < 4 else "lse"]
+        assert (given.shape, given.dtype) == (lse.shape, lse.dtype)
+        for name, like in (
+            ("out", out),
+            ("dout", out),
+            ("dq", options["q"]),
+            ("dk", options["k"]),
+            ("dv", options["v"]),
+        ):
+            assert (options[name].shape, options[name].dtype, options[name].stride(-1)) == (like.shape, like.dtype, 1)
+        return lse
+
+    module, names, *parameters = UPSTREAM[version]
+    made = ModuleType(module)
+    for name, given, compute in zip(names, parameters, (forward, backward), strict=True):
+        setattr(made, name, bound(given, compute))
+    return made
+
+
+@pytest.mark.parametrize("transport", ["all_gather", "fetch", "ring", "ulysses"])
+@pytest.mark.parametrize("widths", [(64, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_flash_attn_gets_what_it_takes(
+    version: int, widths: tuple[int, int], transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward on a GPU that is not there, with a cap and sinks: shapes, dtypes, devices; nothing waits."""
+    tokens = int(SHARD.tokens_per_rank[1])
+    shapes = [(tokens, 8, widths[0]), (tokens, 4, widths[0]), (tokens, 4, widths[1])]
+    with bench.world(1, 4) as group, bench.no_network(), fake_cuda(monkeypatch):
+        monkeypatch.setattr(kernels, f"_flash_attn_{version}", lambda: shapes_alone(version))
+        tensors = [torch.empty(shape, dtype=torch.bfloat16, device="cuda:0", requires_grad=True) for shape in shapes]
+        sinks = torch.empty(8, dtype=torch.float32, device="cuda:0", requires_grad=True)
+        options: dict[str, Any] = {"group": group, "transport": transport, "softcap": 30.0, "sinks": sinks}
+        with Waits() as waits:
+            out: Any = wt.context_parallel_attention(*tensors, SHARD, kernel="flash_attn", **options)
+            # Autograd has no thread for a device that is not there: the backward is called by itself.
+            node = out.grad_fn
+            while "_Attention" not in node.name():
+                node = node.next_functions[0][0]
+            attended = node.saved_tensors[5]
+            *gradients, _, _, _, _, d_sinks, _, _ = node.apply(torch.empty_like(attended), None)
+        assert (out.shape, out.dtype, out.device) == ((tokens, 8, widths[1]), torch.bfloat16, tensors[0].device)
+        assert attended.shape[2] == (widths[1] if version > 2 else widths[0])
+        for x, gradient in zip(node.saved_tensors[:3], gradients, strict=True):
+            assert (x.shape, x.dtype, x.device) == (gradient.shape, gradient.dtype, gradient.device)
+        assert (d_sinks.shape, d_sinks.dtype) == (node.saved_tensors[3].shape, sinks.dtype)
     assert waits.found == []

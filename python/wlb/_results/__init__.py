@@ -1,6 +1,6 @@
-"""Results of the core: frozen dataclasses of numbers and arrays, which print, compare and pickle by themselves.
+"""Results of the core: frozen dataclasses of numbers and arrays, which can be printed, compared and pickled.
 
-The core makes them. It knows each class by its name, which `wlb._core.result` tells it, and imports nothing.
+The core makes instances of these classes and finds them by name: `wlb._core.result` registers each class.
 """
 
 from wlb._results.cost import CostFit

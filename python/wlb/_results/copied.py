@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Copied:
-    """Hands out its public arrays as copies, which the caller may keep or change; others as they are."""
+    """Returns copies of its public arrays, which the caller may keep or change."""
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)

@@ -13,21 +13,21 @@ from wlb._core import CostModel, result
 @result
 @dataclass(frozen=True, eq=False, repr=False)
 class CostFit:
-    """Costs that measured times show: what `CostModel.fit` gives.
+    """A cost model fitted to measured times: the result of `CostModel.fit`.
 
     Attributes:
-        cost_model: what documents cost, in seconds.
-        rates: seconds for one unit of each term that was asked for; 0 for one that was not kept.
-        shares: of each term: its part of all time.
-        share_errors: standard error of each share: the truth is off by more in about one of three fits.
-        merged: terms that the times could not tell apart, group by group. Their time stands with those of the group
-            that were kept; the others have the rate 0.
+        cost_model: cost of documents, in seconds.
+        rates: for each term that was tried, seconds for one unit of it; 0 for a term that was not kept.
+        shares: for each term, its share of all time.
+        share_errors: standard error of each share: in about one of three fits the truth is off by more.
+        merged: groups of terms that the times could not tell apart. The time of a group counts for its terms that were
+            kept; the others have the rate 0.
         residual: median of ``|predicted - measured| / measured`` over the rows.
-        held_out_error: the same, of rows that a fit to the others did not see: what new micro-batches will be off by,
-            their own noise included.
-        held_out: how many rows that were.
-        outliers: int64, rows that count for nothing because the others contradict them.
-        rows: micro-batches in all.
+        held_out_error: the same over held-out rows, predicted by a fit to the other rows: the error to expect for new
+            micro-batches, their own noise included.
+        held_out: number of held-out rows.
+        outliers: int64, rows that were ignored because the others contradict them.
+        rows: number of micro-batches.
     """
 
     cost_model: CostModel
@@ -42,7 +42,7 @@ class CostFit:
     rows: int
 
     def report(self) -> str:
-        """A table of the terms, and what to know of them, for people."""
+        """A table of the terms with remarks, for people."""
         width = max(map(len, self.rates))
         lines = [f"{'term':<{width}}   seconds per unit   share of time"]
         for name, rate in self.rates.items():

@@ -21,8 +21,8 @@ _Number = TypeVar("_Number", bound=np.generic)
 class CpGroup(Copied):
     """Ranks that share the documents of one micro-batch.
 
-    Every array is a fresh copy that the caller may keep or change. Groups are equal where the same documents run on the
-    same ranks and take as long, in whatever plan.
+    Every array is a fresh copy that the caller may keep or change. Groups are equal if they run the same documents on
+    the same ranks in the same time, in whatever plan.
 
     Attributes:
         first_rank: First of its ranks; a multiple of ``cp_size``, unless ``group_sizes="any"``.
@@ -30,8 +30,8 @@ class CpGroup(Copied):
         document_ids: int64[k]: the documents, in order of arrival.
         lengths: int32[k]: tokens of each document.
         tokens_per_rank: Most tokens of a rank, sharded "per_document": the ranks differ by at most one.
-        padding_tokens: Tokens of one more document, behind the others, that fills all ranks up to the same size, as
-            `multiple_of_tokens` and `token_buckets` ask; 0 where nothing does.
+        padding_tokens: Tokens of one more document after the others, which fills all ranks to the same padded size
+            (`multiple_of_tokens`, `token_buckets`); 0 without padding.
         seconds: Predicted time through the whole model, forward and backward, on each of its ranks.
     """
 
@@ -45,12 +45,12 @@ class CpGroup(Copied):
 
     @property
     def ranks(self) -> range:
-        """The ranks of the stage that it is made of."""
+        """The ranks of the stage that belong to it."""
         return range(self.first_rank, self.first_rank + self.cp_size)
 
     @property
     def cu_seqlens(self) -> NDArray[np.int32]:
-        """int32[k + 1]: where each document begins in the packed sequence, then its length."""
+        """int32[k + 1]: index of each document's first token in the packed sequence, and at the end its length."""
         return np.concatenate([[0], self.lengths]).cumsum(dtype=np.int32)
 
     @property
@@ -65,7 +65,7 @@ class CpGroup(Copied):
 
     @property
     def padded_tokens_per_rank(self) -> int:
-        """Most tokens of a rank when it runs, with padding; where there are sizes, all of its ranks have as many."""
+        """Most tokens of a rank including padding; with padding all of its ranks have equally many."""
         return -(-(self.tokens + self.padding_tokens) // self.cp_size)
 
     def __len__(self) -> int:
@@ -92,9 +92,9 @@ class CpGroup(Copied):
 
 @dataclass(frozen=True, repr=False)
 class DynamicMicroBatch:
-    """One micro-batch of a `DynamicCpPlan`: groups that share the ranks of a stage.
+    """One micro-batch of a `DynamicCpPlan`: groups that together have all ranks of a stage.
 
-    A pickle holds the whole plan: to send several micro-batches of one, send that.
+    A pickle holds the whole plan. To send several micro-batches of one plan, send the plan.
     """
 
     _plan: DynamicCpPlan
@@ -102,7 +102,7 @@ class DynamicMicroBatch:
 
     @property
     def groups(self) -> tuple[CpGroup, ...]:
-        """The groups in the order of their ranks, which are all ranks. A group may be empty."""
+        """The groups in the order of their ranks; together they have all ranks. A group may be empty."""
         return tuple(self)
 
     @property
@@ -154,33 +154,33 @@ class DynamicMicroBatch:
 @result
 @dataclass(frozen=True, eq=False, repr=False)
 class DynamicCpPlan(Copied):
-    """The plan of one step: which documents run when, and on which ranks of a pipeline stage. Plain data.
+    """The plan of one step: which documents run when, and on which ranks of a pipeline stage.
 
-    It can be printed, compared, pickled and sent. Every array is a fresh copy that the caller may keep
-    or change.
+    Plain data that can be printed, compared, pickled and sent. Every array is a fresh copy that the caller may keep or
+    change.
 
     Attributes:
         world_size: Ranks of a pipeline stage, DP times CP.
         num_stages: Pipeline stages.
         num_virtual_stages: Parts of the model on each stage.
-        schedule: In which order a stage runs its micro-batches.
+        schedule: Order in which a stage runs its micro-batches.
         sync: Where the ranks of a stage wait for each other, once a "step" or in every "micro_batch".
-        max_tokens_per_rank: Most tokens that a rank was allowed in a micro-batch; where they are padded, the largest
-            size within that.
+        max_tokens_per_rank: Most tokens that a rank was allowed in a micro-batch; with padding, the largest padded size
+            within that.
         max_documents: Most documents that a group was allowed; None: any number.
-        multiple_of_tokens: Each rank's tokens of a micro-batch run padded up to a multiple of this, and
-        token_buckets: to one of these sizes, ascending, if there are any.
+        multiple_of_tokens: Each rank's tokens in a micro-batch are padded to a multiple of this.
+        token_buckets: The only padded sizes, ascending; empty for any.
         seconds: Predicted time of the step, by simulating the pipeline with every rank's micro-batches; the ranks of a
             group wait for one another, and all ranks of a stage where `sync` says so.
-        p2p_seconds: Latency between pipeline stages, which `seconds` counts.
-        lower_bound: But for rounding, no plan takes less that has at most as many micro-batches as were tried and at
-            least ``min_micro_batches`` (if ``num_micro_batches`` was given, exactly as many). Proved from the work, the
-            filling and draining of the pipeline, and the paths around the longest documents.
-        balanced_seconds: All work spread evenly over all ranks of all stages that never wait: what no pipeline reaches.
-        sweep: The numbers of micro-batches that were tried, ascending, and the predicted time of a step with each. An
-            estimate from above: every rank as slow as the slowest of its micro-batch. Of numbers given up early, the
-            time if short documents could be divided at will, or with a part of them, already more than that of the
-            best.
+        p2p_seconds: Latency between pipeline stages, included in `seconds`.
+        lower_bound: Lower bound on `seconds` (up to rounding) for any plan with at most as many micro-batches as were
+            tried and at least ``min_micro_batches``; if ``num_micro_batches`` was given, with exactly as many. Proved
+            from the work, the filling and draining of the pipeline, and the paths around the longest documents.
+        balanced_seconds: Time if all work were spread evenly over all ranks of all stages and no rank ever waited; no
+            pipeline reaches it.
+        sweep: The numbers of micro-batches that were tried, ascending, each with an estimate of its step in which every
+            rank is as slow as the slowest of the micro-batch. For numbers given up early it is a lower time (with short
+            documents divided at will, or with a part of the documents) that already exceeds the best.
     """
 
     world_size: int
@@ -222,7 +222,7 @@ class DynamicCpPlan(Copied):
 
     @property
     def cp_sizes(self) -> NDArray[np.int32]:
-        """int32[m, world_size]: ranks of the group of each rank."""
+        """int32[m, world_size]: for each rank, the number of ranks in its group."""
         return self._of_ranks(self._cp_sizes)
 
     @property
@@ -232,7 +232,7 @@ class DynamicCpPlan(Copied):
 
     @property
     def padded_tokens_per_rank(self) -> NDArray[np.int64]:
-        """int64[m, world_size]: the same when they run, padded as `multiple_of_tokens` and `token_buckets` ask."""
+        """int64[m, world_size]: tokens of each rank including padding."""
         return self._of_ranks(self._padded_tokens_per_rank)
 
     @property
@@ -244,11 +244,12 @@ class DynamicCpPlan(Copied):
         """The step's time if its groups took `group_seconds` instead of the predicted times, in any unit.
 
         Args:
-            group_seconds: Float [groups], through the whole model, forward and backward: micro-batch by micro-batch, in
-                each in the order of ranks.
+            group_seconds: Float [groups], time of each group through the whole model, forward and backward: micro-batch
+                by
+                micro-batch, and inside each in the order of ranks.
 
         Raises:
-            WlbError: they are not as many as groups, or one is negative or not finite.
+            WlbError: their number is not that of the groups, or one is negative or not finite.
 
         Complexity:
             O(num_stages * m * world_size): the pipeline is simulated.
@@ -267,11 +268,11 @@ class DynamicCpPlan(Copied):
 
     @property
     def padding_tokens(self) -> int:
-        """Tokens that fill the groups of all micro-batches up."""
+        """Tokens of padding in all micro-batches."""
         return self._padding(0, len(self._cp_sizes))
 
     def digest(self) -> str:
-        """Hex hash of which documents run when and where: equal on two ranks iff their plans are, but for seconds."""
+        """Hex hash of which documents run when and where: equal if and only if two plans are, apart from seconds."""
         return self._digest
 
     def _of_ranks(self, of_groups: NDArray[_Number]) -> NDArray[_Number]:

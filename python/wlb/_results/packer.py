@@ -20,15 +20,15 @@ _LONGEST_HISTOGRAM = 1_000_000
 @explained
 @dataclass(frozen=True)
 class Bounds:
-    """The limits that a packer keeps from now on, as long as no push brings more documents than it admits.
+    """The limits that a packer keeps from now on, if no push brings more documents than it admits.
 
     Attributes:
         tokens: Most tokens that ever wait after a push.
-        delay: Most iterations that a document waits while documents come; ``None``: nothing limits it (queues without
-            ``max_delay``). Draining the rest at the end of the stream adds ``drain`` at most.
-        drain: Most iterations that it takes to drain what waits: the global batches of a flush.
-        settles: Most steps until the other three are those of an empty packer; 0 if they are. More after a change of
-            configuration while documents waited; until then, none of the three rises.
+        delay: Most steps that a document waits while documents come; ``None``: no limit (queues without
+            ``max_delay``). Draining the rest at the end of the stream adds at most ``drain``.
+        drain: Most steps that it takes to drain the waiting documents.
+        settles: Most steps until the other three are those of an empty packer; 0 if they are. It is above 0 after a
+            change of configuration while documents waited; until then none of the three rises.
     """
 
     tokens: int
@@ -42,36 +42,37 @@ class Bounds:
 class PackerMetrics:
     """Balance, delay and memory of a stream of packings.
 
-    Imbalance, tokens per step and memory skew are over the push steps that emitted a document; delays, documents and
-    tokens over everything emitted, flushed batches included. Delays are in iterations, weighted by tokens.
+    Imbalance, tokens per step and memory skew are over the push steps that trained a document; delays, documents and
+    tokens also count flushed steps. Delays are in steps, weighted by tokens.
 
     Attributes:
-        steps: Push steps that emitted a document.
-        documents: Documents (or pieces of split ones) emitted.
-        tokens: Tokens emitted.
-        imbalance_mean: Mean of ``max cost * N / total cost`` over steps, with ``dp_size`` of ``rank_imbalance``;
-            of a range of cost models, that of the worst.
+        steps: Push steps that trained a document.
+        documents: Documents (or pieces of split ones) that left the packer.
+        tokens: Tokens that left the packer.
+        imbalance_mean: Mean over steps of ``max cost * N / total cost``; with ``dp_size``, of ``rank_imbalance``.
         imbalance_p95: 95th percentile of the imbalance, to 0.001.
         imbalance_p99: 99th percentile of the imbalance, to 0.001.
         imbalance_worst: Imbalance of the worst step.
-        delay_mean: Mean wait of a token, in iterations.
-        delay_p99: The wait that 99 % of the tokens do not exceed, in iterations.
-        delay_max: Longest wait of a document, in iterations.
-        early_mean: Mean iterations by which a token is trained before its turn, 0 unless documents come early
-            (``push(early=...)``). With ``delay_mean``, which counts from the turn on, the mean displacement.
-        backlog_mean: Mean over pushes of the tokens that waited after them.
+        delay_mean: Mean wait of a token, in steps.
+        delay_p99: The wait that 99 % of the tokens do not exceed, in steps.
+        delay_max: Longest wait of a document, in steps.
+        early_mean: Mean steps by which a token is trained before its turn; 0 unless documents come early
+            (``push(early=...)``). The sum of this and ``delay_mean``, which counts from the turn on, is the mean
+            displacement.
+        backlog_mean: Mean over pushes of the tokens that waited after the push.
         backlog_max: Most tokens that waited after a push.
-        tokens_per_step_cv: Standard deviation over mean of the tokens in a step.
-        step_work_cv: Standard deviation over mean of what the documents of a step cost, since costs are what they are.
-        step_work_heaviest: What the documents of the heaviest step cost, over the mean step (see ``max_step_cost``).
-        steps_over_max_cost: Steps whose documents cost more than that, because they were due, or for lack of tokens.
+        tokens_per_step_cv: Standard deviation over mean of the tokens of a step.
+        step_work_cv: Standard deviation over mean of the work of a step, since the last change of costs.
+        step_work_heaviest: Work of the heaviest step over the mean step (see ``max_step_cost``).
+        steps_over_max_cost: Steps whose documents cost more than ``max_step_cost`` allows, because they were due or
+            because the step had too few tokens.
         memory_skew_mean: Most over mean tokens of a step's micro-batches, mean over steps.
         memory_skew_worst: Most over mean tokens of a step's micro-batches, worst step.
         length_fallbacks: Documents placed by token count instead of by cost, because they did not fit where the
             cost was least.
-        carried_over: Documents that did not fit in their iteration, counted once for each such iteration.
-        padding_tokens: Tokens beside these with which micro-batches were filled up (``multiple_of_tokens``,
-            ``token_buckets``), flushed ones included.
+        carried_over: Documents that did not fit into a step, counted once for each such step.
+        padding_tokens: Tokens of padding in all micro-batches (``multiple_of_tokens``, ``token_buckets``), flushed ones
+            included.
     """
 
     steps: int
@@ -100,10 +101,10 @@ class PackerMetrics:
 
     @property
     def delay_histogram(self) -> NDArray[np.int64]:
-        """int64[delay_max + 1]: tokens emitted after each number of iterations.
+        """int64[delay_max + 1]: tokens that left after each number of steps of waiting.
 
         Raises:
-            WlbError: a document waited a million iterations or more; the histogram would not fit in memory.
+            WlbError: a document waited a million steps or more; the histogram would not fit in memory.
         """
         longest = self.delay_max
         if longest >= _LONGEST_HISTOGRAM:
@@ -114,7 +115,7 @@ class PackerMetrics:
         return histogram
 
     def as_dict(self) -> dict[str, float | int]:
-        """All of the above but the histogram."""
+        """All figures but the histogram, by name."""
         names = (each.name for each in dataclasses.fields(self) if not each.name.startswith("_"))
         return {name: getattr(self, name) for name in names}
 

@@ -16,7 +16,7 @@ from wlb._shown import Shown
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Simulated(Copied, Shown):
-    """A simulation's result: equal to any other of the same question."""
+    """Result of a simulation; two results are equal if their arguments were."""
 
     _schedule: Schedule
     _question: bytes  # the arguments of the simulation, for comparing results bit by bit
@@ -44,23 +44,25 @@ class PipelineTimeline(_Simulated):
         num_stages: Pipeline ranks, p.
         num_virtual_stages: Stages on each rank, v.
         num_micro_batches: Micro-batches of the step.
-        seconds: When the last op ends: the step, if the ranks wait for each other at its end.
-        period_seconds: Seconds from step to step if no rank waits for the others at the end of one: the longest of the
-            spans. What the zero-bubble schedules are made for (Qi et al. 2023, section 4).
-        bubble_ratio: Idle time over busy time, of all ranks: (p - 1) / m for equal micro-batches under "gpipe" and
-            "1f1b".
-        busy: float64[p]: seconds that each rank computes, or communicates with nothing to hide it.
+        seconds: End of the last op: the time of the step, if the ranks wait for each other at its end.
+        period_seconds: Seconds from one step to the next if no rank waits for the others at the end of a step: the
+            longest of the spans. The zero-bubble schedules are made for this (Qi et al. 2023, section 4).
+        bubble_ratio: Idle time over busy time, summed over all ranks: (p - 1) / m for equal micro-batches under "gpipe"
+            and "1f1b".
+        busy: float64[p]: seconds that each rank computes, or communicates without anything that hides it.
         exposed: float64[p]: the part of ``busy`` that is exposed communication.
-        bubble: float64[p]: seconds that each rank is idle before the last op of all ends.
+        bubble: float64[p]: seconds that each rank is idle before the end of the last op of all ranks.
         spans: float64[p]: seconds from each rank's first op to the end of its last.
-        peak_activation: float64[p]: the most activation that each rank holds at a time, in the unit of ``activation``.
-        ranks: int32[ops]: the rank of each op. Ops stand behind what they waited for, and those of a rank in its order.
+        peak_activation: float64[p]: most activation that each rank holds at one time, in the unit of ``activation``.
+        ranks: int32[ops]: the rank of each op. An op comes after the ops that it waited for, and the ops of a rank are
+            in
+            the order in which it ran them.
         stages: int32[ops]: the stage of each op, from 0 to p * v - 1.
         micro_batches: int32[ops]: the micro-batch of each op.
         kinds: uint8[ops]: what each op computes: indices into ``KINDS``.
         starts: float64[ops]: when each op starts.
         ends: float64[ops]: when each op ends.
-        critical_path: int64[...]: indices of ops that, one after the other, take the whole step.
+        critical_path: int64[...]: indices of a chain of ops that takes the whole step, each waiting for the one before.
     """
 
     KINDS: ClassVar[tuple[str, str, str, str]] = ("forward", "backward", "input_gradient", "weight_gradient")
@@ -136,12 +138,12 @@ class PipelineSteps(_Simulated):
     same arguments are equal.
 
     Attributes:
-        seconds: float64[steps]: until the slowest replica is done.
-        compute: float64[steps]: computing.
-        exposed: float64[steps]: communicating with nothing to hide it.
-        bubble: float64[steps]: idle before the own replica is done.
-        dp_wait: float64[steps]: waiting for the slowest replica after that.
-        pipeline_seconds: float64[steps, dp]: until each replica is done.
+        seconds: float64[steps]: time until the slowest replica has finished.
+        compute: float64[steps]: time of computing.
+        exposed: float64[steps]: time of communication that nothing hides.
+        bubble: float64[steps]: idle time before the rank's own replica has finished.
+        dp_wait: float64[steps]: idle time after that, until the slowest replica has finished.
+        pipeline_seconds: float64[steps, dp]: time until each replica has finished.
         busy: float64[steps, dp, p]: see `PipelineTimeline.busy`.
         spans: float64[steps, dp, p]: see `PipelineTimeline.spans`.
         peak_activation: float64[steps, dp, p]: see `PipelineTimeline.peak_activation`.
@@ -162,7 +164,7 @@ class PipelineSteps(_Simulated):
         return len(self.seconds)
 
     def summary(self) -> dict[str, Any]:
-        """Schedule, sizes, seconds of all steps, and the shares of the ranks' time by what it goes to."""
+        """Schedule, sizes, seconds of all steps, and the shares of the ranks' time by cause."""
         steps, dp = self.pipeline_seconds.shape
         parts = {name: float(getattr(self, name).sum()) for name in ("compute", "exposed", "bubble", "dp_wait")}
         whole = sum(parts.values()) or 1.0

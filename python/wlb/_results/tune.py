@@ -10,7 +10,7 @@ from wlb._core import result
 @result
 @dataclass(frozen=True, repr=False)
 class TunedPoint:
-    """One choice of thresholds, or of a price, and what it gives on the whole sample.
+    """One choice of thresholds, or of a price, with its figures on the whole sample.
 
     Attributes:
         thresholds: Tokens, ascending; () with a price.
@@ -18,13 +18,14 @@ class TunedPoint:
         imbalance_mean: Mean imbalance over steps.
         imbalance_p95: 95th percentile of the imbalance.
         imbalance_worst: Imbalance of the worst step.
-        delay_mean: Mean wait of a token, in iterations, documents flushed at the end of the sample included.
-        delay_max: Longest wait of a document, in iterations.
+        delay_mean: Mean wait of a token, in steps, including documents flushed at the end of the sample.
+        delay_max: Longest wait of a document, in steps.
         memory_skew_mean: Most over mean tokens of a step's micro-batches, mean over steps.
         lost_time: Sum of the steps' heaviest micro-batches over the sum of their means.
-        held_out_lost_time: Lost time on other orders of the sample, mean over them; None where it was not judged there.
-        held_out_worst: Imbalance of the worst step of any of them.
-        held_out_delay: Mean wait of a token on them, in iterations.
+        held_out_lost_time: Lost time on other orders of the sample: mean over them; None for a choice that was not
+            judged.
+        held_out_worst: Imbalance of the worst step of any other order.
+        held_out_delay: Mean wait of a token on the other orders, in steps.
     """
 
     thresholds: tuple[int, ...]
@@ -55,9 +56,9 @@ class TuneResult:
     """Thresholds or a delay price chosen on a sample, and the alternatives.
 
     Attributes:
-        best: The best choice, and what it gives on the whole sample.
+        best: The best choice, with its figures on the whole sample.
         pareto: Choices that no other beats in both mean imbalance and mean delay, by ascending delay.
-        judged: Of a price: those judged on each half of the sample and on other orders of it, the default first; () for
+        judged: The prices that were judged on each half of the sample and on other orders, the default first; () for
             thresholds.
         evaluated: Number of choices tried.
     """
@@ -69,12 +70,12 @@ class TuneResult:
 
     @property
     def thresholds(self) -> tuple[int, ...]:
-        """The best thresholds: tokens, ascending; () where a price was tuned."""
+        """The best thresholds: tokens, ascending; () if a price was tuned."""
         return self.best.thresholds
 
     @property
     def delay_price(self) -> float | None:
-        """The best price of delay; None where thresholds were tuned."""
+        """The best price of delay; None if thresholds were tuned."""
         return self.best.delay_price
 
     def __repr__(self) -> str:

@@ -1,10 +1,12 @@
 """Shapes of models: from a Hugging Face config, by name, or layer by layer.
 
-A shape gives what planning needs: the cost of a document, the number of parameters, the bytes of activations, keys and
-values. `blocks` says what a block of a layer consists of; `attention`, `recurrent`, `feed_forward` and `streams` are
-the kinds of blocks, `layers` puts them together, `encoder` is an encoder of images, `config` the whole model.
-`hugging_face` reads configs by `keys`, `text_families` and `image_families`, and what no family describes as `built` by
-transformers, into `counted` blocks; `presets` has models by name.
+A shape gives the inputs of planning: the cost of a document, the number of parameters, the bytes of activations, keys
+and
+values. `blocks` defines the parts of a block; `attention`, `recurrent`, `feed_forward` and `streams` are the kinds of
+blocks; `layers` combines them; `encoder` is an encoder of images; `config` is the whole model. `hugging_face` reads
+configs by `keys`, `text_families` and `image_families`. A model of no family here is `built` by transformers and
+counted
+as `counted` blocks. `presets` has models by name.
 """
 
 from wlb.models.attention import Attention, BlockIndexer, Indexer, LatentAttention

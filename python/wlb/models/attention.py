@@ -13,9 +13,9 @@ from wlb.models.blocks import Block, Kept, Mask, Matrix
 @explained
 @dataclass(frozen=True, kw_only=True)
 class BlockIndexer:
-    """Scores blocks of neighbouring keys for every query, and keeps the best: sparse attention of Qwen4-Exp (QSA).
+    """Scores blocks of neighbouring keys for every query and keeps the best: sparse attention of Qwen4-Exp (QSA).
 
-    A query keeps `budget` keys in whole blocks, and those behind the last whole block.
+    A query keeps `budget` keys in whole blocks, and the keys after the last whole block.
 
     Args:
         num_heads: heads that score.
@@ -43,14 +43,14 @@ class Attention(Block):
         num_heads: query heads.
         num_kv_heads: key and value heads; they divide the query heads.
         head_dim: width of a head.
-        mask: which keys a query meets.
+        mask: the keys that a query sees.
         qkv_bias: queries, keys and values have a bias.
         output_bias: the output projection has one.
         qk_norm: queries and keys are normalised: "head": each head, with the same weights (Qwen3); "all": all heads
             together (OLMo 2).
         gated: the output is multiplied by a gate, as wide, that the query projection gives as well (Qwen3-Next).
         sinks: every head has a logit that takes a share of the softmax (gpt-oss).
-        indexer: attends to the blocks of keys it selects only.
+        indexer: if given, a query attends only to the blocks of keys that it selects.
 
     Raises:
         WlbError: naming the first size that makes no sense.
@@ -104,7 +104,7 @@ class Attention(Block):
         return norms + self.sinks * self.num_heads + (2 * self.indexer.head_dim if self.indexer else 0)
 
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
-        """Rotated queries and keys, values, the output, and its logarithm of sums; what norms and a gate are given."""
+        """Rotated queries and keys, values, the output and its log-sum-exp; the inputs of norms and of a gate."""
         q, kv = self.query_width, round(self.kv_width * kv_copies)
         normed = (q + kv) * (self.qk_norm != "none")
         norms = {"none": 0, "head": (q + kv) // self.head_dim, "all": 2}[self.qk_norm]
@@ -117,10 +117,10 @@ class Attention(Block):
         return 2 * self.kv_width + (self.indexer.head_dim if self.indexer else 0)
 
     def pairs(self) -> tuple[tuple[Mask, int], ...]:
-        """QK' and PV; the indexer's scores are of all blocks.
+        """QK' and PV, and the indexer's scores, which are over blocks.
 
-        Behind the whole blocks there is half a block of keys in the mean, so that a query meets as many keys as under
-        a window of the budget and that half: exact but for half a key.
+        After the whole blocks there is half a block of keys on average. So a query sees as many keys as under a window
+        of the budget plus that half: exact up to half a key.
         """
         flops = 4 * self.query_width
         if self.indexer is None:
@@ -133,7 +133,7 @@ class Attention(Block):
 @explained
 @dataclass(frozen=True, kw_only=True)
 class Indexer:
-    """Scores every key for every query, and keeps the best: sparse attention of DeepSeek V3.2.
+    """Scores every key for every query and keeps the best: sparse attention of DeepSeek V3.2.
 
     Args:
         num_heads: heads that score.
@@ -153,9 +153,9 @@ class Indexer:
 @explained
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(Block):
-    """Multi-head latent attention (DeepSeek): keys and values of all heads from one narrow row of a token.
+    """Multi-head latent attention (DeepSeek): keys and values of all heads are computed from one narrow row of a token.
 
-    FLOPs are those of training, where keys and values are computed from the rows, not absorbed into queries.
+    FLOPs are those of training, where keys and values are computed from the rows, not absorbed into the queries.
 
     Args:
         num_heads: heads.
@@ -165,7 +165,7 @@ class LatentAttention(Block):
         value_dim: width of a head's value.
         query_rank: width of the row that queries are computed from; 0: from the layer's input.
         bias: the two projections to narrow rows and the output projection have biases.
-        indexer: attends to the keys it selects only.
+        indexer: if given, a query attends only to the keys that it selects.
 
     Raises:
         WlbError: naming the first size that makes no sense.
@@ -218,7 +218,7 @@ class LatentAttention(Block):
         return self.query_rank + self.kv_rank + (2 * self.indexer.head_dim if self.indexer else 0)
 
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
-        """Queries, keys, values, the output and its logarithm of sums; the narrow rows, before and after their norms.
+        """Queries, keys, values, the output and its log-sum-exp; the narrow rows before and after their norms.
 
         An indexer is not trained through the attention that it selects for, and keeps nothing here.
         """

@@ -12,7 +12,7 @@ from wlb.models.blocks import Block, Kept, Mask, Matrix
 @explained
 @dataclass(frozen=True, kw_only=True)
 class CountedBlock(Block):
-    """A block that no other class describes: its matrices, one by one, and what its attention computes.
+    """A block that no other class describes: its matrices one by one, and the work of its attention.
 
     Args:
         weights: every matrix of the block.
@@ -77,7 +77,7 @@ class CountedBlock(Block):
         return self.other_parameters
 
     def pairs(self) -> tuple[tuple[Mask, int], ...]:
-        """QK' and PV; then what else is computed for pairs."""
+        """QK' and PV, then the other pairs."""
         found = ((self.mask, self.pair_flops), *self.other_pairs)
         return tuple((mask, flops) for mask, flops in found if flops)
 
@@ -88,7 +88,7 @@ class CountedBlock(Block):
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
         """Activations kept for the backward pass: the output of every matrix, and of attention.
 
-        A matrix that many experts have gives a row for each expert that a token visits, and takes a copy of its input.
+        A matrix of several experts gives a row for each expert that a token visits, and takes a copy of its input.
         """
         given = sum(m.columns * m.used for m in self.weights if m.columns != hidden)
         copies = sum(m.rows * m.used for m in self.weights if m.copies > 1 and m.rows == hidden)

@@ -1,4 +1,4 @@
-"""Encoders of images: a transformer over patches, all of an image meeting each other, and what hands it on."""
+"""Encoders of images: a transformer over the patches of an image, and the projection of its rows to tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ImageEncoder:
             each frame), or over square windows of patches.
         patch_values: numbers in a patch: channels x frames x height x width.
         patch_bias: the embedding of patches has a bias.
-        extra_positions: rows of an image that are no patch, as CLIP's class token; they are not handed on.
+        extra_positions: rows of an image that are no patch, such as CLIP's class token; they are not passed on.
         merge: patches that become one token of the language model.
         projection: matrices that each of these tokens is multiplied by.
-        other_parameters: parameters that are in none of these: positions, norms, an unused head.
+        other_parameters: all further parameters: positions, norms, an unused head.
 
     Raises:
         WlbError: naming the first value that makes no sense.
@@ -71,7 +71,7 @@ class ImageEncoder:
             float64[n].
 
         Raises:
-            WlbError: naming a grid that is none.
+            WlbError: a grid makes no sense; names it.
 
         Complexity:
             O(n * kinds of masks).
@@ -100,6 +100,6 @@ class ImageEncoder:
 
 
 def _squares(extent: NDArray[np.float64], side: int) -> NDArray[np.float64]:
-    """The sum of squares of the pieces that windows of that side cut a side of an image into; the last is smaller."""
+    """Sum of the squares of the pieces into which windows of this side cut a side of an image."""
     rest = extent % side
     return np.asarray((extent - rest) / side * side**2 + rest**2)

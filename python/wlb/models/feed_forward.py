@@ -12,19 +12,19 @@ from wlb.models.blocks import Block, Kept, Matrix
 @explained
 @dataclass(frozen=True, kw_only=True)
 class FeedForward(Block):
-    """A feed-forward block; with experts, of which a token visits some, and shared ones, which all visit.
+    """A feed-forward block, dense or with experts: a token visits some routed experts and all shared ones.
 
     Args:
-        width: of the block; of one expert where there are several.
+        width: width of the block; of one expert if there are several.
         gated: three matrices (SwiGLU), else two.
         bias: they have biases.
         num_experts: routed experts; 1: a dense block.
         experts_per_token: experts that a token visits.
         router_bias: the router has a bias.
-        shared_width: of the expert that every token visits, or of all of these together; 0: there is none.
-        shared_gate: its output is multiplied by a gate (Qwen2-MoE).
-        latent_size: experts work on rows of that width, one projection before them and one after; 0: on the layer's
-            own rows (Nemotron-H).
+        shared_width: width of all shared experts together, which every token visits; 0: none.
+        shared_gate: the output of the shared experts is multiplied by a gate (Qwen2-MoE).
+        latent_size: width of the rows that experts work on, with one projection before them and one after
+            (Nemotron-H); 0: the layer's own rows.
 
     Raises:
         WlbError: naming the first size that makes no sense.
@@ -52,7 +52,7 @@ class FeedForward(Block):
         return self.experts_per_token * self.width + self.shared_width
 
     def visit_width(self, hidden: int) -> int:
-        """Numbers of a token that go to its experts, a row for each, and as many that come back; 0 without experts."""
+        """Numbers of a token that are sent to its experts, one row for each; as many come back. 0 without experts."""
         return self.experts_per_token * (self.latent_size or hidden) if self.num_experts > 1 else 0
 
     def expert_parameters(self, hidden: int) -> int:
@@ -64,13 +64,13 @@ class FeedForward(Block):
         return sum(2 * m.used * m.rows * m.columns for m in self.matrices(hidden) if m.copies > 1)
 
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
-        """Gate and up, and their product; of experts each its copy of the input."""
+        """Gate and up, and their product; with experts, also a copy of the input for each."""
         values, gate, copies = (1 + self.gated) * self.inner, self.gated * self.inner, self.visit_width(hidden)
         return Kept(values, recomputed=self.inner, unfused=gate, rows=copies)
 
     @property
     def divisors(self) -> dict[str, int]:
-        """Widths."""
+        """The widths."""
         return {"ffn_hidden_size": self.width} | ({"shared_width": self.shared_width} if self.shared_width else {})
 
     def matrices(self, hidden: int) -> tuple[Matrix, ...]:

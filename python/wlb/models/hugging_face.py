@@ -1,4 +1,4 @@
-"""A Hugging Face config as the arguments of a `ModelConfig`: by a family here, else as transformers builds it."""
+"""Turns a Hugging Face config into arguments of `ModelConfig`: by a family here, else through transformers."""
 
 from __future__ import annotations
 

@@ -44,8 +44,9 @@ _NEUTRAL = re.compile(
 def says_nothing(name: str, value: object) -> bool:
     """Whether a key says nothing that FLOPs, parameters or memory depend on.
 
-    It is empty, false or 0; or a rate, a token's number or what a run of inference does; or a frequency of 1: every
-    layer; or a choice that is called the default.
+    Such a key is empty, false or 0; or is a rate, the number of a token, or an option of inference; or is a frequency
+    of
+    1 (every layer); or names the default choice.
 
     Complexity:
         O(len(name)).
@@ -116,7 +117,7 @@ class Keys:
         return self.read(int, *names) if default is None else self.read(int, *names, default=default)
 
     def positive(self, *names: str, default: int | None = None) -> int:
-        """A whole number that something is divided by, or a size that is not optional.
+        """A whole number from 1 on: a divisor, or a size that is not optional.
 
         Raises:
             Refused: it is below 1.
@@ -124,7 +125,7 @@ class Keys:
         return self._at_least(1, names, default)
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """A whole number of what there may be none of.
+        """A whole number from 0 on.
 
         Raises:
             Refused: it is below 0.
@@ -151,11 +152,11 @@ class Keys:
         return Keys(self.read(dict, name), defaults)
 
     def pass_over(self, *names: str) -> None:
-        """Takes these keys as read: they say nothing that others do not."""
+        """Marks these keys as read: other keys say the same."""
         self._read.update(names)
 
     def per_layer(self, names: Sequence[str], count: int, otherwise: Callable[[int], str]) -> list[str]:
-        """The kinds of `count` layers: a list where one of these keys has it, else what a family's rule says.
+        """The kinds of `count` layers: from a list under one of these keys, else by the family's rule.
 
         Raises:
             Refused: the list is of another length.
@@ -169,7 +170,7 @@ class Keys:
         return [otherwise(index) for index in range(count)]
 
     def window(self) -> int:
-        """Keys of a sliding window that is in use and smaller than the context; 0: there is none."""
+        """Keys of a sliding window that is used and smaller than the context; else 0."""
         window = self.integer("sliding_window", default=0)
         if window < 0:
             raise Refused(f"has sliding_window = {window}: must not be negative", window)
@@ -178,7 +179,7 @@ class Keys:
         return window if self.flag("use_sliding_window", default=True) and window < min(context, MAX_TOKENS) else 0
 
     def only(self, name: str, expected: object) -> None:
-        """Reads a key that may have one value alone.
+        """Reads a key for which only one value is supported.
 
         Raises:
             Refused: it has another.
@@ -188,14 +189,14 @@ class Keys:
             raise Refused(f"has {name} {value!r}: what that costs is not known to wlb", value)
 
     def share(self, other: Keys) -> None:
-        """Takes as read what another reader of the same object has read."""
+        """Marks as read the keys that another reader of the same object has read."""
         self._read |= other._read
 
     def finish(self, where: str = "") -> None:
-        """Refuses what was not read and is not known to be neutral.
+        """Refuses keys that were not read and are not known to be neutral.
 
         Args:
-            where: the section, in front of a key's name.
+            where: name of the section, put before each key's name.
 
         Raises:
             Refused: naming the keys.

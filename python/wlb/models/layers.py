@@ -17,16 +17,16 @@ Kind = TypeVar("Kind", bound=Block)
 @explained
 @dataclass(frozen=True)
 class Layer:
-    """Blocks one after the other, each with its residual; those in one tuple run on the same input.
+    """Blocks one after the other, each with its residual; blocks in one tuple run on the same input.
 
     Args:
-        sublayers: blocks, or tuples of blocks that are parallel (Cohere 2's attention and feed-forward block) or go
-            with one (hyper-connections before it): tensor-parallel ranks meet once for each.
-        norms: norms of the layer over all of a row.
-        norm_bias: they have biases.
+        sublayers: blocks, or tuples of blocks. Blocks of a tuple run in parallel (attention and feed-forward block of
+            Cohere 2) or belong together (a block after its hyper-connection); tensor-parallel ranks meet once for each.
+        norms: number of norms of the layer over whole rows.
+        norm_bias: whether they have biases.
 
     Raises:
-        WlbError: there is no block, or something is none.
+        WlbError: there is no block, or an entry is no block.
     """
 
     sublayers: tuple[Block | tuple[Block, ...], ...]
@@ -44,7 +44,7 @@ class Layer:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """All of them."""
+        """All blocks of the layer."""
         return tuple(block for part in self.sublayers for block in (part if isinstance(part, tuple) else (part,)))
 
     def of_kind(self, kind: type[Kind]) -> Iterator[Kind]:
@@ -56,11 +56,11 @@ class Layer:
         return self.norms * (1 + self.norm_bias) * hidden
 
     def parameters(self, hidden: int, *, active: bool = False) -> int:
-        """Parameters of the layer; those that one token meets, where `active`."""
+        """Parameters of the layer; with `active`, those that one token visits."""
         return sum(block.parameters(hidden, active=active) for block in self.blocks) + self.norm_parameters(hidden)
 
     def token_flops(self, hidden: int) -> int:
-        """Forward FLOPs of one token, beside its pairs."""
+        """Forward FLOPs of one token, besides its pairs."""
         return sum(block.token_flops(hidden) for block in self.blocks)
 
     def pairs(self) -> Counter[Mask]:

@@ -35,7 +35,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def preset_named(name: object) -> str | None:
-    """The name of a preset, read in any case; None: there is none of that name."""
+    """The name of the preset, read in any case; None if there is no such preset."""
     found = name.lower().replace("_", "-") if isinstance(name, str) else None
     return found if found in PRESETS else None
 

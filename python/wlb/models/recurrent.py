@@ -1,4 +1,4 @@
-"""Linear attention and state spaces: what carries a state from token to token."""
+"""Linear attention and state spaces: blocks that carry a state from token to token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from wlb.models.blocks import Block, Kept, Matrix
 class GatedDeltaNet(Block):
     """Linear attention with a gated delta rule (Qwen3-Next): a state of `key_dim x value_dim` for each value head.
 
-    A token reads the state at its key, adds the outer product of the key and what was missing, and reads it at its
-    query: three products with the state.
+    A token reads the state at its key, adds the outer product of the key and the error of that reading, and reads the
+    state at its query: three products with the state.
 
     Args:
         num_key_heads: heads of queries and keys.
@@ -47,7 +47,7 @@ class GatedDeltaNet(Block):
 
     @property
     def state(self) -> int:
-        """Numbers that it carries from token to token."""
+        """Numbers that the block carries from token to token."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
     def matrices(self, hidden: int) -> tuple[Matrix, ...]:
@@ -91,7 +91,7 @@ class _SquareStates(Block):
 
     @property
     def state(self) -> int:
-        """Numbers that it carries from token to token."""
+        """Numbers that the block carries from token to token."""
         return self.num_heads * self.head_dim**2
 
 
@@ -199,7 +199,7 @@ class Mamba1(Block):
 
     @property
     def state(self) -> int:
-        """Numbers that it carries from token to token."""
+        """Numbers that the block carries from token to token."""
         return self.inner * self.state_size
 
     def matrices(self, hidden: int) -> tuple[Matrix, ...]:
@@ -267,7 +267,7 @@ class Mamba2(Block):
 
     @property
     def state(self) -> int:
-        """Numbers that it carries from token to token."""
+        """Numbers that the block carries from token to token."""
         return self.inner * self.state_size
 
     def matrices(self, hidden: int) -> tuple[Matrix, ...]:

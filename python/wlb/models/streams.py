@@ -1,4 +1,4 @@
-"""Several residual streams: hyper-connections, which mix them for a block, and embeddings of n-grams, added to each."""
+"""Several residual streams: hyper-connections, which mix the streams for a block, and embeddings of n-grams."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ class HyperConnection(Block):
     """Several residual streams: the next block reads a mixture of them, and its output is added to each (Qwen4-Exp).
 
     Args:
-        streams: residual streams, each of the width of a row.
-        rank: of the matrices that give the weights of the mix.
-        injects: there is a block whose output is added; not after the last layer, where the mix takes the place of the
+        rank: rank of the matrices that give the weights of the mix.
+        injects: whether a block follows whose output is added; False after the last layer, where the mix replaces the
             model's last norm.
 
     Raises:
@@ -34,11 +33,11 @@ class HyperConnection(Block):
         return (*mix, Matrix(width, self.streams, split=False)) if self.injects else mix
 
     def vectors(self, hidden: int) -> int:
-        """The norm of every stream; of the mix after the last layer one of them is the model's last norm."""
+        """The norm of every stream; after the last layer, one of them is the model's last norm."""
         return (self.streams - (not self.injects)) * hidden
 
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
-        """The streams, normalised, and the weights of their mix; the narrow row, before and after; what is added."""
+        """The streams, normalised, the weights of their mix, the narrow row before and after, and the added output."""
         added = (hidden + self.streams) * self.injects
         return Kept(rows=3 * self.streams * hidden + 2 * self.rank + added, statistics=self.streams)
 
@@ -74,7 +73,7 @@ class NGramEmbedding(Block):
         )
 
     def vectors(self, hidden: int) -> int:
-        """Norms of keys, of streams and of what the convolution is given; the convolution."""
+        """Norms of keys, streams and the convolution's input; the convolution."""
         return (3 + self.conv_kernel) * self.width
 
     def recurrence(self) -> int:
@@ -82,5 +81,5 @@ class NGramEmbedding(Block):
         return 2 * self.conv_kernel * self.width
 
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
-        """The embedding; keys and streams before and after their norms, what the convolution is given and gives."""
+        """The embedding, keys and streams before and after their norms, input and output of the convolution."""
         return Kept(rows=self.embedding + hidden + 7 * self.width, statistics=3 * self.width // hidden)

@@ -1,4 +1,4 @@
-"""Language models by their Hugging Face model type: what each key means, and what a family does that no key says."""
+"""Language models by Hugging Face model type: the meaning of each key, and the properties that no key gives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention of a family. Text names the key that says it."""
+    """Attention of a family. A text value names the key that holds it."""
 
     qkv_bias: bool | str = False
     output_bias: bool | str = False
@@ -105,7 +105,7 @@ def _experts(keys: Keys, *, width: int, **more: Any) -> FeedForward:
 def _mixtral(keys: Keys, **more: Any) -> FeedForward:
     """Experts of width `intermediate_size`, as in Mixtral, unless another key gives the width of experts.
 
-    Also a dense block where there are no experts.
+    Without experts: a dense block.
     """
     return _experts(keys, width=keys.integer("moe_intermediate_size", "intermediate_size"), **more)
 
@@ -154,7 +154,7 @@ def _decoder(
 ) -> Family:
     """Attention, then a feed-forward block; `kinds` gives those of the layers, full attention where there is none.
 
-    `always` names flags that say what the family always has.
+    `always` names flags that restate what the family always has.
     """
 
     def family(keys: Keys) -> Text:
@@ -176,7 +176,7 @@ def _all_sliding(keys: Keys, count: int) -> list[str]:
 
 
 def _every(period: int, key: str = "sliding_window_pattern", rest: str = SLIDING) -> Callable[[Keys, int], list[str]]:
-    """Every `period`-th layer has full attention, where no list says which; a key may say another period."""
+    """Full attention in every `period`-th layer, unless a list says which; a key may give another period."""
 
     def kinds(keys: Keys, count: int) -> list[str]:
         if "layer_types" in keys:
@@ -352,7 +352,7 @@ def _n_grams(keys: Keys, which: int, width: int) -> NGramEmbedding:
 
 
 def _primes(least: int) -> Iterator[int]:
-    """From `least` on."""
+    """Primes from `least` on."""
     number = max(least, 2)
     while True:
         if all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):

@@ -15,7 +15,7 @@ __all__ = ["names", "read"]
 
 
 def names() -> list[str]:
-    """Names of the profiles that came with wlb, sorted."""
+    """Names of the profiles that come with wlb, sorted."""
     files = resources.files(__name__).iterdir()
     return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
 

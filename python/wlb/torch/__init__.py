@@ -1,8 +1,9 @@
 """Plans from `wlb` in a torch training step: data, context-parallel attention, unequal pipelines, loss.
 
-Which documents share a micro-batch, a group of ranks or a rank is decided by `wlb`, on lengths alone. The loaders
-here choose the documents of a global batch and call the packer and the planner for it, on every rank alike; everything
-else receives plans and runs them on torch.distributed.
+`wlb` decides, on lengths alone, which documents share a micro-batch, a group of ranks or a rank. The loaders here
+choose
+the documents of a global batch and call the packer and the planner for it, with the same result on every rank. All
+other parts receive plans and run them on torch.distributed.
 
 | what | where |
 | --- | --- |
@@ -14,7 +15,7 @@ else receives plans and runs them on torch.distributed.
 | weights that stages of a pipeline share | `wlb.torch.tied` |
 | routers of experts, and padding | `wlb.torch.routers` |
 | a loss per token, its gradients under any wrapper | `wlb.torch.loss`, `.gradients` |
-| what micro-batches take, costs learnt from it | `wlb.torch.timing`, `.tracker` |
+| times of micro-batches, costs fitted to them | `wlb.torch.timing`, `.tracker` |
 | figures for loggers | `wlb.torch.metrics` |
 | model FLOPs, agreement of plans | `wlb.torch.flops`, `.agreement` |
 

@@ -1,4 +1,4 @@
-"""Do all ranks hold the same plan, and cut it alike? A cheap check, before what differs hangs or corrupts the step."""
+"""Checks that all ranks hold the same plan and cut it alike, before a difference hangs or corrupts the step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HasDigest(Protocol):
     """A `wlb.Packing`, a `wlb.Shard` or a `wlb.DynamicCpPlan`."""
 
     def digest(self) -> str:
-        """Equal iff plans are equal."""
+        """Equal if and only if plans are equal."""
         ...
 
 
@@ -39,20 +39,21 @@ def check_agreement(
 ) -> None:
     """Raises on every rank of `group` if not all have the same plan of the same step, and the same cuts of it.
 
-    Of a step that a loader gave, everything is compared that ranks have to have alike before they meet: the plan, the
-    number of the step, the ranks that share it and the micro-batches of each, and how the context-parallel ranks of a
-    micro-batch cut it (their `shard`, which follows from `strategy`, `kernel_model` and `cp_size` of each rank).
+    For a step from a loader, everything that ranks must have in common is compared: the plan, the number of the step,
+    the
+    ranks that share it and the micro-batches of each, and how the context-parallel ranks of a micro-batch cut it (their
+    `shard`, which follows from `strategy`, `kernel_model` and `cp_size` of each rank).
 
     Args:
-        plan: A step; or a plan alone, or its digest.
-        step: The step that a plan is of, 0 by default. A step knows its number.
-        group: The ranks that must agree; None for all. Of a step: those that share it, or all of them.
+        plan: A step; or only a plan, or its digest.
+        step: Number of the step if `plan` is no step; default 0.
+        group: The ranks that must agree; None for all. For a step: the ranks that share it, or all of them.
 
     Raises:
-        WlbError: It names the ranks of each plan, layout or cut; the same text on every rank.
+        WlbError: Ranks differ; the message names the ranks of each plan, layout or cut, and is equal on every rank.
 
     Complexity:
-        One all-gather of 40 bytes a rank; of a step with context-parallel ranks another, of 32 bytes a micro-batch.
+        One all-gather of 40 bytes a rank; for a step with context-parallel ranks another of 32 bytes a micro-batch.
     """
     layout, batches, number = b"", [], step or 0
     if isinstance(plan, Step | DynamicCpStep):
@@ -71,9 +72,9 @@ def check_agreement(
 
 
 def _cut(step: Step[Any] | DynamicCpStep[Any]) -> list[tuple[bytes, PackedBatch | ForestBatch]]:
-    """The micro-batches of this rank by a name that all of its context-parallel ranks know; none where nothing is cut.
+    """This rank's micro-batches, each with a name that all its context-parallel ranks know; none if nothing is cut.
 
-    Whether there are any is the same on all ranks that have the same plan and layout.
+    Ranks with the same plan and layout either all have some or all have none.
     """
     packed = [batch for batch in step.micro_batches if isinstance(batch, PackedBatch | ForestBatch)]
     if len(packed) < len(step.micro_batches) or not packed:

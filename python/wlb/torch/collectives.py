@@ -23,7 +23,7 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device | str) -> t
 
     Args:
         group: None for all ranks.
-        device: of the backend that is asked.
+        device: Device whose backend is asked.
     """
     group = group or dist.distributed_c10d._get_default_group()
     try:

@@ -9,8 +9,8 @@ import wlb
 from wlb._core import PEAK_FLOPS
 from wlb._errors import error
 
-# Dense bf16 tensor-core peak of one GPU, FLOP/s, from NVIDIA's data sheets. Of the entries whose words are all among
-# those of the driver's name, the longest counts.
+# # Dense bf16 tensor-core peak of one GPU, FLOP/s, from NVIDIA's data sheets. An entry fits if all its words are in the
+# # driver's name of the GPU; the longest entry that fits counts.
 PEAK_BF16 = {
     **{generation.upper(): peak for generation, peak in PEAK_FLOPS.items()},
     "GB200": 2.5e15,
@@ -22,24 +22,24 @@ PEAK_BF16 = {
 }
 
 
-# What `CostModel.from_flops` takes beside the shape: it would no longer count model FLOPs.
+# # Arguments of `CostModel.from_flops` that are no part of the shape: with them it would not count model FLOPs.
 _NO_SHAPE = ("attention_efficiency", "flops_per_second", "recompute", "passes")
 
 
 def model_flops(lengths: ArrayLike, model: wlb.ModelConfig | None = None, **shape: int | bool | None) -> float:
     """FLOPs of one training step over whole documents, as MFU counts them: three times those of the forward pass.
 
-    From the sums of ``d`` and of ``d * (d + 1) / 2``, causal half, never from `max_seqlen`, which overstates. What a
-    kernel recomputes in its backward pass is no model FLOP (a `wlb.CostModel` for packing does count it).
+    Counted from the sums of ``d`` and of ``d * (d + 1) / 2`` (causal half), never from `max_seqlen`, which overstates.
+    FLOPs that a kernel recomputes in its backward pass are not model FLOPs (a `wlb.CostModel` for packing counts them).
 
     Args:
         lengths: int[documents], tokens of each document of the step.
         model: its layers of any kind: windows, chunks, states and experts are counted as what they are.
-        **shape: instead of it, of a model of equal layers, as in `wlb.CostModel.from_flops`: `hidden_size`,
+        **shape: instead of `model`, for equal layers: the arguments of `wlb.CostModel.from_flops`: `hidden_size`,
             `ffn_hidden_size`, `num_layers`, `num_heads`, `num_kv_heads`, `vocab_size`, ...
 
     Raises:
-        WlbError: as `wlb.CostModel.from_flops`; for its arguments that are no shape; for a model and a shape.
+        WlbError: as `wlb.CostModel.from_flops`; for arguments that are no shape; for both a model and a shape.
     """
     if model is not None:
         for name, value in shape.items():
@@ -52,7 +52,7 @@ def model_flops(lengths: ArrayLike, model: wlb.ModelConfig | None = None, **shap
 
 
 def peak_flops(device: torch.device | str | None = None) -> float | None:
-    """Peak dense bf16 FLOP/s of a CUDA device by its name; None if it is not known, as of a MIG slice."""
+    """Peak dense bf16 FLOP/s of a CUDA device by its name; None if unknown, also for a MIG slice."""
     if not torch.cuda.is_available():
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()
@@ -63,7 +63,7 @@ def peak_flops(device: torch.device | str | None = None) -> float | None:
 
 
 def model_flops_utilization(flops: float, *, seconds: float, num_devices: int, peak: float | None) -> float:
-    """MFU: model FLOPs of a step over what its devices could have done meanwhile.
+    """MFU: model FLOPs of a step over the FLOPs that its devices could have computed in that time.
 
     Args:
         flops: of the whole step, over all ranks (`model_flops`).

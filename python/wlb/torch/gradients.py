@@ -1,8 +1,9 @@
-"""Gradients of a global batch are added up over its ranks: each wrapper of a model is told so, or refused.
+"""Makes every wrapper of a model add gradients up over the ranks of a global batch, or refuses the wrapper.
 
-Every data-parallel wrapper averages by default. Each rank of `token_normalized_loss` already holds its share of the
-mean over all tokens, so that an average would be too small by the number of ranks, and in silence: Adam hardly sees it,
-while clipping, weight decay and a change of the number of ranks do.
+Every data-parallel wrapper averages by default. But each rank of `token_normalized_loss` holds its share of the mean
+over
+all tokens, so an average would be too small by the number of ranks. Nothing would show it: Adam hardly notices, while
+clipping, weight decay and a change of the number of ranks do.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from wlb.torch.data.step import Step
 from wlb.torch.groups import ranks_of_step
 from wlb.torch.lazy import dtensor, fsdp1, fsdp2
 
-# Wrappers of other libraries, by the module that their classes are from, and how to get the sum from them.
+# # Wrappers of other libraries, by the module of their classes, and the way to add gradients up with each.
 _FOREIGN: Final = {
     "deepspeed.runtime": "DeepSpeed divides by the data-parallel ranks and by gradient_accumulation_steps: multiply "
     "the loss by both, and do not call sum_gradients",
@@ -43,14 +44,14 @@ _ANOTHER: Final = (
     "use DistributedDataParallel or fully_shard instead; or, if it averages over n ranks, multiply the loss by n, and "
     "do not call sum_gradients"
 )
-# What Lightning's strategies wrap a LightningModule in, once `fit` has begun.
+# # Wrappers that Lightning's strategies put around a LightningModule once `fit` has begun.
 _STRATEGIES: Final[dict[str, str | None]] = {
     "SingleDeviceStrategy": None,
     "ModelParallelStrategy": None,  # fully_shard, by the LightningModule itself
     "DDPStrategy": "DistributedDataParallel",
     "FSDPStrategy": "FullyShardedDataParallel",
 }
-# Where `fully_shard` and FullyShardedDataParallel keep by what they divide.
+# # Attributes of `fully_shard` and FullyShardedDataParallel that hold the divisor of gradients.
 _REDUCTION: Final = ("gradient_divide_factor", "force_sum_reduction_for_comms")
 _DIVISORS: Final = ("_gradient_predivide_factor", "_gradient_postdivide_factor")
 # Communication hooks of DDP that average as it does without one.
@@ -58,7 +59,7 @@ _AVERAGING: Final = (allreduce_hook, fp16_compress_hook, bf16_compress_hook)
 
 
 def sum_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Makes a wrapped model add gradients up over ranks, where it averages by default.
+    """Makes a wrapped model add gradients up over ranks, instead of averaging them.
 
     With `token_normalized_loss` the gradients are then those of the mean over all tokens of the global batch, however
     many ranks there are and however unequal their shares. Call it once, after wrapping and before the first backward
@@ -69,12 +70,12 @@ def sum_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
 
     - `DistributedDataParallel`: every gradient is multiplied by the number of ranks before it is accumulated, since DDP
       divides by it. That holds with and without `no_sync`, with `static_graph`, `gradient_as_bucket_view`, unused
-      parameters and compressed communication. (A communication hook that adds up instead would add up again what is
-      already accumulated, wherever a step has several backward passes without `no_sync`.)
+      parameters and compressed communication. (Not with a communication hook that adds up: in a step with several
+      backward passes without `no_sync`, it would add up again the gradients that are already accumulated.)
     - `FullyShardedDataParallel`: its two divisors become 1, also with hybrid sharding; with `NO_SHARD`, as under DDP.
     - `fully_shard`, also over a 2-D mesh: it divides by 1, and reduces with a sum.
-    - A model without a wrapper: nothing, for nothing is divided. Between several ranks nobody exchanges its gradients
-      either: call `all_reduce_gradients` before each optimizer step.
+    - A model without a wrapper: nothing changes, since nothing is divided. With several ranks nobody exchanges its
+      gradients either: call `all_reduce_gradients` before each optimizer step.
 
     Wrappers are found anywhere inside `model`, also under `torch.compile`.
 
@@ -87,8 +88,9 @@ def sum_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
     micro-batches of a step in one `training_step`, or set `automatic_optimization = False`. Fabric: give it what
     `setup` returned.
 
-    What is not visible from here: Horovod (its optimizer averages, unless made with `op=hvd.Sum`), communication hooks
-    registered later, and wrappers put around the model after this call.
+    This function cannot see Horovod (whose optimizer averages, unless made with `op=hvd.Sum`), communication hooks that
+    are
+    registered later, and wrappers that are put around the model after this call.
 
     Args:
         model: the outermost wrapper, or a module with wrapped ones inside. Parameters keep their hooks when they are
@@ -97,8 +99,8 @@ def sum_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
 
     Raises:
         WlbError: a wrapper exchanges gradients between other ranks than `group`, or leaves parameters out; a wrapper is
-            not known, or has a communication hook of which it is not known whether it averages; `model` is inside a
-            wrapper; a trainer divides the loss as well. Nothing has changed then.
+            unknown, or has a communication hook that may or may not average; `model` is inside a wrapper; a trainer
+            divides the loss as well. In all these cases nothing was changed.
 
     Complexity:
         Under DDP each backward pass writes every gradient once more; otherwise nothing.
@@ -165,12 +167,12 @@ def check_wrappers(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
 def all_reduce_gradients(
     model: nn.Module, step: Step[Any] | DynamicCpStep[Any], *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Adds gradients up over ranks, for a model that nothing is wrapped around; once before each optimizer step.
+    """Adds gradients up over ranks, for a model without a wrapper; call it once before each optimizer step.
 
     Args:
-        model: the same on every rank. A parameter that has no gradient here counts as 0, for another rank may have one.
-        step: the step whose gradients they are; it knows how many ranks share it.
-        group: these ranks, data- and context-parallel; None for all.
+        model: the same model on every rank. A parameter without a gradient counts as 0, since other ranks may have one.
+        step: the step of the gradients; it knows how many ranks share it.
+        group: the ranks that share the step, data- and context-parallel; None for all.
 
     Raises:
         WlbError: another number of ranks shares the step; the model has a wrapper, which exchanges gradients by
@@ -202,7 +204,7 @@ def all_reduce_gradients(
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Takes back what `sum_gradients` changes meanwhile: hooks of parameters, divisors and kinds of reduction."""
+    """Undoes the changes of `sum_gradients` afterwards: hooks of parameters, divisors and kinds of reduction."""
     handles = [module._handle for module in model.modules() if isinstance(module, fsdp1())]
     flat = [handle.flat_param for handle in handles if handle is not None]
     hooks = [(each, each._backward_hooks, dict(each._backward_hooks or {})) for each in [*model.parameters(), *flat]]
@@ -221,7 +223,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
-    """Without what `sum_gradients` multiplies by: a backward pass of the bare model leaves its own gradients."""
+    """Turns off the factors of `sum_gradients`: a backward pass of the bare model then leaves its own gradients."""
     with unchanged(model):
         for parameter in model.parameters():
             hooks = parameter._backward_hooks or {}
@@ -231,7 +233,7 @@ def as_written(model: nn.Module) -> Iterator[None]:
 
 
 def _settings(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Attributes of wrappers that decide by what gradients are divided."""
+    """Attributes of wrappers that decide the divisor of gradients."""
     for module in model.modules():
         if isinstance(module, fsdp2()):
             yield from ((group, name) for group in _param_groups(module) for name in _REDUCTION)
@@ -240,10 +242,10 @@ def _settings(model: nn.Module) -> Iterator[tuple[Any, str]]:
 
 
 def exchanges_gradients(model: nn.Module) -> bool:
-    """Whether a data-parallel wrapper is around the model, or somewhere inside.
+    """Whether a data-parallel wrapper is around the model, or somewhere inside it.
 
     Raises:
-        WlbError: There is one that is not known.
+        WlbError: A wrapper is unknown.
     """
     return any(_change(module) is not None for module in model.modules())
 
@@ -254,7 +256,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 class _Multiplied:
-    """A hook of a parameter: its gradient, times a number, on the way to where it is accumulated."""
+    """A hook of a parameter that multiplies its gradient on the way to where it is accumulated."""
 
     __torch_unserializable__ = True  # torch.save need not warn that it is left out
 
@@ -266,9 +268,10 @@ class _Multiplied:
 
 
 def _multiply(parameters: Iterable[Tensor], factor: int) -> None:
-    """Multiplies each gradient by the factor when a backward computes it, so once, before it is added to the others.
+    """Multiplies each gradient by the factor when a backward pass computes it, before it is added to the others.
 
-    What is accumulated may be averaged over ranks more than once (in every micro-batch), and could not be corrected.
+    Accumulated gradients may be averaged over ranks several times (in every micro-batch), so they could not be
+    corrected.
     """
     if factor == 1:
         return
@@ -282,7 +285,7 @@ def _change(module: nn.Module) -> Callable[[], None] | None:
     """The change that makes one wrapper add up gradients; None if the module is no wrapper.
 
     Raises:
-        WlbError: It is a wrapper of which that is not known.
+        WlbError: It is a wrapper whose division is unknown.
     """
     if isinstance(module, fsdp2()):
         return _fully_shard(module)
@@ -300,7 +303,7 @@ def _change(module: nn.Module) -> Callable[[], None] | None:
 
 
 def _exchanged_over(module: Any) -> tuple[list[list[int]], bool]:
-    """Ranks between which a wrapper exchanges gradients, as the axes of a grid; and whether these are experts."""
+    """Ranks between which a wrapper exchanges gradients, as the axes of a grid; whether it wraps experts."""
     if isinstance(module, fsdp2()):
         meshes = {id(group.mesh_info.mesh): group.mesh_info.mesh for group in _param_groups(module)}
         grids = [mesh.mesh.flatten().tolist() for mesh in meshes.values()]  # none where others hold all parameters
@@ -341,7 +344,7 @@ def _fsdp1(module: Any) -> Callable[[], None]:
         raise _unknown(module, fix)
     handle = module._handle
     if handle is not None and not handle.uses_sharded_strategy:
-        # It averages what has been accumulated again after each backward pass, like DDP.
+        #         # Like DDP, it averages accumulated gradients again after each backward pass.
         return lambda: _multiply([handle.flat_param], module.process_group.size())
 
     def change() -> None:
@@ -400,9 +403,9 @@ def _check_accelerate() -> None:
 
 
 def _check_outermost(model: nn.Module) -> None:
-    """Refuses what is inside a wrapper, `ddp.module` for one: it would look like a model that nobody wrapped.
+    """Refuses a module inside a wrapper, such as `ddp.module`: it would look like a model without a wrapper.
 
-    A module does not know what it is inside of, so all that is alive is looked through, once in a run.
+    A module does not know its wrapper, so all living modules are searched, once in a run.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -417,7 +420,7 @@ def _check_outermost(model: nn.Module) -> None:
 
 
 def _unwrapped(model: nn.Module) -> list[nn.Module]:
-    """The model and what `torch.compile` and data-parallel wrappers have inside, outermost first."""
+    """The model and the modules inside `torch.compile` and data-parallel wrappers, outermost first."""
     result = [model]
     while True:
         inner = getattr(result[-1], "_orig_mod", None)

@@ -61,14 +61,14 @@ def data_and_context(mesh: DeviceMesh) -> DeviceMesh:
 def ranks_of_step(step: Any, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
     """The ranks that share a step, data- and context-parallel; None for one process without process groups.
 
-    Whatever adds up over a step's ranks takes its group from here.
+    All functions that add up over a step's ranks take their group from here.
 
     Args:
         step: a `Step` or a `DynamicCpStep`.
         group: the ranks that should share it; None for all.
 
     Raises:
-        WlbError: another number of ranks shares the step. The same on every rank, before any communication.
+        WlbError: another number of ranks shares the step. Raised on every rank, before any communication.
     """
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
@@ -85,8 +85,9 @@ def ranks_of_step(step: Any, group: dist.ProcessGroup | None = None) -> dist.Pro
 def expert_ranks(mesh: DeviceMesh, *, ep: int) -> DeviceMesh:
     """The dp x cp ranks as "edp" x "ep": neighbours divide a layer's experts, and those with the same ones add up.
 
-    As in Megatron-Core and torchtitan expert parallelism needs no ranks of its own. Attention knows nothing of it, so
-    the ranks of an ep group may have different documents, or parts of the same ones.
+    As in Megatron-Core and torchtitan, expert parallelism needs no ranks of its own. Attention does not depend on it,
+    so
+    the ranks of an ep group may have different documents, or parts of the same documents.
 
     Args:
         mesh: from `build_mesh`.
@@ -110,13 +111,14 @@ def expert_ranks(mesh: DeviceMesh, *, ep: int) -> DeviceMesh:
 
 
 class ContextParallelGroups:
-    """Context-parallel groups of every power of two over the dp x cp ranks: what a CP size per micro-batch needs.
+    """Context-parallel groups of every power of two over the dp x cp ranks, for plans with a CP size per micro-batch.
 
     A group of size `s` is an aligned run of `s` neighbours: ranks ``[i * s, (i + 1) * s)`` of the dp x cp ranks of one
     (pp, tp) position. Where `s` does not divide their number, the last ranks have no group of that size.
 
-    Other groups, of plans with ``group_sizes="any"``, are made by their ranks when a micro-batch first has them, and
-    kept: a communicator each, so a job that meets many of them needs the memory.
+    Other groups, of plans with ``group_sizes="any"``, are made by their ranks when a micro-batch needs them for the
+    first
+    time, and kept. Each is a communicator, so a job with many of them needs memory for them.
 
     Args:
         mesh: from `build_mesh`.
@@ -153,7 +155,7 @@ class ContextParallelGroups:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The CP sizes there are, ascending."""
+        """The available CP sizes, ascending."""
         return tuple(self._group)
 
     def ranks(self, cp_size: int) -> tuple[tuple[int, ...], ...]:
@@ -170,7 +172,7 @@ class ContextParallelGroups:
         """The group of that size that this rank belongs to.
 
         Raises:
-            WlbError: for a size that there is not, or when this rank is in no group of that size.
+            WlbError: no group has that size, or this rank is in none of them.
         """
         runs = self.ranks(cp_size)
         group = self._group[cp_size]
@@ -181,15 +183,18 @@ class ContextParallelGroups:
         return group
 
     def of(self, batch: PackedBatch) -> dist.ProcessGroup | None:
-        """The group of a micro-batch whose plan chose one, as attention takes it; None for one rank alone.
+        """The group of a micro-batch whose plan chose one, for attention; None for a single rank.
 
-        A process group cannot come from a loader's worker or another thread's plan: the micro-batch names its ranks,
-        and the process that trains it looks them up here. The first time that they are no aligned power of two, they
-        make their group: a collective of them alone. All ranks take the micro-batches of a plan in one order, so none
+        A process group cannot be passed from a loader's worker or a planning thread. So the micro-batch names its
+        ranks,
+        and the training process looks the group up here. For ranks that are no aligned power of two, the first call
+        makes
+        their group, a collective of these ranks alone. All ranks take the micro-batches of a plan in the same order, so
+        no rank waits for another's.
         waits for another's.
 
         Raises:
-            WlbError: for a micro-batch whose ranks are not all here, or that is another rank's.
+            WlbError: the micro-batch belongs to another rank, or some of its ranks are not in this mesh.
         """
         first, size = batch.cp_first_rank, batch.cp_size
         me = self._stage.index(dist.get_rank())

@@ -1,4 +1,4 @@
-"""Layers in which a token learns from more than the tokens before it, by kind."""
+"""Finds layers in which a token depends on more than the tokens before it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NUMBERS_AHEAD: Final = ("mtp_num_layers", "num_mtp_layers", "num_nextn_predict_
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether it carries a state along a row."""
+    """Whether a module carries a state along a row."""
     name = type(module).__name__.lower()
     return isinstance(module, nn.RNNBase) or any(word in name for word in _RECURRENT)
 
 
 def has_batch_statistics(module: nn.Module) -> bool:
-    """Whether it takes statistics of whole rows in this mode."""
+    """Whether a module takes statistics of whole rows in its present mode."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
 
 
@@ -37,10 +37,11 @@ def with_configs(module: nn.Module) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def against_forests(model: nn.Module) -> str:
-    """Why a model cannot run a forest, the way out included; empty if nothing is known against it.
+    """The reason why a model cannot run a forest, and the way out; empty if none is known.
 
-    Samples that share a token may share what a layer makes of it only where that depends on the tokens before it on
-    its path, and on nothing else.
+    Samples can share a layer's result for a token only if that result depends on the tokens before it on its path and
+    on
+    nothing else.
 
     Complexity:
         O(modules).
@@ -55,7 +56,7 @@ def against_forests(model: nn.Module) -> str:
 
 
 def check_forest(model: nn.Module, argument: str = "model") -> None:
-    """Refuses a model in which a shared token would be another one than in each of its samples.
+    """Refuses a model in which a shared token would get another result than in each of its samples.
 
     Raises:
         wlb.WlbError: It names the layer, its kind and the way out.
@@ -65,9 +66,9 @@ def check_forest(model: nn.Module, argument: str = "model") -> None:
 
 
 def _against(module: nn.Module, seen: set[tuple[int, bool]]) -> str:
-    """Why it cannot run a forest; empty if nothing is known against it.
+    """The reason why a module cannot run a forest; empty if none is known.
 
-    `seen` has the configurations that were looked at, in training mode and not: modules share them.
+    `seen` has the configurations that were checked, for training mode and not, because modules share them.
     """
     name = type(module).__name__.lower()
     if is_recurrent(module) or isinstance(module, nn.RNNCellBase):

@@ -1,4 +1,4 @@
-"""Parts of torch that take long to import, and that most trainers never load."""
+"""Parts of torch that are slow to import and that most trainers never load."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def loaded(module: str, *names: str) -> tuple[type[Any], ...]:
-    """Classes for `isinstance`, or none if their module was not imported: then no object can be an instance of them.
+    """Classes for `isinstance`; none if their module was never imported, since then no object is an instance of them.
 
     Args:
-        module: the name under which it is imported.
-        names: of its classes.
+        module: name of the module.
+        names: names of its classes.
     """
     found = sys.modules.get(module)
     return () if found is None else tuple(getattr(found, name) for name in names)
@@ -54,7 +54,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def not_compiled(function: F) -> F:
-    """`torch.compiler.disable`, which imports the compiler at once: here only where somebody compiles."""
+    """`torch.compiler.disable`, which would import the compiler at once; here it is imported only by a compiled run."""
     disabled = _disable_dynamo(function)
 
     @functools.wraps(function)

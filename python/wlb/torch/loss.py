@@ -1,4 +1,4 @@
-"""A loss that does not depend on how documents were packed: every token of the global batch counts the same."""
+"""A loss that does not depend on packing: every token of the global batch has the same weight."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def token_normalized_loss(
     Args:
         logits: float[tokens, vocabulary]; may have 0 tokens. Computed in fp32, of float64 in
             float64.
-        labels: int64[tokens], `ignore_index` where there is nothing to predict. Or the `ForestBatch` that the logits
-            are of: each of its edges counts in as many samples as predict it.
-        num_valid_tokens: labels that count in the whole global batch (`count_valid_tokens`). 0 if it has none:
-            then the loss and its gradients are 0, so that a rank may run such a batch with the others, and the
-            optimizer is not to step. A tensor is not looked at, for that would wait for the device.
+        labels: int64[tokens], `ignore_index` for tokens without a label. Or the `ForestBatch` of the logits: then an
+            edge counts once for each sample that predicts it.
+        num_valid_tokens: number of labels that count in the whole global batch (`count_valid_tokens`). If it is 0, the
+            loss and its gradients are 0, so that a rank can run such a batch with the others; do not step the optimizer
+            then. The value of a tensor is not read, since that would wait for the device.
         ignore_index: as in `torch.nn.functional.cross_entropy`.
-        weights: float[tokens], by which the loss of each label is multiplied: `batch.columns.get("loss_weights")`. The
-            sum is divided by the number of labels all the same.
+        weights: float[tokens], factor of each label's loss: `batch.columns.get("loss_weights")`. The sum is still
+            divided by the number of labels.
 
     Returns:
-        A scalar, float32; of float64 logits float64.
+        A scalar, float32 (float64 for float64 logits).
 
     Raises:
         WlbError: for shapes that do not fit, an int below 0, or 0 where a label counts.
@@ -74,7 +74,7 @@ def token_normalized_loss(
             raise error("weights", f"has shape {shape}: must be [{labels.shape[0]}], as labels", value=shape)
         losses = F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="none")
         total = (losses * weights.to(wide.dtype)).sum()
-    # Without labels the sum is 0, whatever it is divided by, but 0 / 0 is not.
+    #     # Without labels the sum is 0; divide by at least 1, since 0 / 0 is NaN.
     at_least_1 = num_valid_tokens.clamp(min=1) if isinstance(num_valid_tokens, Tensor) else max(num_valid_tokens, 1)
     return total / at_least_1
 
@@ -96,10 +96,11 @@ def count_valid_tokens(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Labels that count in a global batch, each once, on all ranks that share it.
+    """Number of labels that count in a global batch, each once, over all ranks that share it.
 
-    The same number on every rank, so all of them see together that there is nothing to train: documents of one token,
-    or masked prompts only. An optimizer that steps then still decays weights and moves by its momentum::
+    Every rank gets the same number, so all of them notice together if there is nothing to train (documents of one
+    token,
+    or masked prompts only). An optimizer step would then still decay weights and move by its momentum::
 
         ranks = wt.data_and_context(mesh).get_group()
         valid = count_valid_tokens(step, group=ranks)
@@ -107,9 +108,10 @@ def count_valid_tokens(
             continue  # on every rank; say so in the log
 
     Args:
-        step: what a loader gave. Its micro-batches are `PackedBatch` or `ForestBatch`, of which the first
-            context-parallel rank counts the labels, those of a forest once for each sample; or mappings with `labels`,
-            of one context-parallel rank.
+        step: a step from a loader. Its micro-batches are `PackedBatch` or `ForestBatch`: the first context-parallel
+            rank
+            counts their labels, those of a forest once for each sample. Or they are mappings with `labels`, on one
+            context-parallel rank.
         group: the ranks that share the step, data- and context-parallel; None for all.
 
     Returns:
@@ -145,10 +147,10 @@ def count_valid_tokens(
 
 
 def _labels(batch: Any) -> int:
-    """Labels that this rank counts of a micro-batch; its other context-parallel ranks count none.
+    """Number of labels that this rank counts for a micro-batch; its other context-parallel ranks count none.
 
     Raises:
-        WlbError: It has none that are known here.
+        WlbError: It has no labels in a known form.
     """
     if isinstance(batch, PackedBatch | ForestBatch):
         return batch.num_valid_tokens if batch.cp_rank == 0 else 0

@@ -14,31 +14,32 @@ Write = Callable[[dict[str, float], int], Any]
 
 
 class StepMetrics:
-    """Figures of each step's plan, and of what waits.
+    """Figures of each step's plan and of the waiting documents.
 
         metrics = StepMetrics(loader, SummaryWriter())
         for step in loader:
             ...                              # forward, backward, optimizer
             metrics.end_step(step)           # every rank
 
-    | name | what |
+    | name | meaning |
     | --- | --- |
-    | `imbalance` | heaviest over mean micro-batch, by the plan's costs; of ranks with Dynamic-CP and with `dp_size` |
-    | `padding` | part of the step's tokens that fills micro-batches up, where there are such |
-    | `lost_time` | sum of the heaviest over sum of the means of all steps so far: what waiting costs the run |
+    | `imbalance` | heaviest over mean micro-batch, by the plan's costs; over ranks with Dynamic-CP and with `dp_size` |
+    | `padding` | padding as a share of the step's tokens, if micro-batches are padded |
+    | `lost_time` | sum of the heaviest over sum of the means of all steps so far: the run's time lost to waiting |
     | `step_work` | the step's work over the mean of the steps so far |
-    | `tokens` | of the step, on all ranks |
-    | `delay_mean`, `delay_max` | steps that tokens waited so far, the mean and the longest |
+    | `tokens` | tokens of the step, on all ranks |
+    | `delay_mean`, `delay_max` | steps that tokens waited so far: mean and longest |
     | `backlog_tokens` | tokens that wait after the step |
-    | `planning_ms` | what its plan took |
+    | `planning_ms` | time to plan the step |
 
-    Nothing here communicates or waits for a device. What micro-batches really took is told by `CostTracker`.
+    Nothing here communicates or waits for a device. `CostTracker` reports the measured times of micro-batches.
 
     Args:
-        loader: What gives the steps: its `metrics()` knows the delays. None: no delays.
-        sinks: Where lines go on this rank: a TensorBoard `SummaryWriter`, a Weights & Biases run (or the module), one
-            of Lightning's loggers, an `Accelerator`, or a function of a dictionary and the number of the step. On other
-            ranks give none.
+        loader: The loader of the steps: its `metrics()` knows the delays. None: no delays.
+        sinks: Destinations of lines on this rank: a TensorBoard `SummaryWriter`, a Weights & Biases run (or the
+            module), a
+            Lightning logger, an `Accelerator`, or a function of a dictionary and the number of the step. Pass none on
+            other ranks.
         every: Steps between two lines.
 
     Raises:
@@ -103,10 +104,11 @@ class StepMetrics:
 
 
 def _of_plan(plan: wlb.Packing | wlb.ForestPlan | wlb.DynamicCpPlan) -> tuple[float, float, float, int]:
-    """Work of the heaviest and of the mean micro-batch (or rank), of all, and tokens.
+    """Work of the heaviest and of the mean micro-batch (or rank), total work, and tokens.
 
-    Where documents bring costs in columns, each column has a heaviest: these together, as in `Packing.imbalance`. Of a
-    plan for ranks it is what makes their step as long as it is: `Packing.rank_imbalance` times the mean.
+    If documents bring costs in columns, the heaviest is the sum of each column's heaviest, as in `Packing.imbalance`.
+    For
+    a plan for ranks it is the work that decides the time of the step: `Packing.rank_imbalance` times the mean.
     """
     if isinstance(plan, wlb.Packing):
         costs = plan.costs

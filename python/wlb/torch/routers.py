@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts learn from the tokens of documents, not from what fills rows up."""
+"""Makes routers of mixtures of experts learn from the tokens of documents and not from padding."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def real_tokens(model: nn.Module, batch: PackedBatch) -> Iterator[None]:
     """Tells the routers of a Hugging Face model which tokens of a row are those of documents.
 
     A model with `output_router_logits` in its configuration adds a loss that balances its experts over all tokens of
-    the row: also over padding (`multiple_of_tokens`, `token_buckets`) and over the one token of an empty micro-batch.
-    Within this context the loss is that of the documents' tokens alone; of a row without documents it is 0.
-    `train_step` and the adapters of trainers do this by themselves. A loop of your own::
+    the row, including padding (`multiple_of_tokens`, `token_buckets`) and the one token of an empty micro-batch. Inside
+    this context the loss covers only the documents' tokens; for a row without documents it is 0. `train_step` and the
+    adapters of trainers do this by themselves. In a loop of your own::
 
         with wt.real_tokens(model, batch):
             loss = model(**batch.as_hf()).loss
@@ -35,7 +35,7 @@ def real_tokens(model: nn.Module, batch: PackedBatch) -> Iterator[None]:
         batch: What the model is called with, as `batch.as_hf()`.
 
     Raises:
-        wlb.WlbError: The row has padding, and the model a loss of its routers that nobody can tell of it.
+        wlb.WlbError: The row has padding, and the model has a router loss from which padding cannot be left out.
 
     Complexity:
         O(modules) for a row with padding; O(1) for one without.

@@ -17,11 +17,12 @@ _TIED: dict[str, WeakSet[TiedWeights]] = {}
 
 
 class TiedWeights:
-    """One weight that several stages of a pipeline hold a copy of: the copies stay equal.
+    """One weight of which several pipeline stages hold a copy: keeps the copies equal.
 
-    Each stage computes the gradient of its own copy. The gradient of the weight is their sum, without which the copies
-    drift apart, in silence. Every rank of the pipeline makes one, after wrapping, and calls it after the backward of
-    each step::
+    Each stage computes the gradient of its own copy, but the gradient of the weight is the sum of these. Without the
+    sum
+    the copies drift apart, unnoticed. Every rank of the pipeline makes one, after wrapping, and calls it after the
+    backward pass of each step::
 
         first, last = stage.is_first, stage.is_last
         tied = wt.TiedWeights(
@@ -32,8 +33,8 @@ class TiedWeights:
             tied.all_reduce_gradients()  # before clipping and the optimizer
             optimizer.step()
 
-    Making it copies the weight of the first stage that has it to the others. A norm over all stages counts the weight
-    once for each copy: leave it out on all stages but `is_first`.
+    The constructor copies the weight of the first stage that has it to the others. A norm over all stages counts the
+    weight once for each copy: leave it out on all stages but `is_first`.
 
     Args:
         parameter: this rank's copy, plain or sharded by `fully_shard`, which has to be the same on all stages; None on
@@ -90,9 +91,9 @@ class TiedWeights:
 
 
 def is_tied(group: dist.ProcessGroup | None, stages: Iterable[nn.Module]) -> bool:
-    """Whether a weight of this rank's stages is said to be shared with others of the pipeline, by what still lives.
+    """Whether a living `TiedWeights` says that a weight of this rank's stages is shared in the pipeline.
 
-    A rank without a copy has nothing to say.
+    Always True on a rank without a copy, which cannot know.
     """
     ours = {id(parameter) for stage in stages for parameter in stage.parameters()}
     said = [tied._parameter for tied in of_pipeline(group)]

@@ -24,14 +24,14 @@ from wlb._errors import check_integer, error
 from wlb._shown import explained
 
 Span: TypeAlias = float | tuple[Any, Any]
-"""Seconds by the clock, or the events of a device around them."""
+"""Seconds by the clock, or the device events before and after."""
 
 _off_duty: ContextVar[bool] = ContextVar("off_duty", default=False)
 
 
 @contextmanager
 def untimed() -> Iterator[None]:
-    """Calls of a model in here are no micro-batches of a step: hooks of a `StepTimer` leave them alone."""
+    """Inside this context, calls of a model are not counted as micro-batches by the hooks of a `StepTimer`."""
     before = _off_duty.set(True)
     try:
         yield
@@ -48,7 +48,7 @@ class TimedStep:
         number: The step, as it was named, or counted from 0.
         seconds: float64 [micro-batches of this rank]: forward and backward of each; NaN for one that was not timed.
         lengths: Tokens of the documents of each; empty where the step was ended without them.
-        ranks: How many context-parallel ranks shared each, of a dynamic plan; else empty.
+        ranks: Number of context-parallel ranks that shared each, for a dynamic plan; else empty.
     """
 
     number: int
@@ -63,18 +63,18 @@ class StepTimer:
     On CUDA it records two events around each part and reads them once they are complete, so that neither the device nor
     the host ever waits for it; elsewhere it reads the clock. One use costs some microseconds.
 
-    Three ways to tell it what belongs to a micro-batch, numbered from 0 in every step, in the order of
-    `step.micro_batches`:
+    A timer must know what belongs to a micro-batch; micro-batches are numbered from 0 in every step, in the order of
+    `step.micro_batches`. There are three ways:
 
-        with timer.micro_batch(index):    # in a loop of one's own, around forward and backward
+        with timer.micro_batch(index):    # in a loop of your own, around forward and backward
             ...
         timer.attach_stages(stages)       # stages of a pipeline, where forwards and backwards alternate
-        timer.attach(model)               # a loop of someone else's: hooks; the n-th forward is micro-batch n
+        timer.attach(model)               # hooks, for a loop that you do not own; the n-th forward is micro-batch n
 
-    And one call after each step: `timer.end_step(step)`. Then `timer.read()` gives the steps whose times are known.
+    Call `timer.end_step(step)` after each step. Then `timer.read()` returns the steps whose times are known.
 
-    What a micro-batch waits for inside its part counts as its time: the keys and values of a slower context-parallel
-    rank, say. Between pipeline stages the wait is outside.
+    Waiting inside a part counts as its time, for example for keys and values of a slower context-parallel rank. Waiting
+    between pipeline stages does not.
 
     Args:
         device: Where the micro-batches are computed; by default CUDA where there is one.
@@ -115,11 +115,11 @@ class StepTimer:
 
         Args:
             model: The outermost module, as the loop calls it.
-            optimizer: Ends the step by its own `step`, for loops that one cannot add a line to. Not with a
+            optimizer: Its `step` ends the timed step, for loops to which no line can be added. Not for use with a
                 `CostTracker`, which ends steps itself.
 
         Returns:
-            A function that takes the hooks off again.
+            A function that removes the hooks.
         """
         hooks = _Hooks(self, model)
         if optimizer is not None:
@@ -138,15 +138,15 @@ class StepTimer:
         return self._forwards - 1
 
     def end_step(self, step: Any = None, *, lengths: Sequence[ArrayLike] | None = None) -> None:
-        """Ends a step: what comes belongs to the next.
+        """Ends a step: later calls belong to the next.
 
         Args:
             step: A `Step` or `DynamicCpStep`, for its number and the lengths of its micro-batches.
-            lengths: Instead of it, int [documents] for each micro-batch, where a log is to be written.
+            lengths: Instead of `step`: int [documents] for each micro-batch, if a log is to be written.
 
         Raises:
-            WlbError: A micro-batch was timed that the step does not have, an attached optimizer has ended it, or it is
-                of a forest, whose nodes are no documents.
+            WlbError: A micro-batch was timed that the step does not have; an attached optimizer has ended the step
+                already; or the step is of a forest, whose nodes are no documents.
         """
         if self._optimizers:
             message = "is ended by the optimizer already: attach the model without it"
@@ -192,7 +192,7 @@ class StepTimer:
         return steps
 
     def write(self, path: str | os.PathLike[str]) -> int:
-        """Appends what `read` gives to a log that `wlb fit` reads: a JSON object a micro-batch. Gives their number.
+        """Appends the steps of `read` to a log for `wlb fit`, one JSON object a micro-batch. Returns their number.
 
         Raises:
             WlbError: A step was ended without the lengths of its micro-batches.

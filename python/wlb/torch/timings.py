@@ -1,4 +1,4 @@
-"""A plan by its parts that are timed, what these took on all ranks, and which rank is slower than its like."""
+"""The timed parts of a plan, their times on all ranks, and ranks that are slower than comparable ones."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from numpy.typing import NDArray
 import wlb
 from wlb._shown import explained
 
-_ROUNDING = 1e-9  # part of a predicted time below which a rest counts as 0
+_ROUNDING = 1e-9  # part of a predicted time below which a remainder counts as 0
 
 Plan: TypeAlias = wlb.Packing | wlb.DynamicCpPlan
 
 LEVELS = ("dp", "pp", "cp")
-"""Ranks that differ in this: replicas, pipeline stages, parts of the same documents."""
+"""Levels at which ranks are compared: replicas, pipeline stages, and ranks with parts of the same documents."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Documents that run together: a micro-batch, or what a group of ranks has in one.
+    """Documents that run together: a micro-batch, or the documents of one group of ranks in it.
 
     Attributes:
         lengths: Int [documents], tokens.
-        ranks: That share the pairs and tokens, each of them a part of every document.
-        first_rank: The first of them among the data x context ranks; None where the plan does not say who they are.
-        other: Seconds of it that are no cost of documents: what its ranks exchange.
+        ranks: Number of ranks that share the pairs and tokens; each has a part of every document.
+        first_rank: The first of these ranks among the data x context ranks; None if the plan does not say.
+        other: Seconds that are no cost of documents: the exchange between its ranks.
     """
 
     lengths: NDArray[np.integer[Any]]
@@ -43,7 +43,7 @@ class Part:
         """Seconds of each of the part's ranks, in the unit of the costs."""
         try:
             terms = cost_model.terms
-        except wlb.WlbError:  # measured tables have none
+        except wlb.WlbError:  # models from measured tables have no terms
             terms = {}
         documents = terms.get("documents", 0.0) * self.lengths.size
         shared = float(cost_model.cost(self.lengths).sum()) - documents if self.lengths.size else 0.0
@@ -55,8 +55,9 @@ class PlannedWork:
     """The parts of a plan.
 
     Attributes:
-        plan: Of a step.
-        parts: Micro-batches of a packing; of a dynamic plan the groups of each, micro-batch by micro-batch.
+        plan: The plan of a step.
+        parts: Micro-batches of a packing; for a dynamic plan the groups of each micro-batch, one micro-batch after
+            another.
     """
 
     plan: Plan
@@ -76,16 +77,18 @@ class PlannedWork:
         return cls(plan, tuple(parts))
 
     def parts_of(self, rank: int) -> NDArray[np.int64]:
-        """int64 [micro-batches]: the part that a data x context rank has of each, where the plan says who has what."""
+        """int64 [micro-batches]: this data x context rank's part in each micro-batch, if the plan says who has what."""
         return np.array([at for at, part in enumerate(self.parts) if 0 <= rank - (part.first_rank or 0) < part.ranks])
 
     def imbalance(self, cost_model: wlb.CostModel) -> float:
         """Time of the step over the time of perfectly even work; NaN without work.
 
-        Of a packing, the heaviest micro-batch over the mean; of one for ranks, the time of the slowest rank, or of the
-        slowest in every round, over that of the mean rank; their pipeline is left out. Of a dynamic plan the pipeline,
+        For a packing, the heaviest micro-batch over the mean. For a packing for ranks, the time of the slowest rank (or
+        of
+        the slowest in every round) over the mean rank, without the pipeline. For a dynamic plan, the time of the
+        pipeline,
         in which the ranks of a group wait for one another, over the documents' costs on the mean rank of all stages:
-        what ranks exchange, and where they wait for each other, counts as time, and not as work.
+        exchange and waiting count as time, not as work.
         """
         seconds = [part.seconds(cost_model) for part in self.parts]
         if isinstance(self.plan, wlb.Packing) and self.plan.dp_size is not None:
@@ -104,7 +107,7 @@ class PlannedWork:
 def median_error(cost_model: wlb.CostModel, rows: Iterable[tuple[Part, float]]) -> float:
     """Median relative error of costs, in any unit, over measured parts.
 
-    What ranks exchange is no cost, and neither is it in the seconds.
+    Exchange between ranks is neither in the costs nor in the seconds.
     """
     costs, seconds = np.array([(part.seconds(cost_model) - part.other, seconds) for part, seconds in rows]).T
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -118,11 +121,12 @@ class LevelReport:
     """Slowdown of one replica, stage or rank against the others, which no cost model of documents can explain.
 
     Attributes:
-        residual: How much longer the slowest took than the mean of its level, over the window: 0.03 is 3 %. Of dp: time
-            over what the fit predicts, replica by replica; of pp: stage by stage; of cp: rank by rank of a micro-batch.
-            Under dynamic plans, whose groups change, dp are the data x context ranks, one by one, and there is no cp.
-        drift: By how much that grew from the first half of the window to the second.
-        slowest: Which of the level it is.
+        residual: How much longer the slowest took than the mean of its level, over the window: 0.03 is 3 %. For dp,
+            each
+            replica's time over the prediction; for pp, each stage's; for cp, each rank's within a micro-batch. With
+            dynamic plans, whose groups change, dp compares the single data x context ranks, and there is no cp.
+        drift: Growth of the residual from the first half of the window to the second.
+        slowest: Index of the slowest in the level.
     """
 
     residual: float
@@ -131,7 +135,7 @@ class LevelReport:
 
 
 class RankPlace(NamedTuple):
-    """A rank's place in each level, and among the data x context ranks."""
+    """A rank's index in each level, and among the data x context ranks."""
 
     dp: int
     pp: int
@@ -144,9 +148,9 @@ class Measured(NamedTuple):
     """A part of a plan that all its ranks have measured.
 
     Attributes:
-        part: Which.
-        dp: The replica; of a dynamic plan the first of the data x context ranks.
-        seconds: float64 [pp, ranks that share it].
+        part: The part.
+        dp: Index of the replica; for a dynamic plan, of the first data x context rank.
+        seconds: float64 [pp, ranks that share the part].
     """
 
     part: Part
@@ -155,18 +159,18 @@ class Measured(NamedTuple):
 
     @property
     def whole(self) -> float:
-        """Seconds through the whole model: the slowest of the ranks that share it, and its stages one by one."""
+        """Seconds through the whole model: for each stage the slowest of the ranks that share the part, summed."""
         return float(self.seconds.max(axis=1).sum())
 
 
 @dataclass(frozen=True, eq=False)
 class TimedPlan:
-    """A step and what its parts took on every rank.
+    """A step and the times of its parts on every rank.
 
     Attributes:
-        work: Its plan.
-        times: float64 [ranks, micro-batches of a rank, 2]: which part of the plan, and its seconds.
-        ranks: Who measured.
+        work: The parts of its plan.
+        times: float64 [ranks, micro-batches of a rank, 2]: index of the part in the plan, and its seconds.
+        ranks: The ranks that measured.
     """
 
     work: PlannedWork
@@ -185,20 +189,20 @@ class TimedPlan:
                 else:
                     dp, place, shared_by = part.first_rank, rank.data - part.first_rank, part.ranks
                 _, cube = found.setdefault(int(index), (dp, np.zeros((stages, shared_by))))
-                # Tensor-parallel ranks do the same; NaN stays NaN.
+                #                 # Tensor-parallel ranks do the same work, so take the slowest; NaN stays NaN.
                 cube[rank.pp, place] = np.maximum(cube[rank.pp, place], seconds)
         for index, (dp, cube) in sorted(found.items()):
             if np.isfinite(cube).all() and (cube > 0).all():
                 yield Measured(self.work.parts[index], dp, cube)
 
     def rows(self) -> list[tuple[Part, float]]:
-        """Parts and their seconds, without what their ranks exchange."""
+        """Parts and their seconds, without the exchange between their ranks."""
         rows = [(measured.part, measured.whole - measured.part.other) for measured in self.measured()]
         return [row for row in rows if row[1] > 0]
 
 
 def level_reports(plans: list[TimedPlan], ranks: list[RankPlace], cost_model: wlb.CostModel) -> dict[str, LevelReport]:
-    """Compares the ranks of each level that has several."""
+    """Compares the ranks of each level that has more than one."""
     dynamic = any(isinstance(plan.work.plan, wlb.DynamicCpPlan) for plan in plans)
     sizes = {name: 1 + max(getattr(rank, name) for rank in ranks) for name in LEVELS}
     if dynamic:

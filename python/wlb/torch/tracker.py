@@ -1,4 +1,4 @@
-"""Costs fitted while training: ranks gather what micro-batches took, and all fit the same cost model."""
+"""Fits costs during training: ranks gather the times of micro-batches, and all fit the same cost model."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from wlb.torch.timing import StepTimer, TimedStep
 from wlb.torch.timings import LEVELS, LevelReport, PlannedWork, RankPlace, TimedPlan, level_reports, median_error
 
 MOST_SHARE_ERROR = 0.1
-"""Standard error of a term's share of all time above which a fit is a guess, and nobody should plan by it."""
+"""Largest standard error of a term's share of all time with which a fit is used; above it the fit is a guess."""
 
 
 @explained
 @dataclass(frozen=True)
 class CostUpdate:
-    """Result of one look at the timings, the same on every rank.
+    """Result of one fit to the timings, equal on every rank.
 
     Attributes:
-        step: Steps that were trained.
-        fit: The costs that the timings show; None if there were too few of them.
-        error_in_use: Median relative error of the costs in use over the same rows, times the factor that suits best.
-        problem: Why there is no fit, or why it is not good enough to plan by; "" for a good one.
-        imbalance: Mean imbalance of the steps since the last look, as the fitted costs show it.
-        believed: Mean imbalance of these steps as the costs in use show it.
-        levels: By "dp", "pp" and "cp", where there is more than one rank of it.
+        step: Number of steps that were trained.
+        fit: The fitted costs; None if there were too few timings.
+        error_in_use: Median relative error of the costs in use over the same rows, after the best common factor.
+        problem: Why there is no fit, or why it is not good enough to plan with; "" for a good one.
+        imbalance: Mean imbalance of the steps since the last update, by the fitted costs.
+        believed: Mean imbalance of these steps by the costs in use.
+        levels: Reports for "dp", "pp" and "cp", where there is more than one rank.
     """
 
     step: int
@@ -74,7 +74,7 @@ class CostUpdate:
 
 
 class CostTracker:
-    """Fits what documents cost to what the run itself measures.
+    """Fits the cost of documents to times that the run itself measures.
 
         tracker = wt.CostTracker(packer.cost_model, every=50, mesh=mesh)
         for number in range(steps):
@@ -88,28 +88,30 @@ class CostTracker:
                 packer.set_cost_model(update.cost_model)
                 tracker.cost_model = update.cost_model
 
-    After every `every` steps the ranks gather what their micro-batches took. All fit the same costs (`CostModel.fit`)
-    to the last four such gatherings.
-    `CostUpdate.cost_model` is None for a fit that explains the times no better than the costs in use, or whose shares
-    have a standard error of more than a tenth of all time. The tracker changes no plan: the caller decides. A loader
-    plans ahead of training. It changes its costs where it begins anew: make one whose packer has the new costs, and
-    `load_state_dict(step.state, allow_config_change=True)`.
+    After every `every` steps the ranks gather the times of their micro-batches, and all fit the same costs
+    (`CostModel.fit`) to the last four gatherings. `CostUpdate.cost_model` is None if the fit explains the times no
+    better
+    than the costs in use, or if a share has a standard error of more than a tenth of all time. The tracker changes no
+    plan: the caller decides. A loader plans ahead of training, so its costs cannot change meanwhile: make a new loader
+    whose packer has the new costs, and call `load_state_dict(step.state, allow_config_change=True)`.
 
-    Under a `DynamicCpLoader` groups of ranks that share documents are timed, and the imbalance is the step's way
-    through all micro-batches and stages (`DynamicCpPlan.step_seconds`) over the work of the mean rank. What the planner
-    was told that ranks exchange is taken off the times first.
+    With a `DynamicCpLoader`, groups of ranks that share documents are timed. The imbalance is then the step's time
+    through
+    all micro-batches and stages (`DynamicCpPlan.step_seconds`) over the work of the mean rank. Exchange between ranks,
+    as
+    the planner was told, is subtracted from the times first.
 
     Args:
-        cost_model: The costs that plans are made by now: `packer.cost_model`. The sizes of sliding windows and of
-            chunks that it has are those that are fitted.
-        every: Steps between two looks.
+        cost_model: The costs that plans use now: `packer.cost_model`. Its sizes of sliding windows and chunks are the
+            ones that are fitted.
+        every: Steps between two updates.
         mesh: From `build_mesh`, where ranks have other roles than data parallelism. All ranks call `step` together.
-        timer: Of this rank, if one is in use already.
+        timer: Timer of this rank, if one is in use already.
 
     Attributes:
         cost_model: The costs in use. Set it when plans change theirs, on all ranks at the same step.
         timer: Times the micro-batches of this rank.
-        updates: What the looks said, the latest 100.
+        updates: The latest 100 updates.
 
     Raises:
         WlbError: An argument makes no sense.
@@ -148,12 +150,11 @@ class CostTracker:
                 the `DynamicCpStep`, which has the rank instead.
 
         Returns:
-            What the timings said, in a step that looked at them.
+            The update, in a step that made one.
 
         Raises:
-            WlbError: The step's plan is none of wlb's; without a mesh, other ranks than all share the step; or ranks
-                differ, which are named: in the number of the step, the settings, the costs in use or those that were
-                fitted.
+            WlbError: The step has no plan of wlb; without a mesh, not all ranks share the step; or ranks differ in the
+                number of the step, the settings, the costs in use or the fitted costs, and are named.
         """
         plan = getattr(step, "packing", None) or getattr(step, "plan", None)
         if not isinstance(plan, wlb.Packing | wlb.DynamicCpPlan):
@@ -206,7 +207,7 @@ class CostTracker:
         return CostUpdate(self._steps, fit, imbalance=shown, believed=believed, levels=levels)
 
     def _gather(self) -> tuple[list[TimedPlan], list[RankPlace]]:
-        """Timings of all ranks since the last look, by step; those of a rank that are not known yet are missing."""
+        """Timings of all ranks since the last update, by step; timings that a rank does not know yet are missing."""
         numbers = sorted(self._plans)
         per_rank = max((self._mine[number].size for number in numbers), default=0)
         role = [0, 0, 0, 0] if self._mesh is None else [self._mesh[name].get_local_rank() for name in (*LEVELS, "tp")]
@@ -252,9 +253,9 @@ class CostTracker:
 
 
 def _local_attention(cost_model: wlb.CostModel, kind: str) -> tuple[int, ...]:
-    """Sizes of the sliding windows ("window") or chunks ("chunk") that a model's layers have, as its costs tell.
+    """Sizes of the sliding windows ("window") or chunks ("chunk") in the terms of a cost model.
 
-    Measured tables tell none: their rates of attention hold for all layers together.
+    Measured tables have none: their rates of attention hold for all layers together.
     """
     try:
         names = cost_model.terms
@@ -265,7 +266,7 @@ def _local_attention(cost_model: wlb.CostModel, kind: str) -> tuple[int, ...]:
 
 
 def _problem(fit: wlb.CostFit, error_in_use: float) -> str:
-    """Why nobody should plan by a fit; empty if nothing speaks against it."""
+    """Why a fit should not be used for planning; empty if there is no reason."""
     worst = max(fit.rates, key=lambda name: fit.share_errors[name] if fit.rates[name] else 0.0)
     if fit.share_errors[worst] > MOST_SHARE_ERROR:
         return f"the share of {worst} is not known well enough: +- {fit.share_errors[worst]:.0%}"

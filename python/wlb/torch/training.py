@@ -45,8 +45,9 @@ def train_step(
 ) -> Tensor:
     """Forward and backward of a global batch: gradients are those of the mean loss over all its labels.
 
-    Over all micro-batches and ranks, however unequal they are, whatever is wrapped around the model. Without the
-    optimizer, which is the caller's::
+    This holds over all micro-batches and ranks, however unequal they are, and under any wrapper of the model. The
+    optimizer
+    is the caller's::
 
         for step in loader:
             loss = wt.train_step(model, step)
@@ -54,40 +55,46 @@ def train_step(
             optimizer.zero_grad()
 
     - No wrapper: gradients are added up over `group` after the last micro-batch (`all_reduce_gradients`).
-    - `DistributedDataParallel`, what `accelerator.prepare` returned, `fully_shard`, `FullyShardedDataParallel`: told to
-      add up where they average (`sum_gradients`). DDP exchanges gradients with the last micro-batch alone.
-      Sharded models exchange them with each: to hold them back would keep them whole, at the memory of the model.
+    - `DistributedDataParallel`, the result of `accelerator.prepare`, `fully_shard`, `FullyShardedDataParallel`:
+      wrappers
+      that average are made to add up (`sum_gradients`). DDP exchanges gradients only with the last micro-batch. Sharded
+      models exchange them with each: holding them back would keep them whole, at the memory of the model.
 
-    A step of which no label counts on any rank is not run: it warns, and leaves gradients as they are. After
-    `zero_grad()` these are None, so that the optimizer changes nothing, not even by weight decay or momentum.
+    A step without a label that counts on any rank is not run: `train_step` warns and leaves gradients as they are.
+    After
+    `zero_grad()` they are None, so the optimizer changes nothing, not even by weight decay or momentum.
 
     Args:
-        model: the outermost wrapper. One whose `forward` takes `input_ids`, as Hugging Face's do, is called with
-            `batch.as_hf()` without labels and gives `.logits` (float[1, tokens, vocabulary]); where it also gives
-            `aux_loss`, that is added with `config.router_aux_loss_coef`, weighted by labels; padding does not count in
-            it (`real_tokens`). Any other is called with the batch and gives logits, float[tokens, vocabulary];
-            `batch.real` says which tokens are no padding. Where documents bring weights, losses are multiplied by
-            them. A `ForestBatch` is taken by models of the second kind alone: they run attention on `batch.shard`.
-        step: what a loader or `forest_step` gave; as many micro-batches on every rank. Moved to the model's device.
+        model: the outermost wrapper. A model whose `forward` takes `input_ids`, like those of Hugging Face, is called
+            with
+            `batch.as_hf()` without labels and returns `.logits` (float[1, tokens, vocabulary]). If it also returns
+            `aux_loss`, that is added with `config.router_aux_loss_coef`, weighted by labels and without padding
+            (`real_tokens`). Any other model is called with the batch and returns logits, float[tokens, vocabulary];
+            `batch.real` says which tokens are no padding. If documents bring weights, losses are multiplied by them.
+            Only
+            models of the second kind take a `ForestBatch`: they run attention on `batch.shard`.
+        step: a step from a loader or `forest_step`, with equally many micro-batches on every rank. It is moved to the
+            model's device.
         group: the ranks that share the step, data- and context-parallel; None for all.
         accelerator: accelerate's, if `model` is from its `prepare`: its `backward` scales for mixed precision.
-        loss: instead of all that: gives a micro-batch's part of the mean from model, batch (a `PackedBatch` or
-            `ForestBatch`) and the number of labels of the global batch; `token_normalized_loss` for one.
+        loss: replaces all of that: a function of model, batch (a `PackedBatch` or `ForestBatch`) and the number of
+            labels
+            of the global batch, which returns the micro-batch's part of the mean, for example `token_normalized_loss`.
 
     Returns:
-        The mean loss of the global batch, float32 scalar, the same on all ranks, without a graph; 0 where no label
-        counts.
+        The mean loss of the global batch, float32 scalar, equal on all ranks, without a graph; 0 if no label counts.
 
     Raises:
-        WlbError: ranks have other plans, or cut a micro-batch otherwise (`check_agreement`, the same on all
-            ranks); other ranks than `group` share the step, or a wrapper exchanges gradients between others; gradients
-            are there already; a wrapper is not known (`sum_gradients`); the model gives something else than
-            logits; or it cannot run a forest: it has recurrent layers, convolutions, dropout, BatchNorm, experts of
-            a capacity, or predicts several tokens ahead.
+        WlbError: ranks have different plans, or cut a micro-batch differently (`check_agreement`, raised on all ranks);
+            other ranks than `group` share the step, or a wrapper exchanges gradients between other ranks; there are
+            gradients already; a wrapper is unknown (`sum_gradients`); the model returns no logits; or it cannot run a
+            forest: it has recurrent layers, convolutions, dropout, BatchNorm, experts with a capacity, or predicts
+            several tokens ahead.
 
     Complexity:
-        Beside the model's own work one all-reduce of a number a part of the step before, and one of a number after; and
-        what `check_agreement` costs.
+        Besides the model's own work: for each part of the step one all-reduce of a number before, one of a number
+        after,
+        and the cost of `check_agreement`.
     """
     group = ranks_of_step(step, group)
     several = step.num_ranks > 1
@@ -141,7 +148,7 @@ def logits_of(model: nn.Module, batch: PackedBatch | ForestBatch) -> tuple[Tenso
     """Logits of a micro-batch, float[tokens, vocabulary], and the auxiliary loss if the model has one.
 
     Raises:
-        WlbError: It gives something else.
+        WlbError: The model returns something else.
     """
     if not takes_input_ids(model):
         output = model(batch)
@@ -164,26 +171,26 @@ def logits_of(model: nn.Module, batch: PackedBatch | ForestBatch) -> tuple[Tenso
 
 
 def without_weights(batch: PackedBatch) -> PackedBatch:
-    """For a model that is asked for its logits alone: the loss is made of them here."""
+    """The batch without weights, for a model that only returns logits: the loss is computed here."""
     if WEIGHTS not in batch.columns:
         return batch
     return replace(batch, columns={name: values for name, values in batch.columns.items() if name != WEIGHTS})
 
 
 def hf_logits(output: Any) -> Any:
-    """The logits in what a Hugging Face model gives."""
+    """The logits in the output of a Hugging Face model."""
     if isinstance(output, Mapping):
         return output.get("logits")
     return getattr(output, "logits", output[0] if isinstance(output, tuple) else None)
 
 
 def takes_input_ids(model: nn.Module) -> bool:
-    """Whether a model is called as those of Hugging Face are."""
+    """Whether a model is called like those of Hugging Face."""
     return "input_ids" in inspect.signature(unwrapped(model).forward).parameters
 
 
 def takes_keywords(model: nn.Module) -> bool:
-    """Whether its forward takes further keyword arguments and hands them to its attention and its loss."""
+    """Whether its forward takes further keyword arguments and passes them to its attention and its loss."""
     kinds = (parameter.kind for parameter in inspect.signature(unwrapped(model).forward).parameters.values())
     return inspect.Parameter.VAR_KEYWORD in kinds
 
@@ -201,7 +208,7 @@ def _loss(model: nn.Module, batch: PackedBatch | ForestBatch, num_valid_tokens: 
 
 
 def _labels(batch: PackedBatch) -> int:
-    """Labels that count on this rank."""
+    """Number of labels that count on this rank."""
     return batch.num_valid_tokens if batch.cp_size == 1 else int((batch.labels != IGNORE).sum())
 
 
@@ -215,9 +222,10 @@ def _prepare(model: nn.Module, group: dist.ProcessGroup | None, several: bool) -
 
 
 def _hold_back(model: nn.Module, stack: ExitStack) -> None:
-    """Gradients of what follows are accumulated, and exchanged with a later backward pass.
+    """Accumulates the gradients of what follows, and exchanges them with a later backward pass.
 
-    A static graph is learnt in the first pass, which DDP does not let be held back; it exchanges with each.
+    With a static graph DDP must exchange gradients in the first pass, in which it learns the graph; it exchanges in
+    each.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and not module.static_graph:

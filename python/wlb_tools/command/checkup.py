@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 from collections.abc import Iterator
@@ -126,16 +127,20 @@ def broken_kernels() -> Iterator[str]:
 
     Needs torch.
     """
-    from wlb.torch.attention.kernels import FLASH_ATTN_2, FLASH_ATTN_3
+    from wlb.torch.attention.kernels import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4
 
-    for module in (FLASH_ATTN_2, FLASH_ATTN_3):
+    # flash-attn 2 and 4 share a package, in which either may be alone; what 2 has of 4 does not run.
+    modules = [FLASH_ATTN_2, FLASH_ATTN_3]
+    with contextlib.suppress(PackageNotFoundError):
+        modules += [FLASH_ATTN_4] if version("flash-attn-4") else []
+    for module in modules:
         if find_spec(module.partition(".")[0]) is None:
             continue
         try:
             importlib.import_module(module)
-        except (ImportError, OSError) as error:
-            # flash-attn 4 has a package of that name without this module.
-            if not (isinstance(error, ModuleNotFoundError) and error.name == module):
+        except Exception as error:  # an import may fail in any way
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is None or not f"{module}.".startswith(f"{missing}."):
                 yield f"{module} is installed and cannot be imported: {error}. Build it for the torch that is here."
 
 

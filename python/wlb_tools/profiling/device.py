@@ -87,7 +87,7 @@ class Device:
     def identity(self) -> dict[str, Any]:
         """Device, driver and versions; records of another device are refused."""
         versions: dict[str, Any] = {"wlb": wlb.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
-        for package in ("flash_attn", "flash_attn_3"):
+        for package in ("flash_attn", "flash_attn_3", "flash-attn-4"):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 versions[package] = importlib.metadata.version(package)
         if self.device.type == "cuda":

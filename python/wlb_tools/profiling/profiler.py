@@ -67,7 +67,12 @@ class Profiler:
     def name(self) -> str:
         """For files: the GPU, the kernel and its package's version, and the shape of its heads."""
         bench, identity = self._attention, self.identity
-        package = {"FlashAttention2": "flash_attn", "FlashAttention3": "flash_attn_3"}.get(identity["kernel"], "torch")
+        packages = {
+            "FlashAttention2": "flash_attn",
+            "FlashAttention3": "flash_attn_3",
+            "FlashAttention4": "flash-attn-4",
+        }
+        package = packages.get(identity["kernel"], "torch")
         version = str(identity["versions"].get(package)).partition("+")[0]
         words = (
             self._device.name,

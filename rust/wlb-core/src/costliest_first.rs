@@ -2,7 +2,7 @@
 
 use crate::longest_first::sort;
 
-/// Bits of a cost that are sorted in linear time: two passes. What they do not tell apart is compared.
+/// Leading bits of a cost that the radix sort looks at, in two passes. Costs that agree in these bits are compared.
 const BITS: u32 = 22;
 
 /// Indices of documents from the costliest to the cheapest; equal costs in index order.
@@ -10,9 +10,9 @@ const BITS: u32 = 22;
 /// Costs are 0 or above, and finite.
 ///
 /// # Complexity
-/// O(n), and a comparison sort of what is nearly equal; at most 2^32 documents.
+/// O(n), plus a comparison sort of nearly equal costs; at most 2^32 documents.
 pub(crate) fn costliest_first(costs: &[f64]) -> impl Iterator<Item = usize> + use<> {
-    // Numbers of one sign are in the order of their bits. Zero counts as the least above it.
+    // Floats of one sign sort like their bits. Zero counts as the least cost above zero.
     let (floor, most) = range(costs);
     let (least, most) = (floor.to_bits(), most.to_bits());
     let shift = (u64::BITS - (most - least).leading_zeros()).saturating_sub(BITS);
@@ -23,7 +23,7 @@ pub(crate) fn costliest_first(costs: &[f64]) -> impl Iterator<Item = usize> + us
     let mut end = 1;
     while end < sorted.len() {
         let (above, key) = (sorted[end - 1], sorted[end]);
-        // What has the same key mostly costs the same, and is in index order.
+        // Documents with equal keys mostly cost the same and are in index order already.
         if above >> 32 != key >> 32 || cost(above) >= cost(key) {
             end += 1;
             continue;
@@ -35,14 +35,14 @@ pub(crate) fn costliest_first(costs: &[f64]) -> impl Iterator<Item = usize> + us
     sorted.into_iter().map(|key| key as u32 as usize)
 }
 
-/// The least cost above zero, and the greatest; twice zero where there is none.
+/// The least cost above zero and the greatest cost; both are zero if all costs are.
 fn range(costs: &[f64]) -> (f64, f64) {
     let wider = |least: &mut f64, most: &mut f64, cost: f64| {
         let above = if cost > 0.0 { cost } else { f64::INFINITY };
         *least = if above < *least { above } else { *least };
         *most = if cost > *most { cost } else { *most };
     };
-    // Four side by side, since each comparison waits for the one before it.
+    // Four comparisons side by side, since each comparison waits for the result of the one before it.
     let (mut least, mut most) = ([f64::INFINITY; 4], [0.0; 4]);
     let (quadruples, rest) = costs.as_chunks::<4>();
     for quadruple in quadruples {

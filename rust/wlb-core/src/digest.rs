@@ -1,13 +1,13 @@
-//! Hashes of what may be long.
+//! Hashes of data that may be long.
 
 use std::io::{self, Write};
 
 use serde::Serialize;
 
-/// Bytes that are hashed at once: few calls, and no second copy of what is hashed.
+/// Bytes that are hashed in one call: few calls, and no second copy of the data.
 const AT_ONCE: usize = 1 << 16;
 
-/// BLAKE3 of bytes that come bit by bit.
+/// BLAKE3 of bytes that arrive in small portions.
 pub(crate) struct Digest {
     hasher: blake3::Hasher,
     waiting: Vec<u8>,
@@ -34,12 +34,12 @@ impl Digest {
     /// Digest of a value as JSON, without building the whole text.
     pub(crate) fn of_json(value: &impl Serialize) -> String {
         let mut digest = Self::new();
-        // Writing cannot fail, and what is hashed here can be written.
+        // Writing to a hash cannot fail, and every value hashed here can be serialised.
         let _ = serde_json::to_writer(&mut digest, value);
         digest.finish()
     }
 
-    /// In hexadecimal digits.
+    /// The digest in hexadecimal digits.
     pub(crate) fn finish(mut self) -> String {
         self.take_in();
         self.hasher.finalize().to_hex().to_string()

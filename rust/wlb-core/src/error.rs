@@ -1,11 +1,11 @@
-//! Everything that can be wrong with what a caller passes in.
+//! Errors about the arguments of a caller.
 
 use thiserror::Error as ThisError;
 
-/// The crate's result.
+/// Result of the functions of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// A bad argument. Fields rather than a sentence, so that a binding can hand them on.
+/// A bad argument. The variants have fields instead of one sentence, so that a binding can hand the fields on.
 #[derive(Clone, Debug, PartialEq, ThisError)]
 pub enum Error {
     /// A document has no tokens, a negative number of them, or more than int32 `cu_seqlens` can count.
@@ -13,14 +13,14 @@ pub enum Error {
     #[allow(missing_docs)]
     Length { argument: &'static str, index: usize, value: i64 },
 
-    /// A document is longer than a limit that the caller set.
-    ///
-    /// `given` is the limit in words of the caller, who may have set it by another one.
+    /// A document is longer than a limit that the caller set. `given` names that limit as the caller wrote it (the
+    /// limit may
+    /// have been derived from another argument).
     #[error("{argument}[{index}] = {value} exceeds {given}{hint}")]
     #[allow(missing_docs)]
     TooLong { argument: &'static str, index: usize, value: i64, given: String, limit: i64, hint: &'static str },
 
-    /// The documents of one packed sequence are more tokens than int32 `cu_seqlens` can count.
+    /// The documents of one packed sequence have more tokens together than int32 `cu_seqlens` can count.
     #[error("{argument} holds {total} tokens in all: a packed sequence has at most 2147483647 (cu_seqlens are int32)")]
     #[allow(missing_docs)]
     TotalTooLong { argument: &'static str, total: i64 },
@@ -40,7 +40,7 @@ pub enum Error {
     #[allow(missing_docs)]
     Entry { argument: &'static str, index: usize, value: f64, requirement: &'static str },
 
-    /// One entry of a table does not fit; without a column, of a sequence.
+    /// One entry of a table does not fit the others. Without a column: one entry of a sequence.
     #[error(
         "{argument}[{row}{}] = {}: {requirement}",
         .column.map_or(String::new(), |column| format!(", {column}")), shown(*value)
@@ -48,7 +48,7 @@ pub enum Error {
     #[allow(missing_docs)]
     Cell { argument: &'static str, row: usize, column: Option<usize>, value: f64, requirement: &'static str },
 
-    /// A whole column of a table does not fit.
+    /// All entries of one column of a table are wrong together.
     #[error("{argument}[:, {column}]: {requirement}")]
     #[allow(missing_docs)]
     Column { argument: &'static str, column: usize, requirement: &'static str },
@@ -66,7 +66,7 @@ pub enum Error {
     #[allow(missing_docs)]
     Mismatch { argument: &'static str, found: usize, other: &'static str, expected: usize },
 
-    /// Samples that are said to share a token have different ones.
+    /// Samples that should share a token have different tokens there.
     #[error(
         "{argument}[{index}] = {value}: token {position} of sample {sample} is {expected} in sample {other}, but the \
          forest says that they share it; build it from tokens, or with other groups"
@@ -82,7 +82,7 @@ pub enum Error {
         expected: i64,
     },
 
-    /// An id stands twice in one push, or belongs to a document that is still waiting.
+    /// An id appears twice in one push, or belongs to a document that is still waiting.
     #[error("{argument}[{index}] = {value}: this id {clash}")]
     #[allow(missing_docs)]
     DuplicateId { argument: &'static str, index: usize, value: i64, clash: &'static str },
@@ -92,19 +92,21 @@ pub enum Error {
     #[allow(missing_docs)]
     Choice { argument: &'static str, value: String, choices: String },
 
-    /// An argument is missing for, or has no meaning with, another argument's value.
+    /// An argument is missing or must not be given, because of the value of another argument.
     #[error("{argument}: {requirement}")]
     #[allow(missing_docs)]
     Combination { argument: &'static str, requirement: &'static str },
 
-    /// Micro-batches cannot be dealt in equal numbers.
+    /// Micro-batches cannot be dealt to the ranks in equal numbers.
     #[error("{argument} = {value}: does not divide the {total} micro-batches")]
     #[allow(missing_docs)]
     Indivisible { argument: &'static str, value: i64, total: usize },
 
-    /// Documents that were to be packed do not all fit.
+    /// Not all documents fit, where all have to be packed.
     ///
-    /// `given` is `max_tokens` in words of the caller, `enough` one that holds them all, and `whole` what
+    /// `given` is the caller's `max_tokens` in words, `enough` a `max_tokens` that holds all documents, and `whole`
+    /// says what
+    /// `num_micro_batches=None` does.
     /// `num_micro_batches=None` does.
     #[error(
         "lengths: {documents} of {all} documents ({tokens} tokens) do not fit into {micro_batches} micro-batches of \
@@ -130,7 +132,7 @@ pub enum Error {
     #[allow(missing_docs)]
     Schedule { argument: &'static str, value: i64, schedule: &'static str, requirement: &'static str },
 
-    /// An order of ops that no pipeline can run.
+    /// No pipeline can run this order of ops.
     #[error("orders[{rank}][{position}]: {problem}")]
     #[allow(missing_docs)]
     Order { rank: usize, position: usize, problem: &'static str },
@@ -140,7 +142,7 @@ pub enum Error {
     #[allow(missing_docs)]
     InfiniteCost { argument: &'static str, index: usize, value: i64 },
 
-    /// More waits in a packer than its bounds allow.
+    /// More documents wait in a packer than its bounds allow.
     #[error(
         "{pending_tokens} tokens wait after this push, more than the {bound} of packer.bounds(): documents arrive \
          faster than they fit into the micro-batches. Push no more than packer.admits(lengths) says (push([]) trains \
@@ -149,12 +151,12 @@ pub enum Error {
     #[allow(missing_docs)]
     Backlog { pending_tokens: i64, bound: i64 },
 
-    /// A profile is not what it says it is.
+    /// A profile lacks a part, or a part of it is wrong.
     #[error("profile: {path}: {problem}")]
     #[allow(missing_docs)]
     Profile { path: String, problem: String },
 
-    /// A saved packer cannot be read: it is corrupt, truncated, of another version, or not ours.
+    /// A saved packer cannot be read: it is corrupt, truncated, of another version, or not a packer.
     #[error("state: {path}: {problem}")]
     #[allow(missing_docs)]
     State { path: String, problem: String },
@@ -163,7 +165,7 @@ pub enum Error {
     #[error("interrupted")]
     Interrupted,
 
-    /// A saved packer was configured otherwise than the one that loads it.
+    /// A saved packer had another configuration than the packer that loads it.
     #[error(
         "state: saved under another configuration ({fields}); \
          pass allow_config_change=True to go on under the new one"
@@ -220,7 +222,7 @@ impl Error {
     }
 }
 
-/// Part of an error's sentence: a limit that would hold all documents.
+/// End of an error's sentence: a `max_tokens` that holds all documents.
 fn remedy(enough: Option<i64>, whole: Option<&str>) -> String {
     match (enough, whole) {
         (Some(enough), Some(_)) => format!("max_tokens={enough} or num_micro_batches=None holds them all; "),
@@ -230,7 +232,7 @@ fn remedy(enough: Option<i64>, whole: Option<&str>) -> String {
     }
 }
 
-/// A number in an error: none of hundreds of digits.
+/// A number for an error message: very large and very small numbers in short form.
 pub fn shown(value: f64) -> String {
     let size = value.abs();
     if size == 0.0 || (1e-5..1e16).contains(&size) || !size.is_finite() {
@@ -249,7 +251,7 @@ pub(crate) fn check_range(argument: &'static str, value: i64, minimum: i64, maxi
     }
 }
 
-/// A size as errors have it; what is more than int64 is out of any range.
+/// A size as int64 for an error message; a larger size becomes the largest int64, which is out of any range.
 pub(crate) fn saturating_i64(value: usize) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
@@ -266,7 +268,7 @@ macro_rules! named_choices {
         }
 
         impl $name {
-            /// All of them, as a user writes them.
+            /// All choices, as a user writes them.
             pub const NAMES: &[&str] = &[$($text),+];
 
             /// The name that a user writes.

@@ -1,27 +1,32 @@
-//! The lightest of many micro-batches, while they change.
+//! A list of micro-batches by weight that stays sorted while weights change.
 
 use std::cmp::Ordering;
 
-/// Micro-batches from which on the steps of a search are counted. With fewer, a search is short, and counting is a
-/// tenth of all work.
+/// Number of micro-batches from which on a search counts its steps. With fewer micro-batches a search is short, and
+/// counting
+/// would be a tenth of all work.
 const COUNTED_FROM: usize = 1024;
 
-/// Steps after which a search among so many goes on from a sample.
+/// Steps after which a counted search goes on from a sample.
 const FAR: usize = 64;
 
 /// Micro-batches in a list sorted by weight, ties by index.
 ///
-/// Documents come longest first, so a micro-batch that just took one stands close to the one that took the one before:
-/// a search that starts there takes 1 to 4 steps on average, for 4 micro-batches as for 1,024, where a tournament tree
-/// or a heap always pays log N. In any other order it takes up to N steps with few micro-batches; with many, a long
-/// search goes on from the nearest of a sample, the square root of N of them: usually about as many steps away.
+/// Documents come longest first, so the next micro-batch that takes a document is close to the last one that took one.
+/// A
+/// search that starts at the last place takes 1 to 4 steps on average, for 4 micro-batches as for 1,024; a tournament
+/// tree
+/// or a heap always pays log N. If documents come in another order, a search takes up to N steps; with many
+/// micro-batches a
+/// long search goes on from the nearest of a sample of sqrt(N) micro-batches, usually about sqrt(N) steps away.
 pub(crate) struct Ladder {
-    /// One rung a micro-batch, and one more, above all (infinite, of the highest index), that closes the list to a
-    /// ring.
+    /// One rung for each micro-batch, and a last rung that closes the list to a ring: its weight is infinite and its
+    /// index
+    /// the highest.
     rungs: Vec<Rung>,
-    /// End of the last search.
+    /// Place where the last search ended.
     finger: u32,
-    /// Ends of the last searches for indices that came back, by kind.
+    /// Places where the last searches of [`Ladder::come_back`] ended, one for each kind.
     back: [u32; 2],
 }
 
@@ -40,9 +45,9 @@ impl Ladder {
         Self::sorted(order)
     }
 
-    /// A ladder of weights with their indices, which are mostly in order already.
+    /// A ladder of `(weight, index)` pairs that are mostly sorted already.
     pub(crate) fn of_mostly_sorted(mut order: Vec<(f64, u32)>) -> Self {
-        order.sort_by(by_weight); // one pass, where they do
+        order.sort_by(by_weight); // one pass if they are sorted already
         Self::sorted(order)
     }
 
@@ -57,21 +62,22 @@ impl Ladder {
         ladder
     }
 
-    /// Index of the least weight, the lowest index of several. There is one as long as not all are taken out.
+    /// Index of the least weight, the lowest index if several are equal. Some index must not be taken out.
     #[inline]
     pub(crate) fn lightest(&self) -> usize {
         self.rungs[self.end() as usize].heavier as usize
     }
 
-    /// The least weight and its index, the lowest of several. `None` if all are taken out.
+    /// The least weight and its index, the lowest index if several are equal. `None` if all indices are taken out.
     #[inline]
     pub(crate) fn first(&self) -> Option<(f64, usize)> {
         let first = self.lightest();
         (first + 1 < self.rungs.len()).then(|| (self.rungs[first].weight, first))
     }
 
-    /// [`Ladder::lightest`], where weights may have grown since they were set: those met on the way are set first. None
-    /// if all are taken out.
+    /// [`Ladder::lightest`] for weights that may have grown since they were set: stale weights that the search meets
+    /// are set
+    /// first. `None` if all indices are taken out.
     #[inline]
     pub(crate) fn lightest_by(&mut self, weight: impl Fn(usize) -> f64) -> Option<usize> {
         loop {
@@ -83,14 +89,15 @@ impl Ladder {
             if self.rungs[lightest].weight == grown {
                 return Some(lightest);
             }
-            // Who comes next stands where the last one does that took a document, not near this one.
+            // Keep the finger: the next micro-batch is close to the last one that took a document, not close to this
+            // one.
             let finger = self.finger;
             self.set(lightest, grown);
             self.finger = finger;
         }
     }
 
-    /// Index of the greatest weight, the lowest index of several.
+    /// Index of the greatest weight, the lowest index if several are equal.
     pub(crate) fn heaviest(&self) -> usize {
         let end = self.end();
         let mut heaviest = self.rungs[end as usize].lighter;
@@ -103,13 +110,13 @@ impl Ladder {
         }
     }
 
-    /// All indices by weight, ties by index.
+    /// All indices by ascending weight; equal weights by index.
     pub(crate) fn ascending(&self) -> impl Iterator<Item = usize> + '_ {
         let heavier = |&index: &u32| Some(self.rungs[index as usize].heavier).filter(|&next| next != self.end());
         std::iter::successors(heavier(&self.end()), heavier).map(|index| index as usize)
     }
 
-    /// Takes one out, until its weight is set again.
+    /// Takes an index out, until its weight is set again.
     pub(crate) fn remove(&mut self, index: usize) {
         let heavier = self.unlink(index);
         let index = index as u32;
@@ -118,18 +125,19 @@ impl Ladder {
                 *finger = heavier;
             }
         }
-        // So that unlinking it once more changes no other.
+        // The rung points to itself, so that unlinking it again changes no other rung.
         let rung = &mut self.rungs[index as usize];
         (rung.lighter, rung.heavier) = (index, index);
     }
 
-    /// Sets the weight of one that was taken out to what it was.
+    /// Puts an index that was taken out back with its former weight.
     pub(crate) fn put_back(&mut self, index: usize) {
         self.set(index, self.rungs[index].weight);
     }
 
-    /// Sets the weight of one that was taken out, where those of two kinds come back in an order of their own: near the
-    /// last of its kind that did, which may be far from where the others move.
+    /// Sets the weight of an index that was taken out. Indices of one kind come back in an order of their own, so the
+    /// search
+    /// starts at the place of the last one of that kind.
     #[inline]
     pub(crate) fn come_back(&mut self, index: usize, weight: f64, kind: bool) {
         std::mem::swap(&mut self.finger, &mut self.back[usize::from(kind)]);
@@ -137,7 +145,7 @@ impl Ladder {
         std::mem::swap(&mut self.finger, &mut self.back[usize::from(kind)]);
     }
 
-    /// [`Ladder::set`], with one look where the lightest stays it.
+    /// [`Ladder::set`] with a single comparison if the lightest index stays the lightest.
     #[inline]
     pub(crate) fn set_lightest(&mut self, index: usize, weight: f64) {
         let next = self.rungs[index].heavier as usize;
@@ -148,7 +156,7 @@ impl Ladder {
         }
     }
 
-    /// Sets one weight.
+    /// Sets the weight of one index.
     #[inline]
     pub(crate) fn set(&mut self, index: usize, weight: f64) {
         if self.rungs.len() < COUNTED_FROM {
@@ -189,7 +197,7 @@ impl Ladder {
         self.finger = index;
     }
 
-    /// The lowest above one that is being placed, of a sample and the end.
+    /// The lowest rung of a sample that lies above the index to be placed; the end if none of the sample does.
     #[cold]
     fn sampled_above(&mut self, index: u32) -> u32 {
         let stride = self.rungs.len().isqrt();
@@ -201,7 +209,7 @@ impl Ladder {
         sample.fold(self.end(), |lowest, other| if self.is_below(other, lowest) { other } else { lowest })
     }
 
-    /// Closes the list over a rung. Gives the next one.
+    /// Takes a rung out of the list and returns the rung above it.
     #[inline]
     fn unlink(&mut self, index: usize) -> u32 {
         let Rung { lighter, heavier, .. } = self.rungs[index];
@@ -242,7 +250,7 @@ mod tests {
 
     use super::Ladder;
 
-    /// Changes a weight, or takes it away, in both.
+    /// Changes a weight, or takes the index out, in the ladder and in the list that it is compared with.
     fn set(ladder: &mut Ladder, weights: &mut [Option<f64>], index: usize, weight: Option<f64>) {
         let was_out = std::mem::replace(&mut weights[index], weight).is_none();
         match weight {

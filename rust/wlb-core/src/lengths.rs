@@ -7,8 +7,8 @@ use crate::limits::MAX_TOKENS;
 
 /// Lengths of documents, in tokens: each at least 1 and at most [`MAX_TOKENS`].
 ///
-/// Every algorithm of this crate takes this type instead of a bare slice, so that none of them checks
-/// again what was checked at the border.
+/// Every algorithm of this crate takes this type instead of a bare slice, so that no algorithm checks the lengths
+/// again.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Lengths(Vec<i32>);
 
@@ -31,16 +31,17 @@ impl Lengths {
         Self(Vec::with_capacity(documents))
     }
 
-    /// Checks, narrows and adds `values`, where they come in parts; errors count from the first part.
+    /// Checks, narrows and appends `values`. Indices in errors count from the first length of the whole list.
     ///
     /// # Errors
-    /// [`Error::Length`] at the first value below 1 or above [`MAX_TOKENS`]; what was there stays.
+    /// [`Error::Length`] at the first value below 1 or above [`MAX_TOKENS`]; the list then stays as it was.
     ///
     /// # Complexity
     /// O(n), one pass.
     pub fn extend(&mut self, argument: &'static str, values: &[i64]) -> Result<()> {
         let before = self.0.len();
-        // A branch per value would stop vectorisation: accumulate "all good?" and look for the culprit only then.
+        // A branch for each value would stop vectorisation: first compute whether all are in range, then look for the
+        // bad one.
         let mut all_in_range = true;
         self.0.extend(values.iter().map(|value| {
             all_in_range &= (1..=MAX_TOKENS).contains(value);

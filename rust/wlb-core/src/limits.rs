@@ -3,37 +3,37 @@
 //! Beyond each of these a number is a mistyped one: it is an error that names the argument, not an exhausted memory or
 //! an overflow. Every limit stands here and nowhere else; the Python package reads them from here.
 
-/// Tokens of the longest document and of the longest packed sequence: `cu_seqlens` are int32 in every varlen attention
-/// kernel. So a window of as many keys, or of more, hides nothing: wherever one is given, it means no window. A chunk
-/// likewise.
+/// Most tokens of a document and of a packed sequence: `cu_seqlens` are int32 in every varlen attention kernel. A
+/// window or
+/// chunk of at least this many tokens hides no key, so wherever a window or chunk is given, this size means "none".
 pub const MAX_TOKENS: i64 = i32::MAX as i64;
 
-/// Micro-batches of one global batch, or of the global batches that are packed together.
+/// Most micro-batches of one global batch, or of several global batches that are packed together.
 pub const MAX_MICRO_BATCHES: usize = 1 << 20;
 
-/// Columns of costs that documents are given: resources with a barrier of their own.
+/// Most columns of costs that documents may bring: one column for each resource with a barrier of its own.
 pub const MAX_COLUMNS: usize = 64;
 
-/// Cuts that a push or a split makes, and so pieces more than documents.
+/// Most cuts that one push or one split makes, so at most this many more pieces than documents.
 pub const MAX_CUTS: i64 = 1 << 23;
 
-/// Iterations of a packer's stream, and of a delay: exact in any JSON reader.
+/// Most iterations of a packer's stream, and most iterations of delay: such an integer is exact in any JSON reader.
 pub const MAX_ITERATION: u64 = 1 << 53;
 
-/// Levels of the queue that tuning looks for: it tries every combination of thresholds.
+/// Most levels of the queue that tuning looks for: tuning tries every combination of thresholds.
 pub const MAX_QUEUES: usize = 4;
 
-/// Ranks of a context-parallel group.
+/// Most ranks of a context-parallel group.
 pub const MAX_CP_SIZE: usize = 1 << 16;
 
-/// Ranks of one pipeline stage whose documents Dynamic-CP divides among groups of them.
+/// Most ranks of one pipeline stage that Dynamic-CP divides into groups.
 pub const MAX_WORLD_SIZE: usize = 1 << 20;
 
-/// Pipeline ranks.
+/// Most pipeline ranks.
 pub const MAX_STAGES: usize = 1 << 12;
 
-/// (micro-batch, stage) pairs of one step of a pipeline, and (micro-batch, rank) pairs of a Dynamic-CP plan.
+/// Most (micro-batch, stage) pairs of one step of a pipeline, and most (micro-batch, rank) pairs of a Dynamic-CP plan.
 pub const MAX_CELLS: usize = 1 << 22;
 
-/// Heads, head width and tile of an attention kernel.
+/// Most heads, greatest head width and greatest tile of an attention kernel.
 pub const MAX_KERNEL_SIZE: i64 = 1 << 20;

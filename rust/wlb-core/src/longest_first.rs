@@ -13,7 +13,7 @@ pub(crate) fn longest_first(lengths: &[i32]) -> impl ExactSizeIterator<Item = (i
     longest_first_of(lengths.iter().copied().enumerate())
 }
 
-/// [`longest_first`] for some documents of a batch, given as `(index, length)`.
+/// [`longest_first`] for a part of a batch, given as `(index, length)`.
 pub(crate) fn longest_first_of<I>(documents: I) -> impl ExactSizeIterator<Item = (i32, usize)> + use<I>
 where
     I: Iterator<Item = (usize, i32)>,
@@ -26,7 +26,9 @@ where
     sorted.into_iter().map(|key| (!((key >> 32) as u32) as i32, key as u32 as usize))
 }
 
-/// Ascending keys, if those that have the same `bits` above the lowest 32 come in order of these.
+/// Sorts keys by the `bits` bits above the lowest 32; higher bits must agree. Keys that agree in these bits must
+/// already be
+/// in ascending order.
 pub(crate) fn sort(mut keys: Vec<u64>, bits: u32) -> Vec<u64> {
     if keys.len() < SMALL {
         keys.sort_unstable();

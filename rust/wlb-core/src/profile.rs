@@ -1,7 +1,7 @@
-//! Measured profiles: one JSON file per GPU and attention kernel, of which both cost models are made.
+//! Measured profiles: one JSON file for a GPU and attention kernel. It gives a kernel model and a cost model.
 //!
-//! The format is described in `docs/semantics.md`. What a model needs is checked here to the last entry; what only
-//! people need (versions, clocks, spreads, held-out shapes) may hold anything.
+//! The format is described in `docs/semantics.md`. Every entry that a model reads is checked here; entries for people
+//! (versions, clocks, spreads, held-out shapes) may hold anything.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -57,7 +57,7 @@ struct AttentionPass {
     _segments_per_call: IgnoredAny,
 }
 
-/// Times of everything in a transformer layer that is not attention.
+/// Times of the parts of a transformer layer other than attention.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Linear {
@@ -116,7 +116,8 @@ impl Profile {
 }
 
 impl KernelModel {
-    /// The model of a measured profile: the text of a JSON file. Exact at every entry of its tables.
+    /// The kernel model of a measured profile, exact at every entry of its tables. `json` is the text of the profile's
+    /// file.
     ///
     /// # Errors
     /// [`Error::Profile`] naming the place in the file.
@@ -126,10 +127,12 @@ impl KernelModel {
 }
 
 impl CostModel {
-    /// The cost of documents on the GPU of a measured profile: the text of a JSON file with a `linear` part.
+    /// The cost of documents on the GPU of a measured profile. `json` is the text of a profile with a `linear` part.
     ///
-    /// Per transformer layer. Attention is that of a document on one rank, by the profile's [`KernelModel`], at all of
-    /// the profile's lengths; a longer document that was measured faster than a shorter one counts as the shorter.
+    /// Costs are for one transformer layer. Attention is the time of a document on one rank by the profile's
+    /// [`KernelModel`], at
+    /// all lengths of the profile; a longer document that was measured faster than a shorter one costs as much as the
+    /// shorter.
     ///
     /// # Errors
     /// [`Error::Profile`] naming the place in the file.
@@ -144,7 +147,7 @@ impl CostModel {
         for (pass, part, other) in parts {
             let name = format!("linear.{pass}.median_seconds");
             check_count(&name, part.median_seconds.len(), "linear.tokens", knots.len())?;
-            // Each by itself: a negative time must not hide in a sum.
+            // Each part is checked by itself: the sum could hide a negative time.
             for (index, (&seconds, knot)) in part.median_seconds.iter().zip(&mut knots).enumerate() {
                 check_seconds(|| format!("{name}[{index}]"), seconds)?;
                 knot.1 += if passes == other { 0.0 } else { seconds };
@@ -155,7 +158,8 @@ impl CostModel {
     }
 }
 
-/// Noise may measure more work in less time; a cost never decreases.
+/// Raises each cost to the greatest before it. Noise may measure more work in less time, but a cost must never
+/// decrease.
 fn never_decreasing(mut knots: Vec<(f64, f64)>) -> Curve {
     let mut most = 0.0_f64;
     for (_, seconds) in &mut knots {

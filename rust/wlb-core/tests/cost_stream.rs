@@ -363,7 +363,7 @@ fn what_makes_no_sense_is_named() {
         Packer::new(PackerConfig { limits: None, cost_model: Some(crate::common::strategies::llama_7b()), ..good })
             .unwrap();
     let error = by_model.push_pieces(&Push { costs: table(&[1.0, 2.0], 1), ..Push::new(&two) }).unwrap_err();
-    assert!(error.to_string().starts_with("costs: have no meaning for this packer"), "{error}");
+    assert!(error.to_string().starts_with("costs: must not be given: this packer"), "{error}");
     let error = packer.set_cost_model(crate::common::strategies::llama_7b()).unwrap_err();
     assert_eq!(error.argument(), "cost_model");
     packer.push_pieces(&Push::new(&checked(&[]))).unwrap();

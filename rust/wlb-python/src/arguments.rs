@@ -1,7 +1,7 @@
-//! Every argument that is a number or an array: its name, its type, how it is read. A name means the same in all
+//! Every argument that is a number or an array: its name, its type, and how it is read. A name means the same in all
 //! functions.
 //!
-//! What is out of a range that stands here is refused here; other ranges are the core's to check.
+//! Ranges that are listed here are checked here; all other ranges are checked by the core.
 
 use pyo3::prelude::*;
 use wlb_core::Lengths;
@@ -14,11 +14,12 @@ use crate::convert::{
     real, size,
 };
 
-/// Numbers row by row, and how many rows and columns there are.
+/// Numbers row by row, and the numbers of rows and columns.
 pub(crate) type Table = (Vec<f64>, usize, usize);
 
-/// `name: Type = reader(limits)`: a function of that name for `from_py_with`, whose errors have the name too; and one
-/// in [`optional`], for where the argument may be None.
+/// `name: Type = reader(limits)` makes a function `name` for `from_py_with`, whose errors name the argument, and one of
+/// the
+/// same name in [`optional`] for an argument that may be None.
 macro_rules! arguments {
     ($($name:ident: $type:ty = $reader:ident($($limit:expr),*);)+) => {
         $(

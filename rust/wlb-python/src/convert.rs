@@ -1,4 +1,4 @@
-//! numpy in: arrays of the dtype wanted are read here, and all others by `wlb._arrays`, which is Python's own work.
+//! Reads numpy arrays: arrays of the wanted dtype here, all other objects by `wlb._arrays`, which is written in Python.
 
 use std::ops::RangeInclusive;
 use std::str::FromStr;
@@ -13,14 +13,15 @@ use wlb_core::limits::MAX_TOKENS;
 use crate::error::{raise, refuse};
 use crate::results::declaration;
 
-/// Numbers that are read at a time: a copy of them stays in a cache until it is checked.
+/// Numbers that are read at a time, so that their copy is still in a cache when it is checked.
 const PART: usize = 1 << 16;
 
-/// Lengths of documents: copied, and the copy checked, because other threads may write to the array; numpy does so
-/// without the GIL.
+/// Lengths of documents. They are copied and the copy is checked, because other threads may write to the array: numpy
+/// does
+/// that without the GIL.
 pub(crate) fn read_lengths(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Lengths> {
     match object.cast_exact::<PyArrayDyn<i32>>() {
-        // What a micro-batch has for its lengths.
+        // A micro-batch's lengths have this dtype.
         Ok(array) if array.ndim() == 1 && is_plain(array) => lengths_of(argument, array),
         _ => lengths_of(argument, &int64_array(argument, object)?),
     }
@@ -32,7 +33,8 @@ fn lengths_of<T: Element + Copy + Into<i64>>(
 ) -> PyResult<Lengths> {
     let mut lengths = Lengths::with_capacity(array.len());
     let mut copy = Vec::with_capacity(array.len().min(PART));
-    // SAFETY: no Python runs meanwhile, and the GIL is held. That the memory is aligned and contiguous is checked.
+    // SAFETY: the GIL is held and no Python code runs meanwhile; `as_slice` checks that memory is aligned and
+    // contiguous.
     for part in unsafe { array.as_slice() }?.chunks(PART) {
         copy.clear();
         copy.extend(part.iter().map(|&length| length.into()));
@@ -41,12 +43,12 @@ fn lengths_of<T: Element + Copy + Into<i64>>(
     Ok(lengths)
 }
 
-/// Any int64 values, copied.
+/// A copy of any int64 values.
 pub(crate) fn integers(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     copied(&int64_array(argument, object)?)
 }
 
-/// An int64 array as it is, and what is none as one.
+/// An int64 array unchanged; any other object converted to one.
 pub(crate) fn int64_array<'py>(
     argument: &'static str,
     object: &Bound<'py, PyAny>,
@@ -57,23 +59,24 @@ pub(crate) fn int64_array<'py>(
     }
 }
 
-/// Whether numbers lie one behind the other in memory.
+/// Whether the array is contiguous in memory.
 pub(crate) fn is_plain<T: Element>(array: &Bound<'_, PyArrayDyn<T>>) -> bool {
-    // SAFETY: nothing is read. That the memory is aligned and contiguous is checked.
+    // SAFETY: no element is read; `as_slice` checks that memory is aligned and contiguous.
     array.is_c_contiguous() && unsafe { array.as_slice() }.is_ok()
 }
 
 fn copied<T: Element + Copy>(array: &Bound<'_, PyArrayDyn<T>>) -> PyResult<Vec<T>> {
-    // SAFETY: no Python runs meanwhile, and the GIL is held. That the memory is aligned and contiguous is checked.
+    // SAFETY: the GIL is held and no Python code runs meanwhile; `as_slice` checks that memory is aligned and
+    // contiguous.
     Ok(unsafe { array.as_slice() }?.to_vec())
 }
 
-/// Any float64 values.
+/// A copy of any float64 values of one dimension.
 pub(crate) fn floats(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<f64>> {
     Ok(floats_of_shape(argument, object, 1..=1)?.0)
 }
 
-/// Any float64 values with so many dimensions, in C order, and the shape. Copied.
+/// A copy of any float64 values with this number of dimensions, in C order, and its shape.
 pub(crate) fn floats_of_shape(
     argument: &'static str,
     object: &Bound<'_, PyAny>,
@@ -95,13 +98,13 @@ pub(crate) fn floats_of_shape(
     Ok((values, shape))
 }
 
-/// Any float64 values of one dimension or two, with so many rows and columns. Copied.
+/// A copy of any float64 values of one or two dimensions, and the numbers of rows and columns.
 pub(crate) fn floats_by_row(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<(Vec<f64>, usize, usize)> {
     let (values, shape) = floats_of_shape(argument, object, 1..=2)?;
     Ok((values, shape[0], shape.get(1).copied().unwrap_or(1)))
 }
 
-/// One whole number; a bool is none.
+/// One whole number; a bool is refused.
 pub(crate) fn integer(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<i64> {
     if object.is_instance_of::<PyBool>() {
         return Err(refuse(argument, None, Some(object), "must be a whole number"));
@@ -113,7 +116,7 @@ pub(crate) fn integer(argument: &'static str, object: &Bound<'_, PyAny>) -> PyRe
     Err(refuse(argument, None, Some(object), problem))
 }
 
-/// Rates by size, ascending, of a mapping; None is an empty one.
+/// Rates by ascending size, from a mapping; None counts as an empty mapping.
 pub(crate) fn rates_by_size(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<(i32, f64)>> {
     if object.is_none() {
         return Ok(Vec::new());
@@ -140,7 +143,7 @@ pub(crate) fn sizes(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResu
     Ok(sizes)
 }
 
-/// Tokens of a window or chunk; those longer than any document are alike.
+/// Tokens of a window or chunk. All sizes beyond the longest document become the same size.
 fn extent(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<i32> {
     let is_longer = |size: Bound<'_, PyAny>| size.gt(MAX_TOKENS);
     if object.call_method0("__index__").and_then(is_longer).unwrap_or(false) {
@@ -149,7 +152,7 @@ fn extent(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<i32> {
     positive(argument, object)
 }
 
-/// One real number; a bool is none, nor is a complex number.
+/// One real number; a bool or a complex number is refused.
 pub(crate) fn real(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<f64> {
     let of_numpy = object.getattr("dtype").and_then(|dtype| dtype.getattr("kind")?.extract::<String>());
     let is_real = !object.is_instance_of::<PyBool>() && of_numpy.map_or(true, |kind| "iuf".contains(&kind));
@@ -159,7 +162,7 @@ pub(crate) fn real(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResul
     }
 }
 
-/// True or False; a number is neither.
+/// True or False; a number is refused.
 pub(crate) fn flag(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<bool> {
     object.extract().map_err(|_| refuse(argument, None, Some(object), "must be True or False"))
 }
@@ -173,7 +176,7 @@ pub(crate) fn size(argument: &'static str, object: &Bound<'_, PyAny>, minimum: i
     Err(raise(wlb_core::Error::OutOfRange { argument, value, minimum, maximum }))
 }
 
-/// A number of things, from 1 to `most`.
+/// A count from 1 to `most`.
 pub(crate) fn count(argument: &'static str, object: &Bound<'_, PyAny>, most: usize) -> PyResult<usize> {
     size(argument, object, 1, most as i64)
 }
@@ -199,12 +202,12 @@ pub(crate) fn narrow(argument: &'static str, object: &Bound<'_, PyAny>, requirem
     integers(argument, object)?.into_iter().enumerate().map(narrow).collect()
 }
 
-/// The text of a measured profile: a path, or a name that came with wlb.
+/// The text of a measured profile: of a path, or of the name of a profile that comes with wlb.
 pub(crate) fn profile(path_or_name: &Bound<'_, PyAny>) -> PyResult<String> {
     declaration(path_or_name.py(), "wlb.profiles.read")?.call1((path_or_name,))?.extract()
 }
 
-/// One of the choices that the core has under a name.
+/// One of the choices that the core defines, from its name.
 pub(crate) fn choice<T: FromStr<Err = wlb_core::Error>>(name: &str) -> PyResult<T> {
     name.parse().map_err(raise)
 }

@@ -16,7 +16,7 @@ use crate::gil::run;
 use crate::plain::{Array, Tuple, hashed_by, pickled_as_json};
 use crate::results::answer;
 
-/// Costs of so many documents, one by one, if they are given.
+/// Reads costs of documents if they are given; there must be `documents` of them.
 pub(crate) fn document_costs(
     costs: Option<Table>,
     limits: Option<&[f64]>,
@@ -34,7 +34,7 @@ pub(crate) fn document_costs(
     DocumentCosts::new(values, documents, columns, limits.unwrap_or_default()).map(Some).map_err(raise)
 }
 
-/// What documents cost: by a model, or each as given, and by one of the two.
+/// Costs of documents from a model or as given; exactly one of the two must be there.
 pub(crate) fn pricing<'a>(
     cost_model: Option<&'a Model>,
     given: Option<&'a DocumentCosts>,
@@ -42,7 +42,7 @@ pub(crate) fn pricing<'a>(
 ) -> PyResult<Pricing<'a>> {
     let wrong = |argument, problem: &str| Err(refuse(argument, None, None, problem));
     match (cost_model, given) {
-        (Some(_), None) if limits.is_some() => wrong("limits", "are of columns of costs: pass costs"),
+        (Some(_), None) if limits.is_some() => wrong("limits", "limit columns of costs: pass costs"),
         (Some(model), None) => Ok(Pricing::Model(model)),
         (None, Some(given)) => Ok(Pricing::Given(given)),
         (Some(_), Some(_)) => wrong("costs", "take the place of cost_model: pass one of the two"),
@@ -54,29 +54,33 @@ pub(crate) fn mask(causal: bool) -> Mask {
     if causal { Mask::Causal } else { Mask::Full }
 }
 
-/// Cost of documents: ``cost(d) = attention * pairs(d) + linear * d``, and some terms more, in any one unit.
+/// Cost of documents: ``cost(d) = attention * pairs(d) + linear * d`` and a few further terms, all in one unit.
 ///
-/// Attention is quadratic in a document's length, everything else (GEMMs, collectives, element-wise work) linear.
-/// Layers of windowed or chunked attention have pairs of their own, closed forms of the length and exact. Costs must
-/// come from the user's model and GPU: a wrong cost model costs a hundred times more balance than a greedy packing
-/// does. Build one from rates, ``from_flops``, ``from_tables`` or ``from_profile``. Immutable; picklable;
-/// equal models compare equal.
+/// Attention is quadratic in a document's length, everything else (GEMMs, collectives, element-wise work) is linear.
+/// Layers
+/// of windowed or chunked attention have pairs of their own, which are exact functions of the length. Take the cost
+/// from
+/// your model and GPU: a wrong cost model can lose a hundred times more balance than greedy packing does. Make one from
+/// rates, ``from_flops``, ``from_tables``, ``from_profile`` or ``fit``. Immutable and picklable; equal models compare
+/// equal.
 ///
 /// Args:
 ///     attention: cost of one (query, key) pair; 0 or above.
-///     linear: cost of one token; 0 or above, and not both 0.
-///     causal: count ``d(d+1)/2`` pairs (default) or, for bidirectional masks, ``d*d``.
+///     linear: cost of one token; 0 or above, and not 0 together with ``attention``.
+///     causal: True: a document has ``d(d+1)/2`` pairs. False, for bidirectional masks: ``d*d``.
 ///     windows: ``{w: rate}``, cost of a pair under a sliding window of ``w`` keys: a query sees itself and the ``w -
-///         1`` before it. Causal only. From 2^31 - 1 on there is no window: the rate is added to ``attention``.
-///     chunks: ``{c: rate}``, cost of a pair in chunks of ``c`` tokens: a query sees itself and all before it in its
-///         chunk. Causal only.
-///     document: cost of every document, whatever its length.
-///     micro_batch: cost of every micro-batch, whatever is in it: also of an empty one, since it is run.
-///     unit: what one unit of these is, "seconds" or "flops"; None where nobody says. What adds seconds to costs
-///         (``plan_dynamic_cp``) refuses "flops".
+///         1`` tokens before it. Causal only. A window of at least 2^31 - 1 is no window: its rate is added to
+///         ``attention``.
+///     chunks: ``{c: rate}``, cost of a pair in chunks of ``c`` tokens: a query sees itself and all tokens before it in
+///         its chunk. Causal only.
+///     document: cost of every document besides the cost of its length.
+///     micro_batch: cost of every micro-batch besides its documents; an empty micro-batch is run and costs this, too.
+///     unit: unit of the costs, "seconds" or "flops"; None if unknown. Functions that add seconds to costs
+///         (``plan_dynamic_cp``) refuse "flops".
 ///
 /// Raises:
-///     WlbError: a rate is negative or not finite, or no document costs anything; a window or chunk below 1, or without
+///     WlbError: a rate is negative or not finite; documents cost nothing; a window or chunk is below 1, or used
+///         without
 ///         a causal mask.
 ///
 /// Examples:
@@ -88,7 +92,7 @@ pub(crate) fn mask(causal: bool) -> Mask {
 #[derive(PartialEq)]
 pub(crate) struct CostModel(pub(crate) Model);
 
-/// What documents cost, as an argument.
+/// Reads the argument `cost_model`.
 pub(crate) fn read_costs(cost_model: &Bound<'_, PyAny>) -> PyResult<Model> {
     if let Ok(model) = cost_model.cast::<CostModel>() {
         return Ok(model.get().0.clone());
@@ -97,7 +101,7 @@ pub(crate) fn read_costs(cost_model: &Bound<'_, PyAny>) -> PyResult<Model> {
     Err(PyTypeError::new_err(format!("'{kind}' object is no CostModel")))
 }
 
-/// What documents cost, as an argument that may be None because `costs` takes its place.
+/// Reads the argument `cost_model` where `costs` may replace it.
 pub(crate) fn read_costs_if_any(cost_model: &Bound<'_, PyAny>) -> PyResult<Option<Model>> {
     if cost_model.is_none() { Ok(None) } else { read_costs(cost_model).map(Some) }
 }
@@ -107,7 +111,7 @@ pickled_as_json!(CostModel(Model));
 
 #[pymethods]
 impl CostModel {
-    /// What one unit of cost is, "seconds" or "flops"; None where nobody said. Measured tables are in seconds.
+    /// Unit of the costs, "seconds" or "flops"; None if it was not given. Measured tables are in seconds.
     #[getter]
     fn unit(&self) -> Option<&'static str> {
         self.0.unit().map(Unit::as_str)
@@ -122,22 +126,21 @@ impl CostModel {
 
 #[pymethods]
 impl CostModel {
-    /// Rates by term, those that are not 0, in this order: "pairs", "window_pairs[w]" and "chunk_pairs[c]" by
-    /// ascending size, "tokens", "documents", "micro_batches".
+    /// Rates that are not 0, by term, in this order: "pairs", "window_pairs[w]" and "chunk_pairs[c]" by ascending size,
+    /// "tokens", "documents", "micro_batches".
     ///
     /// Raises:
     ///     WlbError: the model was made from measured tables, whose rates change with the length.
     #[getter]
     fn terms<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let Some(terms) = self.0.terms() else {
-            let problem = "is made of measured tables, whose rates change with the length: there are no terms";
+            let problem = "was made from measured tables, whose rates change with the length, so it has no terms";
             return Err(refuse("cost_model", None, None, problem));
         };
         terms.into_py_dict(py)
     }
 
-    /// The model as a JSON text, for a file: ``from_json`` reads it, and so does ``--cost-model`` of the ``wlb``
-    /// command.
+    /// The model as JSON text. ``from_json`` reads it, and so does the option ``--cost-model`` of the ``wlb`` command.
     ///
     /// Examples:
     ///     >>> import wlb
@@ -150,7 +153,7 @@ impl CostModel {
     /// The model that ``to_json`` wrote.
     ///
     /// Raises:
-    ///     WlbError: the text is none; says where.
+    ///     WlbError: the text is not such a model; the message says where.
     #[staticmethod]
     fn from_json(text: &str) -> PyResult<Self> {
         Self::_from_json(text)
@@ -187,8 +190,9 @@ impl CostModel {
 
     /// Cost from the FLOPs of a decoder-only transformer.
     ///
-    /// Forward: ``4 * num_heads * head_dim`` FLOPs per (query, key) pair and layer, 2 per parameter and token.
-    /// Backward: 2.5 times (flash attention recomputes the scores) and 2 times as much.
+    /// Forward: ``4 * num_heads * head_dim`` FLOPs per (query, key) pair and layer, and 2 per parameter and token.
+    /// Backward: 2.5
+    /// times as many per pair (flash attention recomputes the scores), and 2 times as many per token.
     ///
     /// Args:
     ///     hidden_size, ffn_hidden_size, num_layers, num_heads, vocab_size: as in the model's configuration.
@@ -196,11 +200,11 @@ impl CostModel {
     ///     head_dim: default ``hidden_size / num_heads``.
     ///     gated_ffn: three feed-forward matrices (SwiGLU) instead of two.
     ///     experts_per_token: experts that one token visits; 1 for a dense model.
-    ///     attention_efficiency: FLOP rate of attention relative to the GEMMs'; 0.55 means just over half.
+    ///     attention_efficiency: FLOP rate of attention relative to the GEMMs' rate, for example 0.55.
     ///     flops_per_second: FLOP rate of the GEMMs, for costs in seconds; by default the unit is one GEMM FLOP.
     ///     passes: "forward", "backward" or "forward_backward".
-    ///     recompute: activations are recomputed: the backward pass runs one more forward.
-    ///     causal: mask.
+    ///     recompute: whether activations are recomputed: the backward pass then runs the forward pass once more.
+    ///     causal: whether queries see only keys before them.
     ///
     /// Raises:
     ///     WlbError: a size below 1, a rate that is not positive, a hidden size that the heads do not divide.
@@ -237,7 +241,7 @@ impl CostModel {
         let hidden_size = i64::from(hidden_size);
         let head_dim = match head_dim {
             Some(head_dim) => head_dim,
-            // Fewer heads than one the core refuses by name.
+            // The core refuses fewer than one head and names the argument.
             None if num_heads < 1 || hidden_size % num_heads == 0 => hidden_size / num_heads.max(1),
             None => {
                 let (argument, requirement) = ("head_dim", "num_heads does not divide hidden_size: pass head_dim");
@@ -266,12 +270,13 @@ impl CostModel {
 
     /// Cost from times measured at some document lengths.
     ///
-    /// Attention is linear in pairs between knots, hence exact wherever it is quadratic in the length; the rest is
-    /// linear in tokens. Both start at 0 and are proportional to pairs (tokens) beyond the last knot.
+    /// Between two of the lengths, attention is linear in the pairs, so it is exact wherever it is quadratic in the
+    /// length; the
+    /// rest is linear in the tokens. Both are 0 at length 0, and proportional to pairs (tokens) beyond the last length.
     ///
     /// Args:
     ///     lengths: int[k], tokens, strictly ascending.
-    ///     attention_seconds, linear_seconds: float[k], cost of one document of that length; above 0, never decreasing.
+    ///     attention_seconds, linear_seconds: float[k], cost of one document of each length; above 0, never decreasing.
     ///     causal: mask under which they were measured.
     ///
     /// Raises:
@@ -294,14 +299,14 @@ impl CostModel {
         Model::from_tables(&lengths, &attention_seconds, &linear_seconds, mask(causal)).map(Self).map_err(raise)
     }
 
-    /// Cost from a measured profile: a JSON file, or the name of one that came with wlb.
+    /// Cost from a measured profile: a JSON file, or the name of a profile that comes with wlb.
     ///
     /// Args:
     ///     path_or_name: path of a ``.json`` file, or a name in ``wlb.profiles.names()``.
     ///     passes: "forward", "backward" or "forward_backward" (their sum).
     ///
     /// Raises:
-    ///     WlbError: no such profile, or a malformed one; says where in the file.
+    ///     WlbError: no such profile, or a malformed one; the message says where in the file.
     ///
     /// Examples:
     ///     >>> import wlb
@@ -333,47 +338,51 @@ impl CostModel {
         Ok(Array(self.0.costs(&lengths)))
     }
 
-    /// The part of ``cost`` that grows with the pairs, of all kinds. float64[n].
+    /// The part of ``cost`` that depends on pairs of all kinds; float64[n].
     #[pyo3(signature = (lengths))]
     fn attention_cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
         Ok(Array(lengths.iter().map(|&length| self.0.attention_cost(length)).collect()))
     }
 
-    /// The part of ``cost`` that grows with the tokens. float64[n].
+    /// The part of ``cost`` that depends on tokens; float64[n].
     #[pyo3(signature = (lengths))]
     fn linear_cost(&self, #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths) -> PyResult<Array<Vec<f64>>> {
         self.0.check_finite(&lengths).map_err(raise)?;
         Ok(Array(lengths.iter().map(|&length| self.0.linear_cost(length)).collect()))
     }
 
-    /// The costs that measured times of micro-batches show, in seconds.
+    /// The cost model, in seconds, that explains measured times of micro-batches.
     ///
-    /// Minimised is the sum of ``rho((seconds - predicted) / predicted)`` over rates that are never negative: errors
-    /// count relative to the time, and ``rho`` (Huber's, and from there Tukey's bisquare) leaves out rows that the
-    /// others contradict. A term that the times do not need is given up. Of terms that they cannot tell apart the later
-    /// goes, in the order tokens, pairs, windows, chunks, documents, micro-batches, and the result says so: its time is
-    /// never split between them. Deterministic.
+    /// The fit minimises the sum of ``rho((seconds - predicted) / predicted)`` over rates that are never negative.
+    /// Errors
+    /// are relative, and ``rho`` (Huber's, then Tukey's bisquare) ignores rows that the other rows contradict. A term
+    /// that the
+    /// times do not need gets no rate. Of terms that the times cannot tell apart, the last in this order gets no rate:
+    /// tokens, pairs, windows, chunks, documents, micro-batches. The result names such terms; time is never split
+    /// between
+    /// them. Deterministic.
     ///
     /// Args:
-    ///     micro_batches: list of int[documents], tokens of the documents in each; at least two for each term, and
-    ///         eight.
-    ///     seconds: float[micro-batches], forward and backward of each.
-    ///     windows: sizes of the sliding windows that the model's layers have.
-    ///     chunks: sizes of their chunks.
-    ///     terms: of "pairs", "tokens", "documents", "micro_batches" those to try, besides windows and chunks; default
+    ///     micro_batches: list of int[documents], tokens of the documents in each; at least eight, and two for each
+    ///         term.
+    ///     seconds: float[micro-batches], time of each, forward and backward.
+    ///     windows: sizes of the sliding windows of the model's layers.
+    ///     chunks: sizes of the chunks of the model's layers.
+    ///     terms: which of "pairs", "tokens", "documents", "micro_batches" to try, besides windows and chunks; default
     ///         all.
-    ///     causal: mask.
-    ///     ranks: int[micro-batches], how many context-parallel ranks shared each, where that differs (Dynamic-CP):
-    ///         pairs and tokens are divided by it, as in ``plan_dynamic_cp``. Default 1: rates are then those of
-    ///         the ranks that share one together.
+    ///     causal: whether queries see only keys before them.
+    ///     ranks: int[micro-batches], number of context-parallel ranks that shared each micro-batch, if it differs
+    ///         (Dynamic-CP). Pairs and tokens are divided by it, as in ``plan_dynamic_cp``. Default 1: the rates are
+    ///         then
+    ///         those of a whole group of ranks.
     ///
     /// Returns:
     ///     CostFit
     ///
     /// Raises:
-    ///     WlbError: a time that is not above 0, too few micro-batches, documents of a single length, times that do not
-    ///         grow with the documents, or numbers of micro-batches and times that differ; names the entry.
+    ///     WlbError: a time that is not above 0; too few micro-batches; documents of a single length; times that do not
+    ///         grow with the documents; numbers of micro-batches and times that differ. The message names the entry.
     ///
     /// O(n k^2) for n micro-batches and k terms, some hundred times. Lawson and Hanson, Solving Least Squares Problems
     /// (1974); Holland and Welsch, Robust regression using iteratively reweighted least-squares (1977).
@@ -441,14 +450,15 @@ impl CostModel {
     }
 }
 
-/// How often the FLOPs of a forward are run for a pair of attention, and for a token in matrix products.
+/// FLOPs of a training step as multiples of the forward FLOPs: for a pair of attention, and for a token in matrix
+/// products.
 ///
 /// Args:
 ///     passes: "forward", "backward" or "forward_backward".
-///     recompute: the backward runs the forward once more.
+///     recompute: whether the backward pass runs the forward pass once more.
 ///
 /// Raises:
-///     WlbError: other passes.
+///     WlbError: an unknown ``passes``.
 #[pyfunction]
 #[pyo3(signature = (passes, *, recompute = false))]
 pub(crate) fn pass_weights(passes: &str, recompute: bool) -> PyResult<(f64, f64)> {
@@ -459,7 +469,7 @@ pub(crate) fn pass_weights(passes: &str, recompute: bool) -> PyResult<(f64, f64)
 ///
 /// Args:
 ///     lengths: int, or int[n]; tokens.
-///     causal: mask.
+///     causal: whether queries see only keys before them.
 ///
 /// Returns:
 ///     int, or int64[n].

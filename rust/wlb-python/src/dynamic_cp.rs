@@ -14,7 +14,7 @@ use crate::gil::run;
 use crate::plain::{Array, Tuple, column};
 use crate::results::answer;
 
-/// Which groups there may be: by a name, or just those of some sizes.
+/// Allowed groups: a named rule, or a list of sizes.
 pub(crate) enum Sizes {
     Named(GroupSizes),
     Only(Vec<i64>),
@@ -32,61 +32,64 @@ impl Sizes {
 /// Plans one step with dynamic context parallelism: every micro-batch divides the ranks into groups as its
 /// documents need.
 ///
-/// A long document gets as many ranks as it takes to finish with the others, short ones share few. Groups are
-/// aligned powers of two inside any ``world_size``, so that all of them can be built once; or of any size. All
+/// A long document gets as many ranks as it needs to finish with the others; short documents share few ranks. Groups
+/// are
+/// aligned powers of two inside any ``world_size``, so that all of them can be built once; or groups of any size. All
 /// ranks have the same number of micro-batches.
 ///
-/// A micro-batch of documents with ``T`` tokens in all takes a group of ``c`` ranks ``micro_batch_seconds + cost /
-/// c + max(0, exchange - cp_overlap * attention_cost / c)`` through the whole model, forward and backward, with
-/// ``exchange = (c - 1) * cp_seconds_per_exchange + T * (c - 1) / c * cp_seconds_per_token``. Each rank holds at
-/// most ``ceil(T / c)`` tokens of it (documents are sharded "per_document").
+/// On a group of ``c`` ranks, documents with ``T`` tokens together take ``micro_batch_seconds + cost / c + max(0,
+/// exchange -
+/// cp_overlap * attention_cost / c)`` seconds through the whole model, forward and backward, with
+/// ``exchange = (c - 1) * cp_seconds_per_exchange + T * (c - 1) / c * cp_seconds_per_token``. Each rank holds at most
+/// ``ceil(T / c)`` of the tokens (documents are sharded "per_document").
 ///
 /// Args:
 ///     lengths: int[n], tokens of the documents of the step.
-///     world_size: ranks of one pipeline stage, DP times CP: those that groups are made of. Any number.
+///     world_size: ranks of one pipeline stage (DP times CP), which are divided into groups. Any number.
 ///     num_stages: pipeline stages, PP.
-///     max_tokens_per_rank: most tokens of a rank in a micro-batch; a memory bound. An interleaved pipeline also
-///         has no more under way than in rounds of ``num_stages`` such micro-batches, unless ``num_micro_batches``
-///         is given.
-///     cost_model: what documents cost on one rank, in seconds for the whole model. Or ``costs``.
-///     costs: float64[n], what each document costs on one rank, in seconds for the whole model, in the place of
-///         ``cost_model``: for documents whose length does not tell their work. The ranks of a group share all of
-///         it; memory goes by tokens.
-///     attention_costs: float64[n], the part of each of ``costs`` that is attention, behind which the exchange
-///         hides: wanted beside ``costs`` where exchange has a price and ``cp_overlap`` is above 0.
+///     max_tokens_per_rank: most tokens of a rank in a micro-batch, as memory allows. An interleaved pipeline also
+///         has no more tokens under way than rounds of ``num_stages`` such micro-batches have, unless
+///         ``num_micro_batches`` is given.
+///     cost_model: cost of a document on one rank, in seconds for the whole model. Give it, or ``costs``.
+///     costs: float64[n], cost of each document on one rank, in seconds for the whole model, if the length does not
+///         tell the work. The ranks of a group share the cost; memory is counted in tokens.
+///     attention_costs: float64[n], the part of each of ``costs`` that is attention, which hides exchange. Required
+///         with
+///         ``costs`` if exchange has a price and ``cp_overlap`` is above 0.
 ///     num_virtual_stages: parts of the model on each stage.
-///     schedule: "1f1b" or "interleaved_1f1b"; "zbv" or "dualpipev", with ``num_virtual_stages=2``. None: 1F1B,
-///         interleaved with several virtual stages. "dualpipev" has at least two micro-batches for each stage.
-///     sync: where the ranks of a stage wait for each other: "step", once a step; or "micro_batch", in each (FSDP,
-///         ZeRO-3, experts over all of them), so that a micro-batch takes all of them as long as its slowest group.
-///     max_cp_size: largest group, ``world_size`` if None; rounded down to a power of two where groups are.
-///     group_sizes: "powers_of_two", each from a multiple of its size on; "any": any number of neighbours, which
-///         worlds of 24 or 48 ranks want, and memory that the longest documents fill; or int[s], the only sizes there
-///         are, ascending from 1: those that attention runs, from ``wlb.torch.cp_sizes``.
-///     ranks_per_node: ranks of a stage on each node, if exchange is cheaper inside one: rank ``r`` is in node ``r
+///     schedule: "1f1b" or "interleaved_1f1b"; or "zbv" or "dualpipev", with ``num_virtual_stages=2``. None: "1f1b", or
+///         "interleaved_1f1b" with several virtual stages. "dualpipev" needs at least two micro-batches for each stage.
+///     sync: where the ranks of a stage wait for each other: "step", once a step; or "micro_batch", in each micro-batch
+///         (FSDP, ZeRO-3, experts over all of them), so that a micro-batch takes as long as its slowest group.
+///     max_cp_size: largest group; default ``world_size``. Rounded down to a power of two if all groups are.
+///     group_sizes: "powers_of_two": each group begins at a multiple of its size. "any": any number of neighbouring
+///         ranks; useful for 24 or 48 ranks, and if the longest documents fill the memory. int[s]: the only allowed
+///         sizes, ascending from 1, such as the sizes that attention can run (``wlb.torch.cp_sizes``).
+///     ranks_per_node: ranks of a stage on each node, if exchange is cheaper inside a node: rank ``r`` is on node ``r
 ///         // ranks_per_node``.
 ///     max_documents: most documents of a group in a micro-batch, so that its ``cu_seqlens`` have a fixed number of
-///         entries (CUDA graphs); the padding is one more, as in ``pack``.
-///     multiple_of_tokens: each rank's tokens of a micro-batch run padded up to a multiple of this (MXFP8 32,
-///         HybridEP 128), by a document of the whole group, and ``max_tokens_per_rank`` counts the padding: the
-///         plan's is the largest multiple within it. Padding takes no time in a plan.
-///     token_buckets: int[b], ascending, multiples of ``multiple_of_tokens``: the only sizes that a rank's tokens
-///         have; a group without documents has the first.
-///     num_micro_batches: micro-batches of the step; None sweeps them.
-///     min_micro_batches: the sweep tries no fewer. For schedules that need so many: torch's 1F1B one for each
-///         stage, its DualPipeV two.
-///     max_micro_batches: where the sweep ends. It begins with ``num_stages``, or as many as memory forces or are
-///         wanted, and ends by default at 4 times that; if the documents do not fit by then, later. With
-///         ``micro_batch_seconds``, it begins with what memory forces.
-///     cp_seconds_per_token: time to exchange the keys and values of a token, and their gradients, over all layers.
-///     cp_seconds_per_exchange: latency of handing keys and values on to the next rank, over all layers and passes.
-///     cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node: the same of groups inside a node, with
-///         ``ranks_per_node``; each 0 if None, and at most what it costs across nodes.
+///         entries (CUDA graphs); padding counts as one more.
+///     multiple_of_tokens: each rank's tokens in a micro-batch are padded to a multiple of this (MXFP8 needs 32,
+///         HybridEP
+///         128), by one more document of the whole group. ``max_tokens_per_rank`` counts the padding: the plan's is the
+///         largest multiple within it. Padding takes no time in a plan.
+///     token_buckets: int[b], ascending, multiples of ``multiple_of_tokens``: the only padded sizes of a rank's tokens;
+///         a group without documents has the smallest.
+///     num_micro_batches: micro-batches of the step; None tries several numbers and takes the fastest.
+///     min_micro_batches: least number that is tried, for schedules that need more: torch's 1F1B one for each stage,
+///         its
+///         DualPipeV two.
+///     max_micro_batches: largest number that is tried; default 4 times the first, or more if the documents do not fit.
+///         The first is ``num_stages``, or more if memory or ``min_micro_batches`` needs more; with
+///         ``micro_batch_seconds``, as few as memory allows.
+///     cp_seconds_per_token: seconds to exchange the keys and values of a token, and their gradients, over all layers.
+///     cp_seconds_per_exchange: latency of sending keys and values to the next rank, over all layers and passes.
+///     cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node: the same for groups inside a node, with
+///         ``ranks_per_node``; None is 0, and neither may exceed the value across nodes.
 ///     cp_overlap: part of the attention, from 0 to 1, that can hide the exchange.
 ///     p2p_seconds: latency between pipeline stages.
-///     micro_batch_seconds: what every micro-batch takes through the whole model, whatever is in it.
-///     ids: int64[n], names of the documents in the plan; their indices if None.
-///
+///     micro_batch_seconds: time of every micro-batch through the whole model, besides its documents.
+///     ids: int64[n], ids of the documents in the plan; default their indices.
 /// Returns:
 ///     DynamicCpPlan. The same input gives the same plan, byte for byte, on every rank and machine.
 ///
@@ -94,10 +97,11 @@ impl Sizes {
 ///     WlbError: an argument out of range; a document that does not fit on the largest group; too few micro-batches
 ///         for the documents.
 ///
-/// O(n log world_size) for each number of micro-batches tried, about ten (several times as many attempts where
-/// exchange costs), and O(num_stages * micro-batches * world_size) for the simulation of the best; in a world that
-/// is no power of two, up to O(n * micro-batches * log world_size) for each number, and O(n * micro-batches *
-/// world_size) where memory binds. Releases the GIL from 1,024 documents on.
+/// O(n log world_size) for each of about ten numbers of micro-batches (several times as many attempts if exchange
+/// costs), and O(num_stages * micro-batches * world_size) to simulate the best. In a world that is no power of two, up
+/// to
+/// O(n * micro-batches * log world_size) for each number, and O(n * micro-batches * world_size) if memory
+/// binds. Releases the GIL from 1,024 documents on.
 ///
 /// Examples:
 ///     >>> import wlb
@@ -222,8 +226,8 @@ pub(crate) fn plan_dynamic_cp<'py>(
     })
 }
 
-/// `DynamicCpPlan.step_seconds`: the step's time if a plan's groups, given by their sizes in the order of ranks,
-/// took these times.
+/// Seconds of a step whose groups (given by their sizes, in the order of ranks) take these times; see
+/// ``DynamicCpPlan.step_seconds``.
 #[pyfunction]
 #[pyo3(signature = (
     group_seconds, *, cp_sizes, group_offsets, world_size, num_stages, num_virtual_stages, schedule, sync,
@@ -251,7 +255,7 @@ pub(crate) fn dynamic_cp_seconds(
         .into_iter()
         .zip(group_seconds)
         .map(|(cp_size, seconds)| {
-            // 0 is refused below.
+            // A size out of range becomes 0, which is refused below.
             let cp_size = u32::try_from(cp_size).ok().filter(|&size| size as usize <= world_size).unwrap_or(0);
             let group = core::Group { first_rank, cp_size, seconds };
             first_rank = (first_rank + cp_size) % world_size as u32;
@@ -259,7 +263,7 @@ pub(crate) fn dynamic_cp_seconds(
         })
         .collect();
     let offsets: Vec<usize> = group_offsets.into_iter().map(|offset| usize::try_from(offset).unwrap_or(0)).collect();
-    let (schedule, tokens) = (Some(choice(schedule)?), 1); // of which nothing depends
+    let (schedule, tokens) = (Some(choice(schedule)?), 1); // the time of a step does not depend on `tokens`
     let options = DynamicCpOptions {
         num_virtual_stages,
         schedule,
@@ -271,7 +275,7 @@ pub(crate) fn dynamic_cp_seconds(
     run(py, groups.len().max(world_size), step).map_err(raise)
 }
 
-/// What exchange costs inside a node, where the caller says which ranks are in one.
+/// Price of exchange inside a node, if the caller says how many ranks a node has.
 fn node(
     ranks: Option<usize>,
     seconds_per_token: Option<f64>,

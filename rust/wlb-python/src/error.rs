@@ -1,4 +1,4 @@
-//! Core errors as Python exceptions.
+//! Turns errors of the core into Python exceptions.
 
 use pyo3::IntoPyObjectExt;
 use pyo3::create_exception;
@@ -29,13 +29,13 @@ create_exception!(
     "More documents wait in a packer than its bounds allow: they arrive faster than they can be trained."
 );
 
-/// The attributes exist on every instance, also on one that Python code raised itself.
+/// Declares the attributes on the class, so that an exception raised by Python code has them, too.
 pub(crate) fn annotate_class(py: Python<'_>) -> PyResult<()> {
     let base = py.get_type::<WlbError>();
     ["argument", "index", "value"].into_iter().try_for_each(|attribute| base.setattr(attribute, py.None()))
 }
 
-/// The exception for a core error.
+/// The Python exception for an error of the core.
 pub(crate) fn raise(error: Error) -> PyErr {
     if let Error::Cell { argument, row, column, value, requirement } = error {
         let place: Vec<usize> = [row].into_iter().chain(column).collect();
@@ -51,7 +51,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
     })
 }
 
-/// An exception for input that never reached the core.
+/// The exception for input that is refused before it reaches the core.
 pub(crate) fn refuse(
     argument: &str,
     index: Option<usize>,
@@ -73,7 +73,7 @@ pub(crate) fn refuse(
     })
 }
 
-/// An exception for one entry of an array of any shape; with several dimensions its index is a tuple.
+/// The exception for one entry of an array of any shape; with several dimensions its index is a tuple.
 pub(crate) fn refuse_entry(argument: &str, place: &[usize], value: f64, problem: &str) -> PyErr {
     Python::attach(|py| {
         let at = place.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
@@ -85,7 +85,7 @@ pub(crate) fn refuse_entry(argument: &str, place: &[usize], value: f64, problem:
     })
 }
 
-/// 2^53: up to here every integer is a float64.
+/// 2^53: up to here every integer is exact as float64.
 const MOST_EXACT: f64 = 9_007_199_254_740_992.0;
 
 fn shorten(text: &str) -> String {
@@ -107,7 +107,7 @@ fn annotate<'py>(
     annotated.err().unwrap_or(error)
 }
 
-/// The value that is wrong, if there is a single one. Numbers and strings become objects without fail.
+/// The value that is wrong, if there is a single one. Numbers and strings convert to objects without fail.
 fn value(py: Python<'_>, error: &Error) -> PyResult<Py<PyAny>> {
     match error {
         Error::Length { value, .. }
@@ -123,7 +123,7 @@ fn value(py: Python<'_>, error: &Error) -> PyResult<Py<PyAny>> {
         | Error::Backlog { pending_tokens: value, .. }
         | Error::TotalTooLong { total: value, .. } => value.into_py_any(py),
         Error::Mismatch { found, .. } => found.into_py_any(py),
-        // Beyond, an integer may have been another one.
+        // A larger value may come from several different integers, so it stays a float.
         Error::Entry { value, .. } if value.fract() == 0.0 && value.abs() <= MOST_EXACT => {
             (*value as i64).into_py_any(py)
         }

@@ -1,4 +1,5 @@
-//! What a rank does in a layer of attention, for `wlb.torch.attention`: plain numbers, which it makes tensors of.
+//! Execution plans of a rank's attention layer for `wlb.torch.attention`, as plain numbers, which Python turns into
+//! tensors.
 
 use std::num::NonZeroI64;
 
@@ -13,13 +14,14 @@ use crate::forest::ForestShard;
 use crate::plain::Array;
 use crate::sharding::Shard;
 
-/// First row (of a list: where it begins), how many, whether it is a list.
+/// `(first, count, is_list)`: for a list, `first` is where it begins among the numbers.
 type PlainRows = (i64, i64, bool);
-/// Rows, where those of each row of the result begin among them, and how many these are.
+/// `(rows, begins, count)`: summed rows, the begin of each result row's summands among them, and the number of result
+/// rows.
 type PlainSum = (PlainRows, PlainRows, i64);
-/// Rows of queries and of keys, where the bounds begin, spans, longest queries and keys, window, whether it is fresh.
+/// `(queries, keys, bounds, spans, max_queries, max_keys, window, fresh)`; see `wlb_core::sharding::execution::Call`.
 type PlainCall = (PlainRows, PlainRows, usize, usize, i64, i64, (i64, i64), bool);
-/// Lists of rows and, from the number beside it on, bounds.
+/// All numbers (lists of rows, then bounds), and the index of the first bound.
 type PlainIndices = (Array<Vec<i32>>, usize);
 
 fn rows(rows: Rows) -> PlainRows {
@@ -54,7 +56,7 @@ fn indices(indices: Indices) -> PlainIndices {
     (Array(numbers), begin)
 }
 
-/// How tokens lie on ranks: documents, or a forest.
+/// The division of tokens among ranks: of documents, or of a forest.
 enum Cut<'a> {
     Documents(&'a Shard),
     Forest(&'a ForestShard),
@@ -82,23 +84,24 @@ impl<'a> Cut<'a> {
     }
 }
 
-/// What a rank does where keys come to the ranks that need them.
+/// Execution plan of a rank for transports that bring keys to the ranks that need them.
 ///
 /// Args:
-///     shard: of the micro-batch, a ``Shard`` or a ``ForestShard``.
+///     shard: the micro-batch's ``Shard`` or ``ForestShard``.
 ///     rank: one of its ranks.
-///     fetch: every rank gets what it needs; else all get what some rank needs from another.
+///     fetch: True: every rank gets just the keys that it needs. False: all ranks get every key that some rank needs.
 ///     window: a token sees tokens less than this many positions away; None: any.
-///     biased: scores have a bias by position.
+///     biased: whether scores have a bias by position.
 ///
 /// Returns:
-///     int32 numbers, and where bounds begin in them; local calls; remote calls; the first of the rank's rows in the
-///     buffer, and the buffer's rows before those that arrive; rows sent; rows sent to and arriving from each rank;
-///     whether any rank sends, and rows of keys that are gathered; sums of gradients that go home, how many rows go to
-///     and come from each rank; sums of the gradients of own keys. See ``wlb_core::sharding::execution``.
+///     int32 numbers, and the index of the first bound among them; local calls; remote calls; the first of the rank's
+///     rows in the buffer, and the buffer's rows before the arriving ones; rows sent; numbers of rows sent to and
+///     arriving from each rank; whether any rank sends, and rows of keys that are gathered; sums of gradients that go
+///     home, and numbers of rows that go to and come from each rank; sums of the gradients of own keys. See
+///     ``wlb_core::sharding::execution``.
 ///
 /// Raises:
-///     WlbError: the keys of a call are more than int32 can count.
+///     WlbError: a call has more keys than int32 can count.
 #[pyfunction]
 #[pyo3(signature = (shard, rank, *, fetch, window, biased))]
 #[allow(clippy::type_complexity, reason = "plain numbers, which a dataclass of Python names")]
@@ -140,23 +143,23 @@ pub(crate) fn keys_plan(
     ))
 }
 
-/// What a rank does where keys go around a ring of blocks of ``degree`` ranks, which exchange heads.
+/// Execution plan of a rank for a ring over blocks of ``degree`` ranks, where the ranks of a block exchange heads.
 ///
 /// Args:
-///     shard: of the micro-batch, a ``Shard`` or a ``ForestShard``.
+///     shard: the micro-batch's ``Shard`` or ``ForestShard``.
 ///     rank: one of its ranks.
 ///     degree: ranks of a block.
 ///     window: a token sees tokens less than this many positions away; None: any.
-///     biased: scores have a bias by position.
+///     biased: whether scores have a bias by position.
 ///
 /// Returns:
-///     int32 numbers, and where bounds begin in them; calls of each step; keys of each position; the last step in
-///     which any position computes over each position's keys; with more than one rank in a block its ranks' tokens,
-///     this rank's place and two lists of rows: the block's tokens in packed order, and the inverse. See
+///     int32 numbers, and the index of the first bound among them; calls of each step; number of keys of each position;
+///     for each position the last step in which another position uses its keys; with several ranks in a block: their
+///     tokens, this rank's position, and two lists of rows: to the packed order of the block's tokens, and back. See
 ///     ``wlb_core::sharding::execution``.
 ///
 /// Raises:
-///     WlbError: the keys of a call are more than int32 can count.
+///     WlbError: a call has more keys than int32 can count.
 #[pyfunction]
 #[pyo3(signature = (shard, rank, degree, *, window, biased))]
 #[allow(clippy::type_complexity, reason = "plain numbers, which a dataclass of Python names")]
@@ -179,16 +182,17 @@ pub(crate) fn ring_plan(
     Ok((indices(plan.indices), steps, plan.rows, plan.last, heads))
 }
 
-/// What a rank sends and receives where tokens move from one cut of a micro-batch to another.
+/// Rows that a rank sends and receives when tokens move from one division of a micro-batch to another.
 ///
 /// Args:
-///     before: how tokens lie.
-///     after: how they will lie; of the same documents and ranks.
+///     before: the present shard.
+///     after: the next shard, of the same documents and ranks.
 ///     rank: one of the ranks.
 ///
 /// Returns:
-///     int32 numbers; rows sent, by destination; how many to each rank; of each row after, the place among those that
-///     arrive; how many from each rank.
+///     int32 numbers; rows sent, ordered by destination; number of rows for each rank; for each row afterwards, its
+///     index
+///     among the arriving rows; number of rows from each rank.
 #[pyfunction]
 pub(crate) fn moves_plan(
     py: Python<'_>,

@@ -19,8 +19,8 @@ use crate::gil::run;
 use crate::packing::{cu_seqlens, item, ranks};
 use crate::plain::{Array, Pickle, Tuple, hashed_by, pickled_as_json, pickled_as_part};
 
-/// Tokens of samples: their numbers, which are only compared. They are read where they lie, with the GIL held: most of
-/// them are not read at all, and a copy would take longer than all else.
+/// Token ids of samples, which are only compared. They are read in place while the GIL is held: most of them are never
+/// read, and a copy would take longer than all other work.
 pub(crate) enum Tokens<'py> {
     Narrow(Bound<'py, PyArrayDyn<i32>>),
     Wide(Bound<'py, PyArrayDyn<i64>>),
@@ -36,11 +36,13 @@ fn tokens<'py>(object: &Bound<'py, PyAny>) -> PyResult<Tokens<'py>> {
     int64_array("tokens", object).map(Tokens::Wide)
 }
 
-/// `with_tokens!(tokens, |slice| work)`: the work, on tokens of either width. It terminates, and stays in bounds, also
-/// where another thread of numpy's writes to the array meanwhile.
+/// `with_tokens!(tokens, |slice| work)` runs `work` on tokens of either width. `work` must terminate and stay in bounds
+/// even
+/// if another thread of numpy writes to the array meanwhile.
 macro_rules! with_tokens {
     ($tokens:ident, |$slice:ident| $work:expr) => {
-        // SAFETY: no Python runs meanwhile, and the GIL is held. That the memory is aligned and contiguous is checked.
+        // SAFETY: the GIL is held and no Python code runs meanwhile; `as_slice` checks that memory is aligned and
+        // contiguous.
         match &$tokens {
             Tokens::Narrow(array) => {
                 let $slice = unsafe { array.as_slice() }?;
@@ -54,7 +56,7 @@ macro_rules! with_tokens {
     };
 }
 
-/// A number for all prompts, or one for each.
+/// One number for all prompts, or one for each.
 pub(crate) enum PerPrompt {
     All(i64),
     Each(Vec<i64>),
@@ -69,11 +71,11 @@ fn samples_per_prompt(object: &Bound<'_, PyAny>) -> PyResult<PerPrompt> {
     }
 }
 
-/// Which tokens samples share: plain data that can be printed, compared, pickled and sent.
+/// The tokens that samples share: plain data that can be printed, compared, pickled and sent.
 ///
-/// Nodes are runs of tokens; a sample is the path from a root to the end of its node, and the node may have children.
-/// Samples share tokens only from their beginning on, so that a shared token has the same position and sees the same
-/// tokens before it in all of them. Every array is a fresh copy.
+/// A node is a run of tokens. A sample is the path from a root to the end of its node; the node may have children.
+/// Samples share tokens only from their beginning on, so a shared token has the same position and the same earlier
+/// tokens in all of them. Every array is a fresh copy.
 ///
 /// Examples:
 ///     >>> import wlb
@@ -89,22 +91,27 @@ pickled_as_json!(PrefixForest(core::PrefixForest));
 
 #[pymethods]
 impl PrefixForest {
-    /// The forest of samples whose tokens are here.
+    /// The forest of samples with these tokens.
     ///
     /// Args:
-    ///     tokens: int[R], of all samples, one behind the other; int32 and int64 arrays are read where they lie. Of an
-    ///         Arrow list array: its ``values``.
-    ///     offsets: int[n + 1], where each sample begins, then ``R``. Of an Arrow list array: its ``offsets``.
-    ///     groups: int[n]: only samples with the same number can share (one prompt's rollouts).
-    ///     key: int[n], likewise, for what else a model reads beside tokens and positions: an image's hash, an adapter.
+    ///     tokens: int[R], tokens of all samples, one sample after the other; int32 and int64 arrays are read in place.
+    ///         For
+    ///         an Arrow list array: its ``values``.
+    ///     offsets: int[n + 1], index of each sample's first token, and at the end ``R``. For an Arrow list array: its
+    ///         ``offsets``.
+    ///     groups: int[n]: only samples with the same number can share (the completions of one prompt).
+    ///     key: int[n]: another number with the same effect, for other inputs of the model: an image's hash, an
+    ///         adapter.
     ///
     /// Returns:
     ///     PrefixForest: nodes depth-first, siblings by their first sample.
     ///
     /// Raises:
-    ///     WlbError: offsets that do not fit the tokens, a sample without tokens, another number of groups or keys.
+    ///     WlbError: offsets that do not fit the tokens, a sample without tokens, ``groups`` or ``key`` of another
+    ///         length.
     ///
-    /// O(R + n log n) at worst: shared tokens are compared once, or twice, and the rest of a sample is not read. No
+    /// O(R + n log n) in the worst case: shared tokens are compared once or twice, and the rest of a sample is not
+    /// read. No
     /// copy.
     ///
     /// Examples:
@@ -125,17 +132,17 @@ impl PrefixForest {
         found.map(Self::from).map_err(raise)
     }
 
-    /// A forest whose structure is known: each prompt, and the completions that were sampled for it. No tokens are
-    /// read.
+    /// The forest of prompts and the completions that were sampled for each; tokens are not needed.
     ///
     /// Args:
     ///     prompt_lengths: int[p], tokens of each prompt.
     ///     samples_per_prompt: completions of each prompt, one number or int[p]; at least 1.
-    ///     completion_lengths: int[n], tokens of each completion, those of the first prompt first. 0 is legal: such a
-    ///         sample is its prompt.
+    ///     completion_lengths: int[n], tokens of each completion, those of the first prompt first. A completion may
+    ///         have 0
+    ///         tokens: the sample is then its prompt.
     ///
     /// Raises:
-    ///     WlbError: a length out of range, numbers that do not fit.
+    ///     WlbError: a length out of range, or numbers that do not fit together.
     ///
     /// O(n log n).
     ///
@@ -163,12 +170,12 @@ impl PrefixForest {
     /// A forest from its nodes.
     ///
     /// Args:
-    ///     parents: int[m], node that each node continues, in any order; -1 for a root.
+    ///     parents: int[m], the node that each node continues, in any order; -1 for a root.
     ///     lengths: int[m], tokens of each node.
-    ///     ends: int[n], node of each sample's last token.
+    ///     ends: int[n], for each sample the node of its last token.
     ///
     /// Raises:
-    ///     WlbError: a parent or end that is no node, parents in a circle, a node under which no sample ends.
+    ///     WlbError: a parent or end that is no node, parents in a circle, or a node under which no sample ends.
     ///
     /// O(m log m).
     ///
@@ -188,14 +195,15 @@ impl PrefixForest {
         run(py, parents.len(), make).map(Self::from).map_err(raise)
     }
 
-    /// Checks that tokens are what the forest says: samples of its lengths, equal where they share a node.
+    /// Checks that tokens fit the forest: samples have its lengths, and agree where they share a node.
     ///
     /// Args:
     ///     tokens, offsets: as for ``from_tokens``.
     ///
     /// Raises:
-    ///     WlbError: another number of samples, a sample of another length, or the first token in which a sample
-    ///         differs from the one that it shares it with: which samples, and at which token.
+    ///     WlbError: another number of samples, a sample of another length, or the first token in which two samples
+    ///         differ
+    ///         that should share it; the message names both samples and the token.
     ///
     /// O(R).
     ///
@@ -224,7 +232,7 @@ impl PrefixForest {
         self.0.num_nodes()
     }
 
-    /// Tokens of all nodes: what is computed, where one micro-batch holds all.
+    /// Tokens of all nodes: what is computed if one micro-batch holds all samples.
     #[getter]
     fn unique_tokens(&self) -> i64 {
         self.0.unique_tokens()
@@ -236,7 +244,7 @@ impl PrefixForest {
         self.0.raw_tokens()
     }
 
-    /// int32[m]: node that each node continues, -1 for a root.
+    /// int32[m]: the node that each node continues; -1 for a root.
     #[getter]
     fn parents(&self) -> Array<&[i32]> {
         Array(self.0.parents())
@@ -248,13 +256,13 @@ impl PrefixForest {
         Array(self.0.lengths())
     }
 
-    /// int32[m]: tokens before each node on its path; the position of its first token.
+    /// int32[m]: tokens before each node on its path, which is the position of its first token.
     #[getter]
     fn starts(&self) -> Array<&[i32]> {
         Array(self.0.starts())
     }
 
-    /// int32[n]: node of each sample's last token.
+    /// int32[n]: for each sample the node of its last token.
     #[getter]
     fn ends(&self) -> Array<&[i32]> {
         Array(self.0.ends())
@@ -266,7 +274,7 @@ impl PrefixForest {
         Array(self.0.sample_lengths())
     }
 
-    /// Hex hash of the forest: equal on two ranks iff their forests are. O(m + n).
+    /// Hex hash of the forest: equal on two ranks if and only if their forests are. O(m + n).
     fn digest(&self, py: Python<'_>) -> String {
         run(py, self.0.num_nodes(), || self.0.digest())
     }
@@ -288,37 +296,41 @@ impl From<core::PrefixForest> for PrefixForest {
     }
 }
 
-/// Packs the samples of a forest into micro-batches, in each of which a shared token is computed once.
+/// Packs the samples of a forest into micro-batches, each of which computes a shared token once.
 ///
-/// A node of ``n`` tokens at depth ``p`` costs ``c(p + n) - c(p)``, where ``c`` is the cost model without its
-/// constants: exact for causal pairs, windows and chunks, and for measured tables the definition. The constant of a
-/// document counts once a sample, that of a micro-batch once. Where a tree is cut between micro-batches, its trunk is
-/// computed in both: it is cut where that costs less than the imbalance that it saves, or where ``max_tokens`` asks for
-/// it.
+/// A node of ``n`` tokens at depth ``p`` costs ``c(p + n) - c(p)``, where ``c`` is the cost model without constants.
+/// That is
+/// exact for causal pairs, windows and chunks; for measured tables it is the definition. The constant of a document
+/// counts
+/// once for each sample, that of a micro-batch once for each micro-batch. If a tree is cut between two micro-batches,
+/// both
+/// compute the tokens that the parts share. A tree is cut where that costs less than the imbalance that it removes, or
+/// where ``max_tokens`` requires it.
 ///
 /// Args:
 ///     forest: the samples.
-///     num_micro_batches: micro-batches of all ranks. None: as few as were found to hold the samples, and with
-///         ``dp_size`` up to two more of each rank where each makes the step 1 % shorter.
-///     max_tokens: most unique tokens of a micro-batch; a memory bound.
-///     cost_model: what tokens cost; one of causal attention.
-///     dp_size: data-parallel ranks that the plan is made for; ``plan.deal(dp_size)`` gives every rank's micro-batches,
-///         which stand rank by rank in the plan. None: micro-batches are made equal.
+///     num_micro_batches: micro-batches of all ranks. None: as few as were found to hold the samples; with ``dp_size``,
+///         up to two more on each rank if each makes the step 1 % shorter.
+///     max_tokens: most unique tokens of a micro-batch, as memory allows.
+///     cost_model: cost of tokens; it must be of causal attention.
+///     dp_size: data-parallel ranks to make the plan for; ``plan.deal(dp_size)`` gives each rank its micro-batches, and
+///         the plan lists them rank by rank. None: single micro-batches are made equal.
 ///     sync: where these ranks wait for each other, "step" (the default) or "micro_batch", as for ``pack``.
 ///     groups: int[n], with ``dp_size``: samples with the same number stay on one rank.
-///     equal_documents: with ``dp_size``, every rank has as many samples; they differ by one where ``dp_size`` does not
-///         divide them. Groups whose sizes cannot be dealt so are refused.
+///     equal_documents: with ``dp_size``, all ranks get equally many samples (they differ by at most one). Groups whose
+///         sizes do not allow that are refused.
 ///     max_documents: most samples of a micro-batch.
-///     multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens, and ``max_tokens`` counts the
+///     multiple_of_tokens: micro-batches are padded to a multiple of this number, and ``max_tokens`` counts the
 ///         padding.
 ///
 /// Returns:
-///     ForestPlan. The same input gives the same plan, byte for byte, on every rank and machine. Where nothing is
-///     shared it is the plan of ``pack``, with the same digest.
+///     ForestPlan. The same input gives the same plan, byte for byte, on every rank and machine. If nothing is
+///     shared, it is the plan of ``pack``, with the same digest.
 ///
 /// Raises:
-///     WlbError: a sample over ``max_tokens``, a cost model with ``causal=False``, groups of another number, what needs
-///         ``dp_size`` without it, samples that do not fit into the micro-batches.
+///     WlbError: a sample over ``max_tokens``, a cost model with ``causal=False``, ``groups`` of another length, an
+///         option
+///         that needs ``dp_size`` without it, or samples that do not fit into the micro-batches.
 ///
 /// O(n log n), O(micro-batches) for each tree or part of one, and a bounded number of exchanges. Releases the GIL from
 /// 1,024 samples on.
@@ -380,7 +392,7 @@ pickled_as_json!(ForestPlan(core::ForestPlan));
 
 #[pymethods]
 impl ForestPlan {
-    /// The forest whose samples these are.
+    /// The forest whose samples were packed.
     #[getter]
     fn forest(&self) -> PrefixForest {
         PrefixForest(Arc::new(self.0.forest.clone()))
@@ -404,7 +416,8 @@ impl ForestPlan {
         Tuple((0..self.0.num_micro_batches()).map(|index| self.micro_batch(index)).collect())
     }
 
-    /// Unique tokens of all micro-batches: those of the forest, and those that are computed in several.
+    /// Unique tokens of all micro-batches: tokens of the forest's nodes, counted once for each micro-batch that
+    /// computes them.
     #[getter]
     fn unique_tokens(&self) -> i64 {
         self.0.total_unique_tokens()
@@ -422,28 +435,30 @@ impl ForestPlan {
         Array(&self.0.costs)
     }
 
-    /// Time of the step where ranks meet: the heaviest rank under "step", the heaviest micro-batch of each round, in
-    /// all, under "micro_batch", the heaviest micro-batch without ranks.
+    /// Time of the step: the heaviest rank under "step"; the sum of the heaviest micro-batch of each round under
+    /// "micro_batch"; the heaviest micro-batch without ranks.
     #[getter]
     fn step_cost(&self) -> f64 {
         self.0.step_cost()
     }
 
-    /// ``step_cost`` over what it is if all that is computed were equal on those that wait for one another.
+    /// ``step_cost`` over the step cost if all computed work were spread evenly.
     #[getter]
     fn imbalance(&self) -> f64 {
         self.0.imbalance()
     }
 
-    /// No plan of these samples into as many micro-batches has a smaller ``step_cost``: an equal share of all nodes,
-    /// and of what ``max_tokens`` and ``max_documents`` force to be computed twice; the heaviest sample; the heaviest
-    /// group.
+    /// Lower bound on ``step_cost`` for any plan of these samples into as many micro-batches: the largest of an equal
+    /// share of
+    /// all nodes (with what ``max_tokens`` and ``max_documents`` force to be computed twice), the heaviest sample, and
+    /// the
+    /// heaviest group.
     #[getter]
     fn lower_bound(&self) -> f64 {
         self.0.lower_bound
     }
 
-    /// Data-parallel ranks that it was made for; None where it may be dealt to any.
+    /// Data-parallel ranks that the plan was made for; None if it can be dealt to any number.
     #[getter]
     fn dp_size(&self) -> Option<usize> {
         self.0.ranks.map(|ranks| ranks.dp_size)
@@ -455,8 +470,9 @@ impl ForestPlan {
         self.0.ranks.map(|ranks| ranks.sync.as_str())
     }
 
-    /// Hex hash of where every token goes: equal on two ranks iff their plans are. Where nothing is shared it is that
-    /// of ``pack``'s plan. O(samples and nodes).
+    /// Hex hash of the place of every token: equal on two ranks if and only if their plans are. If nothing is shared it
+    /// is the
+    /// digest of the plan of ``pack``. O(samples and nodes).
     fn digest(&self, py: Python<'_>) -> String {
         run(py, self.0.samples.len(), || self.0.digest())
     }
@@ -464,11 +480,12 @@ impl ForestPlan {
     /// Deals the micro-batches to data-parallel ranks: equal counts, balanced costs, in schedule order.
     ///
     /// Returns:
-    ///     int64[dp_size, M / dp_size]: micro-batch indices of each rank. A plan that was made for ranks is dealt as it
-    ///     was made.
+    ///     int64[dp_size, M / dp_size]: micro-batch indices of each rank. A plan that was made for ranks keeps its
+    ///     order.
     ///
     /// Raises:
-    ///     WlbError: ``dp_size`` does not divide the number of micro-batches, or is not what the plan was made for.
+    ///     WlbError: ``dp_size`` does not divide the number of micro-batches, or is not the one that the plan was made
+    ///         for.
     ///
     /// Examples:
     ///     >>> import wlb
@@ -540,7 +557,7 @@ impl ForestMicroBatch {
     }
 }
 
-/// Equal where the same samples of equal forests cost the same.
+/// Equal if they have the same samples of equal forests at the same cost.
 impl PartialEq for ForestMicroBatch {
     fn eq(&self, other: &Self) -> bool {
         self.samples() == other.samples() && self.cost() == other.cost() && self.plan.0.forest == other.plan.0.forest
@@ -557,15 +574,17 @@ impl ForestMicroBatch {
         Array(self.samples().iter().map(|&sample| i64::from(sample)).collect())
     }
 
-    /// int64[m]: nodes of the plan's forest that these samples have, in the order in which they lie in memory:
-    /// depth-first, of siblings the longest first, so that it continues its parent.
+    /// int64[m]: nodes of these samples in the plan's forest, in memory order: depth-first, the longest of siblings
+    /// first, so
+    /// that it follows its parent.
     #[getter]
     fn nodes(&self) -> Array<Vec<i64>> {
         let nodes = self.plan.0.forest.nodes_of(self.samples());
         Array(nodes.into_iter().map(i64::from).collect())
     }
 
-    /// The forest of these samples alone: its nodes are ``nodes``, its samples ``sample_ids``, in their orders.
+    /// The forest of these samples alone; its nodes are in the order of ``nodes``, its samples in that of
+    /// ``sample_ids``.
     #[getter]
     fn forest(&self) -> PrefixForest {
         let forest = &self.plan.0.forest;
@@ -584,7 +603,7 @@ impl ForestMicroBatch {
         self.plan.0.raw_tokens(self.index)
     }
 
-    /// Unique tokens when it runs, padded as ``multiple_of_tokens`` asks.
+    /// Unique tokens including the padding of ``multiple_of_tokens``.
     #[getter]
     fn padded_tokens(&self) -> i64 {
         self.plan.0.padded_tokens(self.index)
@@ -600,7 +619,7 @@ impl ForestMicroBatch {
         self.samples().len()
     }
 
-    /// A pickle holds the whole plan: to send several micro-batches of one, send that.
+    /// A pickle holds the whole plan. To send several micro-batches of one plan, send the plan.
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Pickle<'py, (usize,)>> {
         pickled_as_part(py, self.plan.clone(), "__getitem__", (self.index,))
     }
@@ -618,13 +637,16 @@ impl ForestMicroBatch {
 
 /// Cuts a micro-batch of a forest for the ranks of a context-parallel group, without padding.
 ///
-/// Long nodes are cut as documents are, into ``2 * cp_size`` chunks of which each rank has two whose pairs are level;
-/// what is left over goes to ranks in turn. Short ones lie whole on one rank. Of all lengths from which on nodes are
-/// cut it takes the one that moves fewest keys with ranks within 1 % of their mean pairs; if none is, the most level.
+/// Long nodes are cut like documents, into ``2 * cp_size`` chunks, two for each rank with equal pairs; tokens left over
+/// go
+/// to ranks in turn. Short nodes stay whole on one rank. Several least lengths of cut nodes are tried. Of those with
+/// all
+/// ranks within 1 % of the mean pairs, the one that moves the fewest keys is chosen; if there is none, the most even
+/// one.
 ///
 /// Args:
-///     micro_batch: of a ``ForestPlan``; or a ``PrefixForest``, all of its samples.
-///     cp_size: ranks of the group.
+///     micro_batch: a micro-batch of a ``ForestPlan``; or a ``PrefixForest``, for all of its samples.
+///     cp_size: number of ranks of the group.
 ///
 /// Returns:
 ///     ForestShard. Ranks differ by at most one token. The same input gives the same shard on every rank.
@@ -658,9 +680,9 @@ pub(crate) fn shard_forest(
     run(py, nodes, || core::shard_forest(&forest, cp_size)).map(|shard| ForestShard(Arc::new(shard))).map_err(raise)
 }
 
-/// Which tokens of a forest lie on which rank: plain data.
+/// The tokens of a forest on each rank: plain data.
 ///
-/// Nodes lie in memory depth-first, of siblings the longest first; a token's place there is its packed place.
+/// Nodes lie in memory depth-first, the longest of siblings first. A token's index there is called its packed index.
 #[pyclass(frozen, eq, hash, module = "wlb")]
 #[derive(Clone, PartialEq)]
 pub(crate) struct ForestShard(pub(crate) Arc<core::ForestShard>);
@@ -669,7 +691,7 @@ hashed_by!(ForestShard: |shard| shard.0.digest());
 
 #[pymethods]
 impl ForestShard {
-    /// The forest, its nodes in the order in which they lie in memory.
+    /// The forest, with its nodes in memory order.
     #[getter]
     fn forest(&self) -> PrefixForest {
         PrefixForest(Arc::new(self.0.forest.clone()))
@@ -699,14 +721,15 @@ impl ForestShard {
         Array((0..self.0.cp_size()).map(|rank| self.0.pairs(rank) as i64).collect())
     }
 
-    /// int64[cp_size]: keys that each rank's queries see and other ranks hold, each once.
+    /// int64[cp_size]: keys that each rank's queries see and other ranks hold, each counted once.
     #[getter]
     fn keys_moved(&self) -> Array<Vec<i64>> {
         Array((0..self.0.cp_size()).map(|rank| self.0.keys_moved(rank)).collect())
     }
 
     /// int32[num_tokens]: ``rank_major[restore_indices] == packed``, where ``rank_major`` has the ranks' tokens one
-    /// behind the other.
+    /// rank after
+    /// the other.
     #[getter]
     fn restore_indices(&self) -> Array<Vec<i32>> {
         let mut restore = vec![0; self.0.num_tokens() as usize];
@@ -742,7 +765,7 @@ impl ForestShard {
         }
     }
 
-    /// Hex hash of which token lies where: equal on two ranks iff their shards are. O(segments).
+    /// Hex hash of the place of every token: equal on two ranks if and only if their shards are. O(segments).
     fn digest(&self) -> String {
         self.0.digest()
     }
@@ -771,12 +794,14 @@ impl ForestShard {
     }
 }
 
-/// What one rank has of a forest: runs of tokens (segments), each in one node, and the keys that each sees.
+/// The tokens of one rank of a forest: runs of tokens (segments), each inside one node, and the keys that each sees.
 ///
-/// Segment ``i`` has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1`` of the rank. Its keys are those
-/// packed places ``key_starts[j]`` to ``key_ends[j] - 1`` with ``cu_intervals[i] <= j < cu_intervals[i + 1]``, one
-/// interval behind the other: the last query sees all of them, each query before it one less (a causal mask, aligned at
-/// the end).
+/// Segment ``i`` has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1`` of the rank. Its keys are in the
+/// intervals ``j`` with ``cu_intervals[i] <= j < cu_intervals[i + 1]``, one interval after the other; interval ``j``
+/// has the
+/// packed indices ``key_starts[j]`` to ``key_ends[j] - 1``. The last query sees all of these keys, and each query
+/// before it
+/// one less (a causal mask aligned at the end).
 #[pyclass(frozen, module = "wlb")]
 pub(crate) struct ForestRankShard {
     shard: ForestShard,
@@ -805,37 +830,39 @@ impl ForestRankShard {
 
 #[pymethods]
 impl ForestRankShard {
-    /// int32[t]: packed place of each of the rank's tokens, ascending.
+    /// int32[t]: packed index of each of the rank's tokens, ascending.
     #[getter]
     fn token_indices(&self) -> Array<Vec<i32>> {
         self.written(|shard, segment| shard.packed_start(segment))
     }
 
-    /// int32[t]: position of each token: how many are before it on its path.
+    /// int32[t]: position of each token: the number of tokens before it on its path.
     #[getter]
     fn position_ids(&self) -> Array<Vec<i32>> {
         self.written(|shard, segment| shard.position(segment))
     }
 
-    /// int32[s]: node of each segment, as the shard's forest has them.
+    /// int32[s]: node of each segment, as an index into the shard's forest.
     #[getter]
     fn nodes(&self) -> Array<Vec<i32>> {
         self.each(|_, segment| segment.document as i32)
     }
 
-    /// int32[s]: where in its node each segment begins.
+    /// int32[s]: offset of each segment's first token in its node.
     #[getter]
     fn starts(&self) -> Array<Vec<i32>> {
         self.each(|_, segment| segment.start)
     }
 
-    /// int32[s + 1]: where each segment begins among the rank's tokens, then their number.
+    /// int32[s + 1]: index of each segment's first token among the rank's tokens, and at the end their number.
     #[getter]
     fn cu_seqlens_q(&self) -> Array<Vec<i32>> {
         Array(cu_seqlens(self.shard.0.ranks[self.rank].iter().map(|segment| segment.length)))
     }
 
-    /// int64[s + 1]: the same for keys, where those of all segments are copied one behind the other.
+    /// int64[s + 1]: index of each segment's first key if the keys of all segments are copied one after the other, and
+    /// at the
+    /// end their number.
     #[getter]
     fn cu_seqlens_k(&self) -> Array<Vec<i64>> {
         let shard = &self.shard.0;
@@ -847,19 +874,19 @@ impl ForestRankShard {
         Array(std::iter::once(0).chain(keys).collect())
     }
 
-    /// int32[s + 1]: where the intervals of each segment begin, then their number ``k``.
+    /// int32[s + 1]: index of each segment's first interval, and at the end the number of intervals ``k``.
     #[getter]
     fn cu_intervals(&self) -> Array<Vec<i32>> {
         Array(cu_seqlens(self.intervals().map(|intervals| intervals.len() as i32)))
     }
 
-    /// int32[k]: packed place of the first key of each interval.
+    /// int32[k]: packed index of the first key of each interval.
     #[getter]
     fn key_starts(&self) -> Array<Vec<i32>> {
         Array(self.intervals().flatten().map(|interval| interval.0).collect())
     }
 
-    /// int32[k]: packed place behind the last key of each interval.
+    /// int32[k]: packed index after the last key of each interval.
     #[getter]
     fn key_ends(&self) -> Array<Vec<i32>> {
         Array(self.intervals().flatten().map(|interval| interval.1).collect())

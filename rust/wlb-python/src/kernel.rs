@@ -13,9 +13,11 @@ use crate::plain::{Array, hashed_by, pickled_as_json};
 
 /// Latency of an attention kernel for the segments of a context-parallel rank, in seconds per transformer layer.
 ///
-/// A kernel computes whole tiles of queries; their FLOPs are divided by the rate at that (query length, key length),
-/// from a table that was measured (``from_profile``) or is assumed (``analytic``); docs/semantics.md
-/// has the formulas. Immutable; picklable; equal models compare equal. WLB-LLM, section 5.2.
+/// A kernel computes whole tiles of queries. Their FLOPs are divided by the rate at this query length and key length,
+/// from
+/// a table that was measured (``from_profile``) or assumed (``analytic``); docs/semantics.md has the formulas.
+/// Immutable and
+/// picklable; equal models compare equal. WLB-LLM, section 5.2.
 ///
 /// Examples:
 ///     >>> import wlb
@@ -34,7 +36,7 @@ pickled_as_json!(KernelModel(Model));
 
 #[pymethods]
 impl KernelModel {
-    /// Where the numbers come from: "measured: (GPU) (kernel)" or "analytic: (generation)".
+    /// Source of the numbers: "measured: (GPU) (kernel)" or "analytic: (generation)".
     #[getter]
     fn source(&self) -> &str {
         &self.0.description().source
@@ -46,13 +48,13 @@ impl KernelModel {
         self.0.mask() == Mask::Causal
     }
 
-    /// Query heads of one GPU.
+    /// Query heads on one GPU.
     #[getter]
     fn num_heads(&self) -> i64 {
         self.0.description().num_heads
     }
 
-    /// Key and value heads of one GPU, as measured.
+    /// Key and value heads on one GPU, as measured.
     #[getter]
     fn num_kv_heads(&self) -> i64 {
         self.0.description().num_kv_heads
@@ -89,10 +91,10 @@ impl KernelModel {
     ///
     /// Args:
     ///     path_or_name: path of a ``.json`` file, or a name in ``wlb.profiles.names()``.
-    ///     num_heads: query heads of one GPU where they are others than the profile's: times are in proportion.
+    ///     num_heads: query heads on one GPU if not the profile's: times are proportional to it.
     ///
     /// Raises:
-    ///     WlbError: no such profile, or a malformed one; says where in the file.
+    ///     WlbError: no such profile, or a malformed one; the message says where in the file.
     #[staticmethod]
     #[pyo3(signature = (path_or_name, *, num_heads = None))]
     fn from_profile(
@@ -104,14 +106,15 @@ impl KernelModel {
         num_heads.map_or(Ok(model.clone()), |heads| model.with_num_heads(heads)).map(Self).map_err(raise)
     }
 
-    /// A documented default where nothing was measured: an assumption, and ``source`` says so.
+    /// The documented assumptions for a GPU that was not measured; ``source`` says that it is an assumption.
     ///
     /// Args:
-    ///     generation: "a100", "h100", "h200", "b200", "h20", "l40s" or "mi300x", in any case.
-    ///     num_heads: query heads of one GPU.
-    ///     num_kv_heads: key/value heads of one GPU, which divide them; default ``num_heads``. Not used.
+    ///     generation: "a100", "h100", "h200", "b200", "h20", "l40s" or "mi300x", in lower or upper case.
+    ///     num_heads: query heads on one GPU.
+    ///     num_kv_heads: key/value heads on one GPU; must divide ``num_heads``, which is the default. Does not change
+    ///         times.
     ///     head_dim: width of a head.
-    ///     causal: mask.
+    ///     causal: whether queries see only keys before them.
     ///
     /// Raises:
     ///     WlbError: an unknown generation, or a size out of range.
@@ -139,7 +142,7 @@ impl KernelModel {
     ///
     /// Args:
     ///     query_lengths: int[n], tokens of each segment.
-    ///     key_lengths: int[n], keys that its last token sees; no fewer.
+    ///     key_lengths: int[n], keys that the last token of each segment sees; at least its tokens.
     ///     passes: "forward", "backward" or "forward_backward" (their sum).
     ///
     /// Returns:

@@ -1,8 +1,10 @@
 //! `wlb._core`: numpy in, plans out. Conversion only; every decision is made in `wlb-core`.
 //!
-//! Packings, shards and what makes them stay objects of the core, because other functions of it take them: their arrays
-//! are copied to numpy when somebody asks for them. What is only read (Dynamic-CP plans, bounds, metrics, tuning,
-//! simulated pipelines) crosses as numbers and arrays into dataclasses of `wlb._results`: see [`results`].
+//! Packings, shards and other objects that functions take as arguments stay objects of the core; their arrays are
+//! copied to
+//! numpy when they are read. Results that are only read (Dynamic-CP plans, bounds, metrics, tuning, simulated
+//! pipelines)
+//! become dataclasses of `wlb._results`: see [`results`].
 
 use pyo3::prelude::*;
 
@@ -25,11 +27,11 @@ mod tune;
 
 /// The engine of wlb. Private: import its names from `wlb`.
 ///
-/// It needs the GIL, so that a free-threaded Python takes it back, with a warning: what is shared is guarded by locks
-/// that are held only with the GIL, which a process that forks relies on.
+/// It needs the GIL, so a free-threaded Python turns the GIL on again, with a warning. Shared data are guarded by locks
+/// that
+/// are held only together with the GIL; that keeps forked processes safe.
 ///
-/// Its constants are what the core decides: for those that check before they ask it, offer the same choices, or count
-/// as it does.
+/// Its constants are the core's choices and limits, for Python code that checks them early or lists them.
 #[pymodule(gil_used = true)]
 mod _core {
     use pyo3::prelude::*;
@@ -58,7 +60,7 @@ mod _core {
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "its name in Python")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
-    // A benchmark refuses a debug build.
+    // Benchmarks refuse a debug build.
     #[pymodule_export]
     const BUILD_PROFILE: &str = if cfg!(debug_assertions) { "debug" } else { "release" };
 

@@ -121,10 +121,10 @@ use crate::results::answer;
 ///     0
 #[pyclass(frozen, module = "wlb")]
 pub(crate) struct Packer {
-    /// Locked only with the GIL and for a moment, so that a process that forks copies no locked lock.
+    /// Locked only while the GIL is held, and only briefly, so that a forked process never inherits a locked lock.
     core: Mutex<Arc<Core>>,
     on_backlog: OnBacklog,
-    /// Whether the warning was given.
+    /// Whether the warning was given already.
     warned: AtomicBool,
 }
 
@@ -137,10 +137,10 @@ impl Packer {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the core; without the GIL, on a copy, if there is enough to do.
+    /// Changes the core. A large change is made on a copy, without the GIL.
     ///
     /// # Arguments
-    /// * `new` - pieces that come to those that wait.
+    /// * `new` - number of pieces that are added to the waiting ones.
     fn change<T: Send>(&self, py: Python<'_>, new: usize, change: impl Fn(&mut Core) -> T + Send + Sync) -> T {
         if self.size(new) < RELEASE_FROM {
             return change(Arc::make_mut(&mut self.lock()));
@@ -153,7 +153,8 @@ impl Packer {
         }
     }
 
-    /// Changes the core unless too much waits afterwards and that is an error, or the warning is made an error.
+    /// Changes the core, unless too much would wait afterwards and that is an error (or the user turned the warning
+    /// into one).
     fn change_within_bounds<T: Send>(
         &self,
         py: Python<'_>,
@@ -175,7 +176,7 @@ impl Packer {
         }
     }
 
-    /// What a change gives, the core before it, and the core after it.
+    /// The result of a change, the core before it, and the changed copy.
     fn on_a_copy<T: Send>(
         &self,
         py: Python<'_>,
@@ -190,8 +191,9 @@ impl Packer {
         })
     }
 
-    /// Takes over a changed copy, unless another thread changed the core since it was copied: then the change has to
-    /// be made again, on the core as it is now.
+    /// Takes over a changed copy. Returns false if another thread changed the core since it was copied: the change must
+    /// then be
+    /// made again.
     fn replace(&self, before: &Arc<Core>, after: Core) -> bool {
         let mut core = self.lock();
         let is_latest = Arc::ptr_eq(&core, before);
@@ -201,7 +203,7 @@ impl Packer {
         is_latest
     }
 
-    /// Warns once; what shows the warning may use the packer.
+    /// Warns once. The warning is shown while the lock is free, since Python code that shows it may use the packer.
     fn warn(&self, py: Python<'_>, backlog: &str) -> PyResult<()> {
         if self.warned.swap(true, Ordering::Relaxed) {
             return Ok(());
@@ -211,7 +213,7 @@ impl Packer {
             .inspect_err(|_| self.warned.store(false, Ordering::Relaxed))
     }
 
-    /// Whether so many new tokens may make more wait than the bounds allow, and nobody knows yet.
+    /// Whether these new documents may make more wait than the bounds allow, and the warning was not given yet.
     fn is_watched(&self, lengths: &[i32]) -> bool {
         if self.on_backlog == OnBacklog::Warn && self.warned.load(Ordering::Relaxed) {
             return false;
@@ -219,7 +221,7 @@ impl Packer {
         self.lock().may_exceed(lengths)
     }
 
-    /// How much a change has to do, for [`run`]; `new` pieces come to those that wait.
+    /// Size of a change, for [`run`]; `new` pieces are added to the waiting ones.
     fn size(&self, new: usize) -> usize {
         let core = self.lock();
         new.saturating_add(core.pending()).saturating_add(core.config().num_micro_batches)
@@ -403,8 +405,9 @@ impl Packer {
     }
 
     /// Hex hash of the configuration under the present cost model, without ``num_micro_batches``, ``dp_size`` and
-    /// ``tokens_per_batch``. Packers give the same plans if their fingerprints, these three, and the documents that
-    /// wait in them are equal.
+    /// ``tokens_per_batch``. Two packers give the same plans if their fingerprints, these three values, and their
+    /// waiting
+    /// documents are equal.
     #[getter]
     fn fingerprint(&self) -> String {
         self.lock().fingerprint()
@@ -417,7 +420,7 @@ impl Packer {
     ///
     /// Args:
     ///     state: what ``state_dict`` returned, also after a round trip through JSON.
-    ///     on_backlog: as for ``Packer``; it is in no state.
+    ///     on_backlog: as for ``Packer``; a state does not hold it.
     ///
     /// Raises:
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's.
@@ -441,7 +444,7 @@ impl Packer {
         Ok(Self::new_from(core, self.on_backlog))
     }
 
-    /// Most tokens that wait, and longest wait, from now on, as long as no push brings more than the packer ``admits``.
+    /// Most tokens that wait and longest wait from now on, if no push brings more than the packer ``admits``.
     ///
     /// Returns:
     ///     Bounds, of an empty packer: with "adaptive" ``tokens`` is ``2 * num_micro_batches * max_tokens``, and
@@ -717,7 +720,7 @@ impl Packer {
         #[pyo3(from_py_with = arguments::tokens_per_batch)] tokens_per_batch: i64,
         #[pyo3(from_py_with = arguments::most)] most: i64,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        // Not in one expression: an exception is made where the lock is free, since Python may do anything meanwhile.
+        // Two statements: an exception must be made after the lock is released, since that may run Python code.
         let leads = self.lock().leads(&lengths, tokens_per_batch, most);
         Ok(PyArray1::from_vec(py, leads.map_err(raise)?))
     }
@@ -731,7 +734,7 @@ impl Packer {
     ///
     /// Args:
     ///     lengths: int[n], tokens of the documents that come next.
-    ///     costs: float64[n] or float64[n, cost_columns], what they cost; needed only where a column has a limit.
+    ///     costs: float64[n] or float64[n, cost_columns], cost of each document; needed only if a column has a limit.
     ///
     /// Returns:
     ///     0 to n. With 0, push no documents until there is room: ``push([])`` trains documents that wait.
@@ -741,7 +744,7 @@ impl Packer {
     ///         holds, so that it would never be admitted: cut it with ``split_documents``, and push its pieces step
     ///         by step with ``starts``.
     ///
-    /// O(n + pending); a sort, and log(n) placements where they do not all fit.
+    /// O(n + pending); if not all documents fit, also a sort and log(n) placements.
     ///
     /// Examples:
     ///     >>> import wlb
@@ -755,7 +758,7 @@ impl Packer {
         #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
         #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
     ) -> PyResult<usize> {
-        let admitted = self.lock().admits(&lengths, table(&costs)); // as in `leads`
+        let admitted = self.lock().admits(&lengths, table(&costs)); // two statements, as in `leads`
         admitted.map_err(raise)
     }
 
@@ -821,25 +824,25 @@ impl Packer {
     }
 }
 
-/// Costs of documents as the core takes them.
+/// Costs of documents in the form that the core takes.
 pub(crate) fn table(costs: &Option<arguments::Table>) -> Option<CostTable<'_>> {
     costs.as_ref().map(|(values, _, columns)| CostTable { values, columns: *columns })
 }
 
-/// The limit of each column, if there are columns.
+/// The limit of each column, if documents bring columns.
 pub(crate) fn column_limits(columns: Option<usize>, limits: Option<Vec<f64>>) -> PyResult<Option<Vec<Option<f64>>>> {
     let argument = "limits";
     match (columns, limits) {
         (None, None) => Ok(None),
         (None, Some(_)) => {
-            let requirement = "are of columns of costs: say how many with cost_columns";
+            let requirement = "limit cost columns: pass cost_columns";
             Err(raise(wlb_core::Error::Combination { argument, requirement }))
         }
         (Some(columns), Some(limits)) if limits.len() != columns => {
             let (found, other) = (limits.len(), "cost_columns");
             Err(raise(wlb_core::Error::Mismatch { argument, found, other, expected: columns }))
         }
-        // Infinite is none; what is no number is for the core to refuse.
+        // An infinite limit means none; the core refuses NaN.
         (Some(columns), limits) => {
             let limits = limits.unwrap_or_else(|| vec![f64::INFINITY; columns]);
             Ok(Some(limits.into_iter().map(|limit| Some(limit).filter(|&limit| limit != f64::INFINITY)).collect()))
@@ -873,15 +876,15 @@ pub(crate) fn config(
     })
 }
 
-/// Bytes of a state that take about as long as a piece of a push.
+/// Bytes of a saved state that take about as long to read as a piece of a push.
 const BYTES_A_PIECE: usize = 16;
 
-/// The JSON text of a state. What JSON cannot hold is no state.
+/// The JSON text of a state; refuses an object that JSON cannot hold.
 fn to_json(state: &Bound<'_, PyAny>) -> PyResult<String> {
     let py = state.py();
     let refuse = |problem: String| {
         let error = StateError::new_err(format!("state: {problem}"));
-        // Cannot fail: exceptions take attributes.
+        // Cannot fail: exceptions accept attributes.
         error.value(py).setattr("argument", "state").map_or_else(|error| error, |()| error)
     };
     if !state.is_instance_of::<PyDict>() {

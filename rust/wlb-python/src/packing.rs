@@ -1,4 +1,4 @@
-//! `wlb.pack`, `wlb.Packing`, and what turns a stream into global batches.
+//! `wlb.pack` and `wlb.Packing`, and cutting a stream into global batches.
 
 use std::sync::Arc;
 
@@ -23,61 +23,65 @@ use crate::results::declaration;
 ///
 /// Args:
 ///     lengths: int[n], tokens of each document, in arrival order; document ids are indices into it.
-///     num_micro_batches: micro-batches of a global batch, ``N``. None: as few as leave nothing over, for a batch
-///         that is trained whole in one step (fine-tuning, reinforcement learning): one multiple less would leave
-///         documents over. With ``dp_size`` and ``sync="step"``, one more of each rank where that makes the step
-///         5 % shorter.
-///     max_tokens: most tokens of a micro-batch; a memory bound (``S_max``).
-///     cost_model: what documents cost, by their lengths. Or ``costs``.
-///     costs: float64[n], what each document costs, in any one unit; or float64[n, r], a column for every resource
+///     num_micro_batches: micro-batches of a global batch, ``N``. None: the smallest number (a multiple of
+///         ``multiple_of`` or ``dp_size``) that leaves no document over, for a batch that is trained whole in one step
+///         (fine-tuning, reinforcement learning). With ``dp_size`` and ``sync="step"``, one more on each rank if that
+///         makes the step 5 % shorter.
+///     max_tokens: most tokens of a micro-batch, as memory allows (``S_max``).
+///     cost_model: cost of a document, from its length. Give it, or ``costs``.
+///     costs: float64[n], cost of each document in any one unit; or float64[n, r], one column for every resource
 ///         with a barrier of its own (vision encoder, language model). A step takes the sum over columns of the
-///         heaviest micro-batch in that column; ``imbalance`` and ``lower_bound`` follow. With "var_length",
-///         "refined" and "original", which shares a cost among pieces by their tokens.
-///     limits: float64[r], the most that a micro-batch may have in each column, infinite for none. What has a limit
-///         is memory, and takes no time.
-///     method: "var_length" (WLB-LLM's Algorithm 1: longest first, each to the micro-batch with the least cost),
-///         "refined" (no worse than var_length, and next to
-///         optimal where ``max_tokens`` binds; 1.3 times its time at the median, about three times where a few
-///         pieces fill a micro-batch that has next to no room to spare), "fixed_length" (longest first, to the
-///         least attention work that has room; cuts what fits nowhere), "original" (arrival order, cut every
-///         ``max_tokens``).
+///         heaviest micro-batch in each column, and ``imbalance`` and ``lower_bound`` are of this sum. For
+///         "var_length", "refined" and "original"; pieces of a document share its cost by their tokens.
+///     limits: float64[r], most that a micro-batch may have in each column, infinite for no limit. A column with a
+///         limit is memory and takes no time.
+///     method: "var_length" (WLB-LLM's Algorithm 1): longest document first, each to the micro-batch with the least
+///         cost. "refined": no worse than "var_length", and nearly optimal if ``max_tokens`` leaves little room; it
+///         takes
+///         1.3 times as long in the median, about three times as long if few pieces fill a micro-batch to the brim.
+///         "fixed_length": longest first, each to the micro-batch with room and the least attention work; a document
+///         that fits nowhere is cut. "original": arrival order, cut every ``max_tokens`` tokens.
 ///     global_batches: with "fixed_length", the number of global batches in ``lengths``. They are packed together into
 ///         ``global_batches * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
-///     multiple_of: with ``num_micro_batches=None``, what their number is a multiple of: the data-parallel ranks,
-///         so that ``Packing.deal`` gives all of them as many.
-///     dp_size: data-parallel ranks that the plan is made for: documents are exchanged between ranks, not only
-///         micro-batches dealt, and ``packing.deal(dp_size)`` gives every rank's. All ranks have as many
-///         micro-batches; they stand rank by rank in the packing. With "var_length" or "refined"; ``costs`` of one
-///         column.
-///     sync: where these ranks wait for each other. "step", the default: once a step (DDP, ZeRO-1 and 2, Megatron),
-///         so that the sums of ranks are made equal, then the micro-batches of each rank. "micro_batch": in every
-///         micro-batch (FSDP, ZeRO-3), so that those of a round are made equal, then the sums.
+///     multiple_of: with ``num_micro_batches=None``: the number of micro-batches is a multiple of this, usually the
+///         number of data-parallel ranks, so that ``Packing.deal`` can give each of them equally many.
+///     dp_size: data-parallel ranks to make the plan for. Documents are then exchanged between ranks, too, and
+///         ``packing.deal(dp_size)`` gives each rank its micro-batches. All ranks have the same number; the packing
+///         lists them rank by rank. For "var_length" and "refined", with ``costs`` of at most one column.
+///     sync: where these ranks wait for each other. "step" (default): once a step, as under DDP, ZeRO-1 and 2,
+///         Megatron.
+///         Then the sums of ranks are made equal first, the micro-batches of each rank second. "micro_batch": in every
+///         micro-batch, as under FSDP, ZeRO-3. Then the micro-batches of each round are made equal first, the sums of
+///         ranks second.
 ///     groups: int[n], with ``dp_size``: documents with the same number stay on one rank (one prompt's rollouts).
-///     equal_documents: with ``dp_size``, every rank has as many documents; they differ by one where ``dp_size``
-///         does not divide them. Groups whose sizes cannot be dealt so are refused.
+///     equal_documents: with ``dp_size``, all ranks get equally many documents (they differ by at most one). Groups
+///         whose
+///         sizes do not allow that are refused.
 ///     max_documents: most documents of a micro-batch.
-///     multiple_of_tokens: micro-batches run padded up to a multiple of so many tokens (MXFP8 32, HybridEP 128),
-///         and ``max_tokens`` counts the padding: the plan's is the largest multiple within it. ``padded_tokens``
-///         has the sizes; who makes the batches pads them.
-///     token_buckets: int[b], ascending: the only sizes that micro-batches run with, for steps compiled or captured
-///         once for each; padded up to the next, ``max_tokens`` as above.
-///     leftover: what happens if documents do not fit: "error", or "return", and ``Packing.leftover`` lists
-///         them: they are in no micro-batch, and will not be trained unless the caller sees to it.
+///     multiple_of_tokens: micro-batches are padded to a multiple of this number (MXFP8 needs 32, HybridEP 128), and
+///         ``max_tokens`` counts the padding: the plan's ``max_tokens`` is the largest multiple within it.
+///         ``padded_tokens`` has the padded sizes; whoever makes the tensors adds the padding.
+///     token_buckets: int[b], ascending: the only sizes of padded micro-batches, for steps that are compiled or
+///         captured
+///         once for each size. ``max_tokens`` counts the padding, as above.
+///     leftover: what happens if documents do not fit: "error"; or "return": ``Packing.leftover`` lists them. They are
+///         then in no micro-batch and are not trained unless you pass them again.
 ///
 /// Returns:
 ///     Packing. The same input gives the same plan, byte for byte, on every rank and machine.
 ///
 /// Raises:
-///     WlbError: a length or size out of range, a document over ``max_tokens`` (the methods that keep documents
-///         whole), an unknown method, a cost that is negative or not finite, a column of zeros or none without a
-///         limit, both or none of ``cost_model`` and ``costs``, several ``global_batches`` without "fixed_length",
-///         ``multiple_of`` beside ``num_micro_batches``, what needs ``dp_size`` without it. Documents do not fit: the
-///         message says how many, and a ``max_tokens`` that surely holds them all (with the methods that cut documents
-///         the least one).
+///     WlbError: a length or size out of range; a document over ``max_tokens`` (for methods that keep documents
+///         whole); an unknown method; a cost that is negative or not finite; a column of zeros, or limits on all
+///         columns; both or none of ``cost_model`` and ``costs``; several ``global_batches`` without "fixed_length";
+///         ``multiple_of`` beside ``num_micro_batches``; an option that needs ``dp_size`` without it. If documents do
+///         not
+///         fit, the message says how many, and names a ``max_tokens`` that holds all of them (the least one for methods
+///         that cut documents).
 ///
-/// O(n) for a radix sort and, on average, a few steps for each document; O(n N) at worst, and always for
-/// "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, and once where as many as the tokens need
-/// do. WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on.
+/// O(n) for a radix sort and, on average, a few steps for each document; O(n N) in the worst case, and always for
+/// "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, or once if a number derived from the tokens is
+/// enough. WLB-LLM, sections 3.2 and 4. Releases the GIL from 1,024 documents and micro-batches on.
 ///
 /// Examples:
 ///     >>> import wlb
@@ -165,7 +169,7 @@ pub(crate) fn pack(
     .map_err(explained)
 }
 
-/// Data-parallel ranks, and where they wait for each other.
+/// The data-parallel ranks, and where they wait for each other.
 pub(crate) fn ranks(dp_size: Option<i64>, sync: Option<&str>) -> PyResult<Option<core::Ranks>> {
     let Some(dp_size) = dp_size else {
         let (argument, requirement) = ("sync", "needs dp_size: the ranks that wait for each other");
@@ -188,13 +192,13 @@ pub(crate) fn ranks(dp_size: Option<i64>, sync: Option<&str>) -> PyResult<Option
 #[derive(Clone, PartialEq)]
 pub(crate) struct Packing(pub(crate) Arc<core::Packing>);
 
-// What micro-batches hold: a lookup shall not read the whole plan.
+// Only from the sizes of micro-batches: a look-up should not read the whole plan.
 hashed_by!(Packing: |packing| (&packing.0.tokens, packing.0.max_tokens));
 pickled_as_json!(Packing(core::Packing));
 
 #[pymethods]
 impl Packing {
-    /// How it was made: a method of ``pack``, or "assignment".
+    /// Method that made the packing: a method of ``pack``, or "assignment".
     #[getter]
     fn method(&self) -> &'static str {
         self.0.method.map_or("assignment", Method::as_str)
@@ -230,8 +234,8 @@ impl Packing {
         Tuple((0..self.0.num_micro_batches()).map(|index| self.micro_batch(index)).collect())
     }
 
-    /// int32[n]: micro-batch of each document passed in, -1 if it does not lie whole in one (left over, waiting, or
-    /// split). Empty for what ``Packer.flush`` returns.
+    /// int32[n]: micro-batch of each document that was passed in; -1 if it is not whole in one (left over, waiting, or
+    /// split). Empty for plans of ``Packer.drain`` and ``Packer.flush``.
     #[getter]
     fn assignment(&self) -> Array<&[i32]> {
         Array(&self.0.assignment)
@@ -243,7 +247,8 @@ impl Packing {
         Array(&self.0.tokens)
     }
 
-    /// float64[M]: cost of each micro-batch, in the cost model's unit; with several columns of costs, of all that
+    /// float64[M]: cost of each micro-batch, in the cost model's unit; with several columns, the sum of all columns
+    /// that
     /// take time.
     #[getter]
     fn costs(&self) -> Array<&[f64]> {
@@ -258,27 +263,29 @@ impl Packing {
         Table(costs.clone(), [micro_batches, costs.len() / micro_batches])
     }
 
-    /// int64[M]: tokens of each micro-batch when it runs, padded as ``multiple_of_tokens`` and ``token_buckets`` ask.
+    /// int64[M]: tokens of each micro-batch including the padding of ``multiple_of_tokens`` and ``token_buckets``.
     #[getter]
     fn padded_tokens(&self) -> Array<Vec<i64>> {
         Array(self.0.padded_tokens())
     }
 
-    /// Time of the step: cost of the heaviest micro-batch; with several columns, the sum over them of the heaviest in
+    /// Time of the step: cost of the heaviest micro-batch; with several columns, the sum over columns of the heaviest
+    /// in
     /// each.
     #[getter]
     fn step_cost(&self) -> f64 {
         self.0.step_cost()
     }
 
-    /// int64[l]: ids of the documents that did not fit, in the order they were tried; empty for ``pack`` unless its
-    /// ``leftover`` is "return". A ``Packer`` carries them over to the next iteration.
+    /// int64[l]: ids of the documents that did not fit, in the order in which they were tried. Empty for ``pack``,
+    /// unless
+    /// ``leftover="return"``. A ``Packer`` carries them over to the next step.
     #[getter]
     fn leftover(&self) -> Array<Vec<i64>> {
         Array(ids(&self.0.leftover))
     }
 
-    /// int32[l]: where in its document each left-over piece begins; 0 but for documents that were cut.
+    /// int32[l]: position in its document of each left-over piece's first token; 0 unless the document was cut.
     #[getter]
     fn leftover_starts(&self) -> Array<Vec<i32>> {
         Array(starts(&self.0.leftover))
@@ -297,7 +304,7 @@ impl Packing {
         self.0.imbalance()
     }
 
-    /// Data-parallel ranks that it was made for; None where it may be dealt to any.
+    /// Data-parallel ranks that the plan was made for; None if it can be dealt to any number.
     #[getter]
     fn dp_size(&self) -> Option<usize> {
         self.0.ranks.map(|ranks| ranks.dp_size)
@@ -309,14 +316,16 @@ impl Packing {
         self.0.ranks.map(|ranks| ranks.sync.as_str())
     }
 
-    /// How much longer a step takes than on equal ranks. Under "step" it takes the sum of the heaviest rank, under
-    /// "micro_batch" that of the heaviest micro-batch of each round. Without ranks it is the ``imbalance``.
+    /// How much longer a step takes than with equal ranks. Under "step" a step takes as long as the heaviest rank,
+    /// under
+    /// "micro_batch" the sum of the heaviest micro-batch of each round. Without ranks it is the ``imbalance``.
     #[getter]
     fn rank_imbalance(&self) -> f64 {
         self.0.rank_imbalance()
     }
 
-    /// Documents that Algorithm 1 places by token count instead of by cost. At 0 with "var_length", ``max cost <= total
+    /// Documents that Algorithm 1 placed by token count instead of by cost. If it is 0 with "var_length", ``max cost <=
+    /// total
     /// / M + (1 - 1/M) * w``, where ``w`` is the cost of the last document put into the heaviest micro-batch.
     #[getter]
     fn length_fallbacks(&self) -> usize {
@@ -326,15 +335,16 @@ impl Packing {
 
 #[pymethods]
 impl Packing {
-    /// No packing of the placed documents into as many micro-batches of ``max_tokens`` has a smaller ``step_cost``:
-    /// ``max(total cost / M, largest document)``, or what a linear program says where tokens are scarce; summed over
-    /// columns. O(n log n) when it is first asked for.
+    /// Lower bound on ``step_cost`` for any packing of the placed documents into as many micro-batches of
+    /// ``max_tokens``:
+    /// ``max(total cost / M, largest document)``, or the optimum of a linear program if tokens are scarce; summed over
+    /// columns. O(n log n) at the first call.
     #[getter]
     fn lower_bound(&self, py: Python<'_>) -> f64 {
         run(py, self.0.pieces.len(), || self.0.lower_bound())
     }
 
-    /// Hex hash of where every token goes: equal on two ranks iff every token goes to the same place. O(documents).
+    /// Hex hash of the place of every token: equal on two ranks if and only if their plans are. O(documents).
     fn digest(&self, py: Python<'_>) -> String {
         run(py, self.0.pieces.len(), || self.0.digest())
     }
@@ -410,15 +420,17 @@ impl Packing {
 
 #[pymethods]
 impl Packing {
-    /// A packing from an assignment made elsewhere (a solver, another packer), scored like ours.
+    /// A packing from an assignment that was made elsewhere (by a solver, by another packer), with our costs and
+    /// imbalance.
     ///
     /// Args:
     ///     lengths: int[n], tokens.
     ///     assignment: int[n], micro-batch of each document; -1 leaves it over.
-    ///     num_micro_batches, max_tokens, cost_model, costs, limits: as in ``pack``.
+    ///     num_micro_batches, max_tokens, cost_model, costs, limits: as for ``pack``.
     ///
     /// Raises:
-    ///     WlbError: also when a micro-batch does not exist or gets more than ``max_tokens`` tokens.
+    ///     WlbError: a wrong argument, a micro-batch that does not exist, or one that gets more than ``max_tokens``
+    ///         tokens.
     ///
     /// Examples:
     ///     >>> import wlb
@@ -450,16 +462,18 @@ impl Packing {
 
     /// Deals the micro-batches of each step to data-parallel ranks: equal counts, balanced costs, in schedule order.
     ///
-    /// Inside a rank the lightest micro-batches stand at both ends, where a pipeline fills and drains. A packing that
-    /// was made for ranks (``pack(dp_size=...)``) is dealt as it was made.
+    /// Inside a rank the lightest micro-batches are at both ends, where a pipeline fills and drains. A packing that was
+    /// made
+    /// for ranks (``pack(dp_size=...)``) keeps its order.
     ///
     /// Returns:
     ///     int64[dp_size, M / dp_size]: micro-batch indices of each rank; with several global batches
     ///     int64[global_batches, dp_size, M / global_batches / dp_size].
     ///
     /// Raises:
-    ///     WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not what the packing was
-    ///         made for.
+    ///     WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not the ``dp_size`` that
+    ///         the
+    ///         packing was made for.
     ///
     /// Examples:
     ///     >>> import wlb
@@ -513,7 +527,7 @@ impl MicroBatch {
     }
 }
 
-/// Equal where the same pieces cost the same, in whatever packing.
+/// Equal if they have the same pieces at the same cost, in whatever packing.
 impl PartialEq for MicroBatch {
     fn eq(&self, other: &Self) -> bool {
         self.pieces() == other.pieces() && self.cost() == other.cost()
@@ -524,13 +538,13 @@ hashed_by!(MicroBatch: |batch| (batch.pieces().len(), batch.pieces().first().map
 
 #[pymethods]
 impl MicroBatch {
-    /// int64[k]: the documents; one that was cut may stand here with only a part.
+    /// int64[k]: ids of the documents; of a document that was cut there may be only a part.
     #[getter]
     fn document_ids(&self) -> Array<Vec<i64>> {
         Array(ids(self.pieces()))
     }
 
-    /// int32[k]: where in its document each piece begins; 0 for whole documents.
+    /// int32[k]: position in its document of each piece's first token; 0 for whole documents.
     #[getter]
     fn starts(&self) -> Array<Vec<i32>> {
         Array(starts(self.pieces()))
@@ -542,7 +556,7 @@ impl MicroBatch {
         Array(piece_lengths(self.pieces()))
     }
 
-    /// int32[k + 1]: where each piece begins in the packed sequence, then its length.
+    /// int32[k + 1]: index of each piece's first token in the packed sequence, and at the end the number of tokens.
     #[getter]
     fn cu_seqlens(&self) -> Array<Vec<i32>> {
         Array(cu_seqlens(self.pieces().iter().map(|piece| piece.length)))
@@ -567,7 +581,7 @@ impl MicroBatch {
         self.pieces().len()
     }
 
-    /// A pickle holds the whole packing: to send several micro-batches of one, send that.
+    /// A pickle holds the whole packing. To send several micro-batches of one packing, send the packing.
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Pickle<'py, (usize,)>> {
         pickled_as_part(py, self.packing.clone(), "__getitem__", (self.index,))
     }
@@ -577,7 +591,7 @@ impl MicroBatch {
     }
 }
 
-/// Cuts a stream of documents into global batches: as many whole documents as fit, at least one each.
+/// Cuts a stream of documents into global batches: each takes as many whole documents as fit, at least one.
 ///
 /// Args:
 ///     lengths: int[n], tokens.
@@ -604,19 +618,19 @@ pub(crate) fn batch_offsets(
     Ok(Array(offsets.into_iter().map(|offset| offset as i64).collect()))
 }
 
-/// The size that a micro-batch runs with, for who makes its batch.
+/// Padded size of a micro-batch, for code that makes its tensors.
 ///
 /// Args:
-///     tokens: of its documents.
+///     tokens: tokens of its documents.
 ///     multiple_of_tokens: as for ``pack``.
-///     token_buckets: likewise.
+///     token_buckets: as for ``pack``.
 ///
 /// Returns:
-///     ``tokens`` and the padding, as ``Packing.padded_tokens`` has it. Nothing of an empty micro-batch, but with
-///     buckets.
+///     int: tokens including padding, as in ``Packing.padded_tokens``. An empty micro-batch has 0, or the smallest
+///         bucket.
 ///
 /// Raises:
-///     WlbError: sizes that make no sense, or more tokens than the largest of them.
+///     WlbError: sizes that make no sense, or more tokens than the largest bucket.
 #[pyfunction]
 #[pyo3(signature = (tokens, *, multiple_of_tokens = 1, token_buckets = None))]
 pub(crate) fn padded_tokens(
@@ -628,15 +642,15 @@ pub(crate) fn padded_tokens(
     padding.checked(tokens).map_err(raise)
 }
 
-/// The largest size within ``max_tokens``: what a packer makes of it.
+/// Largest padded size within ``max_tokens``: the ``max_tokens`` of a packer with these options.
 ///
 /// Args:
 ///     max_tokens: most tokens of a micro-batch.
 ///     multiple_of_tokens: as for ``pack``.
-///     token_buckets: likewise.
+///     token_buckets: as for ``pack``.
 ///
 /// Raises:
-///     WlbError: sizes that make no sense, or all above ``max_tokens``.
+///     WlbError: sizes that make no sense, or all sizes above ``max_tokens``.
 #[pyfunction]
 #[pyo3(signature = (max_tokens, *, multiple_of_tokens = 1, token_buckets = None))]
 pub(crate) fn most_tokens(
@@ -648,18 +662,18 @@ pub(crate) fn most_tokens(
     padding.most(max_tokens).map_err(raise)
 }
 
-/// Cuts documents into pieces of at most ``max_document_tokens``: those that a context window has.
+/// Cuts documents into pieces of at most ``max_document_tokens``, such as a context window.
 ///
 /// Args:
 ///     lengths: int[n], tokens.
 ///     max_document_tokens: longest piece.
 ///
 /// Returns:
-///     ``(documents int64[p], starts int32[p], lengths int64[p])``: index of the document, where in it the piece
-///     begins, tokens.
+///     ``(documents int64[p], starts int32[p], lengths int64[p])``: for each piece, the index of its document, the
+///     position of its first token there, and its tokens.
 ///
 /// Raises:
-///     WlbError: a length or ``max_document_tokens`` out of range, or one so low that it takes more than 2^23 cuts.
+///     WlbError: a length or ``max_document_tokens`` out of range, or more than 2^23 cuts.
 ///
 /// Examples:
 ///     >>> import wlb
@@ -679,7 +693,7 @@ pub(crate) fn split_documents(
     Ok((Array(ids(&pieces)), Array(starts(&pieces)), Array(lengths)))
 }
 
-/// A Python index as one from the front.
+/// Turns a Python index, which may be negative, into one from the front.
 pub(crate) fn item(index: isize, count: usize, what: &str) -> PyResult<usize> {
     let wrapped = if index < 0 { index + count as isize } else { index };
     match usize::try_from(wrapped) {
@@ -688,7 +702,7 @@ pub(crate) fn item(index: isize, count: usize, what: &str) -> PyResult<usize> {
     }
 }
 
-/// Where each of these lengths begins, then their sum.
+/// Begin of each of these lengths, and at the end their sum.
 pub(crate) fn cu_seqlens(lengths: impl Iterator<Item = i32>) -> Vec<i32> {
     let mut total = 0;
     let ends = lengths.map(|length| {

@@ -13,27 +13,27 @@ use crate::gil::{RELEASE_FROM, run};
 use crate::plain::{Array, Table, column};
 use crate::results::answer;
 
-/// What a simulation was asked for: arrays of one step of one pipeline, or of many with leading dimensions.
+/// The arguments of a simulation: arrays of one step of one pipeline, or of many with leading dimensions.
 struct Question {
     options: PipelineOptions,
     /// `[*leading, m]`, `[*leading, m, p * v]` or `[*leading, m, p * v, 3]`.
     costs: Vec<f64>,
     shape: Vec<usize>,
-    /// Leading dimensions, before that of the micro-batches.
+    /// Number of leading dimensions, before the dimension of the micro-batches.
     leading: usize,
     /// One value or `[*leading, m]`.
     p2p_seconds: Vec<f64>,
     /// `[*leading, m]`.
     activation: Option<Vec<f64>>,
-    /// As `costs`.
+    /// The shape of `costs`.
     exposed: Option<Vec<f64>>,
 }
 
-/// An argument as Python gives it.
+/// An argument as given by Python, if it is given.
 type Given<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
 impl Question {
-    /// Reads the arguments in this order.
+    /// Reads the arguments.
     fn read(
         leading: usize,
         costs: &Bound<'_, PyAny>,
@@ -64,7 +64,7 @@ impl Question {
             if found == expected || or_one && found.is_empty() {
                 return Ok(Some(values));
             }
-            let problem = format!("has shape {found:?}, but costs ask for {expected:?}");
+            let problem = format!("has shape {found:?}, but with these costs it must have shape {expected:?}");
             Err(refuse(argument, None, None, problem))
         };
         let per_micro_batch = &shape[..=leading];
@@ -74,12 +74,12 @@ impl Question {
         Ok(Self { options, costs, shape, leading, p2p_seconds, activation, exposed })
     }
 
-    /// Pipelines that it asks for.
+    /// Number of pipelines.
     fn pipelines(&self) -> usize {
         self.shape[..self.leading].iter().product()
     }
 
-    /// (micro-batch, stage) pairs of all of them.
+    /// Number of (micro-batch, stage) pairs of all pipelines.
     fn cells(&self) -> usize {
         self.pipelines() * self.options.num_micro_batches * self.options.total_stages()
     }
@@ -88,7 +88,7 @@ impl Question {
         [Detail::MicroBatch, Detail::Stage, Detail::Pass][self.shape.len() - self.leading - 1]
     }
 
-    /// The `index`-th pipeline's times and activations.
+    /// Times and activations of one pipeline.
     fn part(&self, index: usize) -> wlb_core::error::Result<(Times<'_>, Option<&[f64]>)> {
         let m = self.options.num_micro_batches;
         let entries = self.detail().entries(m, self.options.total_stages());
@@ -104,7 +104,7 @@ impl Question {
         Ok((times, self.activation.as_deref().map(|activation| &activation[cut(activation, m)])))
     }
 
-    /// The exception for what is wrong with one part, saying where in the whole.
+    /// The exception for an error in one pipeline, with its index in the whole arrays.
     fn raise(&self, error: Error, part: usize) -> PyErr {
         let Error::Entry { argument, index, value, requirement } = error else { return raise(error) };
         let shape = match argument {
@@ -123,7 +123,7 @@ impl Question {
         refuse_entry(argument, &place, value, requirement)
     }
 
-    /// What was asked for but the schedule, to the bit: results with the same schedule and these bytes are equal.
+    /// All arguments but the schedule as bytes: results with the same schedule and equal bytes are equal.
     fn bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         let PipelineOptions { num_stages, num_virtual_stages, .. } = self.options;
         let [activation, exposed] = [&self.activation, &self.exposed].map(|values| values.as_deref().unwrap_or(&[]));
@@ -142,31 +142,34 @@ impl Question {
 
 /// Simulates one step of one pipeline.
 ///
-/// Every rank runs its ops in the schedule's order, each as soon as the rank is free and its input is there.
+/// Every rank runs its ops in the schedule's order, each as soon as the rank is free and the op's input has arrived.
 ///
 /// Args:
-///     costs: seconds; float64[m], micro-batches through the whole model, forward and backward
-///         (``Packing.costs``): every stage takes an equal part, and of that a third each the forward and the
-///         gradients of input and weights. Or float64[m, stages], with ``stages = num_stages *
-///         num_virtual_stages``; or float64[m, stages, 3], with forward, input gradient and weight gradient apart.
+///     costs: seconds; float64[m], micro-batches through the whole model, forward and backward (``Packing.costs``):
+///         every
+///         stage takes an equal part, and in each stage forward, input gradient and weight gradient take a third each.
+///         Or
+///         float64[m, stages], with ``stages = num_stages * num_virtual_stages``. Or float64[m, stages, 3], with
+///         forward,
+///         input gradient and weight gradient given separately.
 ///     schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv" or
 ///         "dualpipev".
 ///     num_stages: pipeline ranks, p.
-///     num_virtual_stages: stages on each rank, v; rank r has stages r, r + p, ... With "zbv" and "dualpipev" 2: r
-///         and 2p - 1 - r; with "gpipe", "1f1b", "zb_h1" and "zb_h2" 1. The interleaved schedules take the
+///     num_virtual_stages: stages on each rank, v; rank r has stages r, r + p, ... "zbv" and "dualpipev" need 2: rank r
+///         has stages r and 2p - 1 - r. "gpipe", "1f1b", "zb_h1" and "zb_h2" need 1. The interleaved schedules take the
 ///         micro-batches in ``max(1, m // p)`` rounds, which must divide m.
-///     p2p_seconds: latency from the end of an op to when a stage on another rank can start on what it sends; it
-///         occupies neither. One number, or float64[m].
-///     activation: float64[m], what a rank holds of a micro-batch from its forward to its weight gradient, over all
-///         its stages; in any unit, such as tokens. 1 each without it.
-///     exposed: like ``costs``: which part of them is communication that nothing hides. Changes no time.
+///     p2p_seconds: latency from the end of an op until a stage on another rank can use its result; both ranks may
+///         compute meanwhile. One number, or float64[m].
+///     activation: float64[m], memory that a rank holds for a micro-batch from its forward to its weight gradient, over
+///         all its stages; in any unit, such as tokens. Default 1 each.
+///     exposed: shape of ``costs``: the part of each cost that is communication that nothing hides. Changes no time.
 ///
 /// Returns:
 ///     PipelineTimeline.
 ///
 /// Raises:
-///     WlbError: a shape that does not fit, a number that is negative or not finite, sizes that the schedule does
-///         not take.
+///     WlbError: a shape that does not fit, a number that is negative or not finite, or sizes that the schedule does
+///         not allow.
 ///
 /// O(ops), that is O(m p v).
 ///
@@ -222,23 +225,24 @@ pub(crate) fn simulate_pipeline<'py>(
 
 /// Simulates many steps of data-parallel replicas of a pipeline, which wait for each other at the end of each step.
 ///
-/// As ``simulate_pipeline``, with two dimensions before that of the micro-batches, and without single ops: a
-/// few numbers a step, tens of millions of ops a second.
+/// Like ``simulate_pipeline`` with two more dimensions before that of the micro-batches. It returns a few numbers for
+/// each
+/// step instead of single ops, and simulates tens of millions of ops a second.
 ///
 /// Args:
-///     costs: seconds; float64[steps, dp, m], or that with [..., stages] or [..., stages, 3].
+///     costs: seconds; float64[steps, dp, m], [steps, dp, m, stages] or [steps, dp, m, stages, 3].
 ///     schedule: see ``simulate_pipeline``.
-///     num_stages: see there.
-///     num_virtual_stages: see there.
+///     num_stages: see ``simulate_pipeline``.
+///     num_virtual_stages: see ``simulate_pipeline``.
 ///     p2p_seconds: one number, or float64[steps, dp, m].
 ///     activation: float64[steps, dp, m].
-///     exposed: like ``costs``.
+///     exposed: shape of ``costs``; see ``simulate_pipeline``.
 ///
 /// Returns:
 ///     PipelineSteps.
 ///
 /// Raises:
-///     WlbError: no replicas; and see ``simulate_pipeline``.
+///     WlbError: no replicas; otherwise as for ``simulate_pipeline``.
 ///
 /// O(ops), that is O(steps dp m p v).
 ///
@@ -298,30 +302,32 @@ pub(crate) fn simulate_steps<'py>(
     })
 }
 
-/// Deals the micro-batches of a step to data-parallel ranks in equal counts, in an order that suits the schedule,
-/// so that the slowest rank is done early.
+/// Deals the micro-batches of a step to data-parallel ranks in equal counts, ordered for the schedule, so that the
+/// slowest
+/// rank finishes early.
 ///
-/// Deals by cost, then tries sorted orders, swaps and moves in the simulator: never slower than
-/// ``Packing.deal``, which knows no schedule.
+/// It deals by cost, then tries sorted orders, swaps and moves in the simulator. The result is never slower than
+/// ``Packing.deal``, which ignores the schedule.
 ///
 /// Args:
 ///     costs: seconds of all micro-batches of a step; float64[M], [M, stages] or [M, stages, 3] as for
 ///         ``simulate_pipeline``.
 ///     dp_size: data-parallel ranks; divides M.
 ///     schedule: see ``simulate_pipeline``.
-///     num_stages: see there.
-///     num_virtual_stages: see there.
+///     num_stages: see ``simulate_pipeline``.
+///     num_virtual_stages: see ``simulate_pipeline``.
 ///     p2p_seconds: one number, or float64[M].
 ///
 /// Returns:
-///     int64[dp_size, M / dp_size]: indices of each rank's micro-batches, the first of each row to go first. So
-///     ``costs[order]`` is what the ranks run. The same on every rank that has the same costs.
+///     int64[dp_size, M / dp_size]: indices of each rank's micro-batches in the order of running. ``costs[order]`` are
+///     the
+///     costs in this order. Ranks that pass the same costs get the same result.
 ///
 /// Raises:
-///     WlbError: ``dp_size`` does not divide M; and see ``simulate_pipeline``.
+///     WlbError: ``dp_size`` does not divide M; otherwise as for ``simulate_pipeline``.
 ///
-/// Simulates about a million ops (milliseconds), or four orders of each rank if those are more: at most 2^24 ops
-/// and one order. Ranks beyond that keep the order of ``Packing.deal``.
+/// Simulates about a million ops (milliseconds), or four orders of each rank if that is more: at most 2^24 ops and one
+/// order. Ranks beyond that keep the order of ``Packing.deal``.
 ///
 /// Examples:
 ///     >>> import wlb

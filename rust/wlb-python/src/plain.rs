@@ -1,4 +1,4 @@
-//! What the classes of plain data have in common, each named once: read-only properties, hashes, pickles.
+//! Shared by all classes of plain data: read-only properties, hashes, pickles.
 
 use std::convert::Infallible;
 
@@ -8,7 +8,7 @@ use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-/// Numbers that become a new array: those of a slice are copied, those of a vector handed over.
+/// Numbers that become a new array: a slice is copied, a vector is handed over.
 pub(crate) struct Array<Values>(pub(crate) Values);
 
 impl<'py, T: Element> IntoPyObject<'py> for Array<Vec<T>> {
@@ -65,7 +65,7 @@ impl<'py, T: IntoPyObject<'py>> IntoPyObject<'py> for Tuple<T> {
     }
 }
 
-/// `hashed_by!(Class: |object| key)`: the hash of an object is that of its key.
+/// `hashed_by!(Class: |object| key)`: the hash of an object is the hash of its key.
 macro_rules! hashed_by {
     ($class:ty: |$this:ident| $key:expr) => {
         impl std::hash::Hash for $class {
@@ -78,7 +78,7 @@ macro_rules! hashed_by {
 }
 pub(crate) use hashed_by;
 
-/// `pickled_as_json!(Class(core::Type))`: the JSON text of what an object wraps is its pickle.
+/// `pickled_as_json!(Class(core::Type))`: the pickle of an object is the JSON text of the core object inside it.
 macro_rules! pickled_as_json {
     ($class:ident($core:ty)) => {
         #[pymethods]
@@ -96,10 +96,10 @@ macro_rules! pickled_as_json {
 }
 pub(crate) use pickled_as_json;
 
-/// How an object is made again from its pickle: what to call, and with what.
+/// Instructions to make an object again from its pickle: a callable and its arguments.
 pub(crate) type Pickle<'py, Arguments> = (Bound<'py, PyAny>, Arguments);
 
-/// The pickle of a part of `owner`: that call of its method.
+/// The pickle of a part of `owner`: a call of this method of `owner`.
 pub(crate) fn pickled_as_part<'py, Arguments>(
     py: Python<'py>,
     owner: impl IntoPyObjectExt<'py>,

@@ -1,27 +1,28 @@
-//! What Python declares and hands down, so that the engine imports nothing of it: the frozen dataclasses of
-//! `wlb._results`, for results that are only read, and functions that read arrays (`wlb._arrays`) and files
-//! (`wlb.profile`).
+//! Classes and functions that Python hands to the engine, so that the engine imports no Python module: the frozen
+//! dataclasses of `wlb._results`, and functions that read arrays (`wlb._arrays`), read profiles (`wlb.profiles`) and
+//! show
+//! objects (`wlb._shown`).
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 
-/// Classes and functions by name.
+/// Classes by name, and functions by module and name.
 static DECLARED: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
 
 fn declared(py: Python<'_>) -> &Bound<'_, PyDict> {
     DECLARED.get_or_init(py, || PyDict::new(py).unbind()).bind(py)
 }
 
-/// Decorates a dataclass: the core answers with instances of it where it has a result of that name.
+/// Decorates a dataclass: results of that name from the core become instances of it.
 #[pyfunction]
 pub(crate) fn result<'py>(cls: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     declared(cls.py()).set_item(cls.getattr("__name__")?, &cls)?;
     Ok(cls)
 }
 
-/// Functions that the core calls, by module and name, where it needs them.
+/// Hands functions to the core, which finds them by module and name.
 #[pyfunction]
 #[pyo3(signature = (*functions))]
 pub(crate) fn hand_down(functions: &Bound<'_, PyTuple>) -> PyResult<()> {
@@ -31,14 +32,15 @@ pub(crate) fn hand_down(functions: &Bound<'_, PyTuple>) -> PyResult<()> {
     })
 }
 
-/// The class or function of that name.
+/// The class or function with this name.
 pub(crate) fn declaration<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
     let missing = || PyRuntimeError::new_err(format!("nothing for {name}: import wlb, not wlb._core alone"));
     declared(py).get_item(name)?.ok_or_else(missing)
 }
 
-/// `answer!(py, "Class", source { field, method(), ...; field: value, ... })`: a result whose fields have the values of
-/// the source's fields and methods of the same name, and these, each converted by itself.
+/// `answer!(py, "Class", source { field, method(), ...; field: value, ... })`: an instance of the class. Its fields are
+/// the
+/// fields and methods of `source` with the same name, and the given values, each converted by itself.
 macro_rules! answer {
     ($py:expr, $class:literal, $source:ident {
         $($same:ident $(($($none:tt)*))?),+ $(; $($field:ident: $value:expr),+ $(,)?)?

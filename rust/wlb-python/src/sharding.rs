@@ -22,41 +22,42 @@ use crate::results::declaration;
 
 /// Shards one micro-batch over the ranks of a context-parallel group, without padding.
 ///
-/// Any lengths, any total, any ``cp_size``: ranks differ by at most one token, and a document of 1 token is as
-/// legal as a rank without any.
+/// Any lengths and any ``cp_size`` are allowed, also a document of 1 token and a rank without tokens. Ranks differ by
+/// at
+/// most one token.
 ///
 /// Args:
 ///     lengths: int[n], tokens of the documents, in packed order.
-///     cp_size: ranks of the group.
-///     strategy: "auto" lays every document on as few ranks as leave none with more than ``max_imbalance`` times
-///         the mean pairs (where nothing does, as evenly as it can): few keys to fetch, long segments.
-///         "per_document" cuts every document into ``2 * cp_size`` chunks and gives rank ``i`` chunks ``i`` and ``2
-///         * cp_size - 1 - i``: equal work. "per_sequence" does that with the packed sequence: fewer, longer
-///         segments, unequal work. "hybrid" cuts documents of ``hybrid_threshold`` tokens or more per document and
-///         keeps shorter ones whole on one rank. "adaptive" is whichever of these ``kernel_model`` predicts to be
-///         fastest: the least latency of the slowest rank, forward and backward; of equals "per_sequence" before
-///         "per_document", "auto" and "hybrid". The result's ``strategy`` and ``hybrid_threshold`` tell which.
-///         "contiguous" gives rank ``i`` the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that
-///         mix neighbouring tokens: attention is uneven under it, see ``wlb.torch.recut``.
-///     causal: mask; decides pairs and key ranges, not who gets which token.
+///     cp_size: number of ranks of the group.
+///     strategy: "auto": every document on as few ranks as possible, while no rank has more than ``max_imbalance``
+///         times
+///         the mean pairs (if that is impossible, as evenly as possible): few keys to fetch, long segments.
+///         "per_document": every document in ``2 * cp_size`` chunks; rank ``i`` gets chunks ``i`` and
+///         ``2 * cp_size - 1 - i``: equal work. "per_sequence": the packed sequence in such chunks: fewer and longer
+///         segments, unequal work. "hybrid": documents of at least ``hybrid_threshold`` tokens per document, shorter
+///         ones whole on one rank. "adaptive": the one of these four that ``kernel_model`` predicts to be fastest, by
+///         the latency of the slowest rank, forward and backward; equally fast ones in the order "per_sequence",
+///         "per_document", "auto", "hybrid". The result's ``strategy`` and ``hybrid_threshold`` say which it is.
+///         "contiguous": rank ``i`` gets the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that
+///         mix neighbouring tokens; attention is uneven under it, see ``wlb.torch.recut``.
+///     causal: whether queries see only keys before them; it decides pairs and key ranges, not the rank of a token.
 ///     hybrid_threshold: tokens; with "hybrid" only.
-///     max_imbalance: with "auto", and with "adaptive" where it tries that: pairs of the rank with the most over
-///         the mean, at least 1; default 1.01.
-///     kernel_model: for "adaptive", and for "hybrid" without a threshold, which then gets the best one. It
-///         searches all distinct lengths (of more than 64, only some: see docs/semantics.md) and decides from
-///         lengths only.
-///     cp_seconds_per_key: beside a ``kernel_model``: time that a rank takes for each key that it fetches
-///         (``Shard.keys_moved``), in one layer, as the model's latencies are: with its value, forward and
-///         backward, all that is sent for it either way, less what computation hides; at most 1e-3. The slowest
-///         rank is then that with the most attention and fetching together. 0: free. Give a price where ranks
-///         fetch just what they need, as ``wlb.torch``'s transport "fetch" does; others send more than that.
-///
+///     max_imbalance: with "auto", and with "adaptive" when it tries "auto": most pairs of a rank over the mean, at
+///         least
+///         1; default 1.01.
+///     kernel_model: for "adaptive", and for "hybrid" without a threshold, which then gets the best threshold. All
+///         distinct lengths are tried as thresholds (of more than 64 only some, see docs/semantics.md).
+///     cp_seconds_per_key: with a ``kernel_model``: seconds that a rank takes for each key that it fetches
+///         (``Shard.keys_moved``), in one layer, forward and backward: for the key, its value and their gradients, less
+///         what computation hides; at most 1e-3. The slowest rank is then the one with the longest attention and
+///         fetching together. 0: free. Give it only if ranks fetch just the keys that they need, as with
+///         ``wlb.torch``'s transport "fetch"; other transports send more.
 /// Returns:
 ///     Shard. The same input gives the same shards on every rank.
 ///
 /// Raises:
-///     WlbError: a length or size out of range, more than 2**31 - 1 tokens in all, an option that does not go with
-///         the strategy or is missing, a kernel model of another mask, a price that is no time.
+///     WlbError: a length or size out of range; more than 2**31 - 1 tokens in all; an option that the strategy does not
+///         take, or one that it lacks; a kernel model of another mask; a ``cp_seconds_per_key`` out of range.
 ///
 /// O(n (log n + cp_size)); with a kernel model, O(n cp_size) for each threshold tried. WLB-LLM, section 5.
 ///
@@ -86,7 +87,7 @@ pub(crate) fn shard(
 ) -> PyResult<Shard> {
     let strategy = choice(strategy)?;
     if max_imbalance.is_some() && !matches!(strategy, Strategy::Auto | Strategy::Adaptive) {
-        let problem = "is of strategy=\"auto\", or \"adaptive\", which tries it; the others have no choice of ranks";
+        let problem = "is only for strategy=\"auto\", and for \"adaptive\", which tries \"auto\"";
         return Err(refuse("max_imbalance", None, None, problem));
     }
     let max_imbalance = max_imbalance.unwrap_or(ShardOptions::MAX_IMBALANCE);
@@ -134,25 +135,25 @@ impl Shard {
     }
 }
 
-/// Equal where every token lies in the same place, whatever was asked for.
+/// Equal if every token is in the same place, whatever strategy was asked for.
 impl PartialEq for Shard {
     fn eq(&self, other: &Self) -> bool {
         self.plan == other.plan
     }
 }
 
-// Of the lengths and the number of ranks: a lookup, once a layer and micro-batch, shall not read the whole plan.
+// Only from lengths and the number of ranks: there is a look-up for each layer and micro-batch, so it must be quick.
 hashed_by!(Shard: |shard| (&shard.plan.lengths, shard.plan.cp_size()));
 
 #[pymethods]
 impl Shard {
-    /// How it was cut: "auto", "per_sequence", "per_document", "hybrid" or "contiguous".
+    /// Strategy of the shard: "auto", "per_sequence", "per_document", "hybrid" or "contiguous".
     #[getter]
     fn strategy(&self) -> &'static str {
         self.plan.strategy.as_str()
     }
 
-    /// With "hybrid", the tokens from which on documents were cut, given or chosen; else None.
+    /// With "hybrid", the least tokens of a document that is cut, given or chosen; else None.
     #[getter]
     fn hybrid_threshold(&self) -> Option<i64> {
         self.options.hybrid_threshold
@@ -189,44 +190,51 @@ impl Shard {
     }
 
     /// int64[cp_size]: exact (query, key) pairs of each rank.
-    // At most 2^62: the pairs of one document of 2^31 tokens.
+    // At most 2^62, for one document of 2^31 tokens, so int64 is enough.
     #[getter]
     fn pairs_per_rank(&self) -> Array<Vec<i64>> {
         Array(self.ranks().map(|rank| self.plan.pairs(rank) as i64).collect())
     }
 
-    /// int64[cp_size]: keys that each rank has to fetch, because its queries see them and other ranks hold them. A
-    /// rank fetches as many values. Without a window; O(segments).
+    /// int64[cp_size]: keys that each rank has to fetch, because its queries see them and other ranks hold them. A rank
+    /// fetches equally many values. Counted without a window; O(segments).
     #[getter]
     fn keys_moved(&self) -> Array<Vec<i64>> {
         Array(self.ranks().map(|rank| self.plan.keys_moved(rank)).collect())
     }
 
-    /// int64[cp_size]: keys of each rank that an all-gather has to bring, because a query on another rank sees
-    /// them. As many values come with them. Ranks send as many as the rank with most keys. Without a window;
+    /// int64[cp_size]: keys of each rank that an all-gather has to send, because a query on another rank sees them.
+    /// Equally
+    /// many values go with them. Every rank sends as many keys as the rank with the most. Counted without a window;
     /// O(segments).
     #[getter]
     fn keys_gathered(&self) -> Array<Vec<i64>> {
         Array(self.plan.keys_gathered())
     }
 
-    /// int64[cp_size]: all tokens of a rank that needs two calls of attention, because of some of its documents, an
-    /// eighth of its tokens or more, it has all keys that it sees, and of others not; else 0. Without a window;
-    /// O(segments).
+    /// int64[cp_size]: tokens of each rank that attends in two calls, else 0. A rank attends in two calls if it lacks
+    /// keys for
+    /// some of its documents, and the documents for which it has all keys are at least an eighth of its tokens: these
+    /// attend
+    /// while keys arrive. Counted without a window; O(segments).
     #[getter]
     fn tokens_split(&self) -> Array<Vec<i64>> {
         Array(self.ranks().map(|rank| self.plan.tokens_split(rank)).collect())
     }
 
-    /// int64[cp_size]: keys that each rank picks, of its own and of those that arrive: for every segment of a document
-    /// of which the rank has not all keys, all keys that the segment sees. Without a window; O(segments).
+    /// int64[cp_size]: keys (own and fetched ones) that each rank copies for the call that needs keys of other ranks:
+    /// for
+    /// every segment of a document of which the rank lacks keys, all keys that the segment sees. Counted without a
+    /// window;
+    /// O(segments).
     #[getter]
     fn keys_picked(&self) -> Array<Vec<i64>> {
         Array(self.ranks().map(|rank| self.plan.keys_picked(rank)).collect())
     }
 
-    /// int32[num_tokens]: with ``rank_major`` the ranks' tokens concatenated, ``rank_major[restore_indices]`` is the
-    /// packed sequence. O(tokens).
+    /// int32[num_tokens]: ``rank_major[restore_indices]`` is the packed sequence, where ``rank_major`` has the ranks'
+    /// tokens one
+    /// rank after the other. O(tokens).
     #[getter]
     fn restore_indices(&self) -> Array<Vec<i32>> {
         Array(self.plan.restore_indices())
@@ -235,10 +243,10 @@ impl Shard {
 
 #[pymethods]
 impl Shard {
-    /// What one rank holds and computes.
+    /// The tokens of one rank and the arrays for its attention kernel.
     ///
     /// Raises:
-    ///     WlbError: no such rank; or its segments' keys are more than int32 ``cu_seqlens_k`` can count.
+    ///     WlbError: no such rank, or more keys of its segments than int32 ``cu_seqlens_k`` can count.
     ///
     /// Examples:
     ///     >>> import wlb
@@ -259,7 +267,7 @@ impl Shard {
         Ok(RankShard { shard: self.clone(), rank, held })
     }
 
-    /// Hex hash of which token lies where: equal on two ranks iff their shards are equal.
+    /// Hex hash of the place of every token: equal on two ranks if and only if their shards are.
     fn digest(&self, py: Python<'_>) -> String {
         run(py, self.plan.lengths.len().saturating_mul(self.plan.cp_size()), || self.plan.digest())
     }
@@ -278,7 +286,7 @@ impl Shard {
         )
     }
 
-    /// A pickle holds the lengths: the same shard is computed again from them.
+    /// A pickle holds the lengths and options, from which the same shard is computed again.
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickle<'py, Bound<'py, PyTuple>>> {
         let Self { plan, options } = slf.get();
         let lengths = PyArray1::from_slice(slf.py(), &plan.lengths);
@@ -308,13 +316,13 @@ impl Shard {
     }
 }
 
-/// What one rank of a context-parallel group holds and computes, ready for a varlen attention kernel.
+/// The tokens of one rank of a context-parallel group, and the arrays for its varlen attention kernel.
 ///
-/// Rows have an order of their own: first come the documents of which the rank has all keys that it sees, then the
-/// others (``docs/semantics.md``). A segment is a contiguous run of one document; segment ``i``'s queries are
+/// Rows have an order of their own: first the documents of which the rank has all keys that it sees, then the
+/// others (``docs/semantics.md``). A segment is a contiguous run of one document. The queries of segment ``i`` are
 /// ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of the rank's tokens, and its keys are
 /// ``packed[k_starts[i] : k_starts[i] + cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its
-/// document up to the segment's end, so that a kernel's bottom-right causal alignment is right.
+/// document up to the segment's end, which is what a kernel with bottom-right causal alignment expects.
 ///
 /// Examples:
 ///     >>> import wlb
@@ -361,32 +369,33 @@ impl RankShard {
         self.held.num_tokens
     }
 
-    /// Segments of the rank, ``s``.
+    /// Number of segments of the rank, ``s``.
     #[getter]
     fn num_segments(&self) -> usize {
         self.held.k_starts.len()
     }
 
-    /// int32[T_r]: where each token stands in the packed sequence, row by row.
+    /// int32[T_r]: index of each token in the packed sequence, in the order of rows.
     #[getter]
     fn token_indices(&self) -> Array<Vec<i32>> {
         Array(self.held.token_indices())
     }
 
-    /// int32[T_r]: where each token stands in its document; the positions that RoPE needs.
+    /// int32[T_r]: position of each token in its document, as RoPE needs it.
     #[getter]
     fn position_ids(&self) -> Array<Vec<i32>> {
         Array(self.held.position_ids())
     }
 
-    /// int32[s + 1]: where the queries of each segment begin among the rank's tokens.
+    /// int32[s + 1]: index of each segment's first query among the rank's tokens, and at the end their number.
     #[getter]
     fn cu_seqlens_q(&self) -> Array<&[i32]> {
         Array(&self.held.cu_seqlens_q)
     }
 
-    /// int32[s + 1]: where the keys of each segment begin, when the keys of all segments are copied one after the
-    /// other.
+    /// int32[s + 1]: index of each segment's first key if the keys of all segments are copied one after the other, and
+    /// at the
+    /// end their number.
     #[getter]
     fn cu_seqlens_k(&self) -> Array<&[i32]> {
         Array(&self.held.cu_seqlens_k)
@@ -404,13 +413,13 @@ impl RankShard {
         self.held.max_seqlen_k
     }
 
-    /// int32[s]: where the keys of each segment begin in the packed sequence.
+    /// int32[s]: index of each segment's first key in the packed sequence.
     #[getter]
     fn k_starts(&self) -> Array<&[i32]> {
         Array(&self.held.k_starts)
     }
 
-    /// int32[s]: the document that each segment is part of.
+    /// int32[s]: index of each segment's document in the micro-batch.
     #[getter]
     fn documents(&self) -> Array<Vec<i32>> {
         Array(self.held.segments.iter().map(|segment| segment.document as i32).collect())
@@ -428,8 +437,9 @@ impl Shard {
     /// Figures of the shard, for a log or a notebook.
     ///
     /// Returns:
-    ///     dict: strategy, cp_size, documents, tokens, imbalance (pairs of the busiest rank over the mean), keys_moved
-    ///         (most of a rank).
+    ///     dict: strategy, cp_size, documents, tokens, imbalance (pairs of the rank with the most over the mean),
+    ///         keys_moved
+    ///         (of the rank with the most).
     ///
     /// Complexity:
     ///     O(documents * cp_size).
@@ -442,7 +452,7 @@ impl Shard {
         declaration(slf.py(), "wlb._shown.summary")?.call1((slf,))
     }
 
-    /// Ranks as a table: a row for each.
+    /// Ranks as a table, one row for each.
     ///
     /// Returns:
     ///     pandas.DataFrame: rank, tokens, pairs, keys_moved.
@@ -478,20 +488,20 @@ impl RankShard {
     }
 }
 
-// Here and not where the other methods are: a kernel model knows nothing of shards, but "adaptive" sharding asks one.
+// In this file because a kernel model knows nothing of shards, whereas "adaptive" sharding needs a kernel model.
 #[pymethods]
 impl KernelModel {
-    /// Latency of each rank's attention call: the sum of its segments, and a constant for the launch.
+    /// Latency of each rank's attention call: the sum of its segments plus a constant for the launch.
     ///
     /// Args:
-    ///     shard: of the same mask.
+    ///     shard: a shard with the model's mask.
     ///     passes: "forward", "backward" or "forward_backward" (their sum).
     ///
     /// Returns:
     ///     float64[cp_size], seconds; 0 for a rank without tokens.
     ///
     /// Raises:
-    ///     WlbError: a shard of another mask.
+    ///     WlbError: a shard with another mask.
     ///
     /// Examples:
     ///     >>> import wlb

@@ -17,26 +17,26 @@ use crate::results::answer;
 
 /// Finds thresholds for a ``Packer`` on a sample of lengths.
 ///
-/// Runs the packer over the sample under every combination of up to ``num_queues`` geometrically spaced thresholds,
-/// then around the best. Deterministic. Documents over ``max_document_tokens`` are split.
+/// Runs the packer over the sample with every combination of up to ``num_queues`` geometrically spaced thresholds, then
+/// with thresholds near the best. Deterministic. Documents over ``max_document_tokens`` are split.
 ///
 /// Args:
 ///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
 ///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_documents: as for
 ///         ``Packer``.
-///     costs: float64[n] or float64[n, r], what each document costs, in place of ``cost_model``, for a packer with
+///     costs: float64[n] or float64[n, r], cost of each document, instead of ``cost_model``, for a packer with
 ///         ``cost_columns=r``; imbalance is then that of a step over all columns that take time.
 ///     limits: float64[r], with ``costs``, as for ``Packer``.
 ///     num_queues: most levels, 0 to 4.
-///     max_mean_delay: most mean token delay, in iterations.
-///     tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Give one of
-///         the two: global batches that fill every micro-batch to ``max_tokens`` leave no room for balance.
-///     dp_size, sync: as for ``Packer``; imbalance and lost time are then those of the ranks, where they wait
-///         for each other.
+///     max_mean_delay: most mean delay of a token, in steps.
+///     tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Do not set it
+///         to ``num_micro_batches * max_tokens``: full micro-batches leave no room for balance.
+///     dp_size, sync: as for ``Packer``; imbalance and lost time are then those of ranks that wait for each other.
 ///
 /// Returns:
-///     TuneResult: the thresholds with the least mean imbalance within the delay limit (no queues, or the least
-///     delay, if none keeps it), and the Pareto front of balance and delay.
+///     TuneResult: the thresholds with the least mean imbalance within the delay limit (if none keeps it: those with
+///         the
+///     least delay, or no queues), and the Pareto front of balance and delay.
 ///
 /// Raises:
 ///     WlbError: wrong lengths, costs or options, or no documents.
@@ -90,36 +90,42 @@ pub(crate) fn tune_outlier_thresholds<'py>(
 
 /// Finds the price of delay for a ``Packer`` with ``release="adaptive"`` on a sample of lengths.
 ///
-/// Runs the packer over the sample at geometrically spaced prices and at the default, then at some where the mean
-/// delay passes the limit. The best of many on the same steps is the luckiest, so each half of the documents judges
-/// what the other finds: those that lose the least time on both are judged on both, and on three other orders of
-/// all documents. Where a half has less than twelve global batches, those that lose the least on all documents are
-/// judged on the other orders alone: a price may then suit these documents and no others. Deterministic. Documents
-/// over ``max_document_tokens`` are split.
+/// Runs the packer over the sample at geometrically spaced prices and at the default, then at prices near the one where
+/// the
+/// mean delay passes the limit. The best of many prices on the same steps is merely the luckiest, so each half of the
+/// documents judges the prices found on the other. The prices that lose the least time on both halves and the default
+/// are
+/// then judged on three other orders of all documents. If a half has less than twelve global batches, the prices that
+/// lose
+/// the least time on all documents are judged on the other orders alone; such a price may suit only these documents.
+/// Deterministic. Documents over ``max_document_tokens`` are split.
 ///
 /// Args:
 ///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
 ///     num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_step_cost,
 ///         max_documents: as for ``Packer``.
-///     costs: float64[n], what each document costs, in place of ``cost_model``, for a packer with
-///         ``cost_columns=1``.
-///     max_mean_delay: most mean token delay, in iterations.
+///     costs: float64[n], cost of each document, instead of ``cost_model``, for a packer with ``cost_columns=1``.
+///     max_mean_delay: most mean delay of a token, in steps.
 ///     tokens_per_batch, dp_size, sync: as for ``tune_outlier_thresholds``.
-///     max_early: int from 0 to 1024, iterations that a document comes before its turn, as for
-///         ``BalancedBatchSampler``; delays are then of both, before the turn and after it. Needs ``cost_model``.
+///     max_early: int from 0 to 1024, most steps by which a document may come before its turn, as for
+///         ``BalancedBatchSampler``; delays then count steps before the turn, too. Needs ``cost_model``.
 ///
 /// Returns:
 ///     TuneResult: the price that loses the least time on the other orders, within the delay limit there and on the
-///     sample: the default (0.03) unless another is better by 0.01 of lost time in every order, no worse on a half,
-///     with a worst step that is no worse there and on the sample. Where the default waits too long, that bound
-///     holds if any price keeps it. The price with the least delay if none keeps the limit. ``judged`` has them
-///     all, and the default beside them; and the Pareto front of balance and delay on the sample.
+///     sample. It is the default (0.03) unless another price saves 0.01 of lost time in every order, is no worse on a
+///     half,
+///     and has no worse a worst step there and on the sample. If the default exceeds the delay limit, the bound on the
+///     worst
+///     step holds if any price keeps it. If no price keeps the limit, it is the price with the least delay. ``judged``
+///     has
+///     all judged prices, the default among them; ``pareto`` has the Pareto front of balance and delay on the sample.
 ///
 /// Raises:
 ///     WlbError: wrong lengths, costs or options, or no documents; several columns of costs.
 ///
-/// One run of the packer for each of about 32 prices, another for those within the limit, and three for each that
-/// is judged: nine, or more. Releases the GIL.
+/// One run of the packer for each of about 32 prices, another for each price within the limit, and three for each
+/// judged
+/// price (nine or more). Releases the GIL.
 ///
 /// Examples:
 ///     >>> import numpy as np
@@ -164,7 +170,7 @@ pub(crate) fn tune_delay_price<'py>(
     result(py, &listening(py, tune)?)
 }
 
-/// Tunes without the GIL, and handles signals between two candidates: Ctrl-C ends the search.
+/// Tunes without the GIL, and handles signals between two candidates, so that Ctrl-C ends the search.
 fn listening(
     py: Python<'_>,
     tune: impl FnOnce(&dyn Fn() -> bool) -> wlb_core::Result<Tuned> + Send,
@@ -191,7 +197,7 @@ fn options(
     match (&packer.cost_model, costs) {
         (Some(_), Some(_)) => return wrong("costs", "take the place of cost_model: pass one of the two"),
         (None, None) => return wrong("cost_model", "is missing: pass it, or costs of the documents"),
-        (Some(_), None) if limits.is_some() => return wrong("limits", "are of columns of costs: pass costs"),
+        (Some(_), None) if limits.is_some() => return wrong("limits", "limit columns of costs: pass costs"),
         (Some(_), None) | (None, Some(_)) => {}
     }
     packer.limits = column_limits(costs.as_ref().map(|(_, _, columns)| *columns), limits)?;

@@ -35,8 +35,10 @@ def context_parallel_attention(
     transport: Transport = "all_gather",
     ulysses_size: int | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     kernel: kernels.KernelName = "auto",
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -51,8 +53,10 @@ def context_parallel_attention(
     transport: Transport = "all_gather",
     ulysses_size: int | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     kernel: kernels.KernelName = "auto",
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -66,8 +70,10 @@ def context_parallel_attention(
     transport: Transport = "all_gather",
     ulysses_size: int | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     kernel: kernels.KernelName = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -97,9 +103,9 @@ def context_parallel_attention(
     does: every rank must run it, also one without tokens. What a rank has to do is derived from the shard once, and
     kept for all layers: by the first, or before it by `prepare_attention`.
 
-    Sinks (gpt-oss: a logit of each head that takes a share of the softmax) are composed with `return_lse`, gradients
-    included: `out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)`. Values of another width than keys (MLA)
-    are padded, which is exact. Scores are not capped (softcap): no composition of outputs does it.
+    Sinks (gpt-oss) are exact on every transport with every kernel: they join the softmax once, when all keys have.
+    `reference`, flash-attn 2, 3 and 4 cap scores. Values narrower than keys (MLA: 192 and 128) are computed as they
+    are by `reference`, flash-attn 3 and flash-attn 4; for other kernels they are padded with zeros, which is exact.
 
     Tensors are computed in the dtype in which they come, also under `torch.autocast`, which is off inside. What is
     float32 there (a rotary embedding may be) must be cast before to run on a flash kernel.
@@ -111,21 +117,23 @@ def context_parallel_attention(
     Args:
         q: Queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.
         k: Keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
-        v: Values `[tokens of this rank, kv_heads, value_dim]`; narrower ones than keys, or wider, are padded to them
-            with zeros, or these to them.
+        v: Values `[tokens of this rank, kv_heads, value_dim]`, of any width.
         shard: How the whole micro-batch lies on the ranks; the same on all. In that of a forest a token attends to
             itself and all tokens before it on its path.
         group: The context-parallel group, of `shard.cp_size` ranks. None: one process holds everything.
         transport: How keys and queries meet; see above.
         ulysses_size: For `usp`: ranks that share heads. Divides the group's size.
         softmax_scale: Factor of the scores; None: `head_dim ** -0.5`.
+        softcap: Scaled scores become `softcap * tanh(score / softcap)` (Gemma 2), before any bias. None: they stay.
         window: A token sees tokens less than this many positions away: with 1, itself. None, or from 2**31 - 1 on: any.
         alibi_slopes: float `[heads]`, without gradient: `slope * distance in the document` is subtracted from scores.
-        kernel: `flash_attn` (2 or 3, must be installed), `varlen` (torch's own flash kernels), `reference` (softmax
+        sinks: Floating point `[heads]`: a logit of each head that takes a share of the softmax and has no value. Has a
+            gradient, of this rank's tokens: sum it over the ranks, as those of other parameters.
+        kernel: `flash_attn` (2, 3 or 4, must be installed), `varlen` (torch's own flash kernels), `reference` (softmax
             written out: exact, slow, any device and dtype), or `auto`: the fastest that can do it here (on a CPU
             torch's flash attention for it).
 
-        return_lse: Also gives the log-sum-exp of the scores; the same on all ranks.
+        return_lse: Also gives the log-sum-exp of the scores, and of the sinks; the same on all ranks.
 
     Returns:
         Output `[tokens of this rank, heads, value_dim]`; with `return_lse` it and the log-sum-exp, float `[tokens of
@@ -134,7 +142,9 @@ def context_parallel_attention(
     Raises:
         WlbError: shapes, dtypes, devices, the group, or a combination of options do not fit.
     """
-    options = (group, transport, ulysses_size, softmax_scale, window, alibi_slopes, kernel, return_lse)
+    options = (
+        *(group, transport, ulysses_size, softmax_scale, softcap, window, alibi_slopes, sinks, kernel, return_lse),
+    )
     if isinstance(shard, Tensor):
         out, lse = operator.attention(q, k, v, shard, *options)
         return (out, lse) if return_lse else out
@@ -153,8 +163,10 @@ def _attend(
     transport: Transport,
     ulysses_size: int | None,
     softmax_scale: float | None,
+    softcap: float | None,
     window: int | None,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     kernel: kernels.KernelName,
     return_lse: bool,
     with_lse: bool = False,
@@ -168,31 +180,36 @@ def _attend(
     rank, size = arguments.place(group)
     arguments.check_are_tensors(q, k, v)
     how = _known_how(
-        *(shard, rank, size, transport, ulysses_size, softmax_scale, window, kernel, return_lse),
+        *(shard, rank, size, transport, ulysses_size, softmax_scale, softcap, window, kernel, return_lse),
         *(alibi_slopes is not None, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
     )
     width, degree, chosen = how.width, how.degree, how.kernel
     if width:
         q, k, v = arguments.of_one_width(q, k, v, width)
         if known is not None:
-            known = arguments.widened(known[0], width), known[1]
+            known = arguments.widened(known[0], how.computed), known[1]
+    share = q.shape[1] // degree
+    mine = slice(rank % degree * share, (rank % degree + 1) * share)  # heads that this rank computes
     if alibi_slopes is not None:
         arguments.check_slopes(alibi_slopes, q)
-        share = q.shape[1] // degree
-        chosen = how.choose(kernel, q, alibi_slopes[rank % degree * share :][:share])
+        chosen = how.choose(kernel, q, alibi_slopes[mine])
+    if sinks is not None:
+        arguments.check_of_heads("sinks", sinks, q)
+        sinks = sinks if degree == 1 else sinks[mine]
     assert chosen is not None
-    shown = return_lse or with_lse
+    options: Any = (how.exchange, group, chosen, how.computed, sinks, return_lse or with_lse)
     if how.heads is None:
-        out, lse = attention(q, k, v, how.exchange, group, chosen, with_lse=shown, known=known)
+        out, lse = attention(q, k, v, *options, known)
     else:
         heads = HeadsExchange(how.heads, how.block, group)
         if known is not None:
             known = heads.split_heads(known[0]), heads.split_heads(known[1].unsqueeze(-1)).squeeze(-1)
-        out, lse = attention(*split_heads(q, k, v, heads), how.exchange, group, chosen, with_lse=shown, known=known)
+        q, k, v = split_heads(q, k, v, heads)
+        out, lse = attention(q, k, v, *options, known)
         out = join_heads(out, heads)
         if lse is not None:
             lse = join_heads(lse.unsqueeze(-1).contiguous(), heads).squeeze(-1)
-    if width:
+    if how.value_dim < how.computed:
         out = out[..., : how.value_dim]
     return out if lse is None else (out, lse)
 
@@ -209,6 +226,7 @@ class _How:
     choice: dict[str, Any]  # arguments by which it is chosen
     width: int  # to which heads are padded; 0: they need not be
     value_dim: int
+    computed: int  # the width of values that the kernel computes
 
     def choose(self, name: kernels.KernelName, q: Tensor, alibi_slopes: Tensor | None) -> kernels.Kernel:
         """The kernel for these queries and slopes."""
@@ -223,6 +241,7 @@ def _how(
     transport: Transport,
     ulysses_size: int | None,
     softmax_scale: float | None,
+    softcap: float | None,
     window: int | None,
     kernel: kernels.KernelName,
     return_lse: bool,
@@ -238,12 +257,15 @@ def _how(
     arguments.check_tensors(q, k, v, shard, rank)
     (_, heads, head_dim), (_, kv_heads, _), (_, _, value_dim) = q.shape, k.shape, v.shape
     arguments.check_heads(transport, degree, heads, kv_heads)
-    arguments.check_scores(softmax_scale, window)
+    arguments.check_scores(softmax_scale, softcap, window)
     window = arguments.reach(window)
     width = max(head_dim, value_dim)
     causal = isinstance(shard, wlb.ForestShard) or shard.causal
+    more = return_lse * LSE_CHANNELS
     choice: dict[str, Any] = {
-        "width": width + return_lse * LSE_CHANNELS,
+        "value_dim": value_dim,
+        "more": more,
+        "softcap": None if softcap is None else float(softcap),
         "scale": head_dim**-0.5 if softmax_scale is None else float(softmax_scale),
         "alibi_aligned": size == degree or (transport in ("all_gather", "fetch") and causal),
     }
@@ -267,6 +289,7 @@ def _how(
         choice=choice,
         width=width if head_dim != value_dim else 0,
         value_dim=value_dim,
+        computed=width if chosen is None else kernels.value_width(chosen, sample, value_dim, more),
     )
 
 

@@ -186,10 +186,11 @@ def _shared(degree: int, heads: int, kv_heads: int) -> bool:
     return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 
-def check_scores(softmax_scale: float | None, window: int | None) -> None:
-    """Checks scale and window."""
-    if softmax_scale is not None:
-        check_positive("softmax_scale", softmax_scale)
+def check_scores(softmax_scale: float | None, softcap: float | None, window: int | None) -> None:
+    """Checks scale, cap and window."""
+    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+        if value is not None:
+            check_positive(name, value)
     check_window(window)
 
 
@@ -206,10 +207,15 @@ def check_window(window: int | None) -> None:
 
 def check_slopes(slopes: Tensor, q: Tensor) -> None:
     """Refuses anything but a number for each head of the queries, without a gradient."""
-    if not isinstance(slopes, Tensor) or slopes.shape != q.shape[1:2] or not slopes.is_floating_point():
-        found = f"{slopes.dtype} {list(slopes.shape)}" if isinstance(slopes, Tensor) else type(slopes).__name__
-        raise error("alibi_slopes", f"is {found}, not floating point [{q.shape[1]}], one for each head", value=found)
-    if slopes.device != q.device:
-        raise error("alibi_slopes", f"is on {slopes.device}, q on {q.device}", value=slopes.device)
+    check_of_heads("alibi_slopes", slopes, q)
     if slopes.requires_grad:
         raise error("alibi_slopes", "requires a gradient, and gets none", value=slopes.requires_grad)
+
+
+def check_of_heads(name: str, x: Tensor, q: Tensor) -> None:
+    """Refuses anything but a number for each head of the queries."""
+    if not isinstance(x, Tensor) or x.shape != q.shape[1:2] or not x.is_floating_point():
+        found = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise error(name, f"is {found}, not floating point [{q.shape[1]}], one for each head", value=found)
+    if x.device != q.device:
+        raise error(name, f"is on {x.device}, q on {q.device}", value=x.device)

@@ -3,12 +3,16 @@
 All keep the contract of flash kernels: `[tokens, heads, head_dim]`, masks aligned bottom-right, natural log-sum-exp
 `[heads, tokens]`. Forward and backward are called apart, outside autograd: a ring merges partial results, and the
 backward of each part needs the merged output and log-sum-exp, which the kernels' own autograd functions cannot take.
+
+cuDNN's attention for packed rows, which torch has with a log-sum-exp, is not among them: it aligns a causal mask
+top-left, so that queries behind a prefix of their document would not see it, and torch gives it no window.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
@@ -29,7 +33,8 @@ _SCORES_OF_CPU = 1 << 19
 
 FLASH_ATTN_2 = "flash_attn.flash_attn_interface"
 FLASH_ATTN_3 = "flash_attn_interface"
-"""Where the kernels of flash-attn 2 and 3 are imported from."""
+FLASH_ATTN_4 = "flash_attn.cute.interface"
+"""Where the kernels of flash-attn 2, 3 and 4 are imported from."""
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -42,8 +47,9 @@ Gradients = tuple[Tensor, Tensor]
 
 
 class Kernel(Protocol):
-    """Attention of one call: `q` is `[queries, heads, head_dim]`, `k` and `v` are `[keys, kv_heads, head_dim]`.
+    """Attention of one call: `q` is `[queries, heads, head_dim]`, `k` `[keys, kv_heads, head_dim]`, and `v` likewise.
 
+    Values, and the output with them, may be narrower if the kernel takes them so. Their gradient has 0 beside them.
     `q` may have rows beside those of the call (`Call.q_rows` that are neighbours): they are not read, and of results
     these rows are not written.
     """
@@ -53,8 +59,13 @@ class Kernel(Protocol):
         """Queries of a segment that the forward and the backward compute together: fewer take as long."""
         ...
 
+    @staticmethod
+    def takes(head_dim: int, value_dim: int, generation: int) -> bool:
+        """Whether it runs with heads and values of these widths, on a GPU of this (major) compute capability."""
+        ...
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Output like `q`, written to `out` if that is given, and the log-sum-exp `[heads, queries]`."""
+        """Output `[queries, heads, value_dim]`, written to `out` if that is given; log-sum-exp `[heads, queries]`."""
         ...
 
     def backward(
@@ -85,22 +96,28 @@ class ReferenceKernel:
 
     scale: float
     alibi_slopes: Tensor | None = None
+    softcap: float | None = None
 
     @staticmethod
     def tiles(head_dim: int) -> tuple[int, int]:
         """Tiles of one query: the time of this kernel is proportional to its queries, whatever its tiles."""
         return 1, 1
 
+    @staticmethod
+    def takes(head_dim: int, value_dim: int, generation: int) -> bool:
+        """See `Kernel`: all."""
+        return True
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        out = _like(q) if out is None else out
+        out = q.new_empty((*q.shape[:2], v.shape[2])) if out is None else out
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q.dtype))
         kv_heads = k.shape[1]
         for rows, keys, distance, hidden in self._tiles(call, q.shape[1]):
-            scores = self._scores(_stack(q[rows], kv_heads), _by_head(k[keys]), distance, hidden)
+            scores, _ = self._scores(_stack(q[rows], kv_heads), _by_head(k[keys]), distance, hidden)
             tile_lse = scores.logsumexp(-1)
             p = scores.sub_(tile_lse.unsqueeze(-1)).exp_()
-            out[rows] = _unstack(p @ _by_head(v[keys]), q[rows].shape).to(q.dtype)
+            out[rows] = _unstack(p @ _by_head(v[keys]), out[rows].shape).to(q.dtype)
             lse[:, rows] = tile_lse.view(q.shape[1], -1)
         return out, lse
 
@@ -119,33 +136,45 @@ class ReferenceKernel:
         dq, d_keys = _gradients(q, k, into)
         wide = accumulator(k.dtype)
         summed = d_keys.zero_() if d_keys.dtype == wide else torch.zeros_like(d_keys, dtype=wide)
-        dk, dv = summed.unbind(1)
+        dk, dv = summed[:, 0], summed[:, 1, :, : v.shape[2]]
         kv_heads = k.shape[1]
         for rows, keys, distance, hidden in self._tiles(call, q.shape[1]):
             q_tile, k_tile, v_tile = _stack(q[rows], kv_heads), _by_head(k[keys]), _by_head(v[keys])
             d_tile = _stack(d_out[rows], kv_heads)
-            p = self._scores(q_tile, k_tile, distance, hidden)
+            p, slope = self._scores(q_tile, k_tile, distance, hidden, with_slope=True)
             p = p.sub_(lse[:, rows].reshape(kv_heads, -1, 1)).exp_()
             dv[keys] += (p.mT @ d_tile).transpose(0, 1)
             delta = (d_tile * _stack(out[rows], kv_heads)).sum(-1, keepdim=True)
             ds = (d_tile @ v_tile.mT).sub_(delta).mul_(p).mul_(self.scale)
+            if slope is not None:
+                ds.mul_(slope)
             dq[rows] = _unstack(ds @ k_tile, q[rows].shape).to(dq.dtype)
             dk[keys] += (ds.mT @ q_tile).transpose(0, 1)
         if summed is not d_keys:
             d_keys.copy_(summed)
         return dq, d_keys
 
-    def _scores(self, q: Tensor, k: Tensor, distance: Tensor | None, hidden: Tensor | None) -> Tensor:
-        """Scaled, biased, masked scores `[kv_heads, group * queries, keys]`."""
+    def _scores(
+        self, q: Tensor, k: Tensor, distance: Tensor | None, hidden: Tensor | None, with_slope: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scaled, capped, biased, masked scores `[kv_heads, group * queries, keys]`.
+
+        `with_slope` also gives the derivative of the cap, like them; None without a cap.
+        """
         scores = (q @ k.mT).mul_(self.scale)
+        slope = None
+        if self.softcap is not None:
+            scores.div_(self.softcap).tanh_()
+            slope = torch.addcmul(scores.new_ones(()), scores, scores, value=-1) if with_slope else None
+            scores.mul_(self.softcap)
         if distance is None:
-            return scores
+            return scores, slope
         by_head = scores.view(k.shape[0], -1, *distance.shape)
         if self.alibi_slopes is not None:
             by_head.sub_(self.alibi_slopes.to(scores.dtype).view(k.shape[0], -1, 1, 1) * distance.abs())
         if hidden is not None:
             by_head.masked_fill_(hidden, -torch.inf)
-        return scores
+        return scores, slope
 
     def _tiles(self, call: Call, heads: int) -> Iterator[tuple[slice, slice, Tensor | None, Tensor | None]]:
         """Rows of queries and of keys; their true distances and what the mask hides, where these are needed."""
@@ -188,6 +217,11 @@ class CpuFlashKernel:
     def tiles(head_dim: int) -> tuple[int, int]:
         """Tiles of one query: the time of this kernel is proportional to its queries."""
         return 1, 1
+
+    @staticmethod
+    def takes(head_dim: int, value_dim: int, generation: int) -> bool:
+        """See `Kernel`: values as wide as heads."""
+        return head_dim == value_dim
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
@@ -323,11 +357,15 @@ def _like(q: Tensor) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def _gradients(q: Tensor, k: Tensor, into: tuple[Tensor | None, Tensor] | None) -> Gradients:
+def _gradients(
+    q: Tensor, k: Tensor, into: tuple[Tensor | None, Tensor] | None, value_dim: int | None = None
+) -> Gradients:
     """Tensors for the gradients of queries, and of keys and values: `into` where that is given."""
-    if into is None:
-        return _like(q), k.new_empty((k.shape[0], 2, *k.shape[1:]))
-    return _like(q) if into[0] is None else into[0], into[1]
+    dq = None if into is None else into[0]
+    d_keys = k.new_empty((k.shape[0], 2, *k.shape[1:])) if into is None else into[1]
+    if value_dim is not None and value_dim < k.shape[2]:
+        d_keys[:, 1, :, value_dim:] = 0
+    return _like(q) if dq is None else dq, d_keys
 
 
 def _written(call: Call, rows: Tensor, into: Tensor | None) -> Tensor:
@@ -349,6 +387,11 @@ class FlashTiles:
     def tiles(head_dim: int) -> tuple[int, int]:
         """See `Kernel`."""
         return 128, 128 if head_dim <= 64 else 64
+
+    @staticmethod
+    def takes(head_dim: int, value_dim: int, generation: int) -> bool:
+        """See `Kernel`: values as wide as heads."""
+        return head_dim == value_dim <= 256
 
 
 @dataclass(frozen=True)
@@ -399,10 +442,12 @@ class FlashAttention2(FlashTiles):
 
     scale: float
     alibi_slopes: Tensor | None = None
+    softcap: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        options = {"causal": call.window == (-1, 0), "alibi_slopes": self.alibi_slopes, **_window(call)}
+        options: dict[str, Any] = {"softcap": self.softcap or 0.0, "alibi_slopes": self.alibi_slopes, **_window(call)}
+        options["causal"] = call.window == (-1, 0)
         forward = _flash_attn_2()._flash_attn_varlen_forward
         found, lse, *_ = forward(q, k, v, *_spans(call), 0.0, self.scale, **options)
         return _written(call, found, out), lse
@@ -421,7 +466,7 @@ class FlashAttention2(FlashTiles):
         """See `Kernel`."""
         dq, d_keys = _gradients(q, k, into)
         dk, dv = d_keys.unbind(1)
-        softcap, deterministic = 0.0, torch.are_deterministic_algorithms_enabled()
+        softcap, deterministic = self.softcap or 0.0, torch.are_deterministic_algorithms_enabled()
         options = (0.0, self.scale, call.window == (-1, 0), *call.window, softcap, self.alibi_slopes, deterministic)
         _flash_attn_2()._flash_attn_varlen_backward(d_out, q, k, v, out, lse, dq, dk, dv, *_spans(call), *options)
         return dq, d_keys
@@ -432,6 +477,16 @@ class FlashAttention3(FlashTiles):
     """flash-attn 3, for Hopper; the releases whose window is two arguments (3.0.0b1 took a pair)."""
 
     scale: float
+    softcap: float | None = None
+
+    @staticmethod
+    def takes(head_dim: int, value_dim: int, generation: int) -> bool:
+        """See `Kernel`: equal widths, DeepSeek's, and wide values of narrow heads."""
+        if head_dim == value_dim:
+            return head_dim <= 256
+        if value_dim % 8:
+            return False
+        return (128 < head_dim <= 192 and 96 < value_dim <= 128) or (head_dim <= 64 and value_dim <= 256)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
@@ -451,8 +506,8 @@ class FlashAttention3(FlashTiles):
         into: tuple[Tensor | None, Tensor] | None = None,
     ) -> Gradients:
         """See `Kernel`."""
-        dq, d_keys = _gradients(q, k, into)
-        dk, dv = d_keys.unbind(1)
+        dq, d_keys = _gradients(q, k, into, v.shape[2])
+        dk, dv = d_keys[:, 0], d_keys[:, 1, :, : v.shape[2]]
         options = {"is_causal": call.window == (-1, 0), **self._options(call)}
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         _flash_attn_3()._flash_attn_backward(d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options)
@@ -461,7 +516,60 @@ class FlashAttention3(FlashTiles):
     def _options(self, call: Call) -> dict[str, Any]:
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_k")
         given = {name: getattr(call, name) for name in names} | {"max_seqlen_q": longest_queries(call)}
-        return given | {"softmax_scale": self.scale, **_window(call)}
+        return given | {"softmax_scale": self.scale, "softcap": self.softcap or 0.0, **_window(call)}
+
+
+@dataclass(frozen=True)
+class FlashAttention4:
+    """flash-attn 4 from 4.0.0b36 on, for Hopper and Blackwell. The first call of a kind compiles its kernel."""
+
+    scale: float
+    softcap: float | None = None
+
+    @staticmethod
+    def tiles(head_dim: int) -> tuple[int, int]:
+        """See `Kernel`."""
+        return 128, 128
+
+    @staticmethod
+    def takes(head_dim: int, value_dim: int, generation: int) -> bool:
+        """See `Kernel`: on Hopper widths up to 256, on Blackwell up to 128, and DeepSeek's."""
+        if head_dim % 8 or value_dim % 8:
+            return False
+        if generation == 9:
+            return head_dim <= 256 and value_dim <= 256
+        return (head_dim <= 128 and value_dim <= 128) or (head_dim, value_dim) == (192, 128)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        found, lse, *_ = _flash_attn_4()._flash_attn_fwd(q, k, v, out=out, return_lse=True, **self._options(call))
+        return found, lse
+
+    def backward(
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: tuple[Tensor | None, Tensor] | None = None,
+    ) -> Gradients:
+        """See `Kernel`."""
+        dq, d_keys = _gradients(q, k, into, v.shape[2])
+        options = self._options(call) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        options |= {"dq": dq, "dk": d_keys[:, 0], "dv": d_keys[:, 1, :, : v.shape[2]]}
+        _flash_attn_4()._flash_attn_bwd(q, k, v, out, d_out, lse, **options)
+        return dq, d_keys
+
+    def _options(self, call: Call) -> dict[str, Any]:
+        """Its windows are None where they are open, and as they are said to be where they are wider than a span."""
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_k")
+        given = {name: getattr(call, name) for name in names} | {"max_seqlen_q": longest_queries(call)}
+        causal = call.window == (-1, 0)
+        sides = {name: None if causal or side < 0 else side for name, side in _window(call).items()}
+        return given | {"softmax_scale": self.scale, "softcap": self.softcap or 0.0, "causal": causal, **sides}
 
 
 @functools.cache
@@ -476,10 +584,18 @@ def _flash_attn_3() -> Any:
     return _installed(FLASH_ATTN_3)
 
 
+@functools.cache
+def _flash_attn_4() -> Any:
+    """The module of flash-attn 4, or None: older ones have no backward for packed rows on every GPU."""
+    module = _installed(FLASH_ATTN_4)
+    backward = getattr(module, "_flash_attn_bwd", None)
+    return module if backward is not None and "learnable_sink" in inspect.signature(backward).parameters else None
+
+
 def _installed(module: str) -> Any:
     try:
         return importlib.import_module(module)
-    except (ImportError, OSError):  # missing, or built for another torch
+    except Exception:  # missing, or built for another torch, or of another compiler
         return None
 
 
@@ -490,48 +606,104 @@ def choose(
     scale: float,
     alibi_slopes: Tensor | None,
     alibi_aligned: bool,
-    width: int | None = None,
+    softcap: float | None = None,
+    value_dim: int | None = None,
+    more: int = 0,
 ) -> Kernel:
     """The kernel for these tensors.
 
-    `width` is the head_dim of the widest call, that of `q` if None. `alibi_aligned` says that every span's last query
-    stands at its last key, so that a flash kernel measures true distances. "auto" prefers flash-attn 3 (on Hopper),
-    flash-attn 2, torch's varlen kernels; on the CPU it takes torch's flash attention for that, and the reference kernel
-    for float32 and float64 on a GPU, and for ALiBi where no flash kernel has it.
+    `value_dim` is the width of values, that of `q` if None; the widest call has `more` channels. `alibi_aligned` says
+    that every span's last query stands at its last key, so that a flash kernel measures true distances. "auto" prefers
+    flash-attn 3 (on Hopper), flash-attn 4 (Hopper, Blackwell), flash-attn 2, torch's varlen kernels. On the CPU it
+    takes torch's flash attention for that. It takes the reference kernel for float32 and float64 on a GPU, and for
+    ALiBi and softcap where no flash kernel has them.
 
     Raises:
         WlbError: there is no such kernel, it is not installed, or has not what was asked for.
     """
     if name not in get_args(KernelName):
         raise error("kernel", f"= {name!r}: must be one of {', '.join(get_args(KernelName))}", value=name)
+    exact = ReferenceKernel(scale, alibi_slopes, softcap)
     if name == "reference":
-        return ReferenceKernel(scale, alibi_slopes)
-    refusal = _flash_refusal(q if width is None else q.new_empty((0, q.shape[1], width)))
+        return exact
+    widths = _widths(q, value_dim, more)
+    refusal = _flash_refusal(q, widths)
     if name == "auto" and refusal:
-        flash_on_cpu = q.device.type == "cpu" and alibi_slopes is None
-        return CpuFlashKernel(scale) if flash_on_cpu else ReferenceKernel(scale, alibi_slopes)
+        flash_on_cpu = q.device.type == "cpu" and alibi_slopes is None and softcap is None
+        return CpuFlashKernel(scale) if flash_on_cpu else exact
     if refusal:
         raise error("kernel", f"{name!r} {refusal}; 'reference' can do without", value=name)
 
-    has_2 = name != "varlen" and _flash_attn_2() is not None
+    generation = _generation(q)
+    reason = None
+    for kind in () if name == "varlen" else _flash_attn(generation):
+        reason = _lacks(kind, generation, widths, alibi_slopes, alibi_aligned)
+        if reason is not None:
+            continue
+        if kind is FlashAttention2:
+            return FlashAttention2(scale, None if alibi_slopes is None else alibi_slopes.float(), softcap)
+        return kind(scale, softcap=softcap)
+    if name == "flash_attn" and reason is None:
+        raise error("kernel", "'flash_attn' is not installed (2.7, 3 or 4.0.0b36, or newer)", value=name)
+    if name != "flash_attn" and alibi_slopes is None and softcap is None:
+        return VarlenKernel(scale)
+    if name == "auto":
+        return exact
+    reason = reason or ("has no ALiBi" if alibi_slopes is not None else "caps no scores (softcap)")
+    raise error("kernel", f"{name!r} {reason}; 'reference' has it on every transport", value=name)
+
+
+def value_width(kernel: Kernel, q: Tensor, value_dim: int, more: int = 0) -> int:
+    """The width at which a chosen kernel computes values: theirs, or that of heads, to which they are then padded."""
+    if value_dim == q.shape[2]:
+        return value_dim
+    head_dim, _ = widths = _widths(q, value_dim, more)
+    return value_dim if kernel.takes(*widths, _generation(q)) else head_dim - more
+
+
+def _widths(q: Tensor, value_dim: int | None, more: int) -> tuple[int, int]:
+    """Of heads and values in the widest call. Heads are as wide as values at least."""
+    value_dim = q.shape[2] if value_dim is None else value_dim
+    return max(q.shape[2], value_dim) + more, value_dim + more
+
+
+def _generation(q: Tensor) -> int:
+    """Major compute capability; 0 without a GPU."""
+    return torch.cuda.get_device_capability(q.device)[0] if q.device.type == "cuda" else 0
+
+
+def _flash_attn(generation: int) -> list[type[FlashAttention2 | FlashAttention3 | FlashAttention4]]:
+    """Those of flash-attn's kernels that are installed and for this GPU, the fastest first."""
+    found: list[type[FlashAttention2 | FlashAttention3 | FlashAttention4]] = []
+    if generation == 9 and _flash_attn_3() is not None:
+        found.append(FlashAttention3)
+    if generation in (9, 10, 11) and _flash_attn_4() is not None:
+        found.append(FlashAttention4)
+    if _flash_attn_2() is not None:
+        found.append(FlashAttention2)
+    return found
+
+
+def _lacks(
+    kind: type[FlashAttention2 | FlashAttention3 | FlashAttention4],
+    generation: int,
+    widths: tuple[int, int],
+    alibi_slopes: Tensor | None,
+    alibi_aligned: bool,
+) -> str | None:
+    """What a kernel of flash-attn has not that is asked for, or None."""
     if alibi_slopes is not None:
-        if has_2 and alibi_aligned:
-            return FlashAttention2(scale, alibi_slopes.float())
-        if name == "auto":
-            return ReferenceKernel(scale, alibi_slopes)
-        reason = "measures ALiBi distances wrongly on this transport" if has_2 else "has no ALiBi"
-        raise error("kernel", f"{name!r} {reason}; 'reference' has it on every transport", value=name)
-    if name != "varlen":
-        if torch.cuda.get_device_capability(q.device)[0] == 9 and _flash_attn_3() is not None:
-            return FlashAttention3(scale)
-        if has_2:
-            return FlashAttention2(scale)
-        if name == "flash_attn":
-            raise error("kernel", "'flash_attn' is not installed", value=name)
-    return VarlenKernel(scale)
+        if kind is not FlashAttention2:
+            return "has no ALiBi"
+        if not alibi_aligned:
+            return "measures ALiBi distances wrongly on this transport"
+    head_dim, _ = widths
+    if not kind.takes(*widths, generation) and not kind.takes(head_dim, head_dim, generation):
+        return "takes no heads of {} with values of {} on this GPU".format(*widths)
+    return None
 
 
-def _flash_refusal(q: Tensor) -> str | None:
+def _flash_refusal(q: Tensor, widths: tuple[int, int]) -> str | None:
     """Why no flash kernel takes such tensors, or None."""
     if q.device.type != "cuda":
         return f"runs on CUDA, not on {q.device.type}"
@@ -540,6 +712,6 @@ def _flash_refusal(q: Tensor) -> str | None:
         return "needs compute capability 8.0, this GPU has {}.{}".format(*capability)
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, not {q.dtype}"
-    if q.shape[2] % 8 or q.shape[2] > 256:
-        return f"takes a head_dim divisible by 8 up to 256, not {q.shape[2]}"
+    if widths[0] % 8 or widths[0] > 256:
+        return f"takes a head_dim divisible by 8 up to 256, not {widths[0]}"
     return None

@@ -65,21 +65,32 @@ class KeyExchange(Protocol):
         ...
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Lets the sinks take their share of an output `[rows, heads, value_dim]`, and adds them to its log-sum-exp.
+
+    That is `[heads, rows]`; both are changed in place.
+    """
+    sinks = sinks.to(lse.dtype).unsqueeze(1)
+    out.mul_(torch.sub(lse, sinks).sigmoid_().t().unsqueeze(-1))
+    torch.logaddexp(lse, sinks, out=lse)
+
+
 class _Merged:
     """Attention over the keys seen so far. It begins as what is added first, if that is for all queries.
 
     Sums of log-sum-exps are float64: their rounding, in units of their size, is a relative error of the weights.
     """
 
-    def __init__(self, q: Tensor, kernel: Kernel) -> None:
+    def __init__(self, q: Tensor, kernel: Kernel, value_dim: int | None = None) -> None:
         self._q, self._kernel = q, kernel
+        self._value_dim = q.shape[2] if value_dim is None else value_dim
         self._parts: tuple[Tensor, Tensor] | None = None
 
     def attend(self, keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
         """See `Attend`."""
         for call in calls:
             q = queries_of(self._q, call.q_rows)
-            self.add(call, *self._kernel.forward(q, *_keys(keys, call.k_rows), call))
+            self.add(call, *self._kernel.forward(q, *_keys(keys, call.k_rows, self._value_dim), call))
 
     def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
         """Adds a call's output and log-sum-exp, of the rows that the kernel was given."""
@@ -112,37 +123,47 @@ class _Merged:
         dtype = accumulator(self._q.dtype)
         if self._parts is None:
             lse = self._q.new_full(self._q.shape[:2], -torch.inf, dtype=torch.float64)
-            self._parts = self._q.new_zeros(self._q.shape, dtype=dtype), lse
+            self._parts = self._q.new_zeros((*self._q.shape[:2], self._value_dim), dtype=dtype), lse
         total, lse = self._parts
         if lse.dtype != torch.float64 or total.dtype != dtype:
             self._parts = total.to(dtype), lse.to(torch.float64, memory_format=torch.contiguous_format)
         return self._parts
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Output like the queries, and log-sum-exp `[heads, tokens]`."""
+    def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Output in the dtype of the queries, and log-sum-exp `[heads, tokens]`."""
         out, lse = self._parts or self._so_far()
+        if sinks is not None:
+            out, lse = self._so_far()
+            add_sinks(out, lse.t(), sinks)
         of_kernel = lse.t()
         if of_kernel.dtype != accumulator(self._q.dtype) or not of_kernel.is_contiguous():
             of_kernel = of_kernel.to(accumulator(self._q.dtype), memory_format=torch.contiguous_format, copy=True)
         return out.to(self._q.dtype), of_kernel
 
 
-def _merged(
-    q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, group: dist.ProcessGroup | None, kernel: Kernel
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp `[heads, tokens]` of queries of which some are in several calls."""
-    parts: dict[int, _Merged] = {}
+class _MergedParts:
+    """Attention of queries of which some are in several calls, in parts of the heads."""
 
-    def attend(keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
-        if heads.part not in parts:
-            parts[heads.part] = _Merged(heads.of(q), kernel)
-        parts[heads.part].attend(keys, calls, heads)
+    def __init__(self, q: Tensor, kernel: Kernel, value_dim: int) -> None:
+        self._q, self._kernel, self._value_dim = q, kernel, value_dim
+        self._parts: dict[Heads, _Merged] = {}
 
-    exchange.forward(k, v, attend, group)
-    if len(parts) < 2:
-        return parts.get(0, _Merged(q, kernel)).result()
-    outs, lses = zip(*(parts[part].result() for part in sorted(parts)), strict=True)
-    return torch.cat(outs, 1), torch.cat(lses)
+    def attend(self, keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
+        """See `Attend`."""
+        if heads not in self._parts:
+            self._parts[heads] = _Merged(heads.of(self._q), self._kernel, self._value_dim)
+        self._parts[heads].attend(keys, calls, heads)
+
+    def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output in the dtype of the queries, and log-sum-exp `[heads, tokens]`."""
+        parts = self._parts or {ALL_HEADS: _Merged(self._q, self._kernel, self._value_dim)}
+        found = [
+            parts[heads].result(None if sinks is None else heads.of(sinks.unsqueeze(0))[0]) for heads in sorted(parts)
+        ]
+        if len(found) == 1:
+            return found[0]
+        outs, lses = zip(*found, strict=True)
+        return torch.cat(outs, 1), torch.cat(lses)
 
 
 class _Sum:
@@ -182,20 +203,21 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _keys(keys: Keys, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Keys and values of a call."""
+def _keys(keys: Keys, rows: Rows, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a call, without the zeros that make the values as wide as the keys."""
     if isinstance(keys, tuple):
         k, v = keys
-        return pick(k, rows), pick(v, rows)
-    k, v = pick(keys, rows).unbind(1)
-    return k, v
+        k, v = pick(k, rows), pick(v, rows)
+    else:
+        k, v = pick(keys, rows).unbind(1)
+    return k, v if v.shape[2] == value_dim else v[..., :value_dim]
 
 
 class _Outputs:
     """Outputs of calls of which no two have a query: each is written where it belongs."""
 
-    def __init__(self, q: Tensor, kernel: Kernel, shown: Tensor | None) -> None:
-        self._q, self._kernel = q, kernel
+    def __init__(self, q: Tensor, kernel: Kernel, value_dim: int, sinks: Tensor | None, shown: Tensor | None) -> None:
+        self._q, self._kernel, self._value_dim, self._sinks = q, kernel, value_dim, sinks
         self.out: Tensor | None = None
         self.shown = shown  # the log-sum-exps `[queries, heads]`, if they are asked for
         self.lses: list[Tensor] = []
@@ -206,25 +228,29 @@ class _Outputs:
         q = self._q
         for call in calls:
             rows = call.q_rows
+            listed = isinstance(rows, Tensor)
+            k, v = _keys(keys, call.k_rows, self._value_dim)
             if rows is None and heads.parts == 1:  # one call over all rows
-                self.out, lse = self._kernel.forward(q, *_keys(keys, call.k_rows), call)
+                self.out, lse = self._kernel.forward(q, k, v, call)
+                part = out = self.out
             else:
-                if self.out is None:
-                    self.out = q.new_empty(q.shape)
-                out, given = heads.of(self.out), queries_of(heads.of(q), rows)
-                if isinstance(rows, Tensor):
-                    part, lse = self._kernel.forward(given, *_keys(keys, call.k_rows), call)
-                    put(out, rows, part)
-                else:
-                    _, lse = self._kernel.forward(given, *_keys(keys, call.k_rows), call, out)
+                out, given = heads.of(self.result()), queries_of(heads.of(q), rows)
+                part, lse = self._kernel.forward(given, k, v, call, None if listed else out)
+            if self._sinks is not None:
+                own = rows if isinstance(rows, slice) else slice(None)
+                add_sinks(part[own], lse[:, own], heads.of(self._sinks.unsqueeze(0))[0])
+            if listed:
+                put(out, rows, part)
             self.places[heads.part, id(call)] = len(self.lses)
             self.lses.append(lse)
             if self.shown is not None:
                 put(heads.of(self.shown), rows, lse.t()[rows] if isinstance(rows, slice) else lse.t())
 
     def result(self) -> Tensor:
-        """Output like the queries."""
-        return self._q.new_empty(self._q.shape) if self.out is None else self.out
+        """Output `[queries, heads, value_dim]`."""
+        if self.out is None:
+            self.out = self._q.new_empty((*self._q.shape[:2], self._value_dim))
+        return self.out
 
 
 class _Attention(torch.autograd.Function):
@@ -238,36 +264,45 @@ class _Attention(torch.autograd.Function):
         exchange: KeyExchange,
         group: dist.ProcessGroup | None,
         kernel: Kernel,
+        value_dim: int,
+        sinks: Tensor | None,
         with_lse: bool,
         known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.exchange, ctx.group, ctx.kernel, ctx.with_lse, ctx.places = exchange, group, kernel, with_lse, None
+        ctx.value_dim = value_dim
         if known is not None:
             again = known[0].clone(), known[1].clone() if with_lse else None
-            ctx.save_for_backward(q, k, v, again[0], known[1].t().contiguous())
+            of_sinks = None if sinks is None else known[1]
+            ctx.save_for_backward(q, k, v, sinks, of_sinks, again[0], known[1].t().contiguous())
             return again
         if exchange.once:
-            shown = q.new_empty(q.shape[:2], dtype=accumulator(q.dtype)) if with_lse else None
-            outputs = _Outputs(q, kernel, shown)
+            seen = with_lse or sinks is not None
+            shown = q.new_empty(q.shape[:2], dtype=accumulator(q.dtype)) if seen else None
+            outputs = _Outputs(q, kernel, value_dim, sinks, shown)
             exchange.forward(k, v, outputs.attend, group)
             out, ctx.places = outputs.result(), outputs.places
-            ctx.save_for_backward(q, k, v, out, *outputs.lses)
-            return out, shown
-        out, lse = _merged(q, k, v, exchange, group, kernel)
-        ctx.save_for_backward(q, k, v, out, lse)
+            ctx.save_for_backward(q, k, v, sinks, None if sinks is None else shown, out, *outputs.lses)
+            return out, shown if with_lse else None
+        merged = _MergedParts(q, kernel, value_dim)
+        exchange.forward(k, v, merged.attend, group)
+        out, lse = merged.result(sinks)
+        ctx.save_for_backward(q, k, v, sinks, None if sinks is None else lse.t(), out, lse)
         return out, lse.t().contiguous() if with_lse else None
 
     @staticmethod
     @_without_autocast
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, *lses = ctx.saved_tensors
-        width = q.shape[2]
+        q, k, v, sinks, lse_of_sinks, out, *lses = ctx.saved_tensors
+        width, value_dim = q.shape[2], ctx.value_dim
         if ctx.with_lse:
             assert d_lse is not None
             q, k, v, out, d_out = _with_lse(q, k, v, out, d_out, d_lse)
+            value_dim += LSE_CHANNELS
         once, kernel, places = ctx.exchange.once, ctx.kernel, ctx.places
         d_out = d_out.contiguous()
+        d_sinks = None if sinks is None else _of_sinks(sinks, lse_of_sinks, out, d_out)
         dq = q.new_empty(q.shape) if once else None
         totals: dict[int, _Sum] = {}  # by the part of the heads
 
@@ -286,7 +321,7 @@ class _Attention(torch.autograd.Function):
                     if isinstance(rows, Tensor):
                         lse = lse.index_select(1, rows)
                 call_d_out, call_q, call_out = (queries_of(x, rows) for x in mine) if listed else mine
-                given = (call_d_out, call_q, *_keys(keys, call.k_rows), call_out, lse, call)
+                given = (call_d_out, call_q, *_keys(keys, call.k_rows, value_dim), call_out, lse, call)
                 part, _ = kernel.backward(*given, (None if listed else into, d_call))
                 if into is None:
                     if heads.part not in totals:
@@ -301,7 +336,14 @@ class _Attention(torch.autograd.Function):
         if ctx.with_lse:
             dq, d_keys = dq[..., :width], d_keys[..., :width]
         dk, dv = (d_keys if d_keys.dtype == k.dtype else d_keys.to(k.dtype)).unbind(1)
-        return dq, dk, dv, None, None, None, None, None
+        return dq, dk, dv, None, None, None, None, d_sinks, None, None
+
+
+def _of_sinks(sinks: Tensor, lse: Tensor, out: Tensor, d_out: Tensor) -> Tensor:
+    """The gradient of the sinks, keys whose value is 0. `lse` is `[queries, heads]` and includes them."""
+    wide = accumulator(out.dtype)
+    d_score = (d_out.to(wide) * out).sum(-1).mul_(torch.sub(sinks.to(lse.dtype), lse).exp_())
+    return d_score.sum(0).neg_().to(sinks.dtype)
 
 
 def _with_lse(
@@ -330,17 +372,21 @@ def attention(
     exchange: KeyExchange,
     group: dist.ProcessGroup | None,
     kernel: Kernel,
-    *,
+    value_dim: int | None = None,
+    sinks: Tensor | None = None,
     with_lse: bool = False,
     known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of `q` over the keys and values that `exchange` brings.
 
-    `with_lse` also gives its log-sum-exp `[queries, heads]`, which has a gradient, too; the same on all ranks. Output
-    and log-sum-exp that are `known` are not computed, only their gradients are.
+    Values are as wide as keys; those behind `value_dim` are 0, and are not computed. `with_lse` also gives its
+    log-sum-exp `[queries, heads]`, which has a gradient, too; the same on all ranks. Output and log-sum-exp that are
+    `known` are not computed, only their gradients are.
 
     Kept for the backward are q, k, v, the output and its log-sum-exp; other ranks' keys are exchanged again. Partial
     sums are float32 for half-precision inputs. Every rank must run the backward, in the same order: it communicates.
     """
-    result: tuple[Tensor, Tensor | None] = _Attention.apply(q, k, v, exchange, group, kernel, with_lse, known)
+    width = q.shape[2] if value_dim is None else value_dim
+    options = (exchange, group, kernel, width, sinks, with_lse, known)
+    result: tuple[Tensor, Tensor | None] = _Attention.apply(q, k, v, *options)
     return result

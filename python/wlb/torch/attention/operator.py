@@ -81,29 +81,33 @@ def attention(
     transport: str,
     ulysses_size: int | None,
     softmax_scale: float | None,
+    softcap: float | None,
     window: int | None,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     kernel: str,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the micro-batch that `prepared` stands for, and its log-sum-exp `[tokens, heads]`."""
     name = "" if group is None else group.group_name
     result: tuple[Tensor, Tensor] = torch.ops.wlb.attention(
-        q, k, v, prepared, alibi_slopes, name, transport, ulysses_size, softmax_scale, window, kernel, return_lse
+        *(q, k, v, prepared, alibi_slopes, sinks),
+        *(name, transport, ulysses_size, softmax_scale, softcap, window, kernel, return_lse),
     )
     return result
 
 
-_NAMES = ("transport", "ulysses_size", "softmax_scale", "window", "kernel", "return_lse")
+_NAMES = ("transport", "ulysses_size", "softmax_scale", "softcap", "window", "kernel", "return_lse")
 _OPTIONS = (
-    "Tensor? alibi_slopes, str group, str transport, int? ulysses_size, float? softmax_scale, SymInt? window, "
-    "str kernel, bool return_lse"
+    "Tensor? alibi_slopes, Tensor? sinks, str group, str transport, int? ulysses_size, float? softmax_scale, "
+    "float? softcap, SymInt? window, str kernel, bool return_lse"
 )
 
 
-def _options(alibi_slopes: Tensor | None, group: str, *plain: Any) -> dict[str, Any]:
+def _options(alibi_slopes: Tensor | None, sinks: Tensor | None, group: str, *plain: Any) -> dict[str, Any]:
     found = None if group == "" else _resolve_process_group(group)  # type: ignore[arg-type]
-    return {"alibi_slopes": alibi_slopes, "group": found, **dict(zip(_NAMES, plain, strict=True))}
+    of_heads = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    return {**of_heads, "group": found, **dict(zip(_NAMES, plain, strict=True))}
 
 
 @torch.library.custom_op(
@@ -137,7 +141,7 @@ def _differentiable() -> Iterator[None]:
     "wlb::attention_backward",
     mutates_args=(),
     schema="(Tensor d_out, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor prepared, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(
     d_out: Tensor,
@@ -149,30 +153,48 @@ def _backward(
     lse: Tensor,
     prepared: Tensor,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     named = _options(*options)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    if named["sinks"] is not None:
+        named["sinks"] = named["sinks"].detach().requires_grad_()
+        leaves.append(named["sinks"])
     with _differentiable():
-        again = _ATTEND[0](*leaves, PREPARED.get(prepared), known=(out.detach(), lse.detach()), **named)
+        again = _ATTEND[0](*leaves[:3], PREPARED.get(prepared), known=(out.detach(), lse.detach()), **named)
     results, gradients = ([*again], [d_out, d_lse]) if named["return_lse"] else ([again], [d_out])
-    dq, dk, dv = torch.autograd.grad(results, leaves, gradients)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    found = [x.contiguous() for x in torch.autograd.grad(results, leaves, gradients)]
+    dq, dk, dv, d_sinks = found if len(found) == 4 else (*found, q.new_empty(0))
+    return dq, dk, dv, d_sinks
 
 
 @_backward.register_fake
-def _(d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(
+    d_out: Tensor,
+    d_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    prepared: Tensor,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_sinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, prepared, alibi_slopes, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, prepared, alibi_slopes)
+    q, k, v, prepared, alibi_slopes, sinks, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, prepared, alibi_slopes, sinks)
 
 
 def _gradients(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, prepared, alibi_slopes = ctx.saved_tensors
-    found = torch.ops.wlb.attention_backward(d_out, d_lse, q, k, v, out, lse, prepared, alibi_slopes, *ctx.options)
-    return (*found, *[None] * 9)
+    *saved, prepared, alibi_slopes, sinks = ctx.saved_tensors
+    options = (prepared, alibi_slopes, sinks, *ctx.options)
+    *found, d_sinks = torch.ops.wlb.attention_backward(d_out, d_lse, *saved, *options)
+    return (*found, None, None, None if sinks is None else d_sinks, *[None] * len(ctx.options))
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

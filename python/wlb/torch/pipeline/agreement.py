@@ -1,4 +1,4 @@
-"""Do all ranks of a pipeline run the same micro-batches? Each asks before it sends what another may not take."""
+"""Checks that all ranks of a pipeline run the same micro-batches, before a rank sends what another may not take."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOTS: Final = 64  # keys of the store, used in turn; a rank that is further beh
 class _Group:
     """State of a pipeline on this rank: the number of steps, and the contents of the slots, the next step's first.
 
-    It has a connection to the store of its own: one on which another thread waits takes nothing else.
+    It has its own connection to the store, because a connection on which another thread waits takes no other request.
     """
 
     def __init__(self, store: Store) -> None:
@@ -35,19 +35,19 @@ _groups: WeakKeyDictionary[Store, dict[str, _Group]] = WeakKeyDictionary()
 
 
 def check_same(group: dist.ProcessGroup | None, micro_batches: Sequence[PipelineMicroBatch], how: str) -> None:
-    """Raises where another rank of the pipeline came first with other micro-batches, or runs them otherwise.
+    """Raises if another rank of the pipeline, which came first, has other micro-batches or runs them differently.
 
-    A longer activation than the one that is expected ends the process, a shorter one leaves a stale tail: neither may
-    be sent. The first rank to come leaves what it runs in the store, and the others compare. Nobody waits for anybody.
+    An activation longer than expected ends the process, a shorter one leaves a stale tail, so neither may be sent. The
+    first rank to come stores its micro-batches, and the others compare. No rank waits for another.
 
     Args:
         group: The ranks of the pipeline.
         micro_batches: Of the step.
-        how: By which schedule.
+        how: Name of the schedule.
 
     Raises:
-        wlb.WlbError: That names the rank that came first; on those that run something else. The others wait for these
-            in vain, until their processes end or the group's timeout.
+        wlb.WlbError: On the ranks that differ from the first one; it names that rank. The other ranks wait for these in
+            vain, until their processes end or the group times out.
 
     Complexity:
         One round trip to the store, if there is more than one rank.

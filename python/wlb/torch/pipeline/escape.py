@@ -1,4 +1,4 @@
-"""A stage that fails raises at once, as itself."""
+"""Makes a stage that fails raise its own exception at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Escape(BaseException):
 
 @contextmanager
 def escaping() -> Iterator[None]:
-    """Around what a stage computes: an exception passes torch's schedule without being caught there."""
+    """For the computation of a stage: an exception passes through torch's schedule without being caught there."""
     try:
         yield
     except Exception as reason:
@@ -27,7 +27,7 @@ def escaping() -> Iterator[None]:
 
 @contextmanager
 def escaped() -> Iterator[None]:
-    """Around a schedule: raises what a stage raised inside `escaping`, itself."""
+    """For a schedule: raises the exception that a stage raised inside `escaping`."""
     try:
         yield
     except _Escape as escape:
@@ -39,7 +39,7 @@ def escaped() -> Iterator[None]:
 
 
 def _unwrapped(reason: Exception) -> BaseException:
-    """The module's own exception: torch makes it the cause of a `RuntimeError` that tells stage and inputs."""
+    """The module's own exception: torch makes it the cause of a `RuntimeError` that names stage and inputs."""
     own, text = reason.__cause__, str(reason)
     if own is None or not ("failed to run forward" in text or "Failed to run stage backward" in text):
         return reason

@@ -20,12 +20,14 @@ class PipelineMicroBatch:
     """One micro-batch as one (DP, CP) rank sees it. All ranks of a pipeline are given the same.
 
     Attributes:
-        tokens: Tokens on this rank; 0 is legal, for a CP rank may get none. It gives the shapes of all activations.
+        tokens: Tokens on this rank; 0 is allowed, since a CP rank may get none. It decides the shapes of all
+            activations.
         args: Positional arguments of the first stage's module, at least one; other stages ignore them. Tensors are
             `[tokens, ...]`.
-        kwargs: Keyword arguments of every stage's module: what follows from the plan, such as position ids,
-            `cu_seqlens` or the shard. Any Python objects; they are not sent, and get no gradients.
-        target: Second argument of the loss function, which only the last stage calls. A tensor is `[tokens, ...]`. Of a
+        kwargs: Keyword arguments of every stage's module, derived from the plan: position ids, `cu_seqlens`, the shard.
+            They may be any Python objects; they are not sent, and get no gradients.
+        target: Second argument of the loss function, which only the last stage calls. A tensor is `[tokens, ...]`. For
+            a
             forest it is the `ForestBatch`, whose edges `token_normalized_loss` takes.
     """
 
@@ -38,11 +40,11 @@ class PipelineMicroBatch:
 def check(micro_batches: Sequence[PipelineMicroBatch]) -> None:
     """Refuses micro-batches that contradict themselves.
 
-    It looks at everything given, also at what this rank does not use, so that all ranks refuse alike.
+    It looks at all arguments, including those that this rank does not use, so that all ranks refuse alike.
 
     Raises:
-        WlbError: A count that is no count; no args for the first stage; a tensor or shard of another number of tokens:
-            the plan of another step.
+        WlbError: A count that is no count; no args for the first stage; or a tensor or shard with another number of
+            tokens, such as that of another step.
     """
     if not micro_batches:
         raise error("micro_batches", "is empty", value=0)
@@ -79,7 +81,7 @@ def check(micro_batches: Sequence[PipelineMicroBatch]) -> None:
 
 
 def has_forest(micro_batches: Sequence[PipelineMicroBatch]) -> bool:
-    """Whether some of them are of a forest, as far as what they bring says."""
+    """Whether some of them are of a forest, as far as their arguments show."""
     of_forest = wlb.ForestShard | wlb.ForestRankShard | ForestBatch
     return any(
         isinstance(value, of_forest)

@@ -1,4 +1,4 @@
-"""torch's schedules: by name, which stages a rank holds under them, one object per number of micro-batches."""
+"""torch's schedules: by name, the stages of a rank under each, and one object for each number of micro-batches."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _BY_NAME: dict[str, type[Schedule]] = {
 
 
 def schedule_class(schedule: str | type[Schedule]) -> type[Schedule]:
-    """The class of a schedule's name; a class stands for itself.
+    """The class of a schedule's name; a class is returned unchanged.
 
     Raises:
-        WlbError: Neither.
+        WlbError: It is neither.
     """
     if isinstance(schedule, str) and schedule in _BY_NAME:
         return _BY_NAME[schedule]
@@ -77,7 +77,7 @@ def schedule_for(
 ) -> Schedule:
     """The schedule object for this number of micro-batches; made at the first use, kept with the first stage.
 
-    Its loss function is the target: a function of the last stage's output.
+    Its loss function calls the target, which is a function of the last stage's output.
 
     Raises:
         WlbError: The schedule does not take this number of micro-batches.
@@ -100,7 +100,7 @@ def schedule_for(
 
 
 def forget(stages: Sequence[VarlenPipelineStage]) -> None:
-    """After a step that failed: its schedule object still holds losses and messages, its stages hold tensors."""
+    """Cleans up after a step that failed: its schedule object still holds losses and messages, its stages tensors."""
     stages[0].schedules.clear()
     for stage in stages:
         stage.forget(failed=True)

@@ -25,8 +25,8 @@ class VarlenPipelineStage(PipelineStage):
     """A stage of a pipeline whose micro-batches differ in length.
 
     torch's own stage takes the shapes of micro-batch 0 for all of them: a longer one aborts the process, a shorter one
-    is received into a larger buffer whose tail is stale. This one is told the token counts of every step
-    (`wlb.torch.pipeline.pipeline_step` does that) and allocates each receive buffer for its micro-batch. Nothing is
+    is received into a larger buffer whose tail is stale. This stage learns the token counts of every step
+    (`wlb.torch.pipeline.pipeline_step` tells it) and allocates each receive buffer for its micro-batch. Nothing is
     sent for an activation without elements.
 
     The module is called as `submodule(*args, **kwargs)` on the first stage and `submodule(activation, **kwargs)` on the
@@ -36,15 +36,15 @@ class VarlenPipelineStage(PipelineStage):
 
     Args:
         submodule: The layers of this stage.
-        stage_index: Index of this stage, from 0. Which stages a rank holds: `stages_of_rank`.
+        stage_index: Index of this stage, from 0. `stages_of_rank` gives the stages of a rank.
         num_stages: Stages of the whole pipeline.
         device: Where it computes.
         group: The ranks of this pipeline; the default group if `None`.
         hidden_size: Activations between stages are `[tokens, hidden_size]`.
         activation_shape: Instead of `hidden_size`: the shape of an activation between stages on this rank as a function
-            of `tokens`, such as `lambda tokens: (tokens // tp, hidden_size)` with sequence parallelism. All stages take
-            the same.
-        dtype: Of the activations, and so of their gradients.
+            of `tokens`, such as `lambda tokens: (tokens // tp, hidden_size)` with sequence parallelism. It must be the
+            same for all stages.
+        dtype: Dtype of activations and of their gradients.
 
     Raises:
         WlbError: An index out of range, or not exactly one of `hidden_size` and `activation_shape`.
@@ -81,7 +81,7 @@ class VarlenPipelineStage(PipelineStage):
         )
         self.dtype = dtype
         self.schedules: dict[Any, Any] = {}  # those that run this stage and its fellows on this rank, see schedule.py
-        self.unusable = ""  # or why it is
+        self.unusable = ""  # the reason, if the stage is unusable
         self.timer: Callable[[int], AbstractContextManager[None]] | None = None  # of `StepTimer`: by micro-batch
         self._hidden_size = hidden_size
         self._activation_shape = activation_shape
@@ -99,18 +99,18 @@ class VarlenPipelineStage(PipelineStage):
         return tokens, self._hidden_size
 
     def begin(self, micro_batches: Sequence[PipelineMicroBatch]) -> None:
-        """Tells the micro-batches of the step that comes."""
+        """Tells the stage the micro-batches of the next step."""
         self.forget()
         self.chunks = len(micro_batches)
         self._micro_batches = micro_batches
         self._shapes = [self.activation_shape(micro_batch.tokens) for micro_batch in micro_batches]
 
     def timed(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Around what is computed for a micro-batch."""
+        """Context for the computation of a micro-batch."""
         return self.timer(micro_batch) if self.timer is not None else nullcontext()
 
     def forget(self, *, failed: bool = False) -> None:
-        """Lets go of all tensors of a step. What cannot be taken back from one that failed makes the stage unusable."""
+        """Releases all tensors of a step. A failed step that cannot be undone makes the stage unusable."""
         if failed and self.group_size > 1:
             self.unusable = "messages are still under way in its process group"
         elif failed and self.has_backward and self._fsdp_modules():
@@ -122,7 +122,7 @@ class VarlenPipelineStage(PipelineStage):
 
     @property
     def _forwarded(self) -> dict[int, Any]:
-        """The inputs and outputs of each micro-batch, which torch lets go of in its backward pass."""
+        """The inputs and outputs of each micro-batch, which torch releases in its backward pass."""
         states: dict[int, Any] = vars(self)["fwd_cache" if hasattr(self, "fwd_cache") else "_forward_chunk_states"]
         return states  # the second name is that of torch 2.15
 
@@ -194,9 +194,9 @@ class VarlenPipelineStage(PipelineStage):
 
     @contextmanager
     def _split(self, micro_batch: int) -> Iterator[None]:
-        """Around either part of a split backward: names the checkpoints that allow one backward alone.
+        """Context for either part of a split backward pass: names checkpoints that allow only one backward.
 
-        Both parts look at the same activations, so that `GraphExecGroup` does not help.
+        Both parts use the same activations, so `GraphExecGroup` does not help.
         """
         try:
             yield
@@ -211,9 +211,9 @@ class VarlenPipelineStage(PipelineStage):
             raise error("submodule", message, index=micro_batch) from cause
 
     def _unshard(self) -> None:
-        """Gathers the weights that FSDP has sharded, for a backward in two parts.
+        """Gathers the weights that FSDP has sharded, for a backward pass in two parts.
 
-        It looks for weights before FSDP's own hooks would gather them, and would leave out all that are sharded.
+        torch looks for weights before FSDP's own hooks gather them, and would leave out all sharded ones.
         """
         for module in self._fsdp_modules():
             module.unshard()
@@ -235,7 +235,7 @@ class VarlenPipelineStage(PipelineStage):
 
     @property
     def _sends(self) -> bool:
-        """Whether outputs go to another rank: not those of the last stage, nor in V schedules those of the bottom."""
+        """Whether outputs go to another rank: not on the last stage, nor at the bottom of a V schedule."""
         return not self.is_last and self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank
 
     @override
@@ -289,7 +289,7 @@ class VarlenPipelineStage(PipelineStage):
         return [dist.P2POp(dist.irecv, buffer, peer, group)]
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """2.11 opens connections to all neighbours, in V schedules also from a rank to itself, which fails."""
+        """Torch 2.11 opens connections to all neighbours; in V schedules also from a rank to itself, which fails."""
         operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
         return [op for op in operations if op.peer != dist.get_rank()]
 
@@ -299,10 +299,10 @@ class VarlenPipelineStage(PipelineStage):
         """2.12 and newer compare with micro-batch 0; `forward_maybe_with_nosync` compares with the plan."""
 
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
-        """2.11's name for it."""
+        """The name of this method in torch 2.11."""
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """2.11's name for it."""
+        """The name of this method in torch 2.11."""
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Would drop the gradients of FSDP modules whenever a step has a number of micro-batches not seen before."""

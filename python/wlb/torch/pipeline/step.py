@@ -32,18 +32,21 @@ def pipeline_step(
     """Runs the micro-batches of a step forward and backward; gradients add up in the parameters.
 
     All ranks of the pipeline call it with the same micro-batches, in the same order. Their lengths are free, and their
-    number may change from step to step. Gradients are not divided by it: let `loss_fn` be a sum over tokens, divided by
-    the valid tokens of the whole global batch.
+    number may change from step to step. Gradients are not divided by that number: let `loss_fn` be a sum over tokens,
+    divided by the valid tokens of the whole global batch.
 
-    A step that failed leaves a part of its gradients. A pipeline of one rank may go on once they are zeroed. A longer
-    one has messages under way, and FSDP holds gradients that are not reduced yet: such stages refuse to go on; make new
-    ones, on a new process group and with modules sharded anew.
+    A step that failed leaves a part of its gradients. A pipeline of one rank can continue once they are zeroed. In a
+    longer
+    one messages are under way, and FSDP holds gradients that are not reduced yet: such stages refuse to continue. Make
+    new
+    ones, on a new process group and with newly sharded modules.
 
     Under `torch.no_grad()`, or without `loss_fn`, it runs forward only.
 
     Args:
         stages: This rank's stages, ascending, as `stages_of_rank` gives them.
-        micro_batches: At least one. 1F1B and DualPipeV need as many as stages; interleaved schedules a multiple of
+        micro_batches: At least one. 1F1B and DualPipeV need at least as many as stages; interleaved schedules a
+            multiple of
             `max(1, len(micro_batches) // pp_size)`.
         schedule: `"gpipe"`, `"1f1b"`, `"interleaved_1f1b"`, `"interleaved_zero_bubble"`, `"zbv"`, `"dualpipev"`, or a
             schedule class of torch.
@@ -54,14 +57,16 @@ def pipeline_step(
         empty list on the others.
 
     Raises:
-        WlbError: Stages whose configuration has `tie_word_embeddings` and whose pipeline has no `TiedWeights`; stages
-            that the schedule would place otherwise, or that a failed step left unusable; a number of
-            micro-batches it cannot run; a micro-batch without args, or whose tensors or shards have other token counts;
-            micro-batches of a forest, and a module that cannot run one (see `train_step`).
-            Micro-batches, a schedule or `loss_fn` of which another rank of the pipeline has another kind or number.
-            Before any communication, but for one round trip to the store.
-        BaseException: What this rank's module or loss function raised, itself: `except torch.OutOfMemoryError` works.
-            It is raised at once. The other ranks wait for this one until its process ends or their group's timeout.
+        WlbError: The configuration of stages has `tie_word_embeddings` and the pipeline no `TiedWeights`; stages do not
+            fit the schedule, or a failed step left them unusable; a number of micro-batches that the schedule cannot
+            run;
+            a micro-batch without args, or whose tensors or shards have other token counts; micro-batches of a forest,
+            and
+            a module that cannot run one (see `train_step`); micro-batches, a schedule or a `loss_fn` that differ from
+            another rank's. All of this is checked before any communication but one round trip to the store.
+        BaseException: The exception of this rank's module or loss function itself, at once, so that
+            `except torch.OutOfMemoryError` works. The other ranks wait for this one until its process ends or their
+            group times out.
     """
     cls = schedule_class(schedule)
     _check_stages(stages, cls)
@@ -114,7 +119,7 @@ def _check_stages(stages: Sequence[VarlenPipelineStage], cls: type[Schedule]) ->
 
 
 def _check_tied(stages: Sequence[VarlenPipelineStage]) -> None:
-    """Refuses a model that says that its embedding and head are one weight, of which each stage trains its own copy."""
+    """Refuses a model whose configuration ties embedding and head while each stage would train its own copy."""
     for index, stage in enumerate(stages):
         config = getattr(stage.submod, "config", None)
         says_so = getattr(config, "tie_word_embeddings", False) and stage.group_size > 1

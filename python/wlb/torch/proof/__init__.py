@@ -1,4 +1,4 @@
-"""Proves before the first step that packing, ranks and loop train what the documents teach."""
+"""Proves before the first step that packing, ranks and loop train the same as the documents alone."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def verify(
     - **resume**, with `loader`: A state that was saved after a step goes on with the next step.
 
     If the gradient is wrong, `verify` computes the gradient that each known fault would give on your model, and names
-    the fault that explains what it saw. Known are wrong divisors, means of means, labels that are shifted twice or not
-    at all, ignored masks of labels, positions that go on or are local to a rank, attention that sees other documents or
-    one rank alone, gradients that ranks do not exchange, copies of one weight, and statistics of batches. If no fault
-    explains the gradient to rounding, the error says so.
+    the fault that explains what it saw. The known faults are: wrong divisors; means of means; labels that are shifted
+    twice or not at all; ignored masks of labels; positions that continue over the row or are local to a rank; attention
+    that sees other documents or only one rank; gradients that ranks do not exchange; untied copies of one weight; and
+    statistics of batches. If no fault explains the gradient up to rounding, the error says so.
 
     Collective: every rank of `group`, and of the pipeline, calls it. Call it before the first step, without gradients.
     It leaves no trace: weights, buffers, hooks, divisors of wrappers, modes, `requires_grad`, gradients and random

@@ -63,16 +63,16 @@ class Model:
         return bool(self._stages)
 
     def taken(self) -> list[Tensor | None]:
-        """Takes this rank's gradients out of the model."""
+        """Takes this rank's gradients out of the model and returns them."""
         found = [None if p.grad is None else local(p.grad).detach().clone() for p in self.parameters]
         self.whole.zero_grad(set_to_none=True)
         return found
 
     def alone(self, runs: Sequence[Run], *, copies: bool = True) -> tuple[float, Gradients]:
-        """Loss and gradients of all runs. Each run is on one rank; every rank gets the sums, of its own shards.
+        """Loss and gradients of all runs. Each run is on one rank; every rank gets the sums, for its own shards.
 
-        A model that a rank has whole runs without its wrapper, so that the wrapper's averages and communication are not
-        trusted. A wrapper that shards parameters is told to add up.
+        A model that fits on one rank runs without its wrapper, so that the wrapper's averages and communication are not
+        trusted. A wrapper that shards parameters is made to add gradients up.
         """
         filler = replace(runs[0], document=teaching_nothing(runs[0].document))
         # Ranks meet in every run where parameters or experts are shared out.

@@ -28,11 +28,11 @@ class Check:
 
     Attributes:
         name: What was compared.
-        found: What training gives.
-        expected: What it has to be.
-        error: How far they are apart, relative.
-        allowed: How far they may be.
-        fix: What is wrong, and what to do; empty if nothing is.
+        found: Value in training.
+        expected: Correct value.
+        error: Relative difference of both.
+        allowed: Largest allowed difference.
+        fix: What is wrong and what to do; empty if nothing is.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether that holds."""
+        """Whether the difference is allowed."""
         return self.error <= self.allowed
 
 
@@ -92,10 +92,10 @@ def _check_documents(step: AnyStep, ranks: Ranks, wrong: int) -> Check:
 
 
 def check_numbers(model: nn.Module, ranks: Ranks) -> None:
-    """Compares no model whose weights are no numbers: each such weight differs from itself.
+    """Refuses a model whose weights are not finite: such weights could not be compared.
 
     Raises:
-        wlb.WlbError: a weight that learns is infinite or no number, on any rank.
+        wlb.WlbError: a weight that learns is infinite or NaN on any rank.
     """
     learning = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     broken = [name for name, weight in learning if not local(weight).detach().isfinite().all()]
@@ -106,7 +106,7 @@ def check_numbers(model: nn.Module, ranks: Ranks) -> None:
 
 
 def weights(model: nn.Module, ranks: Ranks) -> list[Check]:
-    """Compares the replicas of the model. Equal gradients would keep replicas as far apart as they begin."""
+    """Compares the replicas of the model. Equal gradients would keep unequal replicas apart for ever."""
     apart: list[float] = []
     names: list[str] = []
     for name, mine, group in _replicated(model, ranks.share):

@@ -1,8 +1,9 @@
 """The table of known faults, and the loss and gradient that a model would have under each of them.
 
-A fault changes what tokens learn, where they stand, which of them see each other, or of what means are taken. Its
-expectation is a list of runs: rows that one rank runs alone. The sum of their losses, and its gradient, is what
-training would give under the fault. The fault whose gradient is the nearest explains what was seen, if it is as near as
+A fault changes the labels of tokens, their positions, which of them see each other, or the groups over which means are
+taken. Its expectation is a list of runs: rows that one rank runs alone. The sum of their losses, with its gradient, is
+what training would give under the fault. The fault with the nearest gradient explains what was seen, if it is as near
+as
 rounding allows.
 """
 
@@ -29,7 +30,7 @@ class Run:
         document: The tokens of the row.
         weight: The factor of the sum of their losses.
         lengths: Lengths of the documents in the row; by default it is one document.
-        positions: int64 [tokens]; by default the document's own, or from 0 on.
+        positions: int64 [tokens]; by default those of the document, or counted from 0.
     """
 
     document: Document
@@ -42,16 +43,16 @@ class Tokens:
     """All tokens of the documents of a micro-batch, or of the samples of its forest: int64 [tokens] each.
 
     Attributes:
-        whole: They, their labels and columns.
+        whole: The tokens with their labels and columns.
         row: The micro-batch.
-        number: Its number.
-        document: The number of each token's document.
-        place: Its place there.
-        at: Its place in the micro-batch, where samples of a forest share some.
-        rank: Its context-parallel rank.
-        on_rank: Its place there.
-        again: Its place among those of its document there.
-        last: Whether it is the last of its document, bool.
+        number: Number of the micro-batch.
+        document: Number of each token's document.
+        place: Position of each token in its document.
+        at: Index of each token in the micro-batch; samples of a forest share some.
+        rank: Context-parallel rank of each token.
+        on_rank: Index of each token on its rank.
+        again: Index of each token among those of its document on its rank.
+        last: Whether each token is the last of its document, bool.
     """
 
     def __init__(self, number: int, row: Row) -> None:
@@ -74,7 +75,7 @@ class Tokens:
             self.again[here] = torch.arange(here.numel())
 
     def following(self, values: Tensor) -> Tensor:
-        """The next value in the part of each rank."""
+        """The next value on the same rank, for each token."""
         result = torch.full_like(values, IGNORE)
         for mine in self._of_ranks:
             result[mine[:-1]] = values[mine[1:]]
@@ -86,16 +87,18 @@ Of: TypeAlias = "Callable[[Tokens], Tensor]"
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """A fault: what it makes of a step, and what to do about it.
+    """A fault: how it changes a step, and what to do about it.
 
     Attributes:
         name: One or two words.
         remedy: What is wrong, and the way out. The text follows the word "model".
-        labels: What each token learns.
-        positions: Where it stands; by default where its document has it.
-        sees: A number for each token: those of the same number see each other.
-        unit: A number for each token: the mean is one of the means of these; by default of all tokens.
-        behind: Whether documents stand behind those before them, though they do not see them.
+        labels: Label of each token.
+        positions: Position of each token; by default that in its document.
+        sees: A number for each token: tokens with the same number see each other.
+        unit: A number for each token: the loss is the mean of the means over tokens with the same number; by default
+            the
+            mean over all tokens.
+        behind: Whether documents come after those before them in the row, though they do not see them.
         copies: Whether gradients of weights that pipeline stages share are added up.
         divided: Whether only steps with context-parallel ranks can have the fault.
     """
@@ -111,7 +114,7 @@ class Expectation:
     divided: bool = False
 
     def runs(self, rows: Sequence[Row]) -> list[Run]:
-        """The runs whose sum training would show, up to a factor."""
+        """The runs whose sum training would give under the fault, up to a factor."""
         found: list[tuple[int, Run]] = []
         for number, row in enumerate(rows):
             tokens = Tokens(number, row)
@@ -132,7 +135,7 @@ class Expectation:
 
 
 def _behind(run: Run, start: int) -> Run:
-    """Positions go on: the document stands behind another one, as long as all before it are."""
+    """A run whose positions continue: the document comes after another one as long as all before it together."""
     before = teaching_nothing(run.document[torch.zeros(start, dtype=torch.int64)])  # any tokens do
     whole = joined([before, run.document])
     lengths = (start, len(run.document)) if start else (len(run.document),)
@@ -158,7 +161,7 @@ RIGHT: Final = Expectation(name="divisor", remedy="{}")
 
 
 def of_one_rank(positions: Of) -> Expectation:
-    """Attention over the tokens of one context-parallel rank, which stand at these positions."""
+    """Attention over the tokens of one context-parallel rank, with these positions."""
     return Expectation(
         name="attention of a rank",
         remedy=OF_A_RANK,

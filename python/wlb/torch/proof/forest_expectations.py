@@ -1,4 +1,4 @@
-"""The table of known faults of a forest's step, as `expectations` has it of documents: of them with its samples."""
+"""The table of known faults of a forest's step, like the table of `expectations` for documents."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Joined(Expectation):
     """Attention over the whole row, as if it were one document, or over each node, as if it were one.
 
     Attributes:
-        nodes: Over each node.
-        anew: Whether positions are those of the row, or of the node.
+        nodes: Whether attention is over each node instead of the row.
+        anew: Whether positions are counted in the row or node, instead of the path.
     """
 
     nodes: bool
     anew: bool
 
     def runs(self, rows: Sequence[Row]) -> list[Run]:
-        """Each row, as often as the token that predicts most often has predictions: a row has one label a token."""
+        """Each row, once for each prediction of the token with the most: a row has one label for each token."""
         found = []
         for number, row in enumerate(rows):
             of = Tokens(number, row)

@@ -81,7 +81,7 @@ _EVALUATED = (
 
 @dataclass(frozen=True)
 class _Explanation:
-    """A fault, and how far the gradient is from the one that the fault would give, times a factor."""
+    """A fault, and the distance of the gradient from a multiple of the one that the fault would give."""
 
     name: str
     apart: float
@@ -97,8 +97,8 @@ class Prover:
         model: The model, or this rank's stages.
         train: The loop: forward and backward of a step.
         short: The step, with short documents.
-        ranks: Everybody who takes part.
-        kept: Puts weights and buffers back.
+        ranks: All ranks that take part.
+        kept: Restores weights and buffers.
         scaler: The loop's gradient scaler, if it has one.
         by_rows: Whether the reference is `train` on documents in rows of their own.
         eps: Rounding of the coarsest type that the model computes in.
@@ -114,9 +114,10 @@ class Prover:
     eps: float
 
     def __post_init__(self) -> None:
-        # Half of the digits: another order of sums costs fewer, a fault costs more.
+        #         # Half of the digits: another order of sums changes fewer digits, a fault changes more.
         self._allowed = math.sqrt(self.eps)
-        # Sums of losses round even less. Before training, all losses are alike, so that a fault changes them little.
+        #         # Sums of losses are rounded even less. Before training all losses are alike, so a fault changes them
+        #         little.
         self._allowed_of_losses = self._allowed / 10
 
     def checks(self, evaluate: Callable[[Any], Any] | None) -> list[Check]:
@@ -159,7 +160,7 @@ class Prover:
         return self._rows_of_their_own() if self.by_rows else self._alone(RIGHT)
 
     def _alone(self, expectation: Expectation) -> tuple[float, Gradients]:
-        """Loss and gradient of what an expectation runs, each row on one rank."""
+        """Loss and gradients of an expectation's runs, each row on one rank."""
         with torch.enable_grad():
             result = self.model.alone(expectation.runs(self.short.rows), copies=expectation.copies)
         self.kept.restored()
@@ -204,7 +205,7 @@ class Prover:
         return Check("gradient", f"{length:.6g}", f"{true:.6g}", apart, self._allowed, fix)
 
     def _totals(self, rows: Iterable[tuple[float, float]]) -> tuple[float, float]:
-        """Sums over all parameters, with those of other shards and stages. Ranks that agree get the same sums."""
+        """Sums over all parameters, including those of other shards and stages. Ranks that agree get the same sums."""
         sums = [math.fsum(column) for column in zip(*rows, strict=True)]
         if self.model.sharded:
             sums = self.ranks.sums(*sums)
@@ -234,18 +235,19 @@ class Prover:
     # --- explanations ---
 
     def _explained(self, found: Gradients, expected: Gradients, apart: float) -> str:
-        """Explanation of a wrong gradient: the nearest of all known faults, if it explains the gradient to rounding."""
+        """Explains a wrong gradient by the nearest known fault, if that explains it up to rounding."""
         seen = [*self._exchange(found, expected), *self._statistics()]
         if self.by_rows:
             seen.append(self._fitted("divisor", found, expected, "{}"))
         else:
             fitted = (self._fitted(of.name, found, self._alone(of)[1], of.remedy) for of in self._expectations())
             seen.extend(fitted)
-        # Whatever is nearer than rounding is equally near; the first of these in the table wins.
+        #         # Distances below rounding count as equal; the first such fault in the table wins.
         best = min(seen, key=lambda one: max(one.apart, self._allowed / 10))
         if best.apart <= self._allowed:
             if best.name == "divisor":
-                # Means weigh parts alike that have as many labels: both faults give this gradient.
+                #                 # If parts have equally many labels, means weigh them alike, and both faults give this
+                #                 gradient.
                 alike = (f". Or it {one.text}" for one in seen if one.name == "means" and one.apart <= self._allowed)
                 return self._divided(best.factor) + next(alike, "")
             text = best.text.format(self._mixing())
@@ -257,7 +259,7 @@ class Prover:
         )
 
     def _expectations(self) -> list[Expectation]:
-        """Expectations of the table that this layout can show."""
+        """The expectations of the table that apply to this layout."""
         return [
             each
             for each in (FOREST_EXPECTATIONS if isinstance(self.short, ShortForest) else EXPECTATIONS)
@@ -269,7 +271,7 @@ class Prover:
         return _Explanation(name, self._apart(found, predicted, factor) if factor > 0 else math.inf, factor, text)
 
     def _exchange(self, found: Gradients, expected: Gradients) -> list[_Explanation]:
-        """Ranks have other gradients, whose sum is the expected one."""
+        """Explanation: ranks have different gradients, whose sum is the expected one."""
         if self.ranks.size == 1 or self.model.sharded:
             return []
         summed = [gradient.clone() for gradient in found]
@@ -286,7 +288,7 @@ class Prover:
         return [replace(self._fitted("exchange", summed, expected, text), factor=1.0)]
 
     def _statistics(self) -> list[_Explanation]:
-        """All is well once layers with statistics of batches take those that they keep."""
+        """Explanation: the gradient is right once layers with statistics of batches use their stored statistics."""
         layers = batch_norms(self.model.whole)
         (some,) = self.ranks.largest(len(layers))
         if not some:
@@ -310,7 +312,7 @@ class Prover:
         return [self._fitted("batch statistics", _filled(found, expected), expected, _STATISTICS.format(names))]
 
     def _tried(self, found: Gradients) -> str:
-        """Findings from changed steps, if no known fault explains the gradient; empty if there are none."""
+        """Findings from modified steps, if no known fault explains the gradient; empty if there are none."""
         if self._apart(_filled(self._trained(self.short.step())[1], found), found) > self._allowed:
             return _BY_CHANCE
         # The last document of each row teaches; the tokens before it differ.
@@ -377,7 +379,7 @@ class Prover:
 
 
 def _last_alone(documents: Sequence[Document], others: Callable[[Tensor], Tensor]) -> list[Document]:
-    """The last document teaches, those before it do not."""
+    """Documents of which only the last has labels; `others` changes the tokens of those before it."""
     before = [replace(teaching_nothing(each), tokens=others(each.tokens)) for each in documents[:-1]]
     return [*before, *documents[-1:]]
 
@@ -395,5 +397,5 @@ def _square(tensor: Tensor) -> float:
 
 
 def _filled(found: Sequence[Tensor | None], like: Gradients) -> Gradients:
-    """Gradients, 0 where there are none."""
+    """Gradients, with 0 for missing ones."""
     return [torch.zeros_like(true) if one is None else one for one, true in zip(found, like, strict=True)]

@@ -36,7 +36,7 @@ class Ranks:
         return self._reduced(values, dist.ReduceOp.SUM, self.whole)
 
     def largest(self, *values: float) -> list[float]:
-        """Maxima over all ranks; of what is no number, infinity, since a maximum may lose it."""
+        """Maxima over all ranks; NaN counts as infinity, since a maximum may lose it."""
         numbers = [math.inf if math.isnan(value) else value for value in values]
         of_step = self._reduced(numbers, dist.ReduceOp.MAX, self.share)
         return self._reduced(of_step, dist.ReduceOp.MAX, self.whole)

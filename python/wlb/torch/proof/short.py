@@ -21,7 +21,7 @@ PackedStep: TypeAlias = "Step[PackedBatch] | DynamicCpStep[PackedBatch]"
 Key: TypeAlias = tuple[int, int]
 
 _DOCUMENTS = 3  # of a micro-batch
-_TOKENS = 64  # of a document, for each of two context-parallel ranks
+_TOKENS = 64  # of a document, for up to two context-parallel ranks
 _GOLDEN = 0.6180339887498949  # its multiples never repeat, modulo 1
 NO_LABEL = np.iinfo(np.int64).max
 """The place of the first label of a document without labels."""
@@ -56,7 +56,7 @@ class Document:
 
     @property
     def goes_on(self) -> bool:
-        """Whether this is a piece whose last token predicts what follows. The end of a document predicts nothing."""
+        """Whether this is a piece whose last token predicts the next one. The end of a document predicts nothing."""
         return bool((self.labels[-1:] != IGNORE).any())
 
 
@@ -66,9 +66,9 @@ class Row:
 
     Attributes:
         documents: In packed order.
-        shard: Which tokens lie on which context-parallel rank.
+        shard: The context-parallel rank of each token.
         first: The first of these ranks, counted among the ranks that share the step.
-        paths: Of a forest: the places of each document's tokens in the row, int64 [tokens].
+        paths: For a forest: the indices of each document's tokens in the row, int64 [tokens].
     """
 
     documents: tuple[Document, ...]
@@ -80,10 +80,11 @@ class Row:
 class Short:
     """A step with a few short documents in each micro-batch. Every rank knows all of them.
 
-    Lengths are unequal, so that a mean of means shows. Each micro-batch has two documents or more if it has the tokens,
-    so that documents could see each other. Documents with labels come first in the choice, then pieces of documents. A
-    document is cut around its first label, which may stand behind a long prompt: so that a mask of labels shows. The
-    last document of a micro-batch has labels if any has.
+    Lengths are unequal, so that a mean of means shows. Each micro-batch has at least two documents if it has the
+    tokens,
+    so that documents could see each other. Documents with labels are chosen first, then pieces of documents. A document
+    is cut around its first label, which may come after a long prompt, so that a mask of labels shows. The last document
+    of a micro-batch has labels if any has.
     """
 
     def __init__(self, step: PackedStep, ranks: Ranks) -> None:
@@ -179,9 +180,11 @@ def _key(step: PackedStep, place: int) -> Key:
 
 
 def _labelled(batch: PackedBatch) -> tuple[str, NDArray[np.int64], NDArray[np.int64]]:
-    """The strategy of a micro-batch, lengths of its documents, and where labels of each are on this rank.
+    """The strategy of a micro-batch, lengths of its documents, and the places of their labels on this rank.
 
-    That is int64 [2, documents]: the place of the first label of each, and how many tokens come after that of its last
+    The places are int64 [2, documents]: the position of the first label of each document, and the number of tokens
+    after
+    its last label; `NO_LABEL` for a document without labels.
     one; `NO_LABEL` where it has none.
     """
     strategy = batch.shard.strategy if batch.shard.strategy in ("contiguous", "per_sequence") else "per_document"
@@ -198,13 +201,13 @@ def _labelled(batch: PackedBatch) -> tuple[str, NDArray[np.int64], NDArray[np.in
 def _cuts(
     number: int, cp_size: int, lengths: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64]
 ) -> list[tuple[int, int, bool]]:
-    """Chooses parts of a micro-batch: begin and end of each, and whether it is a piece that goes on.
+    """Chooses parts of a micro-batch's documents: begin and end of each, and whether it is a piece that goes on.
 
     Args:
-        number: Of the micro-batch.
-        cp_size: Its context-parallel ranks.
-        lengths: Of its documents.
-        first: The place of the first label of each, or `NO_LABEL`.
+        number: Number of the micro-batch.
+        cp_size: Number of its context-parallel ranks.
+        lengths: Lengths of its documents.
+        first: Position of the first label of each, or `NO_LABEL`.
         last: Tokens after the last label of each, or `NO_LABEL`.
     """
     order = np.lexsort((np.arange(lengths.size), last != 0, first == NO_LABEL))

@@ -21,15 +21,16 @@ from wlb.torch.proof.short import NO_LABEL, Document, Row, blank
 Ints = NDArray[np.int64]
 
 _OF_ONE_ROOT, _OF_ANOTHER = 3, 1  # samples of a micro-batch
-_SHARED = 20  # tokens that these keep of what they share
+_SHARED = 20  # tokens that samples of one tree keep of their shared tokens
 _BEFORE = 4  # tokens before the first that is predicted
 
 
 class ShortForest:
     """A step with a few short samples in each micro-batch. Every rank knows all of them.
 
-    Samples of a tree keep some of the tokens that they share, then some of their own from the first that is predicted
-    on. Lengths are unequal, so that a mean of means shows.
+    Samples of a tree keep some of their shared tokens, then some of their own from the first predicted token on.
+    Lengths
+    are unequal, so that a mean of means shows.
     """
 
     def __init__(self, step: Step[ForestBatch], ranks: Ranks) -> None:
@@ -88,7 +89,7 @@ def _forest(samples: Sequence[Document]) -> wlb.PrefixForest:
 
 
 def _own(document: Document) -> NDArray[Any]:
-    """Labels as a data set has them: of each token whether it is predicted."""
+    """Labels as a data set has them: for each token, whether it is predicted."""
     counts = np.append(False, (document.labels != IGNORE).numpy()[:-1])
     return np.where(counts, document.tokens.numpy(), IGNORE)
 
@@ -109,7 +110,7 @@ def _first(batch: ForestBatch) -> Ints:
 
 
 def _kept(batch: ForestBatch, first: Ints) -> list[tuple[int, Any, Any, Any]]:
-    """For each chosen sample: tokens kept; of those on this rank places and rows; places that predict."""
+    """For each chosen sample: kept tokens; of those on this rank places and rows; places that predict."""
     paths = paths_of(batch.shard.forest)[: first.size]  # without the filler
     row = np.full(batch.shard.num_tokens, -1, np.int64)
     mine = batch.shard.rank(batch.cp_rank).token_indices

@@ -1,4 +1,4 @@
-"""Keeps a model as it was found, and free of random numbers, while it is checked."""
+"""Keeps a model unchanged, and free of random numbers, while it is checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wlb.torch.lazy import fsdp2, local
 from wlb.torch.timing import untimed
 from wlb.torch.training import untrained
 
-# Parts of names of numbers that modules or their configurations have: random numbers, and losses over whole rows.
+# # Parts of the names of attributes to turn off: random numbers, and losses over whole rows.
 _OFF: Final = ("drop", "noise", "jitter", "aux_loss", "z_loss")
 
 
@@ -49,10 +49,10 @@ class Still:
 
 @contextmanager
 def still(model: nn.Module) -> Iterator[Still]:
-    """Turns off dropout and router losses meanwhile, and leaves no trace.
+    """Turns off dropout and router losses for a while, and leaves no trace.
 
-    Modes, weights, gradients, `requires_grad`, buffers, hooks, divisors of wrappers and random states are afterwards as
-    they were.
+    Modes, weights, gradients, `requires_grad`, buffers, hooks, divisors of wrappers and random states are restored
+    afterwards.
     """
     modules = [(module, module.training, {**module._buffers}) for module in model.modules()]
     learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -121,5 +121,5 @@ def _mixes(module: nn.Module) -> bool:
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Layers that take statistics of whole rows in this mode."""
+    """Layers that take statistics of whole rows in their present mode."""
     return [module for module in model.modules() if has_batch_statistics(module)]

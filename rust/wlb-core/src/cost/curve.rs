@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 
 /// Cost as a function of an amount of work, zero at zero, never decreasing.
 ///
-/// Only `+ - * /`, which round alike on every machine; a logarithm would not.
+/// Only `+ - * /`: they round the same on every machine, a logarithm would not.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Curve {

@@ -1,13 +1,14 @@
-//! Costs of documents given one by one, where the user knows them better than any model.
+//! Costs that the user gives for each document.
 
 use crate::error::{Error, Result, check_range};
 use crate::limits::MAX_COLUMNS;
 
-/// Costs of documents: a row for every document, a column for every resource that ranks wait for separately.
+/// Costs of documents: one row for each document, one column for each resource that ranks wait for separately.
 ///
-/// A step takes the sum over its columns of the heaviest micro-batch in that column: the vision encoder of all
-/// micro-batches first, then the language model, for example. A column with a limit is memory instead: no micro-batch
-/// has more of it, and it takes no time.
+/// A step takes the sum over columns of the heaviest micro-batch in each column: for example, all ranks run the vision
+/// encoder first, then all run the language model. A column with a limit is memory: it takes no time, and no
+/// micro-batch
+/// may hold more of it than the limit.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DocumentCosts {
     columns: usize,
@@ -24,11 +25,11 @@ pub struct DocumentCosts {
 }
 
 impl DocumentCosts {
-    /// Checks every entry.
+    /// Checks every entry and makes the table.
     ///
     /// # Arguments
-    /// * `values` - row by row, `documents * columns` of them.
-    /// * `limits` - of each column, infinite for none; empty where none has one.
+    /// * `values` - row by row: `documents * columns` numbers.
+    /// * `limits` - limit of each column, infinite for a column without one; empty if no column has a limit.
     ///
     /// # Errors
     /// [`Error::Mismatch`] for another number of rows or limits, [`Error::OutOfRange`] for the number of columns,
@@ -49,7 +50,7 @@ impl DocumentCosts {
             let place = (columns > 1).then_some(at % columns);
             Err(Error::Cell { argument, row: at / columns, column: place, value, requirement })
         };
-        // Minus zero is the zero that it equals.
+        // Turn -0.0 into 0.0.
         values.iter_mut().for_each(|value| *value += 0.0);
         let (legal, sums, largest) = summary_of(&values, columns);
         if !(legal && f64::is_finite(sums.iter().sum())) {
@@ -67,7 +68,8 @@ impl DocumentCosts {
         Ok(Self { columns, values, limits, limited, sums, largest })
     }
 
-    /// Costs that were checked one by one before, or that a model has given; a limit, if there is one, of each column.
+    /// Costs that need no check (they were checked before, or come from a model); `limits` has one entry for each
+    /// column.
     ///
     /// # Complexity
     /// O(values).
@@ -78,11 +80,10 @@ impl DocumentCosts {
         Self { columns, values, limits, limited, sums, largest }
     }
 
-    /// Checks that every column tells documents apart: one of nothing but zeros is a mistake where all documents are
-    /// here.
+    /// Checks that no column is all zeros: such a column is a mistake, if all documents are here.
     ///
     /// # Errors
-    /// [`Error::Column`] naming one that does not.
+    /// [`Error::Column`] naming a column of zeros.
     pub fn check_columns(&self) -> Result<()> {
         match self.largest.iter().position(|&most| most == 0.0).filter(|_| !self.values.is_empty()) {
             None => Ok(()),
@@ -134,13 +135,15 @@ impl DocumentCosts {
         &self.sums
     }
 
-    /// The most that a document costs in each column.
+    /// The greatest cost of a document in each column.
     pub fn largest(&self) -> &[f64] {
         &self.largest
     }
 }
 
-/// The limits of so many columns: none where none are given, and at least one column without.
+/// Checks `limits` for this number of columns. Without limits no column has one; with them, at least one column must
+/// have
+/// none.
 pub(crate) fn check_limits(limits: &[f64], columns: usize) -> Result<Vec<Option<f64>>> {
     let argument = "limits";
     if limits.is_empty() {
@@ -158,16 +161,16 @@ pub(crate) fn check_limits(limits: &[f64], columns: usize) -> Result<Vec<Option<
         return Err(Error::Entry { argument, index, value, requirement: "must be above 0, infinite for none" });
     }
     if limits.iter().all(|limit| limit.is_finite()) {
-        let requirement = "leave no column that takes time: what has a limit is memory";
+        let requirement = "leave no column that takes time: a column with a limit is memory";
         return Err(Error::Combination { argument, requirement });
     }
     Ok(limits.iter().map(|&limit| limit.is_finite().then_some(limit)).collect())
 }
 
-/// Whether no value is negative, the sum and the largest of each column. The sum is not finite where a value is not.
+/// Whether no value is negative, and the sum and the largest of each column. The sum is not finite if a value is not.
 fn summary_of(values: &[f64], columns: usize) -> (bool, Vec<f64>, Vec<f64>) {
     match columns {
-        // Four parts side by side, since each addition waits for the one before it.
+        // Four partial sums side by side, since each addition waits for the result of the one before it.
         1 => {
             let (quadruples, rest) = values.split_at(values.len() / 4 * 4);
             let (legal, sums, largest) = summary::<4>(quadruples);
@@ -181,7 +184,7 @@ fn summary_of(values: &[f64], columns: usize) -> (bool, Vec<f64>, Vec<f64>) {
     }
 }
 
-/// [`summary_of`] without a branch a value.
+/// [`summary_of`] without a branch for each value.
 fn summary<const COLUMNS: usize>(values: &[f64]) -> (bool, Vec<f64>, Vec<f64>) {
     let (mut least, mut sums, mut largest) = ([0.0; COLUMNS], [0.0; COLUMNS], [0.0; COLUMNS]);
     for row in values.as_chunks::<COLUMNS>().0 {

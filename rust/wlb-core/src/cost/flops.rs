@@ -22,8 +22,9 @@ named_choices! {
 }
 
 impl Passes {
-    /// Multiples of the forward FLOPs that are run for a pair of attention and for a token in matrix products. With
-    /// `recompute` the backward runs the forward once more.
+    /// FLOPs run in a step as multiples of the forward FLOPs: for a pair of attention, and for a token in matrix
+    /// products. With
+    /// `recompute` the backward pass runs the forward pass once more.
     ///
     /// Flash attention's backward runs five matrix products to the forward's two, since it recomputes the scores.
     pub fn weights(self, recompute: bool) -> (f64, f64) {
@@ -55,9 +56,9 @@ pub struct FlopsOptions {
     pub gated_ffn: bool,
     /// Experts that one token visits; 1 for a dense model.
     pub experts_per_token: i64,
-    /// FLOP rate that attention reaches, relative to the GEMMs' (0.55: just over half).
+    /// FLOP rate that attention reaches, relative to the GEMMs' rate (for example 0.55).
     pub attention_efficiency: f64,
-    /// FLOP rate of the GEMMs; with 1 the unit of cost is a GEMM FLOP.
+    /// FLOP rate of the GEMMs; if it is 1, costs are in GEMM FLOPs.
     pub flops_per_second: f64,
     /// Passes counted.
     pub passes: Passes,

@@ -24,8 +24,9 @@ impl Mask {
         }
     }
 
-    /// [`Mask::pairs`] rounded to a float, without the detour that keeps a loop from vectorising. The same to the last
-    /// bit: the product is rounded once, and halving is exact.
+    /// [`Mask::pairs`] rounded to a float, in a form that vectorises. Equal to rounding the exact count: the product is
+    /// rounded
+    /// once, and halving is exact.
     #[inline]
     pub fn pairs_f64(self, length: i32) -> f64 {
         let d = f64::from(length);
@@ -48,25 +49,26 @@ impl Mask {
     }
 }
 
-/// A causal mask under which a query does not see all before it, in layers of windowed or chunked attention.
+/// Masks of windowed and chunked attention: causal masks that hide some earlier keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LocalMask {
-    /// A query sees itself and so many less one before it.
+    /// A query sees itself and the tokens before it, this many keys in all.
     Window(i32),
-    /// The document is cut into chunks of so many tokens; a query sees itself and all before it in its chunk.
+    /// The document is cut into chunks of this many tokens; a query sees itself and the tokens before it in its chunk.
     Chunk(i32),
 }
 
 impl LocalMask {
     /// (query, key) pairs of a whole document of `length` tokens. Exact: at most 2^62.
     ///
-    /// They are also those of its first `length` queries in any longer document.
+    /// The first `length` queries of a longer document have as many pairs.
     #[inline]
     pub fn pairs(self, length: i32) -> u64 {
         let d = length as u64;
         match self {
             Self::Window(size) => {
-                // The queries of the first window see one key more each, all others see `m`.
+                // A query of the first window sees one key more than the query before it; all later queries see `m`
+                // keys.
                 let m = d.min(size as u64);
                 m * (2 * d - m + 1) / 2
             }
@@ -82,7 +84,8 @@ impl LocalMask {
     #[inline]
     pub fn pairs_f64(self, length: i32) -> f64 {
         match self {
-            // Vectorises, and is the same to the last bit: the product is rounded once, and halving is exact.
+            // This form vectorises. It equals the exact count rounded: the product is rounded once, and halving is
+            // exact.
             Self::Window(size) => {
                 let d = f64::from(length);
                 let m = f64::from(length.min(size));
@@ -92,7 +95,7 @@ impl LocalMask {
         }
     }
 
-    /// Pairs of the `length` queries from `start` on, in a document that reaches at least so far.
+    /// Pairs of the `length` queries from `start` on, in a document that has at least `start + length` tokens.
     #[inline]
     pub fn segment_pairs(self, start: i32, length: i32) -> u64 {
         self.pairs(start + length) - self.pairs(start)

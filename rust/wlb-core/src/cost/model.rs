@@ -1,4 +1,4 @@
-//! A cost model: the terms of a cost, checked, and what documents of any length cost under it.
+//! A cost model: the cost of documents of any length.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,16 +11,17 @@ use super::mask::{LocalMask, Mask};
 use super::rates::{Rates, Unit, check_local, hides_nothing};
 
 /// Cost of documents: `W(d) = W_a(d) + W_l(d) + document`, where attention `W_a` grows with the pairs and `W_l` with
-/// the tokens; and a constant for every micro-batch.
+/// the
+/// tokens. Every micro-batch costs a constant besides.
 ///
-/// Never decreasing with the length, in which everything but the constants is 0 at 0.
+/// The cost never decreases with the length. `W_a` and `W_l` are 0 at length 0.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CostModel {
     attention: Curve,
     linear: Curve,
     mask: Mask,
-    // A term that costs nothing is left out of the JSON.
+    // A rate of 0 is left out of the JSON.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     windows: Vec<(i32, f64)>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -41,7 +42,7 @@ impl CostModel {
     /// `attention * pairs(d) + linear * d`.
     ///
     /// # Arguments
-    /// * `attention`, `linear` - cost of a (query, key) pair and of a token, in seconds or any one unit.
+    /// * `attention`, `linear` - cost of a (query, key) pair and of a token, both in seconds or both in any other unit.
     ///
     /// # Errors
     /// [`Error::Number`] when a rate is negative or not finite, or both are zero.
@@ -59,7 +60,7 @@ impl CostModel {
         Self::from_rates(&Rates { attention, linear, mask, ..Rates::default() })
     }
 
-    /// The sum of some terms.
+    /// The sum of the terms that have a rate.
     ///
     /// # Errors
     /// [`Error::Number`] or [`Error::Entry`] when a rate is negative or not finite, or no document costs anything;
@@ -80,7 +81,7 @@ impl CostModel {
         check_local("windows", &rates.windows, rates.mask)?;
         check_local("chunks", &rates.chunks, rates.mask)?;
         check_rate("attention", rates.attention)?;
-        // Adding zero makes -0.0 the 0.0 that it equals: equal models have equal hashes and fingerprints.
+        // Adding zero turns -0.0 into 0.0, so that equal models have equal hashes and fingerprints.
         let mut attention = rates.attention + 0.0;
         let mut terms = |of: &[(i32, f64)]| {
             let priced = of.iter().copied().filter(|&(_, rate)| rate > 0.0);
@@ -133,7 +134,7 @@ impl CostModel {
         Ok(model)
     }
 
-    /// Cost from two curves; never an infinite or negative one.
+    /// Cost from two curves; refused if a cost is infinite or negative.
     pub(crate) fn from_curves(attention: Curve, linear: Curve, mask: Mask) -> Result<Self> {
         let model = Self::plain(attention, linear, mask);
         model.check()?;
@@ -162,16 +163,16 @@ impl CostModel {
 
     /// Unit of the costs; measured tables are in seconds.
     pub fn unit(&self) -> Option<Unit> {
-        // Not a field of theirs: profiles had no other unit before there was a choice.
+        // Tables have no field for a unit, since profiles are always in seconds.
         if self.rates().is_none() { Some(Unit::Seconds) } else { self.unit }
     }
 
-    /// Cost of every document beside what its length makes.
+    /// Cost of every document besides the cost of its length.
     pub fn document(&self) -> f64 {
         self.document
     }
 
-    /// Cost of every micro-batch beside what its documents make, also of an empty one.
+    /// Cost of every micro-batch besides its documents; an empty one has this cost, too.
     pub fn micro_batch(&self) -> f64 {
         self.micro_batch
     }
@@ -184,8 +185,7 @@ impl CostModel {
         Some(Rates { attention, linear, mask, windows, chunks, document, micro_batch, unit })
     }
 
-    /// Rates by name, those that are not 0, unless they are measured tables: pairs of all kinds, tokens, documents,
-    /// micro-batches.
+    /// Rates that are not 0, by name: pairs of all kinds, tokens, documents, micro-batches. `None` for measured tables.
     pub fn terms(&self) -> Option<Vec<(String, f64)>> {
         let Rates { attention, linear, windows, chunks, document, micro_batch, .. } = self.rates()?;
         let mut terms = vec![("pairs".to_owned(), attention)];
@@ -203,14 +203,14 @@ impl CostModel {
         self.attention_cost(length) + self.linear_cost(length) + self.document
     }
 
-    /// The part of [`CostModel::cost`] that grows with the pairs.
+    /// The part of [`CostModel::cost`] that depends on the pairs.
     #[inline]
     pub fn attention_cost(&self, length: i32) -> f64 {
         let full = self.attention.at(self.mask.pairs_f64(length));
         self.local_terms().fold(full, |sum, (mask, rate)| sum + rate * mask.pairs_f64(length))
     }
 
-    /// The part of [`CostModel::cost`] that grows with the tokens.
+    /// The part of [`CostModel::cost`] that depends on the tokens.
     #[inline]
     pub fn linear_cost(&self, length: i32) -> f64 {
         self.linear.at(f64::from(length))
@@ -224,11 +224,11 @@ impl CostModel {
     /// Cost of each document.
     ///
     /// # Complexity
-    /// O(n) a term, vectorised for rates; O(n log k) for a table of `k` knots.
+    /// O(n) for each term, vectorised for rates; O(n log k) for a table of `k` knots.
     pub fn costs(&self, lengths: &[i32]) -> Vec<f64> {
         let document = self.document;
         match (&self.attention, &self.linear, self.mask) {
-            // The choices hoisted out of the loops.
+            // One loop for each combination, so that no loop has a branch.
             (Curve::Rate(a), Curve::Rate(b), Mask::Causal) if self.windows.is_empty() && self.chunks.is_empty() => {
                 lengths.iter().map(|&d| a * Mask::Causal.pairs_f64(d) + b * f64::from(d) + document).collect()
             }
@@ -252,10 +252,10 @@ impl CostModel {
         }
     }
 
-    /// Checks that any sum of costs of these documents is finite; errors name `lengths`.
+    /// Checks that any sum of these documents' costs is finite; errors name `lengths`.
     ///
     /// # Errors
-    /// [`Error::InfiniteCost`] naming a longest document when it is not.
+    /// [`Error::InfiniteCost`] naming the longest document if a sum is infinite.
     pub fn check_finite(&self, lengths: &[i32]) -> Result<()> {
         // Cost never decreases with length, so the longest document bounds them all.
         let longest = lengths.iter().copied().max().unwrap_or(0);
@@ -267,7 +267,7 @@ impl CostModel {
         Err(Error::InfiniteCost { argument: "lengths", index, value: i64::from(longest) })
     }
 
-    /// Checks the guarantees of the constructors, for a model that was read from a file.
+    /// Checks the guarantees of the constructors for a model that was read from a file.
     pub(crate) fn check(&self) -> Result<()> {
         self.attention.check("attention")?;
         self.linear.check("linear")?;

@@ -15,7 +15,7 @@ named_choices! {
     }
 }
 
-/// Rates of a cost's terms, in one unit; a rate of 0 is no term.
+/// Rates of a cost's terms, all in one unit; a term with rate 0 costs nothing.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rates {
     /// Rate of a (query, key) pair under `mask`.
@@ -30,15 +30,15 @@ pub struct Rates {
     /// Rates of pairs inside chunks: `(tokens, rate)`, ascending by tokens, for causal masks. A chunk of [`MAX_TOKENS`]
     /// is full attention.
     pub chunks: Vec<(i32, f64)>,
-    /// Cost of a document, whatever its length.
+    /// Cost of a document besides the cost of its length.
     pub document: f64,
-    /// Cost of a micro-batch, whatever is in it; an empty one is run, too.
+    /// Cost of a micro-batch besides its documents; an empty micro-batch is run and costs this, too.
     pub micro_batch: f64,
     /// Unit of the rates; `None` if the user does not say.
     pub unit: Option<Unit>,
 }
 
-/// Whether a window, or a chunk, of so many tokens is none: see [`MAX_TOKENS`].
+/// Whether a window or chunk of this size is full attention: see [`MAX_TOKENS`].
 pub(super) fn hides_nothing(size: i32) -> bool {
     i64::from(size) >= MAX_TOKENS
 }
@@ -49,7 +49,7 @@ pub(super) fn check_local(argument: &'static str, terms: &[(i32, f64)], mask: Ma
         return Ok(());
     }
     if mask != Mask::Causal {
-        let requirement = "need causal=True: a window or chunk without a causal mask has no one meaning";
+        let requirement = "need causal=True: windows and chunks are defined only for causal masks";
         return Err(Error::Combination { argument, requirement });
     }
     let mut previous = 0;

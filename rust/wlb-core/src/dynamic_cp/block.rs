@@ -17,11 +17,11 @@ pub(super) struct Block {
     pub(super) seconds: f64,
 }
 
-/// Blocks of one size.
+/// All blocks of one size.
 struct Size {
     members: Vec<u32>,
     order: Order,
-    /// The weight of the lightest that the order has, and its place.
+    /// Weight and place of the lightest block in the order, if any.
     first: Option<(f64, usize)>,
 }
 
@@ -34,26 +34,26 @@ impl Size {
     }
 }
 
-/// Blocks of one size by weight, and those that have room.
+/// Blocks of one size by weight, and by whether they have room.
 enum Order {
-    /// Blocks when the demanded room only falls: blocks with too little room are set aside, by room and place.
+    /// For demands that only fall: blocks with too little room are set aside, by room and place.
     Falling { ladder: Ladder, rooms: Vec<i64>, aside: BinaryHeap<(i64, u32)> },
-    /// Blocks when the demanded room may rise: blocks that were set aside would come back for every document.
+    /// For demands that may rise, where blocks that were set aside would have to come back for every document.
     Any(ByRoom),
 }
 
-/// Blocks of each size by weight, while they change.
+/// Blocks of each size by weight, while weights and rooms change.
 pub(super) struct Sizes {
-    /// Ascending.
+    /// Sizes, ascending.
     sizes: Vec<Size>,
-    /// For each block the index of its size and its place among blocks of that size.
+    /// For each block, the index of its size and its place among the blocks of that size.
     places: Vec<(u32, u32)>,
-    /// The room that was asked for last.
+    /// The room of the last demand.
     tokens: i64,
 }
 
 impl Sizes {
-    /// Makes blocks of given weights and rooms. `falling`: no document is longer than the one before it.
+    /// Blocks of given weights and rooms. `falling`: no document is longer than the one before it.
     pub(super) fn new(
         blocks: &[Block],
         falling: bool,
@@ -85,7 +85,7 @@ impl Sizes {
         Self { sizes: members.into_iter().map(of).collect(), places, tokens: i64::MIN }
     }
 
-    /// For each size, by weight, the blocks with the room that was asked for last, and maybe others.
+    /// For each size, blocks by weight: all that have the room of the last demand, and perhaps others.
     pub(super) fn ascending(&self) -> impl Iterator<Item = impl Iterator<Item = usize>> {
         self.sizes.iter().map(move |Size { members, order, .. }| {
             let (ladder, tree) = match order {
@@ -100,7 +100,7 @@ impl Sizes {
         })
     }
 
-    /// The lightest block of all sizes, the first of several.
+    /// The lightest block of any size with the room of the last demand, the first if several are equal.
     #[inline]
     pub(super) fn first(&self) -> Option<usize> {
         let block = |&(_, size, place): &(f64, &Size, usize)| size.members[place];
@@ -109,10 +109,11 @@ impl Sizes {
         Some(block(&lightest) as usize)
     }
 
-    /// From here on blocks without so much room are none; those that were so before, and have so much, are.
+    /// Sets the demanded room: blocks with less are left out from now on, and blocks with enough that were left out
+    /// return.
     ///
     /// # Complexity
-    /// A logarithm for every block that was set since, or for each size.
+    /// A logarithm for every block that was set since the last demand, or for each size.
     #[inline]
     pub(super) fn make_room(&mut self, tokens: i64) {
         self.tokens = tokens;
@@ -135,7 +136,7 @@ impl Sizes {
         }
     }
 
-    /// Sets the weight and the room of one, which is not set aside.
+    /// Sets the weight and the room of a block that is not left out.
     #[inline]
     pub(super) fn set(&mut self, block: usize, weight: f64, room: i64) {
         let (size, place) = self.places[block];
@@ -211,7 +212,7 @@ mod tests {
         ) {
             let mut blocks: Vec<Block> = start.into_iter().map(block).collect();
             let mut sizes = Sizes::new(&blocks, falling, weight, room);
-            // In any order, whatever was said.
+            // In any order; `falling` may be false although lengths fall.
             if sorted {
                 documents.sort_by_key(|&(tokens, ..)| std::cmp::Reverse(tokens));
             }
@@ -236,8 +237,9 @@ mod tests {
         }
     }
 
-    /// Few blocks are looked at for a document, where long and short ones take turns, too: the light blocks have no
-    /// room for the long ones.
+    /// Few blocks are looked at for a document even if long and short documents alternate: the light blocks lack room
+    /// for long
+    /// ones.
     #[test]
     fn documents_in_any_order_move_few_blocks() {
         for falling in [true, false] {

@@ -1,14 +1,14 @@
-//! The lightest of many blocks with so much room, while they change.
+//! Finds the lightest of many blocks that has enough room, while weights and rooms change.
 
 use std::cmp::Ordering;
 
 const NONE: u32 = u32::MAX;
 
-/// A search tree by weight, ties by index, each node with the most room of all beneath it (a treap: Seidel and Aragon,
-/// 1996), of priorities that are a hash of the index.
+/// A search tree by weight, equal weights by index; each node knows the most room below it. It is a treap (Seidel and
+/// Aragon, 1996) whose priorities are a hash of the index.
 ///
 /// # Complexity
-/// A logarithm of the blocks, expected, for whatever is asked or changed.
+/// For every query and change, a logarithm of the number of blocks (expected).
 pub(super) struct ByRoom {
     nodes: Vec<Node>,
     root: u32,
@@ -26,7 +26,7 @@ struct Node {
 }
 
 impl ByRoom {
-    /// Blocks of these weights and rooms.
+    /// A tree of blocks with these weights and rooms.
     pub(super) fn new(blocks: impl Iterator<Item = (f64, i64)>) -> Self {
         let node = |(index, (weight, room)): (usize, (f64, i64))| {
             let (lighter, heavier) = (NONE, NONE);
@@ -40,10 +40,11 @@ impl ByRoom {
         tree
     }
 
-    /// The lightest with so much room, behind a block, if one is given, of those that weigh the same or more.
+    /// The lightest block with this much room; if `behind` is given, the lightest after that block in the order of the
+    /// tree.
     pub(super) fn next(&self, behind: Option<usize>, room: i64) -> Option<usize> {
         let (mut at, mut above) = (self.root, None);
-        // The way to where it would be; on it, the last from which it goes to the lighter.
+        // Goes down to `behind`, and notes the last node from which the way leads to lighter blocks.
         if let Some(index) = behind {
             while at != NONE {
                 let node = &self.nodes[at as usize];
@@ -77,7 +78,7 @@ impl ByRoom {
         self.nodes[index].weight
     }
 
-    /// Sets the weight and the room of one.
+    /// Sets the weight and the room of a block.
     pub(super) fn set(&mut self, index: usize, weight: f64, room: i64) {
         let index = index as u32;
         self.root = self.removed(self.root, index);
@@ -92,7 +93,7 @@ impl ByRoom {
         weight_a.total_cmp(&weight_b).then(a.cmp(&b))
     }
 
-    /// Whether a subtree has one with so much room.
+    /// Whether a subtree has a block with this much room.
     fn has(&self, at: u32, room: i64) -> bool {
         self.nodes.get(at as usize).is_some_and(|node| node.most >= room)
     }
@@ -101,7 +102,7 @@ impl ByRoom {
         self.nodes.get(at as usize).map_or(i64::MIN, |node| node.most)
     }
 
-    /// The subtree with another child on one side.
+    /// The subtree with its child on one side replaced.
     fn with(&mut self, at: u32, side: Ordering, child: u32) -> u32 {
         let node = &mut self.nodes[at as usize];
         if side == Ordering::Less {
@@ -139,7 +140,7 @@ impl ByRoom {
         self.with(at, side, child)
     }
 
-    /// Splits a subtree into blocks before a block that is not in it, and the others.
+    /// Splits a subtree at a block that is not in it: into the blocks before it and the blocks after it.
     fn split(&mut self, at: u32, index: u32) -> (u32, u32) {
         if at == NONE {
             return (NONE, NONE);
@@ -154,7 +155,7 @@ impl ByRoom {
         }
     }
 
-    /// Two subtrees, of which one is all before the other, in one.
+    /// Joins two subtrees; all blocks of `a` must be before those of `b`.
     fn joined(&mut self, a: u32, b: u32) -> u32 {
         match [a, b].map(|at| self.nodes.get(at as usize).copied()) {
             [None, _] => b,
@@ -172,7 +173,7 @@ impl ByRoom {
     }
 }
 
-/// Pseudo-random priority of an index, the same everywhere (the finalizer of MurmurHash3).
+/// Pseudo-random priority of an index, equal on every machine (the finalizer of MurmurHash3).
 fn priority(index: u32) -> u32 {
     let mixed = (index.wrapping_add(1) ^ (index >> 16)).wrapping_mul(0x85eb_ca6b);
     let mixed = (mixed ^ (mixed >> 13)).wrapping_mul(0xc2b2_ae35);
@@ -185,7 +186,7 @@ mod tests {
 
     use super::{ByRoom, NONE};
 
-    /// The most nodes on a way down.
+    /// Number of nodes on the longest way down.
     fn depth(tree: &ByRoom, at: u32) -> usize {
         if at == NONE {
             return 0;
@@ -214,7 +215,7 @@ mod tests {
         }
     }
 
-    /// Weights that rise, fall, or are all the same: no way is much longer than the logarithm.
+    /// With rising, falling or equal weights, no way down is much longer than the logarithm.
     #[test]
     fn no_order_makes_it_deep() {
         let all = 1 << 14;

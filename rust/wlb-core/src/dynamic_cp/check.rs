@@ -1,4 +1,4 @@
-//! Everything that can be wrong with what a caller asks Dynamic-CP for.
+//! Checks the arguments of Dynamic-CP.
 
 use crate::cost::{CostModel, DocumentCosts, Unit};
 use crate::error::{Error, Result, check_range};
@@ -10,7 +10,7 @@ use super::cost::{Costs, MAX_SECONDS, check_seconds};
 use super::counts::{limit, whole};
 use super::options::{DynamicCpOptions, GroupSizes};
 
-/// The size of the largest group, if nothing is wrong.
+/// Checks everything; returns the size of the largest group.
 pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> Result<usize> {
     let &DynamicCpOptions { world_size, num_stages, num_virtual_stages, max_tokens_per_rank, .. } = options;
     let size = |argument, value: usize, most: usize| check_range(argument, value as i64, 1, most as i64);
@@ -33,7 +33,7 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
     if let [(_, Some(_)), limits @ ..] = counts
         && let Some((argument, _)) = limits.into_iter().find(|(_, count)| count.is_some())
     {
-        let requirement = "has no meaning beside num_micro_batches";
+        let requirement = "must not be given with num_micro_batches";
         return Err(Error::Combination { argument, requirement });
     }
     check_schedule(options)?;
@@ -66,8 +66,8 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
     }
     let most = largest_group as i64 * i64::from(options.most_tokens()?);
     if options.padding.is_some() && most > MAX_TOKENS {
-        let requirement = "times max_tokens_per_rank is more than int32 cu_seqlens count: give a smaller max_cp_size \
-                           where micro-batches are padded";
+        let requirement = "times max_tokens_per_rank is more than int32 cu_seqlens can count: pass a smaller \
+                           max_cp_size for padded micro-batches";
         return Err(Error::Combination { argument: "max_cp_size", requirement });
     }
     let limit = most.min(MAX_TOKENS);
@@ -90,7 +90,7 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
     }
 }
 
-/// Bounds and numbers of micro-batches are known of four schedules.
+/// Only these four schedules have bounds and rules for the number of micro-batches.
 fn check_schedule(options: &DynamicCpOptions) -> Result<()> {
     use Schedule::{DualPipeV, Interleaved, OneForwardOneBackward, ZbV};
     let schedule = options.schedule();
@@ -99,10 +99,10 @@ fn check_schedule(options: &DynamicCpOptions) -> Result<()> {
         return Err(Error::Combination { argument: "schedule", requirement });
     }
     if schedule == DualPipeV && options.max_micro_batches.is_some_and(|most| most < 2 * options.num_stages) {
-        let requirement = "is less than two for each stage, of which \"dualpipev\" takes no fewer";
+        let requirement = "is too low: \"dualpipev\" needs at least two for each stage";
         return Err(Error::Combination { argument: "max_micro_batches", requirement });
     }
-    // Whatever is wrong with its stages, or with the number of micro-batches that is fixed.
+    // Checks the number of stages, and the number of micro-batches if it is given.
     options.pipeline(options.num_micro_batches.unwrap_or(2 * options.num_stages)).check()
 }
 
@@ -120,14 +120,14 @@ fn check_given(
     let expected = lengths.len();
     let mismatch = |argument, found| Err(Error::Mismatch { argument, found, other: "lengths", expected });
     if costs.columns() > 1 || costs.is_limited() {
-        let requirement = "must be one number for each document, float64[n]: Dynamic-CP knows no columns";
+        let requirement = "must be one number for each document, float64[n]: Dynamic-CP takes no columns";
         return Err(Error::Combination { argument: "costs", requirement });
     }
     if costs.documents() != expected {
         return mismatch("costs", costs.documents());
     }
     if costs.sums().iter().sum::<f64>() > MAX_SECONDS {
-        let requirement = "is one of costs whose sum is beyond 1e200";
+        let requirement = "is too large: the sum of all costs must be at most 1e200";
         let (argument, value) = ("costs", costs.values()[0]);
         return Err(Error::Cell { argument, row: 0, column: None, value, requirement });
     }
@@ -142,14 +142,14 @@ fn check_given(
             return Err(Error::Entry { argument: "attention_costs", index, value, requirement });
         }
     } else if options.hides() {
-        let requirement = "is missing: attention hides the exchange (cp_overlap), and how much of costs is attention \
-                           nobody knows; pass it, or cp_overlap=0";
+        let requirement = "is missing: with cp_overlap attention hides exchange, so the part of costs that is \
+                           attention is needed; pass it, or cp_overlap=0";
         return Err(Error::Combination { argument: "attention_costs", requirement });
     }
     Ok(())
 }
 
-/// Seconds can be added to costs only where these are seconds, or may be.
+/// Options in seconds can only be added to costs in seconds, or to costs without a unit.
 fn check_unit(options: &DynamicCpOptions, cost_model: &CostModel) -> Result<()> {
     let seconds = [
         ("cp_seconds_per_exchange", options.communication.seconds_per_exchange),

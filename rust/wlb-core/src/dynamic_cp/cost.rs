@@ -4,10 +4,10 @@ use crate::cost::{CostModel, DocumentCosts};
 use crate::error::{Error, Result, check_range};
 use crate::limits::MAX_WORLD_SIZE;
 
-/// Most seconds of an option: times all tokens, ranks and micro-batches that a plan may have, they are still finite.
+/// Most seconds of an option: multiplied by all tokens, ranks and micro-batches of a plan, they are still finite.
 pub(super) const MAX_SECONDS: f64 = 1e200;
 
-/// Seconds that an option gives.
+/// Checks an option in seconds.
 pub(super) fn check_seconds(argument: &'static str, value: f64) -> Result<()> {
     let requirement = "must be from 0 to 1e200 seconds";
     if (0.0..=MAX_SECONDS).contains(&value) { Ok(()) } else { Err(Error::Number { argument, value, requirement }) }
@@ -15,16 +15,16 @@ pub(super) fn check_seconds(argument: &'static str, value: f64) -> Result<()> {
 
 /// Price of exchanging keys and values inside a context-parallel group, forward and backward, over all layers.
 ///
-/// On a group of `c` ranks with `T` tokens: `(c - 1) * seconds_per_exchange + T * (c - 1) / c * seconds_per_token`, of
-/// which as much is hidden as fits into `overlap` times the group's attention. The default is an exchange that costs
-/// nothing.
+/// A group of `c` ranks with `T` tokens takes `(c - 1) * seconds_per_exchange + T * (c - 1) / c * seconds_per_token`.
+/// Of
+/// this, as much is hidden as fits into `overlap` times the group's attention. By default exchange costs nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Communication {
-    /// Latency of handing keys and values on to the next rank.
+    /// Latency of sending keys and values to the next rank.
     pub seconds_per_exchange: f64,
     /// Time to receive the keys and values of one token, and to send its gradients back.
     pub seconds_per_token: f64,
-    /// Part of the attention, from 0 to 1, that can hide it.
+    /// Part of the attention, from 0 to 1, that can hide exchange.
     pub overlap: f64,
 }
 
@@ -41,21 +41,21 @@ impl Communication {
     }
 }
 
-/// Ranks that are close to one another: what exchange costs in a group of ranks of one node.
+/// Price of exchange inside a node, for a group whose ranks are all on one node.
 ///
-/// Rank `r` of a stage is in node `r / ranks`. A group with ranks of several nodes pays what [`Communication`] says.
+/// Rank `r` of a stage is on node `r / ranks`. A group with ranks on several nodes pays the price of [`Communication`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Node {
     /// Ranks of a stage on each node.
     pub ranks: usize,
-    /// In the place of [`Communication::seconds_per_exchange`].
+    /// Replaces [`Communication::seconds_per_exchange`].
     pub seconds_per_exchange: f64,
-    /// In the place of [`Communication::seconds_per_token`].
+    /// Replaces [`Communication::seconds_per_token`].
     pub seconds_per_token: f64,
 }
 
 impl Node {
-    /// Checks every field, against what exchange costs across nodes: never less.
+    /// Checks every field; exchange inside a node must not cost more than across nodes.
     pub(super) fn check(&self, across: &Communication) -> Result<()> {
         check_range("ranks_per_node", self.ranks as i64, 1, MAX_WORLD_SIZE as i64)?;
         check_seconds("cp_seconds_per_exchange_in_node", self.seconds_per_exchange)?;
@@ -66,7 +66,7 @@ impl Node {
         ];
         match pairs.into_iter().find(|&(_, inside, across)| inside > across) {
             Some((argument, ..)) => {
-                let requirement = "is more than what the same costs across nodes (without _in_node): give both";
+                let requirement = "exceeds its value across nodes (the argument without _in_node): pass both";
                 Err(Error::Combination { argument, requirement })
             }
             None => Ok(()),
@@ -77,13 +77,13 @@ impl Node {
 /// Costs of documents on one rank, for the whole model.
 #[derive(Clone, Copy, Debug)]
 pub enum Costs<'a> {
-    /// By their lengths.
+    /// From their lengths.
     Model(&'a CostModel),
-    /// Each as the user says. The ranks of a group share all of it.
+    /// Given by the user for each document; the ranks of a group share the cost.
     Given {
         /// One column: a number for each document.
         costs: &'a DocumentCosts,
-        /// Part of each cost that is attention, which hides exchange; needed only if there is exchange to hide.
+        /// Part of each cost that is attention, which hides exchange; needed only if exchange costs something.
         attention: Option<&'a [f64]>,
     },
 }
@@ -101,7 +101,7 @@ impl<'a> From<&'a DocumentCosts> for Costs<'a> {
 }
 
 impl Costs<'_> {
-    /// Time of every micro-batch in this model, whatever is in it.
+    /// Time of every micro-batch in this model, besides its documents.
     pub(super) fn micro_batch(&self) -> f64 {
         match self {
             Self::Model(model) => model.micro_batch(),
@@ -109,7 +109,7 @@ impl Costs<'_> {
         }
     }
 
-    /// Time of every document on each rank of its group, whatever its length.
+    /// Time of every document on each rank of its group, besides the cost of its length.
     pub(super) fn document(&self) -> f64 {
         match self {
             Self::Model(model) => model.document(),
@@ -117,7 +117,7 @@ impl Costs<'_> {
         }
     }
 
-    /// The work of the document at that place among `lengths`.
+    /// The work of document `index`, which has `length` tokens.
     pub(super) fn load(&self, index: usize, length: i32) -> Load {
         let tokens = i64::from(length);
         match self {
@@ -133,24 +133,24 @@ impl Costs<'_> {
     }
 }
 
-/// The work of some documents together.
+/// The work of one or several documents.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Load {
     pub(super) attention: f64,
     linear: f64,
-    /// The documents' constants: every rank of a group has a part of each, so that more ranks do not share them.
+    /// The documents' constants. Every rank of a group has a part of each document and pays the constant in full.
     constant: f64,
     pub(super) tokens: i64,
     pub(super) documents: u32,
 }
 
 impl Load {
-    /// Cost on one rank, where it is least in all.
+    /// Cost on one rank, which is the least for all ranks together.
     pub(super) fn work(&self) -> f64 {
         self.attention + self.linear + self.constant
     }
 
-    /// Seconds of computing on each of `ranks`.
+    /// Seconds of computing on each of `ranks` ranks.
     #[inline]
     pub(super) fn on(&self, ranks: f64) -> f64 {
         (self.attention + self.linear) / ranks + self.constant
@@ -192,14 +192,14 @@ impl std::ops::Add for Load {
 pub(super) struct GroupCost {
     pub(super) communication: Communication,
     pub(super) node: Option<Node>,
-    /// Time of every micro-batch, whatever is in it.
+    /// Time of every micro-batch, besides its documents.
     pub(super) micro_batch_seconds: f64,
-    /// Time of every document on each rank of its group, whatever its length.
+    /// Time of every document on each rank of its group, besides the cost of its length.
     pub(super) document_seconds: f64,
 }
 
 impl GroupCost {
-    /// Whether larger groups cost nothing.
+    /// Whether exchange costs nothing.
     pub(super) fn is_free(&self) -> bool {
         let costs = |communication: Communication| {
             communication.seconds_per_exchange > 0.0 || communication.seconds_per_token > 0.0
@@ -207,7 +207,7 @@ impl GroupCost {
         !costs(self.communication) && !costs(self.inside()) && self.document_seconds == 0.0
     }
 
-    /// The exchange of a group inside a node.
+    /// Price of exchange of a group inside a node.
     fn inside(&self) -> Communication {
         match self.node {
             Some(Node { seconds_per_exchange, seconds_per_token, .. }) => {
@@ -217,24 +217,25 @@ impl GroupCost {
         }
     }
 
-    /// Ranks inside which exchange costs the same wherever a group is: of a node, or all.
+    /// Number of ranks within which the price of exchange does not depend on their place: a node, or all ranks.
     pub(super) fn ranks_of_node(&self) -> usize {
         self.node.map_or(usize::MAX, |node| node.ranks)
     }
 
-    /// The exchange of a group of that size, inside a node where it can be.
+    /// Price of exchange of a group of this size, inside a node if it fits there.
     pub(super) fn of_size(&self, cp_size: usize) -> Communication {
         if cp_size <= self.ranks_of_node() { self.inside() } else { self.communication }
     }
 
-    /// Through the whole model, forward and backward, on each of `cp_size` ranks, inside a node where they can be.
-    /// Never decreases with the load.
+    /// Time of a micro-batch with this load through the whole model, forward and backward, on each of `cp_size` ranks,
+    /// inside a
+    /// node if they fit there. Never decreases with the load.
     #[inline]
     pub(super) fn seconds(&self, load: &Load, cp_size: usize) -> f64 {
         self.with(self.of_size(cp_size), load, cp_size)
     }
 
-    /// Time of a load on the ranks from `first` on.
+    /// Time of a micro-batch with this load on the ranks from `first` on.
     #[inline]
     pub(super) fn at(&self, first: u32, load: &Load, cp_size: usize) -> f64 {
         let communication = match self.node {
@@ -244,13 +245,13 @@ impl GroupCost {
         self.with(communication, load, cp_size)
     }
 
-    /// Time of a load as if exchange were free.
+    /// Time of a micro-batch with this load, without exchange.
     #[inline]
     pub(super) fn computing(&self, load: &Load, cp_size: usize) -> f64 {
         self.micro_batch_seconds + load.on(cp_size as f64)
     }
 
-    /// Least additional time of documents on a group that has others, whose attention hides the exchange of these, too.
+    /// Least additional time of documents on a group that has others, whose attention also hides the exchange of these.
     #[inline]
     pub(super) fn least_more(&self, load: &Load, cp_size: usize) -> f64 {
         let ranks = cp_size as f64;

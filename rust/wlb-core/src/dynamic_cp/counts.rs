@@ -1,4 +1,4 @@
-//! Numbers of micro-batches that a sweep tries.
+//! The numbers of micro-batches that a search tries.
 
 use crate::error::{Result, check_range};
 use crate::lengths::Lengths;
@@ -7,14 +7,15 @@ use crate::limits::{MAX_CELLS, MAX_MICRO_BATCHES, MAX_TOKENS};
 use super::options::DynamicCpOptions;
 use super::problem::Problem;
 
-/// The sweep ends at this many times the micro-batches that it begins with.
+/// The largest number tried is this multiple of the first.
 const SWEEP: usize = 4;
 
-/// A single round of more micro-batches than stages has nearly all of them under way: it must be so much faster than
-/// what has fewer.
+/// With more micro-batches than stages in a single round, nearly all micro-batches are under way at once. Such a number
+/// must
+/// be faster by this factor than one with fewer under way.
 const ONE_ROUND: f64 = 1.01;
 
-/// Most micro-batches of any plan on this machine.
+/// Most micro-batches of any plan with these options.
 pub(super) fn limit(options: &DynamicCpOptions) -> usize {
     let &DynamicCpOptions { world_size, num_stages, num_virtual_stages, .. } = options;
     (MAX_CELLS / world_size.max(num_stages * num_virtual_stages)).clamp(1, MAX_MICRO_BATCHES)
@@ -22,10 +23,11 @@ pub(super) fn limit(options: &DynamicCpOptions) -> usize {
 
 /// Numbers of micro-batches to try.
 pub(super) struct Counts {
-    /// Least number to try. It is `start` unless micro-batches have a constant part: without one, fewer micro-batches
-    /// than stages are faster only for a handful of documents with dear exchange, and torch's schedules refuse them.
+    /// Least number to try; equal to `start` unless micro-batches have a constant cost. Without a constant, fewer
+    /// micro-batches
+    /// than stages are faster only for a handful of documents with costly exchange, and torch's schedules refuse them.
     pub(super) least: usize,
-    /// Enough for the memory, and for every stage to have one.
+    /// Number that memory needs, and at least one for every stage.
     pub(super) start: usize,
     pub(super) most: usize,
 }
@@ -38,7 +40,7 @@ impl Counts {
         let &DynamicCpOptions { world_size, num_stages, max_tokens_per_rank, .. } = options;
         let tokens = lengths.total() as u64;
         let memory = tokens.div_ceil(world_size as u64 * max_tokens_per_rank as u64) as usize;
-        // Every rank a group of its own.
+        // If every rank is a group of its own.
         let documents = |micro_batches: usize| lengths.len().div_ceil(world_size.saturating_mul(micro_batches));
         let apart = options.max_documents.map_or(0, documents);
         let limit = limit(options);
@@ -60,7 +62,7 @@ impl Counts {
         Ok(Self { least, start, most: most.unwrap_or((SWEEP * start).min(useful.max(start)).min(limit)) })
     }
 
-    /// All that are tried at first, ascending.
+    /// All numbers that are tried at first, ascending.
     pub(super) fn tried(&self, options: &DynamicCpOptions) -> Vec<usize> {
         let mut counts = candidates(options, self.least, self.start - 1);
         counts.extend(candidates(options, self.start, self.most));
@@ -68,7 +70,8 @@ impl Counts {
         counts
     }
 
-    /// Whether few documents may have so many micro-batches: up to one for each document, if no most is given.
+    /// Whether few documents may have this number of micro-batches: if no maximum is given, up to one for each
+    /// document.
     pub(super) fn allow(&self, problem: &Problem, options: &DynamicCpOptions, count: usize) -> bool {
         let given = options.num_micro_batches.or(options.max_micro_batches);
         let most = if given.is_some() { self.most } else { self.least.max(problem.documents.len()) };
@@ -76,14 +79,14 @@ impl Counts {
         (self.least..=most).contains(&count) && is_whole
     }
 
-    /// The most that hold no more than memory was planned for, whatever is in them.
+    /// The largest number that never exceeds the planned memory, whatever the micro-batches hold.
     pub(super) fn safe(&self, options: &DynamicCpOptions) -> Option<usize> {
         (self.least..=self.most).rfind(|&count| !limits_rounds(options, count))
     }
 }
 
-/// Numbers of micro-batches from `least` to `most`, closer where they are few; an interleaved pipeline takes equal
-/// rounds only.
+/// Numbers of micro-batches from `least` to `most`, denser where they are small. An interleaved pipeline needs equal
+/// rounds.
 fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usize> {
     let mut counts: Vec<usize> = Vec::new();
     let mut count = least;
@@ -104,20 +107,22 @@ fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usiz
     counts
 }
 
-/// The number of micro-batches, in equal rounds if the pipeline is interleaved: rounded down, or up if there is a least
-/// number. `None` if that is more than `most`.
+/// `count`, rounded to equal rounds if the pipeline is interleaved: down, or up if the schedule needs more. `None` if
+/// the
+/// result exceeds `most`.
 pub(super) fn whole(options: &DynamicCpOptions, count: usize, most: usize) -> Option<usize> {
     let below = if options.is_interleaved() { count - count % rounds(options, count) } else { count };
     let enough = below >= options.least_micro_batches();
     Some(if enough { below } else { whole_above(options, count) }).filter(|&whole| whole <= most)
 }
 
-/// The next number of micro-batches, rounded up, that rounds allow.
+/// The next number of micro-batches, at least `count`, that equal rounds allow.
 fn whole_above(options: &DynamicCpOptions, count: usize) -> usize {
     if !options.is_interleaved() {
         return count;
     }
-    // Up to `(rounds + 1) * num_stages` there are as many rounds, and there is one more, of `num_stages` each.
+    // Up to `(rounds + 1) * num_stages` the number of rounds stays; from there on there is one more, of `num_stages`
+    // each.
     let rounds = rounds(options, count);
     count.next_multiple_of(rounds).min((rounds + 1) * options.num_stages)
 }
@@ -126,14 +131,13 @@ fn rounds(options: &DynamicCpOptions, count: usize) -> usize {
     (count / options.num_stages).max(1)
 }
 
-/// Score of a number of micro-batches: the seconds, and a price for the micro-batches that an interleaved pipeline then
-/// has under way.
+/// Price of a plan: its seconds, raised a little if an interleaved pipeline has nearly all micro-batches under way.
 pub(super) fn price(options: &DynamicCpOptions, count: usize, seconds: f64) -> f64 {
     let one_round = options.is_interleaved() && count > options.num_stages && rounds(options, count) == 1;
     if one_round { seconds * ONE_ROUND } else { seconds }
 }
 
-/// Notes what a number of micro-batches takes, or promises to, among those of a sweep: the least of it.
+/// Notes the seconds (found or promised) for a number of micro-batches; the least of several stays.
 pub(super) fn note(sweep: &mut Vec<(usize, f64)>, num_micro_batches: usize, seconds: f64) {
     match sweep.iter_mut().find(|(count, _)| *count == num_micro_batches) {
         Some((_, least)) => *least = least.min(seconds),
@@ -141,8 +145,9 @@ pub(super) fn note(sweep: &mut Vec<(usize, f64)>, num_micro_batches: usize, seco
     }
 }
 
-/// Whether so many micro-batches may have more under way than memory was planned for: where an interleaved pipeline has
-/// them in larger rounds than of one for each stage. What somebody asks for is taken as it is.
+/// Whether a plan with this number must be checked for memory: an interleaved pipeline whose rounds have more
+/// micro-batches
+/// than stages may exceed the planned memory. A number that the user gives is not checked.
 pub(super) fn limits_rounds(options: &DynamicCpOptions, num_micro_batches: usize) -> bool {
     let num_stages = options.num_stages;
     let whole = num_micro_batches <= num_stages || num_micro_batches.is_multiple_of(num_stages);

@@ -1,28 +1,29 @@
 //! Dynamic context parallelism: every micro-batch divides the ranks into groups as its documents need.
 //!
-//! A fixed context-parallel size shards short documents as thinly as the longest one, and a document that is more than
-//! a fair share of a micro-batch makes everybody wait. Here a document gets as many ranks as it takes to finish with
-//! the others, and short ones share few.
+//! With a fixed context-parallel size, short documents are cut as thinly as the longest one, and all ranks wait for a
+//! document that is more than a fair share of a micro-batch. Here a long document gets as many ranks as it needs to
+//! finish
+//! with the others, and short documents share few ranks.
 //!
-//! | part | what |
+//! | part | contents |
 //! | --- | --- |
-//! | `options` | the machine, and what a plan may do |
-//! | `check` | what can be wrong with it |
-//! | `problem` | documents and the sizes that their groups may have |
+//! | `options` | the machine, and the limits of a plan |
+//! | `check` | checks of the arguments |
+//! | `problem` | documents and allowed sizes of groups |
 //! | `cost` | seconds of a group: its documents' cost over its ranks, and the exchange that attention does not hide |
-//! | `counts` | which numbers of micro-batches to try |
-//! | `targets` | what each micro-batch should take: less where the pipeline fills and drains |
-//! | `ranks` | ranks of a micro-batch that no group has yet, node by node |
-//! | `block` | blocks of ranks by how full they are (`by_room`) |
+//! | `counts` | numbers of micro-batches to try |
+//! | `targets` | target seconds of each micro-batch: less where the pipeline fills and drains |
+//! | `ranks` | ranks of a micro-batch without a group, node by node |
+//! | `block` | blocks of ranks by load (`by_room`: by load and room) |
 //! | `solver` | documents to blocks of ranks, and blocks to groups, for one number of micro-batches |
-//! | `refine` | a plan made faster |
-//! | `one_size` | of few documents, plans in groups of one size |
-//! | `few` | of few documents, everything at once |
+//! | `refine` | improves a plan |
+//! | `one_size` | plans for few documents, in groups of one size |
+//! | `few` | search for few documents over all choices at once |
 //! | `search` | which numbers of micro-batches and sizes of blocks are tried, and the best solution |
 //! | `simulate` | seconds of a step, and tokens that a rank has under way |
-//! | `bound` | what no plan can beat |
-//! | `plan` | what comes of it |
-//! | `step` | from what is asked for to the plan |
+//! | `bound` | lower bounds on the step |
+//! | `plan` | the plan |
+//! | `step` | from arguments to the plan |
 
 mod block;
 mod bound;

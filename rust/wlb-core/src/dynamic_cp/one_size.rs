@@ -1,9 +1,10 @@
-//! The plans that one tries first with few documents: groups of one size, longest document first, each where it is done
-//! first.
+//! Plans for few documents in groups of one size: longest document first, each where it finishes first.
 //!
-//! Solutions by targets are told apart by an estimate, in which all ranks wait for the slowest group, and halving their
-//! blocks lets light micro-batches take as long as they should. Of few documents both may cost more than is gained. So
-//! these plans are left as they are, and timed by the clock: no plan is behind the fastest of them.
+//! Solutions by targets are compared by an estimate, in which all ranks wait for the slowest group, and halving their
+//! blocks
+//! lets light micro-batches take the full time. With few documents both may lose more than they gain. The plans of this
+//! file
+//! are not changed any more and are timed exactly, so the final plan is never slower than the fastest of them.
 
 use std::iter::Peekable;
 use std::rc::Rc;
@@ -18,24 +19,25 @@ use super::plan::{Best, Draft, DraftGroup, Group};
 use super::problem::{Problem, at_most};
 use super::simulate::{self, fits_memory};
 
-/// Most documents that are planned in these ways, and moved one by one.
+/// Most documents for which these plans are made and documents are moved one by one.
 pub(super) const SMALL: usize = 64;
-/// Numbers of micro-batches are tried up to this multiple of the number that memory or the pipeline needs.
+/// Largest number of micro-batches tried, as a multiple of the number that memory or the pipeline needs.
 const COUNTS: usize = 2;
-/// A plan whose time is not below this part of the best is not faster: less than that is rounding.
+/// Factor below which a time counts as faster; a smaller difference is rounding.
 const FASTER: f64 = 1.0 - 1e-12;
 
-/// Plans few documents in groups of one size, for each size and number of micro-batches, in the order that comes of it
-/// and with the longest last.
+/// Plans few documents in groups of one size, for each size and number of micro-batches. Each plan is timed in the
+/// order in
+/// which it was made, and with the longest micro-batch last.
 ///
 /// # Arguments
 /// * `counts` - numbers of micro-batches.
-/// * `may_be_empty` - whether micro-batches may be without documents where there are as many.
-/// * `limit` - the price of the best plan so far, by the clock.
-/// * `pipeline` - the pipeline that runs that many micro-batches.
+/// * `may_be_empty` - whether a micro-batch may be empty although there are as many documents as micro-batches.
+/// * `limit` - exact price of the best plan so far.
+/// * `pipeline` - returns the pipeline for a number of micro-batches.
 ///
 /// # Returns
-/// The fastest of these plans, if its price is below the limit.
+/// The fastest of these plans, if its price is below `limit`.
 pub(super) fn in_one_size(
     problem: &Problem,
     options: &DynamicCpOptions,
@@ -75,8 +77,9 @@ pub(super) fn in_one_size(
     Ok(best)
 }
 
-/// Seconds that no step in groups of one size is below: its ranks do all work, and the costliest document is done on
-/// all stages in turn. Where gradients of weights are made apart, nobody waits for these: a third.
+/// A lower bound on steps in groups of one size: the ranks do all work, and the costliest document passes all stages in
+/// turn.
+/// If weight gradients are separate ops, no stage waits for them, which is a third of the time.
 fn bound(problem: &Problem, options: &DynamicCpOptions, count: usize, size: usize) -> f64 {
     let groups = (problem.world_size / size).min(problem.documents.len().max(1));
     let constant = problem.cost.micro_batch_seconds;
@@ -84,30 +87,30 @@ fn bound(problem: &Problem, options: &DynamicCpOptions, count: usize, size: usiz
     let level = (work / groups as f64 + count as f64 * constant) / options.num_stages as f64;
     let costliest = problem.documents.first().map_or(0.0, |document| problem.cost.computing(&document.load, size));
     let waited_for = if options.schedule().is_v_shaped() { 2.0 / 3.0 } else { 1.0 };
-    // A little less, for rounding.
+    // A little less, because of rounding.
     level.max(waited_for * costliest) * (1.0 - 1e-12)
 }
 
-/// Documents in groups of one size.
+/// Documents placed in groups of one size.
 struct Placed<'a> {
     problem: &'a Problem,
     count: usize,
     size: usize,
-    /// Number of groups of a micro-batch.
+    /// Number of groups in a micro-batch.
     groups: usize,
-    /// Group of each document, micro-batch by micro-batch.
+    /// Group of each document; groups are numbered micro-batch by micro-batch.
     group_of: Vec<usize>,
     seconds: Vec<f64>,
 }
 
 impl<'a> Placed<'a> {
-    /// `None` where a document finds no room.
+    /// `None` if a document finds no room.
     fn new(problem: &'a Problem, count: usize, size: usize) -> Option<Self> {
         let groups = problem.world_size / size;
         let first_rank = |group: usize| group % groups * size;
         let node = problem.cost.ranks_of_node();
         let is_inside = |group: usize| first_rank(group) % node + size <= node;
-        // Empty groups are alike in a node, and across nodes: the first of both is enough to look at.
+        // All empty groups inside a node are alike, and so are all across nodes: only the first of each is tried.
         let empty = |inside: bool| (0..count * groups).filter(move |&group| is_inside(group) == inside).peekable();
         let mut empty: [Peekable<_>; 2] = [empty(true), empty(false)];
         let mut opened: Vec<(usize, Load)> = Vec::new();
@@ -135,14 +138,14 @@ impl<'a> Placed<'a> {
         Some(Self { problem, count, size, groups, group_of, seconds })
     }
 
-    /// Whether a micro-batch has no document, where there are as many documents as micro-batches.
+    /// Whether a micro-batch has no document although there are as many documents as micro-batches.
     fn leaves_empty(&self) -> bool {
         let mut is_empty = vec![true; self.count];
         self.group_of.iter().for_each(|group| is_empty[group / self.groups] = false);
         self.group_of.len() >= self.count && is_empty.contains(&true)
     }
 
-    /// The order in which no micro-batch is before a shorter one.
+    /// Micro-batches in ascending order of their time.
     fn longest_last(&self) -> Vec<usize> {
         let of = |j: usize| &self.seconds[j * self.groups..(j + 1) * self.groups];
         let slowest: Vec<f64> = (0..self.count).map(|j| of(j).iter().copied().fold(0.0, f64::max)).collect();
@@ -151,8 +154,9 @@ impl<'a> Placed<'a> {
         order
     }
 
-    /// Seconds of the step. The ranks of a group do the same in every micro-batch: one stands for them; and of groups
-    /// that are always empty none is the last.
+    /// Seconds of the step. The ranks of a group do the same work in every micro-batch, so one rank stands for all of
+    /// them.
+    /// Groups that are always empty never finish last and are left out.
     fn seconds(&self, order: &[usize], pipeline: &Pipeline, options: &DynamicCpOptions) -> f64 {
         let used = 1 + self.group_of.iter().map(|group| group % self.groups).max().unwrap_or(0);
         let group = |j: usize, rank: usize| {
@@ -164,7 +168,7 @@ impl<'a> Placed<'a> {
         simulate::of_groups(pipeline, &groups, &offsets, &DynamicCpOptions { world_size: used, ..options.clone() })
     }
 
-    /// Turns the groups into a draft; ranks without a group are idle.
+    /// The plan as a draft; ranks without a group are idle.
     fn draft(&self) -> Draft {
         let Self { problem, size, .. } = self;
         let constant = problem.cost.micro_batch_seconds;
@@ -195,8 +199,9 @@ impl<'a> Placed<'a> {
 }
 
 impl Problem {
-    /// Sizes that all groups of a plan may have: all that there are; of any size in a large world, those of which a
-    /// micro-batch has one, two, three and so on, up to one for each document.
+    /// Sizes for groups of one size: all allowed sizes, or, if any size is allowed in a large world, those that give a
+    /// micro-batch
+    /// one, two, three groups and so on, up to one for each document.
     fn single_sizes(&self) -> Vec<usize> {
         match self.group_sizes {
             GroupSizes::PowersOfTwo => self.base_sizes(),

@@ -1,4 +1,4 @@
-//! The machine that Dynamic-CP plans for, and what a plan may do.
+//! The machine that Dynamic-CP plans for, and the limits of a plan.
 
 use crate::error::{Error, Result, check_range, named_choices};
 use crate::limits::MAX_TOKENS;
@@ -11,45 +11,48 @@ named_choices! {
     /// Sizes of groups that a plan may have.
     #[derive(Default)]
     GroupSizes, "group_sizes" {
-        /// Powers of two, each from a multiple of its size on: few enough to be made before training.
+        /// Powers of two; each group begins at a multiple of its size. So few groups are possible that all can be made
+        /// before
+        /// training.
         #[default]
         PowersOfTwo = "powers_of_two",
-        /// Groups of any size, from any rank on.
+        /// Groups of any size, beginning at any rank.
         Any = "any",
     }
 }
 
-/// The machine, and what a plan may do.
+/// The machine, and the limits of a plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DynamicCpOptions {
-    /// Ranks of one pipeline stage, DP times CP: those that groups are made of.
+    /// Ranks of one pipeline stage (DP times CP), which are divided into groups.
     pub world_size: usize,
     /// Pipeline stages, PP.
     pub num_stages: usize,
-    /// Parts of the model on each of them.
+    /// Parts of the model on each stage.
     pub num_virtual_stages: usize,
-    /// In which order a stage runs them; 1F1B if not given, interleaved with several parts.
+    /// Pipeline schedule; by default 1F1B, interleaved if `num_virtual_stages` is above 1.
     pub schedule: Option<Schedule>,
     /// Where the ranks of a stage wait for each other.
     pub sync: Sync,
-    /// Most tokens of a rank in one micro-batch, padding included: a memory bound.
+    /// Most tokens of a rank in one micro-batch, padding included, as memory allows.
     pub max_tokens_per_rank: i32,
-    /// Sizes that each rank's tokens of a micro-batch are padded up to when they run.
+    /// Sizes that each rank's tokens in a micro-batch are padded up to.
     pub padding: Option<Padding>,
-    /// Most documents of a group, whose padding is one more.
+    /// Most documents of a group; padding counts as one more.
     pub max_documents: Option<usize>,
-    /// Largest group; `world_size` if not given. Rounded down to a power of two where groups are.
+    /// Largest size of a group; by default `world_size`. Rounded down to a power of two if all groups are.
     pub max_cp_size: Option<usize>,
     /// Sizes of groups.
     pub group_sizes: GroupSizes,
-    /// With [`GroupSizes::Any`]: the only sizes that groups may have, ascending from 1, such as those that a model's
-    /// heads can be shared by; any if not given.
+    /// With [`GroupSizes::Any`]: the only allowed sizes, ascending from 1, for example sizes that divide a model's
+    /// heads; by
+    /// default all sizes.
     pub only_sizes: Option<Vec<usize>>,
-    /// Micro-batches of the step; swept if not given.
+    /// Number of micro-batches; by default the best one is searched.
     pub num_micro_batches: Option<usize>,
-    /// Least number of micro-batches that is tried, for schedules that need it.
+    /// Least number of micro-batches that is tried, if a schedule needs it.
     pub min_micro_batches: Option<usize>,
-    /// Largest number of micro-batches to try; by default 4 times the smallest.
+    /// Largest number of micro-batches that is tried; by default 4 times the smallest.
     pub max_micro_batches: Option<usize>,
     /// Price of exchange between the ranks of a group.
     pub communication: Communication,
@@ -57,12 +60,12 @@ pub struct DynamicCpOptions {
     pub node: Option<Node>,
     /// Latency between pipeline stages.
     pub p2p_seconds: f64,
-    /// Time of every micro-batch through the whole model, whatever is in it.
+    /// Time of every micro-batch through the whole model, besides its documents.
     pub micro_batch_seconds: f64,
 }
 
 impl DynamicCpOptions {
-    /// Exchange that costs nothing, powers of two, a number of micro-batches to be found; for what is changed of that.
+    /// Options with free exchange, powers of two, and a searched number of micro-batches; change the fields as needed.
     pub fn new(world_size: usize, num_stages: usize, max_tokens_per_rank: i32) -> Self {
         Self {
             world_size,
@@ -86,7 +89,7 @@ impl DynamicCpOptions {
         }
     }
 
-    /// Most tokens of a rank in one micro-batch: the largest size within `max_tokens_per_rank`.
+    /// Most tokens of a rank in one micro-batch: the largest padded size within `max_tokens_per_rank`.
     pub(super) fn most_tokens(&self) -> Result<i32> {
         let Some(padding) = &self.padding else { return Ok(self.max_tokens_per_rank) };
         let least = i64::from(padding.least());
@@ -94,10 +97,10 @@ impl DynamicCpOptions {
         padding.most(self.max_tokens_per_rank)
     }
 
-    /// Groups of just these sizes.
+    /// Restricts groups to exactly these sizes.
     ///
     /// # Errors
-    /// [`Error::Entry`] unless they ascend from 1: a rank that has no document is a group of its own.
+    /// [`Error::Entry`] unless the sizes ascend from 1: a rank without documents is a group of one.
     pub fn of_sizes(self, sizes: &[i64]) -> Result<Self> {
         let argument = "group_sizes";
         let wrong = |index: usize, requirement| {
@@ -110,12 +113,12 @@ impl DynamicCpOptions {
         if let Some(index) = sizes.windows(2).position(|pair| pair[0] >= pair[1]) {
             return wrong(index + 1, "sizes ascend");
         }
-        // Larger ones there are none.
+        // Larger sizes cannot occur.
         let largest = self.max_cp_size.unwrap_or(self.world_size);
         let sizes = sizes.iter().map(|&size| usize::try_from(size).unwrap_or(usize::MAX));
         let sizes: Vec<usize> = sizes.take_while(|&size| size <= largest.max(1)).collect();
         if sizes.iter().zip(0..).all(|(&size, bit)| Some(size) == 1_usize.checked_shl(bit)) {
-            // Those groups are aligned, and fewer.
+            // Powers of two without gaps: those groups are aligned and fewer, so the search is shorter.
             let largest = sizes.last().copied().unwrap_or(1);
             let max_cp_size = self.max_cp_size.unwrap_or(self.world_size).min(largest);
             let (group_sizes, only_sizes) = (GroupSizes::PowersOfTwo, None);
@@ -124,7 +127,7 @@ impl DynamicCpOptions {
         Ok(Self { group_sizes: GroupSizes::Any, only_sizes: Some(sizes), ..self })
     }
 
-    /// The options of plans whose groups are powers of two, and may be groups of this plan, too.
+    /// The same options restricted to powers of two, whose plans are allowed by these options, too.
     pub(super) fn of_powers(&self) -> Self {
         let aligned = |sizes: &Vec<usize>| sizes.iter().take_while(|size| size.is_power_of_two()).count();
         let powers = |sizes: &Vec<usize>| {
@@ -139,31 +142,31 @@ impl DynamicCpOptions {
         Self { group_sizes: GroupSizes::PowersOfTwo, only_sizes: None, max_cp_size, ..self.clone() }
     }
 
-    /// Whether it matters what part of the work is attention: it hides exchange.
+    /// Whether the part of the work that is attention matters, because it hides exchange.
     pub(super) fn hides(&self) -> bool {
         let in_node = self.node.is_some_and(|node| node.seconds_per_exchange > 0.0 || node.seconds_per_token > 0.0);
         let Communication { seconds_per_exchange, seconds_per_token, overlap } = self.communication;
         overlap > 0.0 && (in_node || seconds_per_exchange > 0.0 || seconds_per_token > 0.0)
     }
 
-    /// In which order a stage runs its micro-batches.
+    /// The pipeline schedule.
     pub fn schedule(&self) -> Schedule {
         let several = if self.num_virtual_stages > 1 { Schedule::Interleaved } else { Schedule::OneForwardOneBackward };
         self.schedule.unwrap_or(several)
     }
 
-    /// Whether the pipeline takes micro-batches in equal rounds only.
+    /// Whether the pipeline needs micro-batches in equal rounds.
     pub(super) fn is_interleaved(&self) -> bool {
         self.schedule() == Schedule::Interleaved && self.num_virtual_stages > 1
     }
 
-    /// No plan has fewer micro-batches: what is wanted, and what the schedule takes.
+    /// Least number of micro-batches that the user and the schedule allow.
     pub(super) fn least_micro_batches(&self) -> usize {
         let taken = if self.schedule() == Schedule::DualPipeV { 2 * self.num_stages } else { 1 };
         self.min_micro_batches.unwrap_or(1).max(taken)
     }
 
-    /// The pipeline that runs that many micro-batches.
+    /// The pipeline for this number of micro-batches.
     pub(super) fn pipeline(&self, num_micro_batches: usize) -> PipelineOptions {
         let &Self { num_stages, num_virtual_stages, .. } = self;
         let schedule = self.schedule();

@@ -1,4 +1,5 @@
-//! A Dynamic-CP plan: plain data that can be printed, hashed, saved and sent; and one in the making, a [`Draft`].
+//! A Dynamic-CP plan: plain data that can be printed, hashed, saved and sent. Also plans under construction
+//! ([`Draft`]).
 
 use std::ops::Range;
 
@@ -13,11 +14,11 @@ use super::problem::Document;
 /// Ranks that share the documents of one micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Group {
-    /// First of its ranks; a multiple of `cp_size`, where groups are powers of two.
+    /// First rank of the group; a multiple of `cp_size` if groups are powers of two.
     pub first_rank: u32,
     /// Number of ranks.
     pub cp_size: u32,
-    /// Through the whole model, forward and backward, on each of its ranks.
+    /// Time through the whole model, forward and backward, on each of its ranks.
     pub seconds: f64,
 }
 
@@ -28,31 +29,32 @@ impl Group {
     }
 }
 
-/// Plan of one step: the documents of each micro-batch, and their ranks of a stage.
+/// Plan of one step: the documents of each micro-batch, and the ranks of a stage that share them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DynamicCpPlan {
     /// Ranks of a pipeline stage.
     pub world_size: usize,
     /// Pipeline stages.
     pub num_stages: usize,
-    /// Parts of the model on each of them.
+    /// Parts of the model on each stage.
     pub num_virtual_stages: usize,
-    /// In which order a stage runs them.
+    /// Pipeline schedule.
     pub schedule: Schedule,
-    /// Where the ranks of a stage wait for each other; `seconds` counts the wait.
+    /// Where the ranks of a stage wait for each other; `seconds` includes this waiting.
     pub sync: Sync,
-    /// Most tokens that a rank was allowed in a micro-batch; where they are padded, the largest size within that.
+    /// Most tokens that a rank was allowed in a micro-batch; with padding, the largest padded size.
     pub max_tokens_per_rank: i32,
-    /// Padding of each rank's tokens of a micro-batch, if there is one.
+    /// Padding of each rank's tokens in a micro-batch, if any.
     pub padding: Option<Padding>,
     /// Most documents that a group was allowed.
     pub max_documents: Option<usize>,
-    /// Document ids, group by group; inside one, in arrival order.
+    /// Document ids, group by group; in arrival order inside a group.
     pub documents: Vec<i64>,
-    /// Tokens of each of them.
+    /// Tokens of each document in `documents`.
     pub lengths: Vec<i32>,
-    /// Groups, micro-batch by micro-batch; inside one, in the order of their ranks, which are all ranks. A group may be
-    /// empty.
+    /// Groups, micro-batch by micro-batch. Inside a micro-batch they are in the order of their ranks and cover all
+    /// ranks. A group
+    /// may be empty.
     pub groups: Vec<Group>,
     /// Group `g` has `documents[document_offsets[g]..document_offsets[g + 1]]`.
     pub document_offsets: Vec<usize>,
@@ -60,31 +62,35 @@ pub struct DynamicCpPlan {
     pub group_offsets: Vec<usize>,
     /// Predicted time of the step.
     pub seconds: f64,
-    /// Latency between pipeline stages, which it counts.
+    /// Latency between pipeline stages, included in `seconds`.
     pub p2p_seconds: f64,
-    /// But for rounding, no plan takes less that has at most as many micro-batches as were tried; where their number
-    /// (or the least) was given, none of that many (or more).
+    /// A lower bound on `seconds` (up to rounding) for any plan with at most as many micro-batches as were tried. If
+    /// their number
+    /// was given, for any plan with that number; if the least was given, for any plan with at least that number.
     pub lower_bound: f64,
-    /// All work spread evenly over all ranks of all stages that never wait: what no pipeline reaches.
+    /// Time if all work were spread evenly over all ranks of all stages and no rank ever waited; no pipeline reaches
+    /// it.
     pub balanced_seconds: f64,
-    /// Numbers of micro-batches that were tried, ascending, with the predicted time of each. For numbers that were
-    /// given up early it is the time with freely divisible short documents, or with a part of the documents, which
-    /// already exceeds the plan's.
+    /// Numbers of micro-batches that were tried, ascending, each with its predicted time. For numbers that were given
+    /// up early,
+    /// the time is a lower value (with freely divisible short documents, or with a part of the documents) that already
+    /// exceeds
+    /// the plan's.
     pub sweep: Vec<(usize, f64)>,
 }
 
 impl DynamicCpPlan {
-    /// Micro-batches of the step, the same on every rank.
+    /// Number of micro-batches of the step, equal on every rank.
     pub fn num_micro_batches(&self) -> usize {
         self.group_offsets.len() - 1
     }
 
-    /// Range of `groups` that a micro-batch has.
+    /// The range in `groups` of a micro-batch.
     pub fn groups_of(&self, micro_batch: usize) -> Range<usize> {
         self.group_offsets[micro_batch]..self.group_offsets[micro_batch + 1]
     }
 
-    /// Range of `documents` and `lengths` that a group has.
+    /// The range in `documents` and `lengths` of a group.
     pub fn documents_of(&self, group: usize) -> Range<usize> {
         self.document_offsets[group]..self.document_offsets[group + 1]
     }
@@ -94,19 +100,19 @@ impl DynamicCpPlan {
         self.lengths[self.documents_of(group)].iter().map(|&length| i64::from(length)).sum()
     }
 
-    /// Most tokens of a rank of a group, cut per document: the ranks differ by at most one.
+    /// Most tokens of a rank of a group, if documents are cut per document: ranks differ by at most one token.
     pub fn tokens_per_rank(&self, group: usize) -> i64 {
         (self.tokens(group) as u64).div_ceil(u64::from(self.groups[group].cp_size)) as i64
     }
 
-    /// Tokens of every rank of a group when it runs: where they are padded, by one more document of
-    /// `cp_size * padded_tokens_per_rank - tokens`, all of them have as many.
+    /// Tokens of every rank of a group including padding. Padding is one more document of
+    /// `cp_size * padded_tokens_per_rank - tokens` tokens, so that all ranks have equally many.
     pub fn padded_tokens_per_rank(&self, group: usize) -> i64 {
         let tokens = self.tokens_per_rank(group);
         self.padding.as_ref().map_or(tokens, |padding| padding.padded(tokens))
     }
 
-    /// A hash of which documents run when and where; equal on two ranks iff their plans are, but for predicted seconds.
+    /// A hash of which documents run when and where: equal if and only if two plans are, apart from predicted seconds.
     ///
     /// # Complexity
     /// O(documents + groups), BLAKE3.
@@ -143,30 +149,30 @@ impl DynamicCpPlan {
     }
 }
 
-/// Documents together on a group of ranks.
+/// Documents that share a group of ranks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DraftGroup {
     pub(super) first_rank: u32,
     pub(super) cp_size: u32,
     pub(super) seconds: f64,
-    /// One past its last document in [`Draft::documents`].
+    /// End of its documents in [`Draft::documents`] (one past the last).
     pub(super) end: u32,
 }
 
 impl DraftGroup {
-    /// The group as a plan has it.
+    /// The group without its documents, as a plan stores it.
     pub(super) fn planned(&self) -> Group {
         let &Self { first_rank, cp_size, seconds, .. } = self;
         Group { first_rank, cp_size, seconds }
     }
 }
 
-/// A plan in the making.
+/// A plan under construction.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Draft {
-    /// Positions in [`Problem::documents`], group by group.
+    /// Indices in [`Problem::documents`], group by group.
     pub(super) documents: Vec<u32>,
-    /// Micro-batch by micro-batch; in one, in the order of ranks, and every rank in one.
+    /// Groups, micro-batch by micro-batch; inside one in the order of ranks, and covering all ranks.
     pub(super) groups: Vec<DraftGroup>,
     /// Micro-batch `j` is `groups[offsets[j]..offsets[j + 1]]`.
     pub(super) offsets: Vec<usize>,
@@ -179,7 +185,7 @@ impl Draft {
         self.offsets.windows(2).map(|ends| slowest(&self.groups[ends[0]..ends[1]])).collect()
     }
 
-    /// The draft with its micro-batches in another order, and with documents in order of arrival inside each group.
+    /// The draft with its micro-batches in another order, and documents in arrival order inside each group.
     pub(super) fn in_order(&self, order: &[usize], documents: &[Document]) -> Self {
         let mut draft = Self { offsets: vec![0], ..Self::default() };
         for &j in order {
@@ -217,7 +223,7 @@ impl Draft {
 pub(super) struct Best {
     pub(super) num_micro_batches: usize,
     pub(super) draft: Draft,
-    /// Order in which the draft's micro-batches come.
+    /// Order of the draft's micro-batches.
     pub(super) order: Vec<usize>,
     pub(super) seconds: f64,
 }

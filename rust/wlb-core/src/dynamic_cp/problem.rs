@@ -1,4 +1,4 @@
-//! The planning problem: everything that is equal for all numbers of micro-batches.
+//! The planning problem: the data that do not depend on the number of micro-batches.
 
 use crate::limits::MAX_TOKENS;
 use crate::longest_first::longest_first;
@@ -14,22 +14,22 @@ pub(super) struct Document {
     pub(super) load: Load,
 }
 
-/// The gain of a problem whose targets are those of an exchange that costs nothing.
+/// Value of [`Problem::gain`] for a problem whose targets assume free exchange.
 const AS_IF_FREE: f64 = 1.0;
 
-/// Everything that is equal for all numbers of micro-batches.
+/// The data that do not depend on the number of micro-batches.
 pub(super) struct Problem {
-    /// Costliest first; of equal costs longest first, then as they came.
+    /// Costliest first; equal costs longest first, then in arrival order.
     pub(super) documents: Vec<Document>,
-    /// Their positions, longest first, where that is another order.
+    /// Indices of the documents, longest first, if that is another order.
     pub(super) by_tokens: Option<Vec<u32>>,
-    /// A document that is not done in time on any group gets twice the ranks while that makes it so much faster.
+    /// Least speed-up for which the ranks of a document are doubled when no group meets its target.
     pub(super) gain: f64,
     pub(super) total_work: f64,
     pub(super) cost: GroupCost,
     pub(super) world_size: usize,
     pub(super) group_sizes: GroupSizes,
-    /// The only sizes that groups may have, ascending from 1, up to the largest; none: all that `group_sizes` has.
+    /// The only allowed sizes of groups, ascending from 1 up to the largest; `None`: all sizes of `group_sizes`.
     only: Option<Vec<usize>>,
     pub(super) largest_group: usize,
     pub(super) max_tokens_per_rank: i64,
@@ -92,30 +92,31 @@ impl Problem {
         self.only().is_none_or(|sizes| sizes.binary_search(&ranks).is_ok())
     }
 
-    /// Least allowed size of a group from this number of ranks on; more than the largest if there is none.
+    /// The least allowed size of at least this many ranks; more than the largest if there is none.
     fn size_from(&self, ranks: usize) -> usize {
         let found = |sizes: &[usize]| sizes.get(sizes.partition_point(|&size| size < ranks)).copied();
         self.only().map_or(ranks, |sizes| found(sizes).unwrap_or(ranks.max(self.largest_group + 1)))
     }
 
-    /// The sizes there are from `least` to `most`.
+    /// The sizes in the list from `least` to `most`.
     fn only_between(sizes: &[usize], least: usize, most: usize) -> impl Iterator<Item = usize> {
         sizes.iter().copied().filter(move |size| (least..=most).contains(size))
     }
 
-    /// Whether a document that costs more is longer, too.
+    /// Whether a document that costs more is always longer.
     pub(super) fn is_by_length(&self) -> bool {
         self.by_tokens.is_none()
     }
 
-    /// The heaviest document on the largest group, relative to all work spread evenly.
+    /// Time of the heaviest document on the largest group, relative to all work spread evenly.
     pub(super) fn heaviest(&self) -> f64 {
         let work = self.documents.first().map_or(0.0, |document| document.load.work());
         if work > 0.0 { work * self.world_size as f64 / (self.largest_group as f64 * self.total_work) } else { 0.0 }
     }
 
-    /// Seconds of documents on groups where they are about as fast as they can be, costliest first; of those that can
-    /// be side by side, the longest.
+    /// Seconds of documents on groups where they are nearly as fast as possible, costliest first. Of documents that fit
+    /// side by
+    /// side, only the longest is listed.
     pub(super) fn longest(&self) -> impl Iterator<Item = f64> {
         let largest = self.largest_group;
         let alone = move |document: &Document| match self.gain {
@@ -133,8 +134,9 @@ impl Problem {
         })
     }
 
-    /// The group that a document is on where none is fast enough, and its seconds there, without what every micro-batch
-    /// takes: the smallest of which twice the ranks are not much faster. Beyond that they exchange more than they save.
+    /// The group for a document that no group makes fast enough, and its seconds there without the constant of every
+    /// micro-batch.
+    /// It is the smallest group that doubling does not speed up enough: larger groups exchange more than they save.
     pub(super) fn fastest(&self, load: &Load) -> (usize, f64) {
         let constant = self.cost.micro_batch_seconds;
         let seconds = |size: usize| self.cost.seconds(load, size) - constant;
@@ -149,7 +151,7 @@ impl Problem {
         best
     }
 
-    /// The smallest group that documents fit on.
+    /// The smallest group on which a load fits.
     pub(super) fn smallest(&self, load: &Load) -> usize {
         let ranks = (load.tokens.max(1) as u64).div_ceil(self.max_tokens_per_rank as u64) as usize;
         match self.group_sizes {
@@ -158,7 +160,7 @@ impl Problem {
         }
     }
 
-    /// Sizes of groups from the smallest that documents fit on, each grown from the one before, up to the largest.
+    /// Sizes of groups from the smallest on which a load fits up to the largest; `grown` gives the next size.
     fn growing(&self, load: &Load, grown: impl Fn(usize) -> usize) -> impl Iterator<Item = usize> {
         let largest = self.largest_group;
         let grow = move |size: usize| self.size_from(grown(size).min(largest)).min(largest);
@@ -166,7 +168,7 @@ impl Problem {
         std::iter::successors(Some(self.smallest(load)).filter(|&size| size <= largest), next)
     }
 
-    /// Sizes of groups that documents may be on: all powers of two, or enough of any.
+    /// Sizes of groups that are tried for a load: all powers of two, or, if any size is allowed, enough sizes.
     pub(super) fn sizes_for(&self, load: &Load) -> impl Iterator<Item = usize> {
         let (any, few) = (self.group_sizes == GroupSizes::Any, self.only.is_some());
         self.growing(load, move |size| match (any, few) {
@@ -176,7 +178,7 @@ impl Problem {
         })
     }
 
-    /// Sizes of blocks to try: powers of two and, where groups may have any size, one between each two of them.
+    /// Sizes of blocks to try: powers of two, and one between each two of them if groups may have any size.
     pub(super) fn base_sizes(&self) -> Vec<usize> {
         let largest = self.largest_group;
         if let Some(sizes) = self.only() {
@@ -195,7 +197,7 @@ impl Problem {
         }
     }
 
-    /// Sizes of blocks of which a micro-batch has one, two, three and so on, up to one for each document; falling.
+    /// Sizes that give a micro-batch one block, two, three and so on, up to one for each document; descending.
     pub(super) fn plain_sizes(&self) -> Vec<usize> {
         let size = |blocks: usize| match self.group_sizes {
             GroupSizes::PowersOfTwo => 1 << (self.world_size / blocks).ilog2(),
@@ -210,7 +212,7 @@ impl Problem {
         sizes
     }
 
-    /// The smallest group from `least` to `most` ranks on which documents fit and take at most `seconds`.
+    /// The smallest group from `least` to `most` ranks on which a load fits and takes at most `seconds`.
     ///
     /// # Complexity
     /// O(log world_size).
@@ -224,7 +226,7 @@ impl Problem {
             GroupSizes::Any if let Some(sizes) = self.only() => {
                 Self::only_between(sizes, least, most).find(|&size| in_time(size))
             }
-            // Up to the one on which they take least, more are faster.
+            // Time falls up to the fastest group, so the first size in time is found by binary search.
             GroupSizes::Any => self.pieces(least, most).into_iter().flatten().find_map(|(least, most)| {
                 let best = self.quickest(load, least, most);
                 in_time(best).then(|| first_that(least, best, in_time))
@@ -232,8 +234,9 @@ impl Problem {
         }
     }
 
-    /// The least seconds of documents on any group from `least` to `most` ranks that they fit on, with what every
-    /// micro-batch takes; infinite if there is none.
+    /// The least seconds of a micro-batch with this load on any group from `least` to `most` ranks on which it fits;
+    /// infinite if
+    /// there is none.
     ///
     /// # Complexity
     /// O(log world_size).
@@ -255,7 +258,7 @@ impl Problem {
         }
     }
 
-    /// Numbers of ranks that are in one node, and those that are not: inside each, exchange has one price.
+    /// The range of sizes inside a node, and the range beyond; each has one price of exchange.
     fn pieces(&self, least: usize, most: usize) -> [Option<(usize, usize)>; 2] {
         let node = self.cost.ranks_of_node();
         let inside = (least, most.min(node));
@@ -263,9 +266,11 @@ impl Problem {
         [inside, across].map(|(least, most)| (least <= most).then_some((least, most)))
     }
 
-    /// The group size, of those with one price of exchange, on which a load takes least time. Seconds are the larger of
-    /// two functions of the ranks: work over ranks, which falls; and work with exchange, `a / c + b c + d` with `b >=
-    /// 0`, which falls and then rises, or only rises. So the larger one falls and then rises.
+    /// The group size, among sizes with one price of exchange, on which a load takes the least time. The time is the
+    /// larger of
+    /// two functions of the ranks `c`: work over ranks, which falls; and work with exchange, `a / c + b c + d` with `b
+    /// >= 0`,
+    /// which first falls and then rises, or only rises. So the time first falls and then rises.
     fn quickest(&self, load: &Load, least: usize, most: usize) -> usize {
         first_that(least, most, |size| self.cost.seconds(load, size + 1) >= self.cost.seconds(load, size))
     }
@@ -292,26 +297,28 @@ impl Problem {
         }
     }
 
-    /// Ranks that groups are placed in: of a node, or all, where powers of two are not aligned to nodes anyway.
+    /// Number of ranks inside which groups are placed: a node, or all ranks if powers of two are aligned to nodes
+    /// anyway.
     pub(super) fn node(&self) -> usize {
         let node = self.cost.ranks_of_node();
         if self.group_sizes == GroupSizes::Any || node.is_power_of_two() { node } else { usize::MAX }
     }
 
-    /// Whether no rank gets too many tokens (ranks differ by at most one), and the group no more than int32
-    /// `cu_seqlens` count, of no more documents than it may have.
+    /// Whether a load fits on a group: no rank gets too many tokens (ranks differ by at most one), int32 `cu_seqlens`
+    /// can count
+    /// the group's tokens, and it has no more documents than allowed.
     #[inline]
     pub(super) fn fits(&self, load: &Load, cp_size: usize) -> bool {
         load.tokens <= self.capacity(cp_size) && load.documents <= self.max_documents
     }
 
-    /// Whether a group takes no further document, however short.
+    /// Whether a group with this load can take no further document, however short.
     #[inline]
     pub(super) fn is_full(&self, load: &Load) -> bool {
         load.documents >= self.max_documents
     }
 
-    /// Whether groups may have fewer documents than there are.
+    /// Whether the limit on documents of a group can matter.
     pub(super) fn counts_documents(&self) -> bool {
         self.documents.len() > self.max_documents as usize
     }
@@ -320,13 +327,14 @@ impl Problem {
         (cp_size as i64 * self.max_tokens_per_rank).min(MAX_TOKENS)
     }
 
-    /// Tokens that a block still takes; less than none where it takes no document.
+    /// Tokens that a block can still take; negative if it can take no document.
     pub(super) fn room(&self, block: &Block) -> i64 {
         if self.is_full(&block.load) { -1 } else { self.capacity(block.cp_size as usize) - block.load.tokens }
     }
 
-    /// Seconds that each micro-batch takes at least: its constant; and of documents that are more than a fair share of
-    /// all work even on the largest group, the longest where the shape is fullest, and so on.
+    /// Least seconds of each micro-batch: the constant, or a document that is more than a fair share of all work even
+    /// on the
+    /// largest group. The longest such document is in the micro-batch with the largest part of the shape, and so on.
     pub(super) fn floors(&self, shape: &[f64], work: f64) -> Vec<f64> {
         let mut fullest_first: Vec<usize> = (0..shape.len()).collect();
         fullest_first.sort_by(|&a, &b| shape[b].total_cmp(&shape[a]));
@@ -341,11 +349,12 @@ impl Problem {
         floors
     }
 
-    /// Work that the shape, scaled to the total, has above the floors.
+    /// The part of the shape, scaled to the total work, that lies above each floor.
     pub(super) fn above(&self, floors: &[f64], shape: &[f64], mut work: f64) -> Vec<f64> {
         let constant = self.cost.micro_batch_seconds;
         let mut left: f64 = shape.iter().sum();
-        // Floors above the level lower it for all others: highest first, relative to the shape.
+        // A floor above the level lowers the level for all others. Floors are visited highest first, relative to the
+        // shape.
         let mut heights: Vec<(f64, f64)> =
             floors.iter().zip(shape).map(|(floor, size)| ((floor - constant) / size, *size)).collect();
         heights.sort_by(|a, b| b.0.total_cmp(&a.0));
@@ -361,8 +370,9 @@ impl Problem {
     }
 }
 
-/// The first number from `least` on that something holds of, which then holds of all behind it; `most` if of none
-/// before.
+/// The first number from `least` on for which `holds` is true; it must then be true for all larger numbers. `most` if
+/// it is
+/// true for none before.
 fn first_that(mut least: usize, mut most: usize, holds: impl Fn(usize) -> bool) -> usize {
     while least < most {
         let middle = least + (most - least) / 2;
@@ -375,7 +385,7 @@ fn first_that(mut least: usize, mut most: usize, holds: impl Fn(usize) -> bool) 
     least
 }
 
-/// Largest of these sizes, which ascend from 1, of at most this number of ranks.
+/// The largest of these sizes (ascending from 1) that is at most `ranks`.
 pub(super) fn at_most(sizes: &[usize], ranks: usize) -> usize {
     sizes.iter().copied().take_while(|&size| size <= ranks).last().unwrap_or(1)
 }

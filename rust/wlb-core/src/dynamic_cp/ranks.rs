@@ -1,26 +1,26 @@
-//! Ranks of a micro-batch that no group has yet.
+//! The ranks of a micro-batch that are not in a group yet.
 
 use std::ops::Range;
 
 use super::options::GroupSizes;
 
-/// Free ranks, taken in falling numbers: by as many nodes as it takes, or from within one.
+/// Free ranks. They are taken in descending numbers: several whole nodes at once, or ranks inside a node.
 #[derive(Clone, Debug)]
 pub(super) struct FreeRanks {
     node: usize,
-    /// Whole nodes, and what the world has behind the last of them.
+    /// Whole nodes, and the rest of the world after the last whole node.
     whole: Range<usize>,
-    /// Remaining ranks that other groups left.
+    /// Ranks in nodes that other groups have begun.
     parts: Vec<Range<usize>>,
 }
 
 impl FreeRanks {
-    /// All of a world; nodes of as many ranks as the world has, or more, are one.
+    /// All ranks of a world; if a node has at least as many ranks as the world, there is one node.
     pub(super) fn new(world_size: usize, node: usize) -> Self {
         Self { node: node.min(world_size), whole: 0..world_size, parts: Vec::new() }
     }
 
-    /// Takes so many neighbours, if there are so many in a place: the first of them.
+    /// Takes `many` neighbouring ranks if there are so many in one place, and returns the first.
     pub(super) fn take(&mut self, many: usize) -> Option<usize> {
         let fitting = self.parts.iter_mut().filter(|part| part.len() >= many);
         if let Some(part) = fitting.min_by_key(|part| part.len()) {
@@ -38,16 +38,18 @@ impl FreeRanks {
         Some(first)
     }
 
-    /// Most neighbours that can be taken.
+    /// Most neighbouring ranks that can be taken.
     pub(super) fn most(&self) -> usize {
         self.parts.iter().map(|part| part.len()).fold(self.whole.len(), usize::max)
     }
 
-    /// Cuts what is left into blocks of about `base` ranks, `most` at most: of that many, and behind them smaller
-    /// powers of two; or, where any size will do, equal ones of at least as many. In order, with first rank and size.
+    /// Cuts the remaining ranks into blocks of about `base` ranks, at most `most`: blocks of `base` followed by smaller
+    /// powers
+    /// of two; or, if any size is allowed, equal blocks of at least `base`. Returns first rank and size of each, in
+    /// order.
     ///
     /// # Arguments
-    /// * `only` - the only sizes that blocks may have, ascending from 1, if not all.
+    /// * `only` - the only allowed sizes of blocks, ascending from 1, if not all.
     pub(super) fn cut(
         mut self,
         sizes: GroupSizes,
@@ -71,7 +73,7 @@ impl FreeRanks {
                     }
                 }
                 GroupSizes::Any => {
-                    // Blocks that reach over nodes have whole ones, where they may.
+                    // Blocks of several nodes consist of whole nodes where possible.
                     let inside = base <= self.node;
                     let unit = if inside { 1 } else { self.node };
                     let mut first = part.start;
@@ -104,8 +106,9 @@ fn largest_of(only: &[usize], mut ranks: usize, base: usize) -> Vec<usize> {
     blocks
 }
 
-/// Divides ranks into blocks of `base` or somewhat more, at most `most`: equal blocks in whole units; or, if those are
-/// larger, as many of the most as there are, and the rest.
+/// Divides ranks into equal blocks of at least `base`, at most `most`, in whole units; or, if equal blocks would be
+/// larger
+/// than `most`, into blocks of `most` and a rest.
 fn near(ranks: usize, base: usize, most: usize, unit: usize) -> Vec<usize> {
     let units = ranks.div_ceil(unit);
     let count = (ranks / base.next_multiple_of(unit)).max(1);
@@ -125,7 +128,8 @@ mod tests {
     use super::{FreeRanks, GroupSizes};
 
     proptest! {
-        /// Every rank is in one block, none of them is larger than allowed, and what fits into a node is in one.
+        /// Every rank is in exactly one block, no block is larger than allowed, and a block that fits into a node is
+        /// inside one.
         #[test]
         fn ranks_are_taken_once(
             world_size in 1_usize..70, node in 1_usize..70, most in 1_usize..70, base in 1_usize..70,

@@ -1,22 +1,22 @@
-//! A plan made faster: the groups of each micro-batch in the shortest time that its ranks allow ([`Shares`]), the order
-//! of its micro-batches, and, of few documents, where each is.
+//! Improves a plan: regroups each micro-batch so that it takes the shortest time on its ranks ([`Shares`]), reorders
+//! micro-batches, and, for few documents, moves documents between micro-batches.
 
 use super::cost::Load;
 use super::plan::{Draft, DraftGroup};
 use super::problem::Problem;
 use super::ranks::FreeRanks;
 
-/// A gain below this part of a step does not count.
+/// Least relative gain in the time of a step that counts.
 const GAIN: f64 = 1e-6;
 
-/// A draft whose micro-batches are in the order in which they run, while documents move between them.
+/// A draft with its micro-batches in running order, while documents move between them.
 pub(super) struct Refined<'a> {
     problem: &'a Problem,
     micro_batches: Vec<Shares>,
 }
 
 impl<'a> Refined<'a> {
-    /// Every micro-batch of a draft in groups that take no longer, and mostly less.
+    /// Regroups every micro-batch of a draft; none takes longer than before, and most take less.
     pub(super) fn new(problem: &'a Problem, draft: &Draft, order: &[usize]) -> Self {
         let mut tightened = |&j: &usize| {
             let groups: Vec<Share> =
@@ -34,11 +34,11 @@ impl<'a> Refined<'a> {
         self.micro_batches.iter().map(|shares| shares.seconds).collect()
     }
 
-    /// Lets micro-batches change places, and documents micro-batches, as long as a step gets faster; gives its seconds.
+    /// Swaps micro-batches and moves documents while the step gets faster; returns its seconds.
     ///
     /// # Arguments
-    /// * `step` - seconds of a step with micro-batches of these seconds.
-    /// * `tries` - micro-batches that are made anew, at most.
+    /// * `step` - computes the seconds of a step from the seconds of its micro-batches.
+    /// * `tries` - most micro-batches that are regrouped.
     pub(super) fn improve(&mut self, mut step: impl FnMut(&[f64]) -> f64, mut tries: usize) -> f64 {
         let mut costs = self.costs();
         let mut best = step(&costs);
@@ -68,7 +68,7 @@ impl<'a> Refined<'a> {
         }
     }
 
-    /// Moves a document to the first micro-batch where the step is faster with it. The seconds of the step.
+    /// Moves a document to the first micro-batch that makes the step faster, if any. Returns the seconds of the step.
     fn move_one(
         &mut self,
         document: u32,
@@ -88,7 +88,7 @@ impl<'a> Refined<'a> {
             let place = joined.partition_point(|&other| other < document);
             joined.insert(place, document);
             let now = (costs[from], costs[to]);
-            // Even if both were done as soon as can be.
+            // First with lower bounds for both micro-batches, which are quick to compute.
             (costs[from], costs[to]) = (without, Shares::least(self.problem, &joined));
             if step(costs) < best * (1.0 - GAIN) && *tries > 0 {
                 *tries -= 1;
@@ -110,7 +110,7 @@ impl<'a> Refined<'a> {
         best
     }
 
-    /// The draft; its micro-batches are in the order in which they run.
+    /// The draft, with its micro-batches in running order.
     pub(super) fn into_draft(self) -> Draft {
         let mut draft = Draft { offsets: vec![0], ..Draft::default() };
         for shares in self.micro_batches {
@@ -133,23 +133,23 @@ fn share(problem: &Problem, draft: &Draft, group: usize) -> Share {
     Share { first_rank, cp_size, load, seconds, documents }
 }
 
-/// A refinement ends if freely divisible documents would save less than this part of the time.
+/// Refinement ends if even freely divisible documents would save less than this part of the time.
 const CLOSE: f64 = 1.0 / 512.0;
-/// Most times of a micro-batch that are tried.
+/// Most target times that are tried for a micro-batch.
 const TIMES: usize = 12;
 
-/// Documents on a group.
+/// The documents of one group.
 #[derive(Clone, Debug)]
 pub(super) struct Share {
     pub(super) first_rank: u32,
     pub(super) cp_size: u32,
     pub(super) load: Load,
     pub(super) seconds: f64,
-    /// Positions in [`Problem::documents`], ascending.
+    /// Indices in [`Problem::documents`], ascending.
     pub(super) documents: Vec<u32>,
 }
 
-/// The groups of a micro-batch, on all ranks, in their order; and the seconds of the slowest.
+/// The groups of a micro-batch, covering all ranks in order, and the seconds of the slowest.
 #[derive(Clone, Debug)]
 pub(super) struct Shares {
     pub(super) groups: Vec<Share>,
@@ -157,18 +157,19 @@ pub(super) struct Shares {
 }
 
 impl Shares {
-    /// Groups of these documents, costliest first, that take about as little as they can, less than `seconds`. `None`
-    /// if none were found.
+    /// Groups of these documents (costliest first) that take about as little time as possible, less than `seconds`.
+    /// `None` if
+    /// none were found.
     ///
-    /// By halving what is between a time that nothing beats and one that was reached: documents need the more ranks the
-    /// less time there is.
+    /// Binary search between a lower bound on the time and a time that was reached: with less time, documents need more
+    /// ranks.
     ///
     /// # Complexity
-    /// A dozen times O(documents * groups).
+    /// About twelve times O(documents * groups).
     pub(super) fn of(problem: &Problem, documents: &[u32], seconds: f64) -> Option<Self> {
         let mut least = Self::least(problem, documents);
         let (mut found, mut most) = (None, seconds);
-        // The least itself is reached where the longest document decides.
+        // The lower bound itself is reached if the longest document decides.
         let mut next = least * (1.0 + CLOSE / 2.0);
         for _ in 0..TIMES {
             if next >= most {
@@ -189,11 +190,11 @@ impl Shares {
         found
     }
 
-    /// No groups of these documents take less.
+    /// A lower bound on the time of any groups of these documents.
     pub(super) fn least(problem: &Problem, documents: &[u32]) -> f64 {
         let constant = problem.cost.micro_batch_seconds;
         let load = |document: u32| &problem.documents[document as usize].load;
-        // On their smallest groups they take all ranks together least.
+        // On its smallest group, a document takes the least time summed over ranks.
         let together = documents.iter().map(|&document| {
             let size = problem.smallest(load(document));
             (problem.cost.seconds(load(document), size) - constant) * size as f64
@@ -202,15 +203,16 @@ impl Shares {
         slowest.fold(constant + together.sum::<f64>() / problem.world_size as f64, f64::max)
     }
 
-    /// Documents of the group, costliest first.
+    /// All documents, costliest first.
     pub(super) fn documents(&self) -> Vec<u32> {
         let mut documents: Vec<u32> = self.groups.iter().flat_map(|group| group.documents.iter().copied()).collect();
         documents.sort_unstable();
         documents
     }
 
-    /// Groups that take at most `seconds`: each document goes to the first that has time and room for it, or opens one
-    /// of as few ranks as will do. `None` if these are more than there are.
+    /// Groups that take at most `seconds`. Each document joins the first group with time and room for it, or opens a
+    /// new one with
+    /// as few ranks as possible. `None` if this needs more ranks than there are.
     fn within(problem: &Problem, documents: &[u32], seconds: f64) -> Option<Self> {
         let mut groups: Vec<Share> = Vec::new();
         let mut ranks = 0;

@@ -1,5 +1,6 @@
-//! The search for the plan of a step: which numbers of micro-batches and sizes of blocks are tried, in which order,
-//! which are not worth it, and the best solution so far.
+//! The search for the plan of a step: which numbers of micro-batches and sizes of blocks are tried, and in which order.
+//! It
+//! skips those that cannot win, and keeps the best solution so far.
 
 use std::rc::Rc;
 
@@ -17,36 +18,38 @@ use super::simulate::{self, fits_memory};
 use super::solver::Late;
 use super::targets::{self, Demand, Relaxed};
 
-/// Steps towards the best targets, of numbers of micro-batches that promise to be among the best.
+/// Further steps towards the best targets, for numbers of micro-batches whose targets promise to win.
 const STEPS: usize = 32;
-/// Part of the time that the further steps leave at best.
+/// Factor by which the further steps shorten a promised time at best.
 const PROMISE: f64 = 0.998;
 /// With communication cost: the least speed-up for which a document's ranks are doubled when even the doubled group
 /// misses the target. A large gain suits many documents that share the ranks, a small one a step that waits for a few.
 const GAINS: [f64; 3] = [1.4, 1.2, 1.05];
 /// With communication cost, at most this many documents are also planned by the targets of free exchange.
 const FEW: usize = 1024;
-/// With more documents, another gain is tried only for numbers of micro-batches this close to the best.
+/// With more documents than `FEW`, a further gain is tried only for numbers of micro-batches this close to the best.
 const NEAR: f64 = 1.05;
-/// A solution is given up where what is placed so far takes so much longer than the best: halving blocks makes up for
-/// less.
+/// A solution is given up if the placed part takes longer than the best by this factor: halving blocks cannot make up
+/// for
+/// that much.
 const LATE: f64 = 1.05;
-/// No larger blocks are tried where the step takes so much longer than with smaller ones.
+/// No larger blocks are tried if the step takes longer than with smaller ones by this factor.
 const LARGE: f64 = 1.2;
-/// The best block size is tried for other numbers of micro-batches this close to the best.
+/// The best size of blocks is also tried for other numbers of micro-batches within this factor of the best.
 const CLOSE: f64 = 1.1;
-/// Steps towards the best targets, of every number of micro-batches.
+/// First steps towards the best targets, for every number of micro-batches.
 const FIRST_STEPS: usize = 6;
-/// Promises that differ less are of the same problem.
+/// Two promises that differ by less than this part belong to the same problem.
 const SAME: f64 = 1e-9;
-/// Few documents are moved between micro-batches, one by one, in as many of the best plans, and so often at most in
-/// each.
+/// For few documents: the number of best plans in which documents are moved between micro-batches, and the most moves
+/// tried
+/// in each.
 const FINALISTS: usize = 4;
 const TRIES: usize = 512;
-/// Most ops that steps towards the best targets simulate: fewer steps for larger pipelines.
+/// Most ops simulated in steps towards the best targets, so that large pipelines get fewer steps.
 const MAX_OPS: usize = 1 << 16;
 
-/// A number of micro-batches, and what each of them should take.
+/// A number of micro-batches with the target of each.
 struct Candidate {
     num_micro_batches: usize,
     relaxed: Relaxed,
@@ -54,21 +57,21 @@ struct Candidate {
 
 /// Result of a search.
 pub(super) struct Found {
-    /// The best plan; `None` if the documents fit into no number of micro-batches that was tried.
+    /// The best plan; `None` if the documents fit into none of the numbers of micro-batches that were tried.
     pub(super) best: Option<Best>,
-    /// Numbers of micro-batches that were tried, and the seconds of a step with each.
+    /// Numbers of micro-batches that were tried, each with the seconds of its step.
     pub(super) sweep: Vec<(usize, f64)>,
-    /// The best of each number of micro-batches, of few documents.
+    /// For few documents: the best plan of each number of micro-batches.
     pub(super) others: Vec<Best>,
 }
 
-/// The problem with each gain that is tried.
+/// The problem, once for each gain that is tried.
 pub(super) fn with_gains(problem: &Problem) -> Vec<Problem> {
     let gains: &[f64] = if problem.cost.is_free() { &GAINS[..1] } else { &GAINS };
     gains.iter().map(|&gain| problem.with_gain(gain)).collect()
 }
 
-/// State of a search: the best plan so far, and buffers for the next solution.
+/// State of the search: the best plan so far, and memory for the next solution.
 pub(super) struct StepSearch<'a> {
     problem: &'a Problem,
     options: &'a DynamicCpOptions,
@@ -76,17 +79,17 @@ pub(super) struct StepSearch<'a> {
     sweep: Vec<(usize, f64)>,
     pipelines: Vec<(usize, Rc<Pipeline>)>,
     buffers: Buffers,
-    /// Demand of ranks by exchange, if it costs.
+    /// Work of the documents as a function of the time of a micro-batch, if exchange costs.
     demand: Option<Demand>,
-    /// Promise of each number of micro-batches under the previous gain.
+    /// Promised seconds of each number of micro-batches under the previous gain.
     promises: Vec<(usize, f64)>,
-    /// The problem and the size of blocks that suited the best so far.
+    /// The problem and the size of blocks of the best plan so far.
     suited: Option<(&'a Problem, usize)>,
-    /// The least price with the problem at hand, and the size of blocks that gave it.
+    /// The least price under the present gain, and the size of blocks that reached it.
     fitting: Option<(f64, usize)>,
-    /// The best of each number of micro-batches, of few documents.
+    /// For few documents: the best plan of each number of micro-batches.
     others: Vec<Best>,
-    /// A solution is given up if its price is above this.
+    /// A solution is given up if its price exceeds this.
     limit: f64,
 }
 
@@ -110,7 +113,7 @@ impl<'a> StepSearch<'a> {
         }
     }
 
-    /// The pipeline that runs that many micro-batches: made once, unless it is large.
+    /// The pipeline for this number of micro-batches; kept for the next call unless it is large.
     fn pipeline(&mut self, num_micro_batches: usize) -> Result<Rc<Pipeline>> {
         if let Some((_, pipeline)) = self.pipelines.iter().find(|(count, _)| *count == num_micro_batches) {
             return Ok(pipeline.clone());
@@ -122,8 +125,9 @@ impl<'a> StepSearch<'a> {
         Ok(pipeline)
     }
 
-    /// Targets after a few steps, from the shape that is faster. None where even the least that any targets take is
-    /// `hopeless`: its promise is that least.
+    /// A candidate whose targets were improved by a few steps, beginning with the faster of two shapes. If even a lower
+    /// bound on
+    /// its step exceeds `hopeless`, no step is made and the bound is its promise.
     fn candidate(&mut self, num_micro_batches: usize, hopeless: f64) -> Result<Candidate> {
         let options = self.options.pipeline(num_micro_batches);
         let pipeline = self.pipeline(num_micro_batches)?;
@@ -137,7 +141,7 @@ impl<'a> StepSearch<'a> {
         };
         let shape = |ends: f64| targets::shape(&options, ends, problem.heaviest());
         let work = problem.total_work / problem.world_size as f64;
-        // Where exchange costs, documents take longer than it knows.
+        // `around` does not know the cost of exchange, so it is used only if exchange is free.
         let around = problem.cost.is_free().then(|| targets::around(&options, problem.longest(), work)).flatten();
         let other = around.or_else(|| targets::heavier_first(&options).map(shape));
         let (mut relaxed, other) = (begin(shape(1.0)), other.map(begin));
@@ -163,22 +167,26 @@ impl<'a> StepSearch<'a> {
         relaxed.descend(steps, pipeline, self.options.p2p_seconds, &mut self.buffers);
     }
 
-    /// The seconds of a solution, or of the part of it that made it too late; infinite if there is none.
+    /// Solves a candidate. Returns the seconds of the solution, or of the part of it that was already too late;
+    /// infinite if there
+    /// is no solution.
     ///
-    /// They are estimated with every rank as slow as the slowest of the micro-batch: never less than what it takes, and
-    /// close where micro-batches are balanced.
+    /// The seconds are an estimate in which every rank is as slow as the slowest of the micro-batch: never too short,
+    /// and close
+    /// if micro-batches are balanced.
     fn solve(&mut self, candidate: &Candidate, base: usize, pipeline: &Pipeline) -> Result<f64> {
         self.solve_for(candidate, &candidate.relaxed.targets, base, pipeline)
     }
 
-    /// Solves a candidate for other targets.
+    /// Solves a candidate with other targets.
     fn solve_for(&mut self, candidate: &Candidate, targets: &[f64], base: usize, pipeline: &Pipeline) -> Result<f64> {
         let full = targets.iter().copied().fold(0.0, f64::max);
         self.solve_within(candidate, (targets, targets), base, full, pipeline)
     }
 
-    /// Solves a candidate whose documents get larger blocks only if blocks of `base` take longer than `full`, with the
-    /// order of another shape.
+    /// Solves a candidate. Documents get larger blocks only if a block of `base` takes longer than `full`.
+    /// Micro-batches are
+    /// ordered by `shape`.
     fn solve_within(
         &mut self,
         candidate: &Candidate,
@@ -225,7 +233,7 @@ impl<'a> StepSearch<'a> {
         Ok(seconds)
     }
 
-    /// Seconds of a step whose micro-batches take so much, and their order in it.
+    /// Seconds of a step whose micro-batches take these times, and their order in it.
     fn timed(&mut self, costs: &[f64], shape: &[f64], pipeline: &Pipeline) -> Result<(f64, Vec<usize>)> {
         let order = targets::arrange(costs, shape);
         let p2p = [self.options.p2p_seconds];
@@ -233,7 +241,7 @@ impl<'a> StepSearch<'a> {
         Ok((pipeline.makespan_in_order(&times, &order, &mut self.buffers), order))
     }
 
-    /// Makes the best faster; of few documents, the best of every number of micro-batches.
+    /// Improves the best plan; for few documents, the best plans of several numbers of micro-batches.
     fn refine(&mut self) -> Result<()> {
         let mut found = std::mem::take(&mut self.others);
         found.sort_by(|a, b| a.price(self.options).total_cmp(&b.price(self.options)));
@@ -259,7 +267,8 @@ impl<'a> StepSearch<'a> {
             let candidate = Best { num_micro_batches, draft, order, seconds };
             let beaten = |best: &Best| candidate.price(self.options) < best.price(self.options);
             let Some(best) = self.best.clone().filter(beaten) else { continue };
-            // The estimate lets no group wait for another's ranks, so a plan may win by it and lose by the clock.
+            // In the estimate groups never wait for another group's ranks, so the faster plan by estimate may be slower
+            // exactly.
             let simulated = self.simulated_price(&candidate)?;
             let before = standing.map_or_else(|| self.simulated_price(&best), Ok)?;
             standing = Some(before);
@@ -273,7 +282,7 @@ impl<'a> StepSearch<'a> {
         Ok(())
     }
 
-    /// The price of a plan whose ranks wait for one another.
+    /// Price of a plan timed exactly, with ranks that wait for one another.
     fn simulated_price(&mut self, plan: &Best) -> Result<f64> {
         let pipeline = self.pipeline(plan.num_micro_batches)?;
         let draft = plan.draft.in_order(&plan.order, &self.problem.documents);
@@ -283,7 +292,7 @@ impl<'a> StepSearch<'a> {
 }
 
 impl<'a> StepSearch<'a> {
-    /// The best plan, and what was tried on the way.
+    /// Runs the search and returns the best plan and the numbers tried.
     ///
     /// # Arguments
     /// * `problems` - the problem with each gain ([`with_gains`]).
@@ -319,13 +328,14 @@ impl<'a> StepSearch<'a> {
         Ok(Found { best: self.best, sweep: self.sweep, others: self.others })
     }
 
-    /// Plans few documents in plainer ways, too.
+    /// Also plans few documents in simpler ways.
     fn few(&mut self, tried: &[usize], counts: &Counts) -> Result<()> {
         for (evenly, rising) in [(false, false), (true, false), (true, true)] {
             let (before, sweep) = (self.best.clone(), self.sweep.clone());
             self.plainly(tried, evenly, rising)?;
             self.refine()?;
-            // Shorter by the estimate may be longer by the clock: then nothing is left of it, in the sweep neither.
+            // A plan that is faster by the estimate may be slower exactly: then it and its entries in the sweep are
+            // dropped.
             if rising
                 && let (Some(before), Some(after)) = (before, self.best.clone())
                 && self.simulated_price(&before)? < self.simulated_price(&after)?
@@ -347,20 +357,21 @@ impl<'a> StepSearch<'a> {
         Ok(())
     }
 
-    /// A number of micro-batches that promises more seconds changes nothing: neither the best, nor what was noted of
-    /// it.
+    /// The seconds above which a promise for this number of micro-batches changes nothing: neither the best plan nor
+    /// the seconds
+    /// noted for this number.
     fn hopeless(&self, num_micro_batches: usize) -> f64 {
         let noted = self.sweep.iter().find(|&&(tried, _)| tried == num_micro_batches);
         let (Some(best), Some(&(_, seconds))) = (&self.best, noted) else { return f64::INFINITY };
         seconds.max(best.price(self.options) / (PROMISE * price(self.options, num_micro_batches, 1.0)))
     }
 
-    /// The candidate whose targets promise most first.
+    /// Tries these numbers of micro-batches, beginning with the one that promises the least seconds.
     fn all(&mut self, counts: &[usize]) -> Result<()> {
         let near: Vec<usize> = counts.iter().copied().filter(|&count| self.is_near(count)).collect();
         let mut candidates =
             near.into_iter().map(|count| self.candidate(count, self.hopeless(count))).collect::<Result<Vec<_>>>()?;
-        // What promises the same as with the gain before is the same problem.
+        // A candidate with the same promise as under the previous gain is the same problem and was solved already.
         let promise = |candidate: &Candidate| (candidate.num_micro_batches, candidate.relaxed.seconds);
         let before = std::mem::replace(&mut self.promises, candidates.iter().map(promise).collect());
         let same = |a: (usize, f64), b: (usize, f64)| a.0 == b.0 && (a.1 - b.1).abs() <= SAME * b.1;
@@ -369,14 +380,15 @@ impl<'a> StepSearch<'a> {
         candidates.into_iter().try_for_each(|candidate| self.attempt(candidate))
     }
 
-    /// Whether a number of micro-batches may be the best with another gain; of few documents any may.
+    /// Whether this number of micro-batches may win with another gain; for few documents any may.
     fn is_near(&self, count: usize) -> bool {
         let Some(best) = self.best.as_ref().filter(|_| self.problem.documents.len() > FEW) else { return true };
         let least = best.price(self.options) * NEAR;
         self.sweep.iter().all(|&(tried, seconds)| tried != count || price(self.options, count, seconds) <= least)
     }
 
-    /// Solves for one number of micro-batches. If it would be slower than the best so far, no more than the promise.
+    /// Solves for one number of micro-batches. If its promise is no faster than the best so far, only the promise is
+    /// noted.
     fn attempt(&mut self, mut candidate: Candidate) -> Result<()> {
         let Candidate { num_micro_batches, ref mut relaxed } = candidate;
         let promised = price(self.options, num_micro_batches, relaxed.seconds) * PROMISE;
@@ -388,7 +400,7 @@ impl<'a> StepSearch<'a> {
         let pipeline = self.pipeline(num_micro_batches)?;
         self.descend(relaxed, STEPS, &pipeline);
         if self.tries_sizes() {
-            // Of few documents the second best may become the best.
+            // With few documents the second best may still become the best, so no solution is given up.
             let late = self.best.as_ref().filter(|_| self.problem.documents.len() > SMALL);
             self.limit = late.map_or(f64::INFINITY, |best| best.price(self.options) * LATE);
             let tried = self.sizes(&candidate, &pipeline);
@@ -399,15 +411,18 @@ impl<'a> StepSearch<'a> {
         }
     }
 
-    /// Whether blocks of other than the largest size may be better: where exchange costs, and where a group may not
-    /// have all documents, since a block has no more than a group may.
+    /// Whether smaller blocks may be better than the largest: if exchange costs, or if the documents of a group are
+    /// limited (the
+    /// limit of a block is that of a group).
     fn tries_sizes(&self) -> bool {
         self.demand.is_some() || self.problem.counts_documents()
     }
 
-    /// Plans by targets that know nothing of the exchange, then by them as much longer as the first solution took:
-    /// largest blocks for all numbers of micro-batches, smaller ones for the best, and the best size for those close to
-    /// it.
+    /// Plans with targets that ignore exchange, and again with the targets stretched to the time of the first solution.
+    /// Tries the
+    /// largest blocks for all numbers of micro-batches, smaller ones for the best number, and the best size for numbers
+    /// close to
+    /// the best.
     fn as_if_free(&mut self, counts: &[usize]) -> Result<()> {
         let largest = self.problem.largest_group;
         let mut candidates =
@@ -441,8 +456,9 @@ impl<'a> StepSearch<'a> {
         Ok(())
     }
 
-    /// Solves for the targets, for those that they began with, if `start`, and for the longer ones. Whether one is
-    /// best.
+    /// Solves for the targets, if `start` also for the initial targets, and for the stretched ones. Returns whether one
+    /// of these
+    /// plans is the best so far.
     fn scaled(&mut self, candidate: &Candidate, base: usize, start: bool) -> Result<bool> {
         let pipeline = self.pipeline(candidate.num_micro_batches)?;
         let relaxed = &candidate.relaxed;
@@ -459,9 +475,9 @@ impl<'a> StepSearch<'a> {
         Ok(self.best.as_ref().is_some_and(|best| best.seconds == least))
     }
 
-    /// Plans documents as plainly as can be, blocks of one size for all of them but those that need more memory: of few
-    /// documents, a time that each micro-batch should take says little. `evenly`: as much work for every micro-batch.
-    /// `rising`: the longest last.
+    /// Plans with blocks of one size for all documents (larger only where memory needs it): with few documents a target
+    /// for each
+    /// micro-batch means little. `evenly`: equal work for every micro-batch. `rising`: micro-batches ascend by time.
     fn plainly(&mut self, counts: &[usize], evenly: bool, rising: bool) -> Result<()> {
         for &count in counts {
             let candidate = self.candidate(count, f64::INFINITY)?;
@@ -478,9 +494,11 @@ impl<'a> StepSearch<'a> {
         Ok(())
     }
 
-    /// Tries sizes of blocks: larger ones are more even, smaller ones exchange less, and have more documents in all. At
-    /// first, with every gain, from the smallest up to one that is far from the best; then from the one that was
-    /// fastest with this gain, as long as it gets faster.
+    /// Tries sizes of blocks: larger ones are more even, smaller ones exchange less and hold more documents in total.
+    /// The first
+    /// time with each gain, sizes go from the smallest up to one that is far slower than the best. Later they start
+    /// from the
+    /// size that was fastest with this gain and go on in both directions while the step gets faster.
     fn sizes(&mut self, candidate: &Candidate, pipeline: &Pipeline) -> Result<()> {
         let sizes: Vec<usize> = self.problem.base_sizes();
         let Some(middle) = self.fitting.and_then(|(_, base)| sizes.iter().position(|&size| size == base)) else {
@@ -509,15 +527,16 @@ impl<'a> StepSearch<'a> {
         Ok(())
     }
 
-    /// With communication cost, tries numbers of micro-batches between the best and its tried neighbours, ever closer
-    /// to the best.
+    /// If exchange costs, tries numbers of micro-batches between the best and its tried neighbours, closer and closer
+    /// to the
+    /// best.
     fn between(&mut self, most: usize) -> Result<()> {
         if let Some((problem, base)) = self.suited.filter(|_| self.demand.is_some()) {
             self.problem = problem;
             self.fitting = self.best.as_ref().map(|best| (best.price(self.options), base));
             self.demand = Some(Demand::new(problem, most));
         }
-        // Numbers that did not fit count as tried, too, so that none is tried twice; the sweep does not have them.
+        // Numbers that did not fit count as tried, although the sweep does not list them.
         let mut all: Vec<usize> = self.sweep.iter().map(|&(tried, _)| tried).collect();
         while let Some(best) = self.best.as_ref().filter(|_| self.demand.is_some()) {
             let count = best.num_micro_batches;
@@ -540,8 +559,9 @@ impl<'a> StepSearch<'a> {
         Ok(())
     }
 
-    /// Doubles the micro-batches until the documents fit, which they do when each can have one, or a plan may have no
-    /// more.
+    /// Doubles the number of micro-batches until the documents fit. They fit at the latest when each can have its own,
+    /// unless the
+    /// limit on micro-batches is reached before.
     fn more(&mut self, most: usize) -> Result<()> {
         let round = if self.options.is_interleaved() { self.options.num_stages } else { 1 };
         let limit = limit(self.options);
@@ -556,7 +576,7 @@ impl<'a> StepSearch<'a> {
         Ok(())
     }
 
-    /// Solves for a number of micro-batches that may be enough where others were not.
+    /// Solves for a number of micro-batches that may be large enough.
     fn enough(&mut self, count: usize) -> Result<()> {
         let candidate = self.candidate(count, f64::INFINITY)?;
         let (pipeline, base) = (self.pipeline(count)?, self.problem.largest_group);

@@ -1,4 +1,4 @@
-//! Simulation of a plan: seconds of the step, and tokens under way on a rank, which activations depend on.
+//! Simulates a plan: the seconds of its step, and the tokens that a rank has under way, which decide activation memory.
 
 use crate::error::{Error, Result};
 use crate::packing::Sync;
@@ -9,12 +9,15 @@ use super::options::DynamicCpOptions;
 use super::plan::{Draft, Group};
 use super::problem::Problem;
 
-/// Seconds of a step: the pipeline's ops on every rank, where the ranks of a group start together.
+/// Seconds of a step, simulated op by op on every rank.
 ///
-/// Each stage has `world_size` ranks, and rank `r` of a stage hands its micro-batches to rank `r` of the next. All of
-/// them run the same order of ops. A group's op starts when all of its ranks are free and have their input. Groups
-/// change from micro-batch to micro-batch, and so do the ranks that wait for one another. Where they wait in every
-/// micro-batch, all ranks of a stage do so like those of one group, as slow as its slowest.
+/// Each stage has `world_size` ranks, and rank `r` of a stage sends its micro-batches to rank `r` of the next stage.
+/// All ranks
+/// run the same order of ops. A group's op starts when all of its ranks are free and have their input. Groups change
+/// from
+/// micro-batch to micro-batch, and so do the ranks that wait for one another. If ranks wait in every micro-batch, all
+/// ranks
+/// of a stage act like one group that is as slow as its slowest.
 ///
 /// # Complexity
 /// O(ops * world_size).
@@ -23,15 +26,15 @@ pub(super) fn simulated(pipeline: &Pipeline, draft: &Draft, options: &DynamicCpO
     of_groups(pipeline, &groups, &draft.offsets, options)
 }
 
-/// Seconds of a step whose groups take what they say, in the pipeline of the options: what a plan's `seconds` would be.
+/// Seconds of a step whose groups take the given seconds, in the pipeline of the options: the `seconds` of such a plan.
 ///
 /// # Arguments
-/// * `groups` - micro-batch by micro-batch, in each in the order of their ranks, which are all ranks.
-/// * `group_offsets` - where those of each micro-batch begin, then their number.
+/// * `groups` - micro-batch by micro-batch; inside one in the order of ranks and covering all ranks.
+/// * `group_offsets` - index of each micro-batch's first group, and at the end the number of groups.
 ///
 /// # Errors
-/// [`Error::Combination`] if these are no micro-batches of all ranks, [`Error::Entry`] for seconds that are negative or
-/// not finite, and those of a pipeline that there is not.
+/// [`Error::Combination`] if the groups of a micro-batch do not cover all ranks, [`Error::Entry`] for seconds that are
+/// negative or not finite, and the errors of the pipeline.
 ///
 /// # Complexity
 /// O(ops * world_size).
@@ -51,7 +54,7 @@ pub fn step_seconds(groups: &[Group], group_offsets: &[usize], options: &Dynamic
             ranks += group.cp_size as usize;
         }
         if ranks != options.world_size {
-            let requirement = "must be those of groups that are all ranks of their micro-batch";
+            let requirement = "must cover all ranks of every micro-batch";
             return Err(Error::Combination { argument: "cp_sizes", requirement });
         }
     }
@@ -74,7 +77,7 @@ pub(super) fn of_groups(pipeline: &Pipeline, groups: &[Group], offsets: &[usize]
     let &DynamicCpOptions { world_size, num_stages, num_virtual_stages, p2p_seconds, .. } = options;
     let third = 1.0 / (3 * num_stages * num_virtual_stages) as f64;
     let num_micro_batches = offsets.len() - 1;
-    // The rank of the pipeline, then of the stage. Of a micro-batch only its latest end is ever waited for.
+    // `clocks`: by stage, then by rank. `ends`: only the latest end of a micro-batch on a rank is ever waited for.
     let mut clocks = vec![0.0_f64; num_stages * world_size];
     let mut ends = vec![0.0_f64; num_micro_batches * world_size];
     for (op, rank, waits) in pipeline.program() {
@@ -88,12 +91,12 @@ pub(super) fn of_groups(pipeline: &Pipeline, groups: &[Group], offsets: &[usize]
             let ends = &mut ends[ranks];
             let mut start = clocks.iter().copied().fold(0.0, f64::max);
             if waits {
-                // Of a group all ended together.
+                // All ranks of a group ended together.
                 start = start.max(ends[0] + p2p_seconds);
             }
             let end = start + group.seconds * part;
             clocks.fill(end);
-            // Nobody waits for the gradient of weights.
+            // No stage waits for the gradient of weights.
             if op.kind != Kind::WeightGradient {
                 ends.fill(end);
             }
@@ -102,11 +105,12 @@ pub(super) fn of_groups(pipeline: &Pipeline, groups: &[Group], offsets: &[usize]
     clocks.into_iter().fold(0.0, f64::max)
 }
 
-/// Whether no rank has more tokens under way than rounds of `num_stages` full micro-batches may have, which memory was
-/// planned for.
+/// Whether no rank has more tokens under way than memory was planned for: the tokens of rounds of `num_stages` full
+/// micro-batches.
 ///
-/// An interleaved pipeline holds a round for each of its virtual stages but one, and what 1F1B holds twice. So larger
-/// rounds hold more micro-batches, unless these are small enough.
+/// An interleaved pipeline holds one round for each virtual stage but one, and twice the micro-batches of 1F1B. Larger
+/// rounds
+/// hold more micro-batches, which fit only if they are small enough.
 pub(super) fn fits_memory(
     problem: &Problem,
     options: &DynamicCpOptions,
@@ -120,7 +124,7 @@ pub(super) fn fits_memory(
     let &DynamicCpOptions { num_stages, num_virtual_stages, max_tokens_per_rank, .. } = options;
     let passes = (num_virtual_stages + 1) * num_stages - 1;
     let most = passes as f64 * f64::from(max_tokens_per_rank) / num_virtual_stages as f64;
-    // Each micro-batch as its fullest rank.
+    // Each micro-batch counts with its fullest rank.
     let fullest = draft.fullest(&problem.documents, options.padding.as_ref());
     let tokens: Vec<f64> = order.iter().map(|&micro_batch| fullest[micro_batch] as f64).collect();
     let under_way = pipeline.peak_activation(Some(&tokens))?.into_iter().fold(0.0, f64::max);

@@ -1,11 +1,16 @@
-//! From documents to groups, for a given number of micro-batches.
+//! Places documents in groups for a given number of micro-batches.
 //!
-//! Three steps. A document that is too much for a block of `base` ranks opens a larger one of its own
-//! ([`Blocks::open`]). All others go, longest first, to the block with the least time beyond its target that has room
-//! for them; where exchange is free, so that all blocks are about alike, to the one with the most room if the first has
-//! none ([`Blocks::fill`]). Where documents bring their own costs, that is
-//! costliest first; and longest first only if they do not fit so. Then every block is halved, and its halves again,
-//! while halves of equal work can be found in it ([`Halving`]): less to exchange, same time.
+//! There are three steps. First, a document that is too large for a block of `base` ranks opens a larger block of its
+//! own
+//! ([`Blocks::open`]). Second, all other documents go to blocks, longest first: each to the block with room whose time
+//! exceeds
+//! its target least ([`Blocks::fill`]). (If exchange is free, all blocks are about alike; then a document that does not
+//! fit
+//! on the first block goes to the one with the most room. If documents bring their own costs, the order is costliest
+//! first,
+//! and longest first only if they do not fit.) Third, every block is halved, and its halves again, while it divides
+//! into
+//! halves of equal work ([`Halving`]): less exchange, same time.
 
 use super::block::{Block, Sizes};
 use super::cost::Load;
@@ -14,9 +19,9 @@ use super::plan::{Draft, DraftGroup};
 use super::problem::Problem;
 use super::ranks::FreeRanks;
 
-/// Halves may take this much longer than what their micro-batch takes anyway.
+/// Factor by which halves may exceed the time of their micro-batch.
 const SLACK: f64 = 1.0 + 1.0 / 256.0;
-/// Whether a solution becomes too late is asked so often. Costliest first, half of the documents are most of the work.
+/// A solution is checked for lateness this many times. Costliest first, half of the documents are most of the work.
 const PARTS: usize = 4;
 /// Relative rounding error of seconds.
 const ROUNDING: f64 = 1e-12;
@@ -25,32 +30,32 @@ struct Blocks<'a> {
     problem: &'a Problem,
     targets: Vec<f64>,
     blocks: Vec<Block>,
-    /// Block of each document, or [`NOWHERE`] yet.
+    /// Block of each document, or [`NOWHERE`].
     assignment: Vec<u32>,
 }
 
 const NOWHERE: u32 = u32::MAX;
 
-/// Whether micro-batches that take this many seconds are too late.
+/// Whether micro-batches with these seconds are too late.
 pub(super) type Late<'a> = &'a mut dyn FnMut(&[f64]) -> bool;
 
-/// Treatment of a document that does not fit on the block with the least time beyond its target.
+/// Where a document goes that does not fit on the block with the least time beyond its target.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Overflow {
-    /// The block with the next least time among those with room. Blocks of all sizes then end about equally late.
+    /// To the block with the next least time that has room. Blocks of all sizes then end about equally late.
     NextLightest,
-    /// The block with the most room: a large one, which becomes late. More documents fit this way.
+    /// To the block with the most room: a large block, which gets late. More documents fit this way.
     MostRoom,
 }
 
-/// A micro-batch while larger blocks are opened in it.
+/// A micro-batch in which larger blocks are being opened.
 struct Place {
     micro_batch: usize,
-    /// Target time of the block.
+    /// Target time of the micro-batch.
     target: f64,
-    /// Ranks of its blocks.
+    /// Ranks of the blocks that were opened.
     used: usize,
-    /// Ranks of the largest block that can be opened.
+    /// Ranks of the largest block that can still be opened.
     most: usize,
 }
 
@@ -66,21 +71,24 @@ impl<'a> Blocks<'a> {
         Self { problem, targets, blocks: Vec::new(), assignment }
     }
 
-    /// Opens a block for every document that needs more than `base` ranks, for memory or to be done in `full` seconds,
-    /// while micro-batches have ranks left; cuts what is left of them into blocks of `base`.
+    /// Opens a block for every document that needs more than `base` ranks, for memory or to finish in `full` seconds,
+    /// while
+    /// micro-batches have ranks left. Cuts the remaining ranks into blocks of `base`.
     fn open(&mut self, base: usize, full: f64) {
         let Self { problem, targets, .. } = self;
         let world = FreeRanks::new(problem.world_size, problem.node());
-        // Longest target first, so that those in which a document is done in time come before all others.
+        // Longest target first, so that the micro-batches in which a document finishes in time come first.
         let mut fullest: Vec<usize> = (0..targets.len()).collect();
         fullest.sort_by(|&a, &b| targets[b].total_cmp(&targets[a]));
         let mut places: Vec<Place> = fullest.into_iter().map(|j| Place::new(j, targets[j] * SLACK, &world)).collect();
         let mut free = vec![world; targets.len()];
-        // They come in falling sizes, so each power of two is aligned.
+        // Sizes descend, so each power of two is aligned.
         for (place, size) in problem.large(base, full) {
             let document = &problem.documents[place];
             let seconds = problem.cost.seconds(&document.load, size);
-            // Where it exceeds the target least; of those, where most ranks are free.
+            // The micro-batch in which the document finishes in time, or exceeds the target least; of several, the one
+            // with most ranks
+            // free.
             let in_time = places.partition_point(|place| place.target >= seconds);
             let emptiest = |places: &[Place]| {
                 let fitting = (0..places.len()).filter(|&at| places[at].most >= size);
@@ -112,9 +120,11 @@ impl<'a> Blocks<'a> {
         }
     }
 
-    /// Places the other documents in that order: each to the block that is furthest below its target; if it does not
-    /// fit there, to another. A block of as many documents as a group may have takes none. `None` if it fits nowhere,
-    /// or if what micro-batches take is too late.
+    /// Places the other documents in the given order: each on the block that is furthest below its target, or, if it
+    /// does not
+    /// fit there, on another. A block with the most documents that a group may have takes no more. `None` if a document
+    /// fits
+    /// nowhere, or if the micro-batches get too late.
     fn fill(
         &mut self,
         order: &mut dyn Iterator<Item = u32>,
@@ -135,8 +145,9 @@ impl<'a> Blocks<'a> {
         let mut by_time = Sizes::new(blocks, in_order || !makes_room, weight, room);
         let (mut by_room, mut with_room): (Option<Sizes>, Option<Sizes>) = (None, None);
         let mut without_room = 0;
-        // A document takes the same time more on every block of a size where exchange is free; where it costs, about
-        // the same. 12, 24 or 48 ranks have no more blocks of a size than this.
+        // If exchange is free, a document adds equal time on all blocks of one size; if not, about equal time. A world
+        // of 12, 24 or
+        // 48 ranks has at most this many blocks of a size.
         let many = if problem.cost.is_free() { 1 } else { targets.len() };
         for place in order {
             placed += 1;
@@ -162,8 +173,9 @@ impl<'a> Blocks<'a> {
             let mut chosen = by_time.first()?;
             let mut after = with(&blocks[chosen]);
             if (after.cp_size as usize) < base && over(&after) > 0.0 {
-                // Too small a block, at the end of a world that is no power of two: the one that it takes least beyond
-                // its target. Where many have no room, an order of its own leaves them out.
+                // A block at the end of a world that is no power of two is too small. Take the block where the document
+                // exceeds the target
+                // least. If many blocks have no room, an order of blocks by room skips them.
                 let mut least: Option<(usize, Block)> = None;
                 if !makes_room && without_room > blocks.len() && with_room.is_none() {
                     let sizes = with_room.insert(Sizes::new(blocks, in_order, weight, room));
@@ -173,7 +185,8 @@ impl<'a> Blocks<'a> {
                     let mut fitting = 0;
                     for at in of_size {
                         let block = &blocks[at];
-                        // Later than the least, whatever the documents hide of each other's exchange; but for rounding.
+                        // Certainly later than the best block so far, even if these documents hid all of each other's
+                        // exchange.
                         let later = |(_, least): &(usize, Block)| {
                             let more = problem.cost.least_more(&document.load, block.cp_size as usize);
                             over(block) + more > over(least) + ROUNDING * (least.seconds + longest)
@@ -218,13 +231,13 @@ impl<'a> Blocks<'a> {
 
     fn into_draft(self) -> Draft {
         let Self { problem, targets, blocks, assignment } = self;
-        // What a micro-batch takes anyway.
+        // Time that each micro-batch takes in any case.
         let mut limits = targets;
         for block in &blocks {
             let limit = &mut limits[block.micro_batch as usize];
             *limit = limit.max(block.seconds);
         }
-        // Documents by block, costliest first in each: a counting sort.
+        // Documents by block, costliest first in each block: a counting sort.
         let mut cursors = vec![0_u32; blocks.len() + 1];
         for &block in &assignment {
             cursors[block as usize + 1] += 1;
@@ -260,7 +273,7 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// Seconds of each micro-batch so far, on its slowest block.
+/// Seconds of each micro-batch so far: those of its slowest block.
 fn slowest(blocks: &[Block], num_micro_batches: usize) -> Vec<f64> {
     let mut seconds = vec![0.0_f64; num_micro_batches];
     for block in blocks {
@@ -271,7 +284,7 @@ fn slowest(blocks: &[Block], num_micro_batches: usize) -> Vec<f64> {
 }
 
 impl Problem {
-    /// Documents that want more than `base` ranks, and how many, in falling numbers.
+    /// Documents that need more than `base` ranks, each with that number, in descending order of the number.
     fn large(&self, base: usize, full: f64) -> Vec<(usize, usize)> {
         let mut large = Vec::new();
         let mut most = self.largest_group;
@@ -295,21 +308,25 @@ impl Problem {
     }
 
     /// The smallest group from `base` to `most` ranks on which a document takes at most `full` seconds; if there is
-    /// none, one where it is about as fast as it can be.
+    /// none, the
+    /// group from [`Problem::fastest`].
     fn wanted(&self, load: &Load, base: usize, most: usize, full: f64) -> usize {
         let in_time = self.smallest_in_time(load, base, most, full * SLACK);
         in_time.unwrap_or_else(|| self.fastest(load).0.clamp(base, most))
     }
 
-    /// Groups of documents in micro-batches that should take as long as `targets`, in blocks of `base` ranks where
-    /// these will do: for memory, and to be done in `full` seconds. `None` if the documents do not fit, or if
-    /// micro-batches become too late: of what each of them takes with a part of the documents, and with all, before
-    /// blocks are halved.
+    /// Groups of documents in micro-batches with these target seconds, in blocks of `base` ranks; a document gets a
+    /// larger block
+    /// only for memory or to finish in `full` seconds. `None` if the documents do not fit, or if `late` says that the
+    /// micro-batches get too late. `late` is asked with a part of the documents placed, and with all, before blocks are
+    /// halved.
     ///
     /// # Complexity
     /// For `n` documents, `m` micro-batches and `r` ranks: O(n log r + m r / base), and O(m) more for every document
-    /// that needs a larger block. Where `base` does not divide `r`, up to O(m log r) more for any, and O(m r / base)
-    /// where memory binds. Twice that where exchange costs and documents do not fit at first.
+    /// that needs a
+    /// larger block. If `base` does not divide `r`, up to O(m log r) more for every document, and O(m r / base) if
+    /// memory binds.
+    /// Twice that if exchange costs and documents do not fit at first.
     pub(super) fn solve(&self, targets: &[f64], base: usize, full: f64, mut late: Option<Late<'_>>) -> Option<Draft> {
         let (asks, mut given_up) = (late.is_some(), false);
         let mut solved = |order: &mut dyn Iterator<Item = u32>, overflow| {
@@ -345,7 +362,8 @@ impl<'a> Halving<'a> {
         Self { problem, scratch: Vec::new() }
     }
 
-    /// Appends the groups of a block, whose documents come costliest first; they may take as long as the block, or as
+    /// Appends the groups of a block, whose documents must be costliest first. The groups may take as long as the
+    /// block, or as
     /// the limit.
     pub(super) fn halve(&mut self, block: &Block, documents: &mut [u32], limit: f64, draft: &mut Draft) {
         if let Some((first, halves)) = self.halves(block, documents, limit.max(block.seconds)) {
@@ -359,8 +377,9 @@ impl<'a> Halving<'a> {
         draft.groups.push(DraftGroup { first_rank, cp_size, seconds, end: draft.documents.len() as u32 });
     }
 
-    /// Two blocks in the place of one, and how many documents the first has, which come to the front. `None` if there
-    /// are none that are done within the limit, and the documents are as before.
+    /// Two blocks instead of one, and the number of documents in the first; its documents come to the front. `None` if
+    /// no two
+    /// blocks finish within the limit; the documents then stay as they were.
     fn halves(&mut self, block: &Block, documents: &mut [u32], limit: f64) -> Option<(usize, [Block; 2])> {
         let size = block.cp_size as usize;
         if size == 1 || documents.len() < 2 {
@@ -371,7 +390,7 @@ impl<'a> Halving<'a> {
         }
         let half = self.problem.half(block.first_rank as usize, size)?;
         self.parts(block, documents, limit, half).or_else(|| {
-            // Or those that the costliest needs, and the others.
+            // Otherwise: the ranks that the costliest document needs, and the others.
             let costliest = &self.problem.documents[documents[0] as usize].load;
             let needed = self.problem.smallest_in_time(costliest, 1, size - 1, limit)?;
             let is_other = needed != half && self.problem.is_size(size - needed);
@@ -380,7 +399,8 @@ impl<'a> Halving<'a> {
     }
 
     /// Divides a block into two parts with `first` ranks in the first one: costliest document first, each to the part
-    /// with less work per rank, within limits.
+    /// with less
+    /// work per rank, within limits.
     fn parts(&mut self, block: &Block, documents: &mut [u32], limit: f64, first: usize) -> Option<(usize, [Block; 2])> {
         let sizes = [first, block.cp_size as usize - first];
         let mut loads = [Load::default(); 2];
@@ -405,7 +425,7 @@ impl<'a> Halving<'a> {
         }
         let mut count = 0;
         for index in 0..documents.len() {
-            // Stable for the first part; the second is put in order below.
+            // The order stays for the first part; the second part is sorted below.
             if self.scratch[index] == 0 {
                 documents.swap(count, index);
                 count += 1;

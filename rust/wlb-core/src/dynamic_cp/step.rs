@@ -1,4 +1,4 @@
-//! The plan of a step: what is asked for is checked, searched for, and written out.
+//! The plan of a step, from arguments to result: check, search, write out.
 
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
@@ -18,27 +18,35 @@ use super::simulate;
 /// Divides the documents of one step among micro-batches and groups of ranks.
 ///
 /// # Arguments
-/// * `ids` - names of the documents in the plan; their indices if not given.
-/// * `costs` - what documents cost on one rank: a cost model, or one cost for each document. Memory goes by tokens
-///   either way.
+/// * `ids` - ids of the documents in the plan; by default their indices.
+/// * `costs` - costs of the documents on one rank: a cost model, or one cost for each document. Memory is counted in
+///   tokens
+///   in both cases.
 ///
 /// # Returns
-/// The groups of every micro-batch, their documents, the predicted time of the step, and a time that no plan beats.
+/// The groups of every micro-batch, their documents, the predicted time of the step, and a lower bound on it.
 ///
-/// # Errors
 /// [`Error::OutOfRange`], [`Error::Number`] for options; [`Error::Mismatch`] for `ids`; [`Error::TooLong`] for a
-/// document that exceeds the memory of the largest group; [`Error::Combination`] when the documents do not fit into the
-/// micro-batches allowed ([`MAX_CELLS`](crate::limits::MAX_CELLS) if not given); [`Error::Schedule`] when an
-/// interleaved pipeline does not take that number of micro-batches; [`Error::InfiniteCost`]; [`Error::Combination`],
-/// [`Error::Column`] and [`Error::Entry`] for costs of documents.
+/// document that
+/// exceeds the memory of the largest group; [`Error::Combination`] when the documents do not fit into the allowed
+/// micro-batches ([`MAX_CELLS`](crate::limits::MAX_CELLS) by default); [`Error::Schedule`] when the schedule does not
+/// allow
+/// that number of micro-batches; [`Error::InfiniteCost`]; [`Error::Combination`], [`Error::Column`] and
+/// [`Error::Entry`] for
+/// costs of documents.
 ///
 /// # Complexity
 /// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a
-/// dozen numbers of micro-batches (several times as many attempts where exchange costs), and O(p v m world_size) for
-/// the simulation of the best. Where exchange costs and documents' costs do not follow their lengths, a logarithm of
-/// the groups more for each document. In a world that is no power of two, up to O(n m log world_size) instead, and
-/// O(n m world_size) where memory binds: mostly far less. Twice that where groups may have any size. At most 16
-/// documents on at most 64 ranks take one more search, over everything at once, whose amount of work is fixed.
+/// dozen
+/// numbers of micro-batches (several times as many attempts if exchange costs), and O(p v m world_size) to simulate the
+/// best.
+/// If exchange costs and documents' costs do not follow their lengths, a logarithm of the groups more for each
+/// document. In a
+/// world that is no power of two, up to O(n m log world_size) instead, and O(n m world_size) if memory binds, but
+/// usually far
+/// less. Twice that if groups may have any size. At most 16 documents on at most 64 ranks take one more search of a
+/// fixed
+/// amount of work.
 ///
 /// # Example
 /// ```
@@ -70,12 +78,13 @@ pub fn plan_dynamic_cp<'a>(
     Ok(plan)
 }
 
-/// The plan whose documents are named by their indices.
+/// The fastest plan, with indices as ids of the documents.
 fn fastest(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> Result<DynamicCpPlan> {
     if options.group_sizes == GroupSizes::PowersOfTwo {
         return Ok(planned(lengths, options, costs, &[])?.plan);
     }
-    // Among more groups the search sometimes ends at a slower plan: so that of fewer is one of them.
+    // With more allowed groups the search sometimes ends at a slower plan, so the plan with powers of two is a
+    // candidate, too.
     let of_powers = options.of_powers();
     let paid = |plan: &DynamicCpPlan| price(options, plan.num_micro_batches(), plan.seconds);
     let fewer = planned(lengths, &of_powers, costs, &[]);
@@ -89,20 +98,20 @@ fn fastest(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>) -> R
     })
 }
 
-/// A plan, and what else was found.
+/// A plan, and other plans that were found.
 struct Planned {
     plan: DynamicCpPlan,
     /// For few documents: the best plan of each number of micro-batches, whatever number was asked for.
     others: Vec<Best>,
 }
 
-/// Plans with groups of exactly one kind of sizes.
+/// Plans with the group sizes of the options.
 ///
 /// # Arguments
-/// * `starts` - of few documents, plans with fewer groups, where the search goes on.
+/// * `starts` - for few documents: plans with fewer allowed groups, from which the search continues.
 fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>, starts: &[Best]) -> Result<Planned> {
     let largest_group = check(lengths, options, costs)?;
-    // A constant of the cost model is one more that every micro-batch takes.
+    // The cost model's constant for every micro-batch adds to the option's.
     let micro_batch_seconds = options.micro_batch_seconds + costs.micro_batch();
     let max_tokens_per_rank = options.most_tokens()?;
     let options = &DynamicCpOptions { micro_batch_seconds, max_tokens_per_rank, ..options.clone() };

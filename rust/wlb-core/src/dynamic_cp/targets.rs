@@ -1,34 +1,38 @@
-//! Targets of micro-batches: first a shape that is light at both ends, then the best targets for plans whose short
-//! documents can be divided freely.
-//!
-//! [`shape`] says where the search begins, [`Relaxed`] goes from there to the best, and [`Demand`] says how much work
-//! documents are where exchange makes it more.
+//! Target times of micro-batches. The search begins with a shape that is light at both ends ([`shape`]). [`Relaxed`]
+//! improves
+//! the targets under the assumption that short documents can be divided freely. [`Demand`] says how much work the
+//! documents
+//! are if exchange costs.
 
 use crate::pipeline::{Buffers, Pipeline, PipelineOptions};
 
 use super::problem::Problem;
 
-/// The first micro-batch, relative to the full ones, times the square root of the micro-batches that a stage has.
+/// Size of the first micro-batch, relative to the full ones, times the square root of the micro-batches per stage.
 const FIRST: f64 = 0.2;
-/// The last, relative to the full ones.
+/// Size of the last micro-batch, relative to the full ones.
 const LAST: f64 = 0.5;
-/// Ends may be this much lighter, so that the full micro-batches are as heavy as the heaviest documents.
+/// Factor by which the ends may get lighter, so that the full micro-batches are as heavy as the heaviest documents.
 const LIGHTEST: f64 = 1.0 / 16.0;
-/// Least part of the longest document with which a micro-batch begins; a micro-batch with nothing would never get any.
+/// Least size of a micro-batch at the start, as a part of the longest document: one of size 0 would stay at 0.
 const LEAST_OF_LONGEST: f64 = 1.0 / 64.0;
 
 /// Relative work of each micro-batch, 1 for the full ones: light at both ends.
 ///
-/// A pipeline fills at the speed of its first micro-batches and drains at that of its last, and while it does, ranks
-/// idle. A micro-batch finds the last stage still busy if its way there, `(p - 1) f` for a forward of `f`, is no longer
-/// than the backwards of those before it: so sizes may rise by `1 + b / ((p - 1) f)` from one to the next, and fall by
-/// `1 + f / ((p - 1) b)`, with a backward of `b = 2 f`. The stages in between have other micro-batches in hand than the
-/// last one, so a slower rise is better, and a faster fall leaves the full ones lighter: these numbers were found by
-/// search over shapes in the simulator. Virtual stages shorten the way.
+/// A pipeline fills at the speed of its first micro-batches and drains at the speed of its last, and meanwhile ranks
+/// idle. A
+/// micro-batch finds the last stage still busy if its way there, `(p - 1) f` for a forward of `f`, takes no longer than
+/// the
+/// backwards of the micro-batches before it. So sizes may rise by `1 + b / ((p - 1) f)` from one to the next, and fall
+/// by
+/// `1 + f / ((p - 1) b)`, with a backward of `b = 2 f`. The stages in between work on other micro-batches than the last
+/// stage, so a slower rise is better, and a faster fall makes the full ones lighter: the constants were found by a
+/// search
+/// over shapes in the simulator. Virtual stages shorten the way.
 ///
 /// # Arguments
-/// * `ends` - how heavy the ends are, relative to what suits a long step; above 1, only the first.
-/// * `heaviest` - the heaviest document's part of all the work of a rank; the ends get lighter until the full
+/// * `ends` - weight of the ends relative to what suits a long step; a value above 1 changes only the first end.
+/// * `heaviest` - time of the heaviest document relative to all work of a rank; the ends get lighter until the full
 ///   micro-batches reach it.
 pub(super) fn shape(options: &PipelineOptions, mut ends: f64, heaviest: f64) -> Vec<f64> {
     let &PipelineOptions { num_micro_batches, num_stages, num_virtual_stages, .. } = options;
@@ -41,29 +45,34 @@ pub(super) fn shape(options: &PipelineOptions, mut ends: f64, heaviest: f64) -> 
     }
 }
 
-/// Weight of the first micro-batches to try as an alternative: with few micro-batches a stage, light ones leave too
-/// much to the others.
+/// A larger weight of the first micro-batches, as an alternative: with few micro-batches per stage, light ones leave
+/// too much
+/// work to the others.
 pub(super) fn heavier_first(options: &PipelineOptions) -> Option<f64> {
     (options.num_stages > 1 && options.num_micro_batches <= 4 * options.num_stages).then_some(3.0)
 }
 
-/// Around documents so long that the pipeline fills and drains at their speed, in seconds. `None` if they are not.
+/// A shape for documents so long that the pipeline fills and drains at their speed, in seconds. `None` if they are not.
 ///
-/// The longest is in micro-batch `p`, and what is before it makes three kinds of paths take the same (`x` are the
-/// sizes, `w = p - 1`):
+/// The longest document is in micro-batch `p`. The micro-batches before it are chosen such that three kinds of paths
+/// take the
+/// same time (`x` are the sizes, `w = p - 1`):
 ///
-/// - forwards on the first stage up to one of the `w` micro-batches before `p`, this up to the last stage, everything
-///   there up to `p`. Each of these is then `g = 1 + 2/w` times the one before, `x_j = g^(j-1) x_1`;
-/// - the same with `p` itself, behind the backward of the first: `x_p = g^w x_1 - 2/w x_0`;
-/// - forwards on the first stage up to `w`; on the second this, the backward behind it, and `p`, up to the last stage:
-///   `x_p = x_w + 2 (x_1 - x_0)`. Both together: `x_0 = x_1 (w - g^(w-1)) / (w - 1)`.
+/// - forwards on the first stage up to one of the `w` micro-batches before `p`, then this one up to the last stage,
+///   then
+///   everything there up to `p`. Each of these is then `g = 1 + 2/w` times the one before: `x_j = g^(j-1) x_1`;
+/// - the same with `p` itself, after the backward of the first: `x_p = g^w x_1 - 2/w x_0`;
+/// - forwards on the first stage up to `w`; then on the second stage this one, the backward after it, and `p`; then up
+///   to the
+///   last stage: `x_p = x_w + 2 (x_1 - x_0)`. The last two give `x_0 = x_1 (w - g^(w-1)) / (w - 1)`.
 ///
-/// In the bound of these documents, whatever is left counts the same wherever it is: so behind them sizes fall, at a
-/// rate that was found by search, until nothing is left.
+/// In the lower bound for these documents, the remaining work counts equally wherever it is. So after them sizes fall,
+/// at a
+/// rate that was found by search, until no work remains.
 ///
 /// # Arguments
 /// * `longest` - seconds of documents, longest first.
-/// * `work` - of all documents, spread evenly over the ranks.
+/// * `work` - work of all documents, spread evenly over the ranks.
 pub(super) fn around(options: &PipelineOptions, mut longest: impl Iterator<Item = f64>, work: f64) -> Option<Vec<f64>> {
     let &PipelineOptions { num_micro_batches, num_stages, num_virtual_stages, .. } = options;
     if num_virtual_stages > 1 || num_stages == 1 || num_micro_batches <= num_stages {
@@ -73,7 +82,7 @@ pub(super) fn around(options: &PipelineOptions, mut longest: impl Iterator<Item 
     let way = (num_stages - 1) as f64;
     let growth = 1.0 + 2.0 / way;
     let grown = (2..num_stages).fold(1.0, |size, _| size * growth);
-    // With two stages any first one will do.
+    // With two stages any size of the first micro-batch will do.
     let first = if num_stages == 2 { 0.0 } else { (way - grown) / (way - 1.0) };
     let mut size = full / (grown * growth - 2.0 / way * first);
     let mut shape = vec![size * first];
@@ -116,7 +125,7 @@ fn ramp<'a>(shape: impl Iterator<Item = &'a mut f64>, mut size: f64, growth: f64
     }
 }
 
-/// An order of micro-batches: the one that takes longest where the shape is fullest, and so on. Ties as they come.
+/// Orders micro-batches: the longest where the shape is largest, and so on; equal ones stay in order.
 pub(super) fn arrange(costs: &[f64], shape: &[f64]) -> Vec<usize> {
     let falling = |values: &[f64]| {
         let mut order: Vec<usize> = (0..values.len()).collect();
@@ -130,27 +139,27 @@ pub(super) fn arrange(costs: &[f64], shape: &[f64]) -> Vec<usize> {
     order
 }
 
-/// Relative gain that the first step aims at, and the factor on it after a step without gain.
+/// Relative gain that the first step aims at, and the factor on it after a step without a gain.
 const HOPE: f64 = 0.02;
 const DOUBT: f64 = 0.85;
 
-/// Seconds of each micro-batch, on its way to the best.
+/// Seconds of each micro-batch, on the way to the best.
 pub(super) struct Relaxed {
-    /// Floor of each target: the longest documents.
+    /// Floor of each target, set by the longest documents.
     floors: Vec<f64>,
-    /// Movable work of each micro-batch above its floor: documents that can go anywhere.
+    /// Work of each micro-batch above its floor, from documents that can go anywhere.
     movable: Vec<f64>,
     total: f64,
     hope: f64,
     /// Starting targets.
     pub(super) start: Vec<f64>,
-    /// The best so far, and the time of the step with it.
+    /// The best targets so far, and the time of the step with them.
     pub(super) targets: Vec<f64>,
     pub(super) seconds: f64,
 }
 
 impl Relaxed {
-    /// From `work`, spread evenly over the ranks, in that shape.
+    /// Targets of this shape for `work`, which is spread evenly over the ranks.
     pub(super) fn new(problem: &Problem, shape: &[f64], work: f64) -> Self {
         let floors = problem.floors(shape, work);
         let movable = problem.above(&floors, shape, work);
@@ -159,15 +168,17 @@ impl Relaxed {
         Self { floors, movable, total, hope: HOPE, targets: start.clone(), start, seconds: f64::INFINITY }
     }
 
-    /// Goes on for a number of steps.
+    /// Improves the targets by a number of steps.
     ///
-    /// The time of a step is the greatest of sums over micro-batches, one for each path through the schedule. So of
-    /// what is not the best, work has to move from micro-batches that have more of the critical path than the average
-    /// second has to those that have less; each loses or gains in proportion to that difference and to what it has. (A
-    /// subgradient step in the geometry of proportions, of Polyak's length for the time that is hoped for.)
+    /// The time of a step is the greatest of many sums over micro-batches, one for each path through the schedule. If
+    /// targets are
+    /// not the best, work must move from micro-batches that have more of the critical path than average (per second of
+    /// their
+    /// own) to those that have less. Each loses or gains in proportion to that difference and to its size. (This is a
+    /// subgradient step in the geometry of proportions; its length is Polyak's for the time that is hoped for.)
     ///
     /// # Complexity
-    /// O(ops) a step.
+    /// O(ops) for each step.
     pub(super) fn descend(&mut self, steps: usize, pipeline: &Pipeline, p2p_seconds: f64, buffers: &mut Buffers) {
         let Self { floors, movable, total, hope, targets, seconds: best, .. } = self;
         let mut current = vec![0.0; floors.len()];
@@ -197,25 +208,26 @@ impl Relaxed {
     }
 }
 
-/// A level is this many times the one below: the fourth root of 2.
+/// Ratio of neighbouring levels: the fourth root of 2.
 const STEP: f64 = 1.189_207_115_002_721;
-/// Levels of a micro-batch's time that are looked at, at most: from the shortest up to 2^16 times that.
+/// Most levels of a micro-batch's time: from the shortest up to 2^16 times the shortest.
 const MOST_LEVELS: usize = 64;
 
-/// Work of all documents by how long a micro-batch may take.
+/// Work of all documents as a function of the time of a micro-batch.
 ///
-/// The longer, the fewer ranks share a document, and the less they exchange. Each document is on the smallest group
-/// where it is done in time, or where it is fastest.
+/// With more time, fewer ranks share a document and less is exchanged. Each document is on the smallest group where it
+/// finishes in time, or else where it is fastest.
 pub(super) struct Demand {
-    /// Seconds of a full micro-batch, ascending, and the work of all documents then, spread evenly over the ranks.
+    /// Seconds of a full micro-batch, ascending, each with the work of all documents then, spread evenly over the
+    /// ranks.
     levels: Vec<(f64, f64)>,
 }
 
 impl Demand {
-    /// From micro-batches so short that as many as `most` of them hold all work as if exchange were free.
+    /// Begins at a time so short that `most` such micro-batches hold all work if exchange is free.
     ///
     /// # Complexity
-    /// O(documents * log world_size), each a search among some sixty levels.
+    /// O(documents * log world_size), each step a search among about sixty levels.
     pub(super) fn new(problem: &Problem, most: usize) -> Self {
         let world = problem.world_size as f64;
         let constant = problem.cost.micro_batch_seconds;
@@ -224,10 +236,10 @@ impl Demand {
         while levels.len() < MOST_LEVELS && problem.total_work > 0.0 {
             levels.push((levels[levels.len() - 1].0 * STEP, 0.0));
         }
-        // What is added from a level on: nothing but differences, which are summed up at the end.
+        // Work that is added from each level on; summed up at the end.
         let mut more = vec![0.0; levels.len() + 1];
         for document in &problem.documents {
-            // Most are so short that they are done in time on their smallest group, however short micro-batches are.
+            // Most documents are so short that they finish in time on their smallest group at every level.
             let smallest = problem.smallest(&document.load);
             let seconds = problem.cost.seconds(&document.load, smallest) - constant;
             if seconds <= levels[0].0 {
@@ -261,12 +273,12 @@ impl Demand {
         Self { levels }
     }
 
-    /// Work spread evenly over the ranks, where `full` micro-batches, and parts of one, share it.
+    /// Work, spread evenly over the ranks, if it is divided among `full` micro-batches (a real number).
     pub(super) fn work(&self, full: f64) -> f64 {
         let at = self.levels.partition_point(|&(seconds, work)| work > seconds * full);
         let Some(&(seconds, work)) = self.levels.get(at) else { return self.levels[self.levels.len() - 1].1 };
         let Some(&(below, more)) = at.checked_sub(1).map(|at| &self.levels[at]) else { return work };
-        // Where the line between the two levels is what the micro-batches hold.
+        // The point between the two levels where the work equals what the micro-batches hold.
         let (short, long) = (more - below * full, seconds * full - work);
         if short + long > 0.0 { work + (more - work) * (long / (short + long)) } else { work }
     }

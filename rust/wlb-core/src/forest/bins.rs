@@ -1,25 +1,25 @@
-//! Micro-batches as sets of samples, priced exactly.
+//! Micro-batches as sets of samples, with exact costs.
 
 use super::leaves::{Leaves, Load};
 
-/// The most that a micro-batch may have.
+/// The limits of a micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     pub(super) tokens: i64,
     pub(super) documents: usize,
 }
 
-/// Samples of one tree that stand side by side in a micro-batch.
+/// Samples of one tree that are neighbours in a micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Run {
     pub(super) bin: usize,
-    /// The first and the last of them.
+    /// The first and the last of these samples.
     first: u32,
     last: u32,
     pub(super) documents: usize,
-    /// Load of these samples by themselves.
+    /// Load of these samples alone.
     pub(super) alone: Load,
-    /// Load that the micro-batch loses if they leave.
+    /// Load that the micro-batch loses if they leave it.
     pub(super) loss: Load,
 }
 
@@ -30,12 +30,12 @@ impl Run {
     }
 }
 
-/// Micro-batches.
+/// The micro-batches.
 #[derive(Clone)]
 pub(super) struct Bins<'a> {
     pub(super) leaves: &'a Leaves,
     pub(super) limits: Limits,
-    /// Samples of each micro-batch, as places among the leaves, ascending.
+    /// Samples of each micro-batch, as indices of leaves, ascending.
     pub(super) contents: Vec<Vec<u32>>,
     pub(super) loads: Vec<Load>,
 }
@@ -50,7 +50,7 @@ impl<'a> Bins<'a> {
         self.loads.iter().map(|load| load.cost).collect()
     }
 
-    /// Whether one stays within the limits with so much more.
+    /// Whether a micro-batch stays within the limits with this many tokens and documents more.
     #[inline]
     pub(super) fn has_room(&self, bin: usize, tokens: i64, documents: i64) -> bool {
         self.loads[bin].tokens + tokens <= self.limits.tokens
@@ -68,7 +68,7 @@ impl<'a> Bins<'a> {
         self.loads[bin] = self.leaves.together(held.iter().copied());
     }
 
-    /// Takes the samples of a run out.
+    /// Takes the samples of a run out of their micro-batch.
     pub(super) fn take(&mut self, run: &Run) -> Vec<u32> {
         let held = &mut self.contents[run.bin];
         let from = held.partition_point(|&leaf| leaf < run.first);
@@ -78,13 +78,13 @@ impl<'a> Bins<'a> {
         taken
     }
 
-    /// Hands a run over.
+    /// Moves a run to another micro-batch.
     pub(super) fn hand_over(&mut self, run: &Run, to: usize) {
         let taken = self.take(run);
         self.put(to, &taken);
     }
 
-    /// Load that a micro-batch gains with the samples of a run of another.
+    /// Load that a micro-batch gains with the samples of another's run.
     pub(super) fn gain(&self, bin: usize, run: &Run) -> Load {
         let held = &self.contents[bin];
         let at = held.partition_point(|&leaf| leaf < run.first);
@@ -104,8 +104,9 @@ impl<'a> Bins<'a> {
         run.alone - shared(before, Some(run.first)) + shared(before, behind) - shared(Some(run.last), behind)
     }
 
-    /// Runs of one micro-batch: for each tree all of its samples there; where these may be parted, also its first and
-    /// its last ones, however many.
+    /// Runs of one micro-batch: all of its samples of each tree; with `parted`, also the first and the last ones of
+    /// each tree, in
+    /// any number.
     pub(super) fn runs(&self, bin: usize, parted: bool, found: &mut Vec<Run>) {
         found.clear();
         let leaves = self.leaves;

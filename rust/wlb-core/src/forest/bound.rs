@@ -3,10 +3,12 @@
 use super::bins::Limits;
 use super::leaves::{Leaves, Load};
 
-/// What all samples cost, and tokens, whatever the plan: each node once, and what limits force to be computed twice.
+/// Least cost and tokens of all samples in any plan: each node once, and nodes that the limits force to be computed
+/// twice.
 ///
-/// A tree with more tokens than a micro-batch holds lies in several. Each of these has the beginning that all samples
-/// of the tree share, so that `k` of them hold at most `k * (max_tokens - r) + r` of its tokens.
+/// A tree with more tokens than a micro-batch holds is in several. Each of them has the tokens `r` that all samples of
+/// the
+/// tree share, so `k` micro-batches hold at most `k * (max_tokens - r) + r` of the tree's tokens.
 ///
 /// # Complexity
 /// O(n).

@@ -1,14 +1,15 @@
-//! Trees cut into pieces that fit.
+//! Cuts trees into pieces that fit.
 
 use std::ops::Range;
 
 use super::leaves::{Leaves, Load};
 
-/// A cut is looked for in the last `LATE` part of the samples that fit.
+/// Last part of the fitting samples in which a cut is looked for.
 const LATE: f64 = 0.25;
 
-/// How many of some samples, in their order, are within a limit; of places that are nearly as far, the one where the
-/// next shares least. None if not even the first is.
+/// How many samples, from the first on, fit within a limit. Among places that are nearly as far, the one is chosen
+/// where the
+/// next sample shares least. `None` if not even the first sample fits.
 pub(super) fn within(leaves: &Leaves, piece: &[u32], fits: impl Fn(Load, usize) -> bool) -> Option<usize> {
     let (mut sum, mut before, mut most) = (Load::default(), None, 0);
     for &leaf in piece {
@@ -25,7 +26,7 @@ pub(super) fn within(leaves: &Leaves, piece: &[u32], fits: impl Fn(Load, usize) 
     (least..=most).rev().min_by_key(|&at| leaves.shared(piece[at - 1], piece[at]).tokens)
 }
 
-/// Pieces of a tree of which none costs much more than `most`, as equal as can be.
+/// Pieces of a tree, as equal as possible, none of which costs much more than `most`.
 pub(super) fn of_cost(leaves: &Leaves, tree: Range<u32>, most: f64) -> Vec<Vec<u32>> {
     let all: Vec<u32> = tree.collect();
     let cost = leaves.together(all.iter().copied()).cost;

@@ -1,28 +1,28 @@
-//! Few samples, every partition: depth-first, and no further where nothing better can come.
+//! Few samples: tries all partitions, depth-first, and stops where no improvement is possible.
 
 use super::bins::{Bins, Limits};
 use super::leaves::{Leaves, Load};
 
-/// Most samples that are few.
+/// Most samples for which partitions are tried.
 const FEW: usize = 16;
-/// Placements that are looked at: about a millisecond.
+/// Most placements that are tried: about a millisecond.
 const STEPS: usize = 1 << 15;
 
-/// How the costs of micro-batches make a step, which stand team by team, as many in each.
+/// How the costs of micro-batches, listed team by team, make the cost of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// A team is a rank: the step is the heaviest sum.
     HeaviestSum,
-    /// A team is a round: the step is the sum of the heaviest micro-batches.
+    /// A team is a round: the step is the sum of the heaviest micro-batches of all rounds.
     SumOfHeaviest,
 }
 
-/// Micro-batches of `teams` teams whose step is shorter than `most`, the shortest that were found; none if none was.
+/// The shortest step found that is shorter than `most`, as micro-batches of `teams` teams; `None` if none was found.
 ///
-/// No micro-batch is without samples if there are samples enough.
+/// No micro-batch is empty if there are enough samples.
 ///
 /// # Complexity
-/// A bounded number of placements. All partitions of 7 samples into 4 micro-batches are seen.
+/// A bounded number of placements. All partitions of 7 samples into 4 micro-batches are tried.
 pub(super) fn shorter<'a>(
     leaves: &'a Leaves,
     limits: Limits,
@@ -57,16 +57,17 @@ struct Search<'a> {
     limits: Limits,
     of_team: usize,
     step: Step,
-    /// Micro-batches that may stay empty.
+    /// Number of micro-batches that may stay empty.
     spare: usize,
     most: f64,
     steps: usize,
-    /// The micro-batch of each sample.
+    /// The micro-batch of each sample in the best partition so far.
     best: Option<Vec<usize>>,
 }
 
 impl Search<'_> {
-    /// Places the samples from one on, each behind those of its micro-batch, which stand before it among the leaves.
+    /// Places the samples from `leaf` on. Each comes after the earlier samples of its micro-batch in the order of
+    /// leaves.
     fn place(&mut self, leaf: usize, held: &mut [Held], placed: &mut Vec<usize>) {
         if leaf == self.leaves.len() {
             self.most = self.least(held);
@@ -79,7 +80,7 @@ impl Search<'_> {
         for bin in 0..held.len() {
             let before = held[bin];
             if before.samples == 0 {
-                // Of empty micro-batches of a team, and of empty teams, one is as good as another.
+                // All empty micro-batches of a team are alike, and so are all empty teams: only the first is tried.
                 let team = &held[bin / self.of_team * self.of_team..][..self.of_team];
                 let is_new = team.iter().all(|held| held.samples == 0);
                 let is_next = bin % self.of_team == 0 || held[bin - 1].samples > 0;
@@ -109,7 +110,7 @@ impl Search<'_> {
         }
     }
 
-    /// Lower bound on the step, whatever samples follow: samples only add.
+    /// A lower bound on the step, whatever samples follow, since samples only add cost.
     fn least(&self, held: &[Held]) -> f64 {
         let teams = held.chunks(self.of_team);
         let cost = |held: &Held| held.load.cost;

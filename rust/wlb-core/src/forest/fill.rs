@@ -1,25 +1,27 @@
-//! Pieces of trees put into micro-batches; what fits nowhere is cut.
+//! Puts pieces of trees into micro-batches; a piece that fits nowhere is cut.
 
 use std::collections::BinaryHeap;
 
 use super::bins::Bins;
 use super::cuts::within;
 
-/// In which order micro-batches are filled.
+/// Order in which micro-batches are filled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
-    /// Costliest piece first, to the micro-batch that lacks most cost to its target.
+    /// Costliest piece first, to the micro-batch that lacks the most cost to its target.
     LeastLoad,
-    /// Longest piece first, to the fullest micro-batch that has room.
+    /// Longest piece first, to the fullest micro-batch with room.
     BestFit,
-    /// One micro-batch after the other to the brim.
+    /// One micro-batch after the other, each until it is full.
     InTurn,
 }
 
-/// Puts pieces into some of the micro-batches, and leaves none empty that need not be; false if they do not hold all.
+/// Puts pieces into some of the micro-batches, and leaves none empty if it can be avoided. Returns false if they do not
+/// hold
+/// all pieces.
 ///
 /// # Arguments
-/// * `targets` - of all micro-batches, what they should cost.
+/// * `targets` - target cost of each micro-batch.
 pub(super) fn fill(bins: &mut Bins, among: &[usize], targets: &[f64], pieces: &[Vec<u32>], rule: Rule) -> bool {
     let filled = match rule {
         Rule::InTurn => in_turn(bins, among, pieces),
@@ -31,7 +33,7 @@ pub(super) fn fill(bins: &mut Bins, among: &[usize], targets: &[f64], pieces: &[
     filled
 }
 
-/// Bits of a number of 0 or above, which order like the numbers.
+/// Bits of a number that is at least 0; they sort like the numbers.
 fn ordered(weight: f64) -> u64 {
     weight.max(0.0).to_bits()
 }
@@ -42,7 +44,7 @@ fn by_piece(bins: &mut Bins, among: &[usize], targets: &[f64], pieces: &[Vec<u32
         let load = leaves.together(piece.iter().copied());
         if rule == Rule::BestFit { load.tokens as u64 } else { ordered(load.cost) }
     };
-    // Of equal ones the first; all begin at another place.
+    // Equal pieces stay in order; no two begin at the same sample.
     let entry = |piece: Vec<u32>| (weight(&piece), std::cmp::Reverse(piece[0]), piece);
     let mut waiting: BinaryHeap<_> = pieces.iter().cloned().map(entry).collect();
     while let Some((_, _, piece)) = waiting.pop() {
@@ -94,8 +96,9 @@ fn in_turn(bins: &mut Bins, among: &[usize], pieces: &[Vec<u32>]) -> bool {
     true
 }
 
-/// Gives every empty micro-batch something of the one with the most samples, as long as that has two: what is dearest
-/// of what costs least tokens twice.
+/// Gives every empty micro-batch a run from the micro-batch with the most samples, if that has at least two: of the
+/// runs that
+/// repeat the fewest tokens, the costliest.
 fn leave_none_empty(bins: &mut Bins, among: &[usize]) {
     let mut runs = Vec::new();
     for &empty in among {

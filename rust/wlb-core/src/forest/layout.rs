@@ -1,14 +1,15 @@
-//! From the shard of a forest to what its ranks hold and see.
+//! The tokens that ranks hold and the keys that they see, derived from the shard of a forest.
 
 use crate::sharding::execution::{Layout, Paths, Piece, Run};
 
 use super::shard::ForestShard;
 
 impl ForestShard {
-    /// What each rank holds, and what its queries see: of this alone execution plans are made.
+    /// The tokens that each rank holds and the keys that its queries see. Execution plans are made from this alone.
     ///
-    /// A node that continues its parent in memory is on the parent's path. So there is a path for each chain of such
-    /// nodes, and tokens of a rank that go on in memory and in position are one run.
+    /// A node that follows its parent in memory is on the parent's path. So there is one path for each chain of such
+    /// nodes, and
+    /// tokens of a rank that continue in memory and in position are one run.
     ///
     /// # Complexity
     /// O(segments, and for each chain the nodes above its end).
@@ -48,7 +49,7 @@ impl ForestShard {
         Layout { held: (0..self.cp_size()).map(of_rank).collect(), paths, causal: true }
     }
 
-    /// Adds the path to the end of a node, and gives its number.
+    /// Adds the path to the end of a node and returns its index.
     fn push_path(&self, paths: &mut Paths, node: usize) -> usize {
         let mut position = 0;
         let piece = |(start, end): (i32, i32)| {

@@ -1,10 +1,11 @@
-//! The samples of a forest side by side: what each shares with the one before it says all that a plan needs.
+//! The samples of a forest in depth-first order: the load that each shares with the one before it is all that plans
+//! need.
 
 use crate::cost::CostModel;
 
 use super::tree::PrefixForest;
 
-/// Tokens, and what they cost.
+/// Tokens and their cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Load {
     pub(super) tokens: i64,
@@ -27,18 +28,19 @@ impl std::ops::Sub for Load {
     }
 }
 
-/// Samples depth-first, so that those that share most stand side by side.
+/// Samples in depth-first order, so that samples that share most are neighbours.
 ///
-/// Of samples in this order each adds what it has behind the tokens that it shares with the one before it; those shared
-/// by two samples are the least that any two neighbours between them share.
+/// In this order each sample adds the tokens that it does not share with the one before it. Two samples share the least
+/// load
+/// that any two neighbours between them share.
 pub(super) struct Leaves {
     /// The samples, depth-first.
     pub(super) samples: Vec<u32>,
-    /// The tree of each.
+    /// The tree of each sample.
     pub(super) trees: Vec<u32>,
-    /// Load of each sample by itself.
+    /// Load of each sample alone.
     pub(super) whole: Vec<Load>,
-    /// Load that each sample shares with the one before it; nothing across trees.
+    /// Load that each sample shares with the one before it; empty if that is in another tree.
     shared: Vec<Load>,
     /// `least[k][i]`: among `2^k` neighbours from `i` on, the one that shares least with the one before it.
     least: Vec<Vec<u32>>,
@@ -100,7 +102,7 @@ impl Leaves {
         self.samples.len()
     }
 
-    /// Load that two samples share; the first stands before the second.
+    /// Load that two samples share; `first` comes before `second`.
     #[inline]
     pub(super) fn shared(&self, first: u32, second: u32) -> Load {
         let (from, to) = (first as usize + 1, second as usize + 1);
@@ -112,7 +114,7 @@ impl Leaves {
         self.shared[self.lesser(table[from], table[to - (1 << level)]) as usize]
     }
 
-    /// Load that a sample adds to the samples before it.
+    /// Load that a sample adds to earlier samples, of which `before` is the last.
     #[inline]
     pub(super) fn added(&self, before: Option<u32>, leaf: u32) -> Load {
         let whole = self.whole[leaf as usize];
@@ -125,7 +127,7 @@ impl Leaves {
         leaves.fold(Load::default(), |sum, leaf| sum + self.added(before.replace(leaf), leaf))
     }
 
-    /// Places of each tree.
+    /// Range of samples of each tree.
     pub(super) fn trees(&self) -> Vec<std::ops::Range<u32>> {
         let runs = self.trees.chunk_by(|a, b| a == b).map(<[u32]>::len);
         let mut at = 0;

@@ -1,37 +1,37 @@
-//! Exchanges of samples between micro-batches, so that the heavier become lighter.
+//! Exchanges samples between micro-batches so that the heavier ones become lighter.
 
 use crate::ladder::Ladder;
 
 use super::bins::{Bins, Run};
 use super::leaves::Load;
 
-/// Partners that are tried, from the lightest on.
+/// Number of partners that are tried, from the lightest on.
 const PARTNERS: usize = 4;
 
-/// Teams that wait for one another: ranks with their micro-batches, or single micro-batches.
+/// Teams that wait for one another: ranks with all their micro-batches, or single micro-batches.
 pub(super) struct Teams {
     pub(super) bins: Vec<Vec<usize>>,
-    /// Cost that each team should have.
+    /// Target cost of each team.
     pub(super) targets: Vec<f64>,
 }
 
 /// Kinds of runs that may move from one micro-batch to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Parts {
-    /// All samples of a tree that a micro-batch has.
+    /// All samples of a tree in a micro-batch together.
     Whole,
-    /// Parts of trees, too: what their samples share is then computed twice.
+    /// Also parts of them: the load that both parts share is then computed twice.
     Any,
 }
 
 /// Options of exchanging samples.
 pub(super) struct Search {
     pub(super) parts: Parts,
-    /// Teams are level within this cost.
+    /// Difference in cost at which teams count as level.
     pub(super) close: f64,
-    /// Price of a cost that is computed once more, in relation to a cost that the heaviest team loses.
+    /// Weight of cost that is computed twice, relative to cost that the heaviest team loses.
     pub(super) price: f64,
-    /// Exchanges that may still be looked at.
+    /// Number of exchanges that may still be tried.
     pub(super) steps: usize,
 }
 
@@ -44,8 +44,9 @@ struct Exchange {
 }
 
 impl Search {
-    /// Lowers the load of the heaviest team, then of the next that can be lowered, until all are within `close` of the
-    /// lightest, no exchange is left, or the steps are used up.
+    /// Lowers the heaviest team, then the next one that can be lowered, until all are within `close` of the lightest,
+    /// no exchange
+    /// is left, or the steps are used up.
     pub(super) fn level(&mut self, bins: &mut Bins, teams: &Teams) {
         let load = |bins: &Bins, team: usize| {
             teams.bins[team].iter().map(|&bin| bins.loads[bin].cost).sum::<f64>() - teams.targets[team]
@@ -68,7 +69,7 @@ impl Search {
                     let pair = [loads[heavy], loads[light]];
                     if let Some(found) = self.best(bins, [&teams.bins[heavy], &teams.bins[light]], pair, most) {
                         best = Some((light, found));
-                        // A partner that takes half of the difference is as good as any.
+                        // A partner that takes half of the difference is as good as any other.
                         if found.score <= (pair[0] + pair[1]) / 2.0 + self.close {
                             break;
                         }
@@ -91,7 +92,7 @@ impl Search {
         }
     }
 
-    /// The exchange that leaves the heavier of two teams with the least, if that is less than `most`.
+    /// The exchange that leaves the heavier of two teams with the least load, if that is below `most`.
     fn best(&mut self, bins: &Bins, held: [&[usize]; 2], [heavy, light]: [f64; 2], most: f64) -> Option<Exchange> {
         let (mut found, mut least) = (None, most);
         let parted = self.parts == Parts::Any;
@@ -100,12 +101,12 @@ impl Search {
             bins.runs(from, parted, &mut gives);
             for &to in held[1] {
                 bins.runs(to, false, &mut takes);
-                // What is taken is of another tree than what is given, so that neither changes what the other adds.
+                // The two runs are of different trees, so that neither changes the load that the other adds.
                 backs.clear();
                 backs.extend(takes.iter().map(|run| bins.gain(from, run)));
                 self.steps = self.steps.saturating_sub(takes.len() + gives.len() / 8);
                 for given in &gives {
-                    // The lighter gets at least what the heavier is relieved of, unless it has some of it already.
+                    // The lighter team gains at least what the heavier loses, unless it shares some of it already.
                     let gain = bins.gain(to, given);
                     let nothing = (None, Load::default());
                     for (taken, back) in
@@ -142,8 +143,7 @@ fn same_tree(bins: &Bins, a: &Run, b: &Run) -> bool {
     a.tree(bins) == b.tree(bins)
 }
 
-/// Brings together what was parted and need not be: a run goes where the rest of its tree is, wherever no team becomes
-/// heavier than the heaviest is.
+/// Reunites parted trees: a run goes to the rest of its tree wherever no team becomes heavier than the heaviest is now.
 pub(super) fn reunite(bins: &mut Bins, teams: &Teams) {
     let mut team_of = vec![0; bins.contents.len()];
     teams.bins.iter().enumerate().for_each(|(team, held)| held.iter().for_each(|&bin| team_of[bin] = team));

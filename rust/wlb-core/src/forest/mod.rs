@@ -1,7 +1,7 @@
-//! Prefix forests: samples that share their first tokens compute these once.
+//! Prefix forests: samples that share their first tokens compute them once.
 //!
-//! A [`PrefixForest`] says which tokens are shared; [`pack_forest`] gives its samples to micro-batches and
-//! ranks, and [`shard_forest`] the tokens of a micro-batch to context-parallel ranks.
+//! A [`PrefixForest`] says which tokens are shared. [`pack_forest`] packs its samples into micro-batches for ranks, and
+//! [`shard_forest`] divides the tokens of a micro-batch among context-parallel ranks.
 
 mod bins;
 mod bound;

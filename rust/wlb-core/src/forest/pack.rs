@@ -1,10 +1,11 @@
-//! The samples of a forest packed, each shared token once in a micro-batch.
+//! Packs the samples of a forest, such that a micro-batch has each shared token once.
 //!
-//! Trees are pieces that are put into micro-batches whole, where they fit and none is more than what waits for others
-//! should cost. Then samples are exchanged: first all that a micro-batch has of a tree, which computes nothing twice,
-//! then parts of trees, where the trunk that is computed twice costs less than the imbalance that it saves. Every
-//! exchange is judged by the exact cost. Of few samples all partitions are looked at. A forest in which nothing is
-//! shared is packed as documents are.
+//! Trees are put into micro-batches whole, or cut into pieces if they do not fit or cost more than a team should. Then
+//! samples are exchanged: first all samples of a tree in a micro-batch, which computes nothing twice; then parts of
+//! trees,
+//! if the shared tokens computed twice cost less than the imbalance that the exchange removes. Every exchange is judged
+//! by
+//! the exact cost. With few samples all partitions are tried. A forest without shared tokens is packed like documents.
 
 use crate::cost::{CostModel, Mask};
 use crate::error::{Error, Result};
@@ -25,31 +26,31 @@ use super::level::{Parts, Search, Teams, reunite};
 use super::plan::ForestPlan;
 use super::tree::PrefixForest;
 
-/// Teams are level once they differ by this part of their mean, without a cut and with one.
+/// Teams count as level if they differ by at most this part of their mean: without cutting trees, and with.
 const CLOSE: [f64; 2] = [1e-4, 2e-3];
-/// Price of a cost that is computed once more, in relation to a cost that the heaviest team loses.
+/// Weight of cost that is computed twice, relative to cost that the heaviest team loses.
 const PRICE: f64 = 0.25;
-/// Exchanges that are looked at: some milliseconds.
+/// Most exchanges that are tried: a few milliseconds.
 const STEPS: usize = 1 << 16;
-/// A plan is good enough if its step is longer than the bound by this part.
+/// A plan is good enough if its step exceeds the bound by at most this part.
 const ENOUGH: f64 = 5e-3;
-/// One micro-batch more of each rank has to make the step shorter by this part.
+/// Least part by which one more micro-batch on each rank must shorten the step.
 const WORTH_A_ROUND: f64 = 0.01;
-/// Rounds more than are needed that are tried.
+/// Number of additional rounds that are tried.
 const MORE_ROUNDS: usize = 2;
 
 /// Options of packing a forest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ForestOptions {
-    /// Micro-batches of all ranks; `None` for as few as hold the samples, and some more where the step is shorter.
+    /// Micro-batches of all ranks; `None` for as few as hold the samples, or a few more if the step is shorter.
     pub num_micro_batches: Option<usize>,
     /// Most unique tokens of a micro-batch.
     pub max_tokens: i32,
-    /// The ranks; `None` where micro-batches are not dealt.
+    /// The ranks; `None` if micro-batches are not dealt.
     pub ranks: Option<Ranks>,
-    /// A number for each sample: those with the same stay on one rank. Empty for none.
+    /// A group number for each sample: samples with the same number stay on one rank. Empty for no groups.
     pub groups: Vec<i64>,
-    /// Whether all ranks have as many samples; they differ by one where `dp_size` does not divide them.
+    /// Whether all ranks get equally many samples (they differ by at most one).
     pub equal_documents: bool,
     /// Most samples of a micro-batch.
     pub max_documents: Option<usize>,
@@ -73,19 +74,22 @@ impl ForestOptions {
 /// Packs the samples of a forest.
 ///
 /// # Arguments
-/// * `model` - a node of `n` tokens at depth `p` costs `c(p + n) - c(p)`, where `c` is the model's cost without its
-///   constants: that of a document once for each sample, that of a micro-batch once for each.
+/// * `model` - a node of `n` tokens at depth `p` costs `c(p + n) - c(p)`, where `c` is the model's cost without
+///   constants.
+///   The constant of a document counts once for each sample, that of a micro-batch once for each micro-batch.
 ///
 /// # Returns
-/// A plan whose step is no shorter than its [`ForestPlan::lower_bound`]. Where nothing is shared it is that of
-/// [`pack`], or [`pack_for_ranks`].
+/// A plan with a lower bound on its step ([`ForestPlan::lower_bound`]). If nothing is shared, it is the plan of
+/// [`pack`] or
+/// [`pack_for_ranks`].
 ///
 /// # Errors
-/// As [`pack_for_ranks`]; [`Error::TooLong`] for a sample over `max_tokens`; [`Error::Combination`] for a full mask,
-/// under which what a token sees depends on what comes behind it.
+/// The errors of [`pack_for_ranks`]; [`Error::TooLong`] for a sample over `max_tokens`; [`Error::Combination`] for a
+/// full
+/// mask, under which a token would also see later tokens, which other samples do not share.
 ///
 /// # Complexity
-/// O(n log n) for `n` samples, O(micro-batches) for each piece that is put into one, and a bounded number of exchanges.
+/// O(n log n) for `n` samples, O(micro-batches) for each placed piece, and a bounded number of exchanges.
 ///
 /// # Example
 /// ```
@@ -107,7 +111,7 @@ pub fn pack_forest(forest: &PrefixForest, options: &ForestOptions, model: &CostM
     let documents = options.for_documents();
     documents.check(forest.num_samples(), "samples")?;
     if model.mask() == Mask::Full {
-        let requirement = "causal=False: under a full mask what a token sees depends on what comes behind it, so that \
+        let requirement = "causal=False: under a full mask tokens see later tokens, so that \
                            nothing can be shared";
         return Err(Error::Combination { argument: "cost_model", requirement });
     }
@@ -129,7 +133,7 @@ pub fn pack_forest(forest: &PrefixForest, options: &ForestOptions, model: &CostM
     let found = match options.num_micro_batches {
         Some(total) => batch.attempt(total / dp_size).ok_or(Error::Combination {
             argument: "num_micro_batches",
-            requirement: "found no plan in which these hold all samples: None takes as many as are needed",
+            requirement: "found no plan that fits all samples into this number: None takes as many as needed",
         })?,
         None => batch.fewest()?,
     };
@@ -182,8 +186,9 @@ fn limits(options: &ForestOptions) -> Limits {
     Limits { tokens: i64::from(options.max_tokens), documents }
 }
 
-/// No plan with so many micro-batches has a shorter step: not than an equal share of all that has to be computed, and
-/// not than the heaviest path, or group.
+/// A lower bound on the step of any plan with this number of micro-batches: an equal share of all work, the heaviest
+/// path,
+/// or the heaviest group.
 fn lower_bound(leaves: &Leaves, options: &ForestOptions, model: &CostModel, micro_batches: usize) -> f64 {
     let parts = options.ranks.map_or(micro_batches, |ranks| ranks.dp_size);
     let empty = model.micro_batch() * (micro_batches / parts) as f64;
@@ -194,7 +199,7 @@ fn lower_bound(leaves: &Leaves, options: &ForestOptions, model: &CostModel, micr
     share.max(path).max(group) + empty
 }
 
-/// The samples of each group, as places among the leaves; without groups none.
+/// The samples of each group, as indices of leaves; empty without groups.
 fn groups(leaves: &Leaves, groups: &[i64]) -> Vec<Vec<u32>> {
     if groups.is_empty() {
         return Vec::new();
@@ -205,23 +210,23 @@ fn groups(leaves: &Leaves, groups: &[i64]) -> Vec<Vec<u32>> {
     sorted.chunk_by(|&a, &b| group(a) == group(b)).map(<[u32]>::to_vec).collect()
 }
 
-/// Micro-batches, and those of each rank in schedule order.
+/// Micro-batches, and the micro-batches of each rank in schedule order.
 struct Found<'a> {
     bins: Bins<'a>,
     ranks: Vec<Vec<usize>>,
     step: f64,
 }
 
-/// A forest, and what its plan has to keep.
+/// A forest and the constraints on its plan.
 struct Batch<'a> {
     leaves: &'a Leaves,
     options: &'a ForestOptions,
     model: &'a CostModel,
     limits: Limits,
     trees: Vec<std::ops::Range<u32>>,
-    /// Cost that every plan computes at least.
+    /// Least cost of all samples in any plan.
     whole: f64,
-    /// Costs of paths, the heaviest first.
+    /// Costs of paths, heaviest first.
     paths: Vec<f64>,
     /// Samples that have to be on one rank.
     groups: Vec<Vec<u32>>,
@@ -248,7 +253,7 @@ impl<'a> Batch<'a> {
             groups: groups(leaves, &options.groups),
         };
         if options.equal_documents && batch.on_ranks(forest.num_samples()).is_none() {
-            let requirement = "found no way to give every rank as many samples, in groups of these sizes";
+            let requirement = "found no way to give all ranks equally many samples with groups of these sizes";
             return Err(Error::Combination { argument: "equal_documents", requirement });
         }
         Ok(batch)
@@ -258,7 +263,7 @@ impl<'a> Batch<'a> {
         self.options.ranks.map_or(1, |ranks| ranks.dp_size)
     }
 
-    /// Whether single micro-batches wait for one another, not whole ranks.
+    /// Whether single micro-batches wait for one another, instead of whole ranks.
     fn meets_in_micro_batches(&self) -> bool {
         self.options.ranks.is_none_or(|ranks| ranks.sync == Sync::MicroBatch)
     }
@@ -267,7 +272,7 @@ impl<'a> Batch<'a> {
         lower_bound(self.leaves, self.options, self.model, rounds * self.dp_size())
     }
 
-    /// The plan of as few rounds as were found to hold all, or of some more where that makes the step shorter.
+    /// The plan with the fewest rounds that hold all samples, or with a few more if the step gets shorter.
     fn fewest(&self) -> Result<Found<'a>> {
         let dp_size = self.dp_size();
         let attempt = |rounds: usize| {
@@ -305,7 +310,7 @@ impl<'a> Batch<'a> {
         Ok(best)
     }
 
-    /// No plan has fewer rounds.
+    /// A lower bound on the number of rounds of any plan.
     fn least_rounds(&self) -> usize {
         let dp_size = self.dp_size();
         let tokens = self.trees.iter().map(|tree| self.leaves.together(tree.clone()).tokens).sum::<i64>() as u64;
@@ -314,7 +319,7 @@ impl<'a> Batch<'a> {
         by_tokens.max(by_documents).max(1)
     }
 
-    /// The plan with so many micro-batches a rank; none if none was found that holds all samples.
+    /// The plan with this number of micro-batches on each rank; `None` if no such plan was found.
     fn attempt(&self, rounds: usize) -> Option<Found<'a>> {
         let good = self.bound(rounds) * (1.0 + ENOUGH);
         let mut best: Option<Found<'a>> = None;
@@ -339,7 +344,7 @@ impl<'a> Batch<'a> {
         best
     }
 
-    /// The best of few samples, if its step is shorter.
+    /// The best partition if samples are few, provided that its step is shorter than `step`.
     fn of_few(&self, rounds: usize, step: f64) -> Option<Found<'a>> {
         let dp_size = self.dp_size();
         let alone = self.meets_in_micro_batches();
@@ -355,7 +360,7 @@ impl<'a> Batch<'a> {
         Some(self.found(bins, ranks))
     }
 
-    /// The micro-batches of each rank where single ones wait for one another.
+    /// The micro-batches of each rank, if single micro-batches wait for one another.
     fn in_rounds(&self, bins: &Bins) -> Vec<Vec<usize>> {
         let dp_size = self.dp_size();
         if self.options.ranks.is_none() {
@@ -365,7 +370,7 @@ impl<'a> Batch<'a> {
         rows_to_ranks(&mut heaviest_together(&costs, dp_size), &costs, dp_size)
     }
 
-    /// Target cost of each micro-batch: round by round, heaviest first, and rank by rank in a round.
+    /// Target cost of each micro-batch, round by round (heaviest first) and rank by rank inside a round.
     fn targets(&self, rounds: usize) -> Vec<f64> {
         let dp_size = self.dp_size();
         let count = rounds * dp_size;
@@ -386,7 +391,7 @@ impl<'a> Batch<'a> {
         Search { parts, close: CLOSE[usize::from(parts == Parts::Any)] * mean, price: PRICE, steps: STEPS }
     }
 
-    /// Samples may go to any rank.
+    /// A plan in which samples may go to any rank.
     fn freely(&self, rounds: usize, rule: Rule) -> Option<Found<'a>> {
         let dp_size = self.dp_size();
         let count = rounds * dp_size;
@@ -417,7 +422,7 @@ impl<'a> Batch<'a> {
         Some(self.found(bins, ranks))
     }
 
-    /// Gives groups to ranks first; then each rank fills its own micro-batches.
+    /// A plan that shares groups out to ranks first; then each rank fills its own micro-batches.
     fn by_rank(&self, rounds: usize, rule: Rule) -> Option<Found<'a>> {
         let dp_size = self.dp_size();
         let held = self.on_ranks(rounds)?;
@@ -448,8 +453,9 @@ impl<'a> Batch<'a> {
         Some(self.found(bins, ranks))
     }
 
-    /// The samples of each rank: groups stay together, and counts are equal where they have to be. Each rank has room
-    /// for so many micro-batches.
+    /// The samples of each rank, which has room for `rounds` micro-batches: groups stay together, and counts are equal
+    /// if
+    /// required.
     fn on_ranks(&self, rounds: usize) -> Option<Vec<Vec<u32>>> {
         let (dp_size, equal) = (self.dp_size(), self.options.equal_documents);
         let parts = match self.groups.is_empty() {
@@ -462,7 +468,7 @@ impl<'a> Batch<'a> {
         })
     }
 
-    /// Parts on ranks.
+    /// Shares parts out to ranks.
     fn shared_out(&self, parts: &[Vec<u32>], rounds: usize) -> Option<Vec<Vec<u32>>> {
         let item = |(index, part): (usize, &Vec<u32>)| {
             let load = self.leaves.together(part.iter().copied());
@@ -481,8 +487,9 @@ impl<'a> Batch<'a> {
         Some(ranks.into_iter().map(of_rank).collect())
     }
 
-    /// Trees parted so that ranks can have as many samples: the ones of most samples first, each whole to the rank that
-    /// lacks most, and what fits nowhere cut.
+    /// Divides trees so that ranks can have equally many samples: the largest trees first, each whole to the rank that
+    /// lacks the
+    /// most; a tree that fits nowhere is cut.
     fn in_equal_numbers(&self, trees: &[Vec<u32>], dp_size: usize) -> Vec<Vec<u32>> {
         let samples = self.leaves.len();
         let mut lacks: Vec<usize> = (0..dp_size).map(|rank| (samples + dp_size - 1 - rank) / dp_size).collect();
@@ -557,7 +564,7 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// Brings together what one rank has of a tree in several micro-batches.
+/// Reunites the parts of a tree in several micro-batches of one rank.
 fn reunite_own(bins: &mut Bins, own: &[usize]) {
     reunite(bins, &Teams { bins: own.iter().map(|&bin| vec![bin]).collect(), targets: vec![0.0; own.len()] });
 }

@@ -10,7 +10,7 @@ use crate::packing::{Padding, Ranks, deal, over_mean};
 
 use super::tree::PrefixForest;
 
-/// The micro-batches of a forest. Inside one, each token that its samples share is there once.
+/// The micro-batches of a forest. A micro-batch has each token that its samples share once.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ForestPlan {
@@ -18,7 +18,7 @@ pub struct ForestPlan {
     pub forest: PrefixForest,
     /// Most unique tokens that a micro-batch was allowed.
     pub max_tokens: i32,
-    /// All samples, micro-batch by micro-batch; inside one ascending.
+    /// All samples, micro-batch by micro-batch; ascending inside a micro-batch.
     pub samples: Vec<u32>,
     /// Micro-batch `j` has `samples[offsets[j]..offsets[j + 1]]`.
     pub offsets: Vec<usize>,
@@ -26,11 +26,11 @@ pub struct ForestPlan {
     pub unique_tokens: Vec<i64>,
     /// Cost of each micro-batch.
     pub costs: Vec<f64>,
-    /// The ranks that it was made for, if it was: the first micro-batches are those of the first rank, and so on.
+    /// The ranks that the plan was made for, if any: the first micro-batches are the first rank's, and so on.
     pub ranks: Option<Ranks>,
     /// Padding of micro-batches when they run, if any.
     pub padding: Option<Padding>,
-    /// No plan of these samples has a shorter step.
+    /// A lower bound on the step of any plan of these samples.
     pub lower_bound: f64,
 }
 
@@ -65,7 +65,8 @@ impl ForestPlan {
         self.padding.as_ref().map_or(tokens, |padding| padding.padded(tokens))
     }
 
-    /// Time of a step: the heaviest rank, or the heaviest micro-batch of each round; without ranks the heaviest
+    /// Time of a step: the heaviest rank, or the sum of the heaviest micro-batch of each round; without ranks the
+    /// heaviest
     /// micro-batch.
     pub fn step_cost(&self) -> f64 {
         match self.ranks {
@@ -74,17 +75,18 @@ impl ForestPlan {
         }
     }
 
-    /// Time of the step over a step in which all computed work is spread evenly.
+    /// Time of the step over the time if all computed work were spread evenly.
     pub fn imbalance(&self) -> f64 {
         let parts = self.ranks.map_or(self.num_micro_batches(), |ranks| ranks.dp_size);
         if self.samples.is_empty() { 1.0 } else { over_mean(self.step_cost(), parts, self.costs.iter().sum()) }
     }
 
-    /// Deals the micro-batches to `dp_size` ranks, as [`Packing::deal`](crate::Packing::deal) does.
+    /// Deals the micro-batches to `dp_size` ranks, like [`Packing::deal`](crate::Packing::deal).
     ///
     /// # Errors
-    /// [`Error::Indivisible`] where `dp_size` does not divide the micro-batches, [`Error::Combination`] where the plan
-    /// was made for other ranks.
+    /// [`Error::Indivisible`] if `dp_size` does not divide the micro-batches, [`Error::Combination`] if the plan was
+    /// made for
+    /// other ranks.
     pub fn deal(&self, dp_size: usize) -> Result<Vec<usize>> {
         let total = self.num_micro_batches();
         if dp_size == 0 || !total.is_multiple_of(dp_size) {
@@ -93,15 +95,16 @@ impl ForestPlan {
         match self.ranks {
             Some(ranks) if ranks.dp_size == dp_size => Ok((0..total).collect()),
             Some(_) => {
-                let requirement = "the plan was made for another number of ranks, and its samples lie where those need";
+                let requirement = "the plan was made for another number of ranks; pack again with this dp_size";
                 Err(Error::Combination { argument: "dp_size", requirement })
             }
             None => Ok(deal(&self.costs, dp_size)),
         }
     }
 
-    /// A hash of where every token goes, equal on two ranks iff their plans are. Where nothing is shared it is that of
-    /// the [`Packing`](crate::Packing) of the samples.
+    /// A hash of the place of every token: equal on two ranks if and only if their plans are. If nothing is shared it
+    /// is the
+    /// digest of the samples' [`Packing`](crate::Packing).
     ///
     /// # Complexity
     /// O(samples and nodes), BLAKE3.

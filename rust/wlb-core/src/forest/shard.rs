@@ -1,4 +1,4 @@
-//! A micro-batch of a forest cut for the ranks of a context-parallel group.
+//! Cuts a micro-batch of a forest for the ranks of a context-parallel group.
 
 use std::cmp::Reverse;
 
@@ -9,40 +9,43 @@ use crate::sharding::{Cursor, Ranks, Segment, cut_document, deal, fill_room};
 
 use super::tree::PrefixForest;
 
-/// Ranks may differ so much in their pairs where that moves fewer keys.
+/// Most pairs of a rank over the mean; within this limit, cuts that move fewer keys are preferred.
 const MAX_IMBALANCE: f64 = 1.01;
-/// Lengths that are tried as the least that is cut.
+/// Number of lengths that are tried as the least length that is cut.
 const TRIES: usize = 64;
 
-/// Which tokens of a forest lie on which rank, and which keys each run of them sees.
+/// The tokens of a forest on each rank, and the keys that each run of them sees.
 ///
-/// Nodes lie in memory depth-first, of siblings the longest first. A query sees all keys of the nodes above its own,
-/// and those of its own up to itself.
+/// Nodes lie in memory depth-first, the longest of siblings first. A query sees all keys of the nodes above its own
+/// node, and
+/// in its own node the keys up to itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ForestShard {
     /// The forest, its nodes in the order in which they lie in memory.
     pub forest: PrefixForest,
     /// First token of each node in memory, and at the end the number of unique tokens.
     pub node_starts: Vec<i32>,
-    /// Segments of each rank in the order of memory, whose documents are nodes; no two of a rank touch.
+    /// Segments of each rank in memory order; a segment's document is a node. No two segments of a rank touch.
     pub ranks: Vec<Vec<Segment>>,
 }
 
-/// Keys that lie side by side in memory: the first, and the one behind the last.
+/// Keys that are neighbours in memory: the first, and one past the last.
 pub type Interval = (i32, i32);
 
 /// Cuts a forest for the ranks of a context-parallel group.
 ///
-/// Long nodes are cut as documents are, into `2 * cp_size` chunks of which each rank has two whose pairs are level;
-/// left-over tokens go to ranks in turn. Short ones lie whole on one rank. Of all lengths from which on nodes are cut
-/// it takes the one that moves fewest keys with ranks within 1 % of their mean pairs; if none is, the most level.
+/// Long nodes are cut like documents, into `2 * cp_size` chunks, two for each rank with equal pairs; tokens left over
+/// go to
+/// ranks in turn. Short nodes stay whole on one rank. Several least lengths of cut nodes are tried. Of those with all
+/// ranks
+/// within 1 % of the mean pairs, the one that moves the fewest keys is chosen; if there is none, the most even one.
 ///
 /// # Arguments
 /// * `forest` - the samples of one micro-batch.
-/// * `cp_size` - ranks of the group.
+/// * `cp_size` - number of ranks of the group.
 ///
 /// # Errors
-/// [`Error::OutOfRange`] for `cp_size`, [`Error::TotalTooLong`] for more unique tokens than int32 counts.
+/// O(m (log m + cp_size)) for `m` nodes, for each of at most 66 attempts.
 ///
 /// # Complexity
 /// O(m (log m + cp_size)) for `m` nodes, for each of at most 65 attempts.
@@ -67,7 +70,7 @@ pub fn shard_forest(forest: &PrefixForest, cp_size: usize) -> Result<ForestShard
     let forest = forest.of_samples(&samples, forest.order());
     let mut node_starts = vec![0];
     forest.lengths().iter().for_each(|length| node_starts.push(node_starts[node_starts.len() - 1] + length));
-    // Deepest ends first, so that those that get one token more are alike.
+    // Nodes with the deepest ends first, so that nodes that get one token more are alike.
     let mut order: Vec<u32> = (0..forest.num_nodes() as u32).collect();
     order.sort_by_key(|&node| Reverse(forest.node_end(node as usize)));
     let mut lengths = forest.lengths().to_vec();
@@ -95,7 +98,7 @@ pub fn shard_forest(forest: &PrefixForest, cp_size: usize) -> Result<ForestShard
     Ok(best.map_or(empty, |(shard, ..)| shard))
 }
 
-/// Nodes given to ranks so far.
+/// The nodes that ranks have so far.
 struct Given {
     ranks: Vec<Vec<Segment>>,
     tokens: Vec<i64>,
@@ -115,7 +118,7 @@ impl Ranks for Given {
 }
 
 impl ForestShard {
-    /// Nodes of at least so many tokens cut, the others whole.
+    /// Cuts nodes of at least `threshold` tokens and leaves the others whole.
     fn cut(&self, order: &[u32], threshold: i64) -> Self {
         let cp_size = self.cp_size();
         let mut given = Given { ranks: vec![Vec::new(); cp_size], tokens: vec![0; cp_size] };
@@ -148,7 +151,7 @@ impl ForestShard {
         self.ranks.len()
     }
 
-    /// Unique tokens.
+    /// Number of unique tokens.
     pub fn num_tokens(&self) -> i32 {
         self.node_starts[self.node_starts.len() - 1]
     }
@@ -158,17 +161,17 @@ impl ForestShard {
         self.ranks[rank].iter().map(|segment| i64::from(segment.length)).sum()
     }
 
-    /// Position of a segment's first token: tokens before it on its path.
+    /// Position of a segment's first token: the number of tokens before it on its path.
     pub fn position(&self, segment: &Segment) -> i32 {
         self.forest.starts()[segment.document as usize] + segment.start
     }
 
-    /// Place of a segment's first token in memory.
+    /// Index of a segment's first token in memory.
     pub fn packed_start(&self, segment: &Segment) -> i32 {
         self.node_starts[segment.document as usize] + segment.start
     }
 
-    /// (query, key) pairs of one rank. Exact.
+    /// (query, key) pairs of one rank; an exact count.
     pub fn pairs(&self, rank: usize) -> u64 {
         let of = |segment: &Segment| {
             let (before, length) = (self.position(segment) as u64, segment.length as u64);
@@ -177,12 +180,13 @@ impl ForestShard {
         self.ranks[rank].iter().map(of).sum()
     }
 
-    /// Keys that a rank has to fetch: those that its queries see and other ranks hold, each once. Exact.
+    /// Keys that a rank has to fetch: keys that its queries see and other ranks hold, each counted once. An exact
+    /// count.
     ///
     /// # Complexity
     /// O(segments of the rank, and nodes above them).
     pub fn keys_moved(&self, rank: usize) -> i64 {
-        // How many keys of each node are seen, from its first on.
+        // For each node, how many of its keys, from the first on, are seen.
         let mut seen = vec![0; self.forest.num_nodes()];
         for segment in &self.ranks[rank] {
             let node = segment.document as usize;
@@ -198,8 +202,9 @@ impl ForestShard {
         seen.iter().map(|&keys| i64::from(keys)).sum::<i64>() - self.tokens(rank)
     }
 
-    /// Keys that the queries of a segment see, in the order of positions: all of the nodes above in full, and its
-    /// node's up to the segment's end, of which each query sees those up to itself. Runs that touch in memory are one.
+    /// Keys that the queries of a segment see, in order of positions: the nodes above in full, and its own node up to
+    /// the
+    /// segment's end (each query sees them up to itself). Intervals that touch in memory are joined.
     ///
     /// # Complexity
     /// O(nodes above).
@@ -207,7 +212,7 @@ impl ForestShard {
         self.path(segment.document as usize, self.packed_start(segment) + segment.length)
     }
 
-    /// The path to a node, of whose tokens it has those up to a place in memory.
+    /// The keys on the path to a node, where the node itself ends at `end` in memory.
     pub(super) fn path(&self, mut node: usize, end: i32) -> Vec<Interval> {
         let mut found = vec![(self.node_starts[node], end)];
         while let Ok(above) = usize::try_from(self.forest.parents()[node]) {
@@ -222,7 +227,7 @@ impl ForestShard {
         found
     }
 
-    /// A hash of which token lies where; equal on two ranks iff their shards are equal.
+    /// A hash of the place of every token: equal on two ranks if and only if their shards are.
     pub fn digest(&self) -> String {
         let mut digest = Digest::new();
         self.forest.add_to(&mut digest);

@@ -1,4 +1,4 @@
-//! A forest found in tokens, and tokens held against a forest.
+//! Finds the forest of given tokens, and checks tokens against a forest.
 
 use std::ops::Range;
 
@@ -7,10 +7,10 @@ use crate::limits::MAX_TOKENS;
 
 use super::tree::PrefixForest;
 
-/// Tokens that are compared at once: few where samples soon differ, so that little is read in vain, then more.
+/// Number of tokens compared at once: small at first, since samples may soon differ, then large.
 const CHUNKS: [usize; 2] = [64, 4096];
 
-/// Samples one behind the other.
+/// The tokens of all samples, one sample after the other.
 struct Samples<'a, T> {
     tokens: &'a [T],
     offsets: &'a [i64],
@@ -26,7 +26,7 @@ impl<'a, T: Copy + Ord> Samples<'a, T> {
             return match offsets {
                 [0] if tokens.is_empty() => Ok(Self { tokens, offsets }),
                 [] => Err(Error::Combination { argument, requirement: "needs one entry more than there are samples" }),
-                _ => entry(0, "must be 0, and the tokens without samples none"),
+                _ => entry(0, "without samples this must be 0 and tokens must be empty"),
             };
         };
         if *first != 0 {
@@ -59,7 +59,7 @@ impl<'a, T: Copy + Ord> Samples<'a, T> {
         &self.tokens[start + run.start..start + run.end]
     }
 
-    /// Number of tokens in which samples agree; they agree up to `from`.
+    /// Number of leading tokens in which samples agree; they are known to agree up to `from`.
     fn agree(&self, samples: &[u32], from: usize) -> usize {
         let end = samples.iter().map(|&sample| self.length(sample)).min().unwrap_or(from);
         let [first, others @ ..] = samples else { return end };
@@ -83,7 +83,7 @@ impl<'a, T: Copy + Ord> Samples<'a, T> {
         end
     }
 
-    /// Samples by their token at `at`, which all have; the one with the first sample first.
+    /// Groups samples by their token at `at`; groups are ordered by their first sample.
     fn apart(&self, samples: &[u32], at: usize) -> Vec<Vec<u32>> {
         let mut by_token: Vec<(T, u32)> =
             samples.iter().map(|&sample| (self.run(sample, at..at + 1)[0], sample)).collect();
@@ -96,23 +96,26 @@ impl<'a, T: Copy + Ord> Samples<'a, T> {
 }
 
 impl PrefixForest {
-    /// The forest of samples whose tokens are here.
+    /// The forest of samples with these tokens.
     ///
     /// # Arguments
-    /// * `tokens` - of all samples, one behind the other.
-    /// * `offsets` - where each sample begins, then the number of tokens.
-    /// * `groups` - a number for each sample: only those with the same can share. Empty: all can.
-    /// * `key` - likewise, for what else a model reads: an image's hash, an adapter. Empty for none.
+    /// * `tokens` - tokens of all samples, one sample after the other.
+    /// * `offsets` - index of each sample's first token, and at the end the number of tokens.
+    /// * `groups` - a number for each sample: only samples with the same number share. Empty: all may share.
+    /// * `key` - another number for each sample with the same effect, for other inputs of the model: an image's hash,
+    ///   an adapter.
+    ///   Empty for none.
     ///
     /// # Returns
     /// Nodes depth-first, siblings by their first sample.
     ///
     /// # Errors
-    /// [`Error::Entry`] for offsets that do not fit, also of an empty sample; [`Error::Mismatch`] for another number of
-    /// groups or keys than samples.
+    /// [`Error::Entry`] for offsets that do not fit, and for an empty sample; [`Error::Mismatch`] if `groups` or `key`
+    /// has
+    /// another length than the samples.
     ///
     /// # Complexity
-    /// O(R + n log n) for `R` tokens of `n` samples: each token is compared about once, twice at worst.
+    /// O(R + n log n) for `R` tokens of `n` samples: each token is compared about once, at most twice.
     ///
     /// # Example
     /// ```
@@ -144,7 +147,7 @@ impl PrefixForest {
         let mut starts: Vec<usize> = vec![0; open.len()];
         let mut forest = Self::with_samples(count);
         while let (Some((members, parent)), Some(start)) = (open.pop(), starts.pop()) {
-            // Those that are here agree in their next token.
+            // These samples agree in their next token.
             let end = samples.agree(&members, start + 1);
             let node = forest.grow(parent, (end - start) as i32);
             let (ended, on): (Vec<u32>, Vec<u32>) =
@@ -158,15 +161,16 @@ impl PrefixForest {
         forest.arranged()
     }
 
-    /// Checks that these tokens are what the forest says: samples of its lengths, equal where they share a node.
+    /// Checks that tokens fit the forest: samples have its lengths, and agree where they share a node.
     ///
     /// # Arguments
     /// * `tokens`, `offsets` - as for [`PrefixForest::from_tokens`].
     ///
     /// # Errors
-    /// Those of [`PrefixForest::from_tokens`]; [`Error::Mismatch`] for another number of samples, [`Error::Entry`] for
-    /// one of another length, and [`Error::Unlike`] at the first token in which a sample differs from the one that it
-    /// shares it with.
+    /// The errors of [`PrefixForest::from_tokens`]; [`Error::Mismatch`] for another number of samples, [`Error::Entry`]
+    /// for a
+    /// sample of another length, and [`Error::Unlike`] at the first token in which two samples differ that should share
+    /// it.
     ///
     /// # Complexity
     /// O(R).
@@ -176,7 +180,7 @@ impl PrefixForest {
             let (argument, found, other) = ("offsets", offsets.len(), "samples of the forest, and one more,");
             return Err(Error::Mismatch { argument, found, other, expected: self.num_samples() + 1 });
         }
-        // The sample whose tokens those of a node are.
+        // For each node, the first sample that has it; its tokens are the node's.
         let mut owners: Vec<Option<u32>> = vec![None; self.num_nodes()];
         for sample in 0..self.num_samples() as u32 {
             let expected = self.sample_length(sample as usize);

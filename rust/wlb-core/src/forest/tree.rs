@@ -7,27 +7,29 @@ use crate::error::{Error, Result, from_json};
 use crate::lengths::Lengths;
 use crate::limits::MAX_TOKENS;
 
-/// No parent: a root.
+/// Stands for "no parent": the node is a root.
 const NONE: i32 = -1;
 
-/// Runs of tokens (nodes), each behind the run that it continues (its parent), and the node in which each sample ends.
+/// Runs of tokens (nodes), the node that each continues (its parent), and the node in which each sample ends.
 ///
 /// A sample is the path from a root to the end of its node. The node may have children: a sample may end where others
-/// go on. Samples share tokens only from their beginning on, so that a shared token has the same position and sees the
-/// same tokens before it in all of them.
+/// go on.
+/// Samples share tokens only from their beginning on, so a shared token has the same position and the same earlier
+/// tokens
+/// in all of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PrefixForest {
     parents: Vec<i32>,
     lengths: Vec<i32>,
     ends: Vec<i32>,
-    /// Tokens before each node, on its path.
+    /// Number of tokens before each node, on its path.
     #[serde(skip)]
     starts: Vec<i32>,
-    /// All nodes depth-first, of siblings the longest first.
+    /// All nodes depth-first, the longest of siblings first.
     #[serde(skip)]
     order: Vec<u32>,
-    /// Place of each node in that order.
+    /// Index of each node in that order.
     #[serde(skip)]
     places: Vec<u32>,
 }
@@ -36,14 +38,14 @@ impl PrefixForest {
     /// A forest from its nodes.
     ///
     /// # Arguments
-    /// * `parents` - node that each node continues, in any order; -1 for a root.
+    /// * `parents` - the node that each node continues, in any order; -1 for a root.
     /// * `lengths` - tokens of each node.
-    /// * `ends` - node of each sample's last token.
+    /// * `ends` - for each sample, the node of its last token.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for another number of lengths than parents; [`Error::Entry`] for a parent or end that is no
-    /// node, parents in a circle, and a node under which no sample ends, and a path of more than
-    /// [`MAX_TOKENS`].
+    /// [`Error::Mismatch`] if `lengths` and `parents` differ in number; [`Error::Entry`] for a parent or end that is no
+    /// node, for
+    /// parents in a circle, for a node under which no sample ends, and for a path of more than [`MAX_TOKENS`].
     ///
     /// # Complexity
     /// O(m log m) for `m` nodes.
@@ -95,16 +97,17 @@ impl PrefixForest {
         }
     }
 
-    /// A forest whose structure is known: each prompt, and the completions that were sampled for it.
+    /// The forest of prompts and the completions that were sampled for each.
     ///
     /// # Arguments
     /// * `prompt_lengths` - tokens of each prompt.
-    /// * `samples_per_prompt` - completions of each prompt, at least 1.
-    /// * `completion_lengths` - tokens of each completion, those of the first prompt first; 0 is legal, and such a
-    ///   sample is its prompt.
+    /// * `samples_per_prompt` - number of completions of each prompt, at least 1.
+    /// * `completion_lengths` - tokens of each completion, those of the first prompt first. A completion may have 0
+    ///   tokens: the
+    ///   sample is then its prompt.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] and [`Error::Entry`] for numbers that do not fit, also for a sample of more than
+    /// [`Error::Mismatch`] and [`Error::Entry`] for numbers that do not fit together, also for a sample of more than
     /// [`MAX_TOKENS`].
     ///
     /// # Complexity
@@ -145,7 +148,7 @@ impl PrefixForest {
                 let requirement = "with its prompt this sample has more than 2147483647 tokens";
                 return Err(Error::Entry { argument: "completion_lengths", index, value, requirement });
             }
-            // A run that is shared by the same samples is one node.
+            // A prompt with a single completion shares nothing, so both are one node.
             if let [completion] = completions {
                 let node = forest.grow(NONE, prompt + *completion as i32);
                 forest.ends.push(node);
@@ -168,27 +171,27 @@ impl PrefixForest {
         self.parents.len() as i32 - 1
     }
 
-    /// Adds `samples` that end nowhere yet.
+    /// Adds `samples` samples without an end.
     pub(super) fn with_samples(samples: usize) -> Self {
         Self { ends: vec![NONE; samples], ..Self::default() }
     }
 
-    /// Says where a sample ends.
+    /// Sets the node in which a sample ends.
     pub(super) fn end(&mut self, sample: u32, node: i32) {
         self.ends[sample as usize] = node;
     }
 
-    /// Finds where nodes begin, and their order.
+    /// Computes where nodes begin, and their order.
     pub(super) fn arranged(mut self) -> Result<Self> {
         let nodes = self.parents.len();
-        // Children of each node behind one another, the longest first; roots are those of node `nodes`.
+        // Children of each node, one after the other, the longest first; roots are the children of a node `nodes`.
         let mut children: Vec<u32> = (0..nodes as u32).collect();
         let place = |parent: i32| if parent == NONE { nodes } else { parent as usize };
         children.sort_by_key(|&node| {
             let node = node as usize;
             (place(self.parents[node]), std::cmp::Reverse(self.lengths[node]))
         });
-        // Of roots the order in which they stand.
+        // Roots keep their order.
         let mut offsets = vec![0_usize; nodes + 2];
         self.parents.iter().for_each(|&parent| offsets[place(parent) + 1] += 1);
         (0..=nodes).for_each(|node| offsets[node + 1] += offsets[node]);
@@ -215,7 +218,7 @@ impl PrefixForest {
             self.order.iter().zip(0..).for_each(|(&node, place)| self.places[node as usize] = place);
             return Ok(self);
         }
-        // What no root leads to: from there, parents lead into a circle.
+        // Nodes that no root leads to: their parents lead into a circle.
         let mut seen = vec![false; nodes];
         self.order.iter().for_each(|&node| seen[node as usize] = true);
         let mut node = seen.iter().position(|seen| !seen).unwrap_or(0);
@@ -252,29 +255,29 @@ impl PrefixForest {
         &self.ends
     }
 
-    /// Tokens before each node on its path: its depth.
+    /// Number of tokens before each node on its path (its depth).
     pub fn starts(&self) -> &[i32] {
         &self.starts
     }
 
-    /// All nodes depth-first, of siblings the longest first, so that it continues its parent in memory.
+    /// All nodes depth-first, the longest of siblings first, so that it follows its parent in memory.
     pub fn order(&self) -> &[u32] {
         &self.order
     }
 
-    /// Tokens before the first behind each node.
+    /// Position after the last token of a node.
     #[inline]
     pub(super) fn node_end(&self, node: usize) -> i32 {
         self.starts[node] + self.lengths[node]
     }
 
-    /// Tokens of a sample.
+    /// Number of tokens of a sample.
     #[inline]
     pub fn sample_length(&self, sample: usize) -> i32 {
         self.node_end(self.ends[sample] as usize)
     }
 
-    /// Tokens of each sample.
+    /// Number of tokens of each sample.
     pub fn sample_lengths(&self) -> Vec<i32> {
         (0..self.num_samples()).map(|sample| self.sample_length(sample)).collect()
     }
@@ -284,17 +287,17 @@ impl PrefixForest {
         self.unique_tokens() < self.raw_tokens()
     }
 
-    /// Tokens of all nodes.
+    /// Number of tokens of all nodes.
     pub fn unique_tokens(&self) -> i64 {
         self.lengths.iter().map(|&length| i64::from(length)).sum()
     }
 
-    /// Tokens of all samples.
+    /// Number of tokens of all samples.
     pub fn raw_tokens(&self) -> i64 {
         (0..self.num_samples()).map(|sample| i64::from(self.sample_length(sample))).sum()
     }
 
-    /// Nodes of some samples, in the [`PrefixForest::order`] of all.
+    /// Nodes of some samples, in the [`PrefixForest::order`] of all nodes.
     ///
     /// # Complexity
     /// O(k log k) for `k` nodes.
@@ -312,11 +315,11 @@ impl PrefixForest {
         found
     }
 
-    /// The forest of some samples, with their nodes in the order in which they lie in memory.
+    /// The forest of some samples, with its nodes in memory order.
     ///
     /// # Arguments
-    /// * `samples` - in the order of the new forest.
-    /// * `nodes` - theirs ([`PrefixForest::nodes_of`]).
+    /// * `samples` - the samples, in the order of the new forest.
+    /// * `nodes` - their nodes ([`PrefixForest::nodes_of`]).
     ///
     /// # Complexity
     /// O(k log k) for `k` nodes.
@@ -337,7 +340,7 @@ impl PrefixForest {
         }
     }
 
-    /// A hash of the forest; equal on two ranks iff their forests are.
+    /// A hash of the forest: equal on two ranks if and only if their forests are.
     ///
     /// # Complexity
     /// O(nodes and samples), BLAKE3.
@@ -368,7 +371,7 @@ impl PrefixForest {
         from_json::<Self>(json).map_err(state)?.checked()
     }
 
-    /// A forest that was read, if it is one.
+    /// Checks a forest that was read from a file.
     pub(super) fn checked(self) -> Result<Self> {
         let wide = |values: &[i32]| values.iter().map(|&value| i64::from(value)).collect::<Vec<i64>>();
         let (parents, ends) = (wide(&self.parents), wide(&self.ends));

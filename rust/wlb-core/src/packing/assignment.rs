@@ -1,4 +1,4 @@
-//! A packing that somebody else made, scored like ours.
+//! A packing from an assignment that was made elsewhere.
 
 use crate::error::{Error, Result, check_range};
 use crate::lengths::Lengths;
@@ -12,14 +12,16 @@ use super::plan::Packing;
 use super::pricing::Pricing;
 
 impl Packing {
-    /// A packing from an assignment made elsewhere (a solver, another packer), scored like ours.
+    /// A packing from an assignment that was made elsewhere (by a solver, by another packer), with our costs and
+    /// imbalance.
     ///
     /// # Arguments
-    /// * `assignment` - micro-batch of each document; -1 leaves it over.
+    /// * `assignment` - micro-batch of each document; -1 leaves the document over.
     ///
     /// # Errors
-    /// [`Error::Mismatch`], [`Error::OutOfRange`], and [`Error::Entry`] for a micro-batch that does not exist, and for
-    /// the document with which one has more than `max_tokens` tokens, or than the limit of a column.
+    /// [`Error::Mismatch`] and [`Error::OutOfRange`]; [`Error::Entry`] for a micro-batch that does not exist, and for
+    /// the
+    /// document with which a micro-batch exceeds `max_tokens` or the limit of a column.
     ///
     /// # Complexity
     /// O(n + num_micro_batches).

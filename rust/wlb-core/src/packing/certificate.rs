@@ -1,17 +1,24 @@
 //! A lower bound on the heaviest micro-batch, where tokens are scarce.
 //!
-//! Let no micro-batch cost more than `C`. Documents of which no two fit together, by tokens or under `C`, have a
-//! micro-batch each: such a *head* of `L` tokens that costs `h` leaves `T - L` tokens and `C - h` of cost. Let all
-//! others be cut at will. For any price `t` of a token, a document counts what is less, its cost or `t` for each of its
-//! tokens; a micro-batch cannot hold more of that than the less of its free cost and `t` for each of its free tokens:
+//! Suppose that no micro-batch costs more than `C`. Take documents of which no two fit together, by tokens or under
+//! `C`:
+//! each has a micro-batch for itself. Such a *head* of `L` tokens and cost `h` leaves `T - L` tokens and `C - h` of
+//! cost
+//! free. Let all other documents be cut at will. For any price `t` of a token, the demand of a document is its cost or
+//! `t`
+//! times its tokens, whichever is less. A micro-batch holds at most its free cost and at most `t` times its free
+//! tokens:
 //!
 //! `sum over others of min(cost, t * tokens) <= sum over micro-batches of min(C - h, t * (T - L))`
 //!
-//! The `C` that keeps this is a bound, for each `t`. The greatest over all `t` is what the linear program gives that
-//! places heads whole and the others in fractions. For that program asks whether the micro-batches' pairs of tokens and
-//! cost are a mixture of the documents', which is so if no concave, rising function of cost a token tells otherwise
-//! (Hardy, Littlewood and Polya); these are mixtures of the `min(., t)`. Both sides are linear between the documents'
-//! costs a token, so no other `t` is needed, and it is found without solving a program.
+//! For each `t`, the least `C` that satisfies this is a lower bound. The greatest of these bounds equals the optimum of
+//! the
+//! linear program that places heads whole and other documents in fractions. (The program asks whether the
+//! micro-batches'
+//! pairs of tokens and cost are a mixture of the documents' pairs. By Hardy, Littlewood and Polya they are, unless some
+//! concave, rising function of cost per token shows otherwise; all these functions are mixtures of `min(., t)`.) Both
+//! sides
+//! are linear in `t` between the documents' costs per token, so only these `t` are tried, and no program is solved.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -22,33 +29,34 @@ use crate::costliest_first::costliest_first;
 
 use super::piece::Piece;
 
-/// Passes over the documents, each of which raises the bound; two to five are usual until nothing does.
+/// Most passes over the documents. Each pass raises the bound; usually two to five do, then nothing does.
 const PASSES: usize = 32;
-/// Steps to where a price is kept; no more than heads whose tokens run out on the way, and as a rule two.
+/// Most steps in one pass: at most one for each head whose tokens run out on the way, usually two.
 const STEPS: usize = 64;
-/// Least gain of a pass, relative to the bound.
+/// Least gain of a pass, relative to the bound; with less, the bound is final.
 const GAIN: f64 = 1e-9;
-/// A micro-batch with this part of the heaviest cost counts as the heaviest, because of rounding.
+/// A micro-batch with at least this part of the heaviest cost counts as equally heavy, because of rounding.
 const SAME: f64 = 1.0 - 1e-12;
-/// Costs below are not divided: they have too few bits.
+/// Smaller costs are not divided: they have too few significant bits.
 const LEAST_COST: f64 = 1e-280;
 
-/// From what the bound of a packing follows, beside the packing itself. It is found when it is first asked for. Says
-/// nothing about the plan: any two are equal.
+/// The inputs of a packing's lower bound, besides the packing itself. The bound is computed when it is first asked for.
+/// Certificates are not part of the plan: any two are equal.
 #[derive(Clone, Debug, Default)]
 pub struct Certificate {
     basis: Basis,
-    /// Once it is known.
+    /// The bound, once it is known.
     pub(crate) bound: Known,
 }
 
-/// A number once it is known. No lock: a process that is forked while another thread sets one would wait for it for
-/// ever. Who finds it meanwhile finds the same.
+/// A number that is computed once. It has no lock: in a process forked while another thread held the lock, everybody
+/// would
+/// wait for ever. Two threads that compute it at the same time find the same number.
 #[derive(Debug)]
 pub(crate) struct Known(AtomicU64);
 
 impl Known {
-    /// The bound; NaN stands for one that is not known.
+    /// The number; NaN stands for "not known yet".
     pub(crate) fn get(&self) -> Option<f64> {
         Some(f64::from_bits(self.0.load(Ordering::Relaxed))).filter(|number| !number.is_nan())
     }
@@ -79,12 +87,12 @@ impl Clone for Known {
 /// Source of the costs of a packing's pieces.
 #[derive(Clone, Debug, Default)]
 enum Basis {
-    /// Nobody knows any more: it was read from a file.
+    /// Unknown: the packing was read from a file.
     #[default]
     Unknown,
     /// Costs of a model.
     Model(Box<CostModel>),
-    /// Row by row, a column for each resource.
+    /// Costs row by row, with a column for each resource.
     Given(Vec<f64>),
 }
 
@@ -93,17 +101,17 @@ impl Certificate {
         Self { basis: Basis::Model(Box::new(model.clone())), ..Self::default() }
     }
 
-    /// Given costs of pieces, in the order of the packing.
+    /// A certificate of given costs: one row for each piece, in the order of the packing.
     pub(crate) fn of_rows(rows: Vec<f64>) -> Self {
         Self { basis: Basis::Given(rows), ..Self::default() }
     }
 
-    /// The cost model; none where documents brought their costs.
+    /// The cost model; `None` if documents brought their own costs.
     pub(crate) fn model(&self) -> Option<&CostModel> {
         if let Basis::Model(model) = &self.basis { Some(model) } else { None }
     }
 
-    /// Costs of pieces in one of several columns; `None` if they are not known.
+    /// Costs of the pieces in one of several columns; `None` if they are not known.
     pub(crate) fn costs(&self, pieces: &[Piece], column: usize, columns: usize) -> Option<Vec<f64>> {
         match &self.basis {
             Basis::Unknown => None,
@@ -144,7 +152,7 @@ impl<'de> Deserialize<'de> for Certificate {
     }
 }
 
-/// Micro-batches that are all alike before anything is in them.
+/// Empty micro-batches, all alike.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bins {
     pub(crate) count: usize,
@@ -152,7 +160,7 @@ pub(crate) struct Bins {
     pub(crate) empty_cost: f64,
 }
 
-/// A document that has a micro-batch for itself and what is cut.
+/// Micro-batches with a document that shares them with no other head.
 #[derive(Clone, Copy)]
 struct Head {
     cost: f64,
@@ -160,7 +168,7 @@ struct Head {
     count: f64,
 }
 
-/// A document that may be cut: its cost per token, its cost, its tokens.
+/// A document that may be cut: its cost per token, its cost and its tokens.
 #[derive(Clone, Copy)]
 struct Part {
     density: f64,
@@ -168,10 +176,11 @@ struct Part {
     tokens: f64,
 }
 
-/// No packing of these pieces has a lighter heaviest micro-batch than this, in `bins`; `from` or more, and `most` at
-/// most: what the heaviest of some packing costs.
+/// A lower bound on the heaviest micro-batch of any packing of these pieces into `bins`. The result is at least `from`
+/// (a
+/// bound that is known) and at most `most` (the heaviest micro-batch of some packing).
 ///
-/// Never above the optimum, whatever is rounded: what sums may be off by is taken away.
+/// Rounding never lifts the result above the optimum: the greatest possible rounding error of the sums is subtracted.
 ///
 /// # Complexity
 /// O(n log n + N log N) for `n` pieces in `N` micro-batches.
@@ -181,7 +190,7 @@ pub(crate) fn raised(bins: Bins, pieces: &[Piece], costs: &[f64], from: f64, mos
         return from.min(most);
     }
     let (heads, parts) = divide(bins, pieces, costs, unit);
-    // Costs in units of what may be in the heaviest: then no sum overflows.
+    // Costs in units of the heaviest micro-batch's cost, so that no sum overflows.
     let mut bound = ((from - bins.empty_cost) / unit).clamp(0.0, 1.0);
     let rounding = 4.0 * f64::EPSILON * (pieces.len() + bins.count) as f64;
     for _ in 0..PASSES {
@@ -192,19 +201,20 @@ pub(crate) fn raised(bins: Bins, pieces: &[Piece], costs: &[f64], from: f64, mos
             break;
         }
     }
-    // Packings that cost as much may have heads together.
+    // Packings that cost exactly as much may have two heads together.
     let bound = bound.min(SAME) * (1.0 - 4.0 * f64::EPSILON);
     (bins.empty_cost * (1.0 - 4.0 * f64::EPSILON) + unit * bound).max(from).min(most)
 }
 
-/// The heads, and last the micro-batches without one; the others, by their cost a token.
+/// The heads, ending with an entry for all micro-batches without one; and the other documents, ascending by cost per
+/// token.
 fn divide(bins: Bins, pieces: &[Piece], costs: &[f64], unit: f64) -> (Vec<Head>, Vec<Part>) {
     let max_tokens = f64::from(bins.max_tokens);
     let (mut heads, mut parts) = (Vec::new(), Vec::new());
     let (mut shortest, mut cheapest, mut apart) = (f64::INFINITY, f64::INFINITY, true);
     for index in costliest_first(costs) {
         let (tokens, cost) = (f64::from(pieces[index].length), costs[index] / unit);
-        // It fits with none of the heads.
+        // A head fits with none of the heads before it.
         apart &= heads.len() < bins.count && (tokens + shortest > max_tokens || cost + cheapest >= SAME);
         if apart {
             (shortest, cheapest) = (shortest.min(tokens), cheapest.min(cost));
@@ -218,7 +228,7 @@ fn divide(bins: Bins, pieces: &[Piece], costs: &[f64], unit: f64) -> (Vec<Head>,
     (heads, parts)
 }
 
-/// Cost that documents demand at a price of a token.
+/// Demand of the documents at a price of a token.
 #[derive(Clone, Copy)]
 struct Asked {
     price: f64,
@@ -226,15 +236,17 @@ struct Asked {
 }
 
 impl Head {
-    /// Cost that is free under a bound.
+    /// Cost that the head's micro-batch has free under a bound.
     fn free(&self, bound: f64) -> f64 {
         (bound - self.cost).max(0.0)
     }
 }
 
-/// The price at which most is lacking for each micro-batch that a higher bound gives more room; none if none lacks any.
+/// The price with the greatest lack, divided by the number of micro-batches that a higher bound gives more room. `None`
+/// if
+/// nothing is lacking at any price.
 fn worst(heads: &[Head], parts: &[Part], bound: f64, rounding: f64) -> Option<Asked> {
-    // From the price on at which it is out of cost before it is out of tokens.
+    // Price from which on a micro-batch runs out of cost before it runs out of tokens.
     let mut turns: Vec<(f64, &Head)> = heads.iter().map(|head| (head.free(bound) / head.free_tokens, head)).collect();
     turns.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
     let mut turns = turns.into_iter().peekable();
@@ -260,10 +272,9 @@ fn worst(heads: &[Head], parts: &[Part], bound: f64, rounding: f64) -> Option<As
     found
 }
 
-/// The bound from which on the micro-batches hold what is asked.
+/// The least bound with which the micro-batches hold the demand.
 ///
-/// What they hold is concave in the bound. So a step along its slope never goes beyond where it is enough, wherever it
-/// ends.
+/// The cost that they hold is concave in the bound, so a step along the slope never goes beyond the least bound.
 fn enough(heads: &[Head], Asked { price, asked }: Asked, mut bound: f64, rounding: f64) -> f64 {
     for _ in 0..STEPS {
         let (mut held, mut slope) = (0.0, 0.0);

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// Costs of a packing's micro-batches in each column.
 ///
-/// A column with a limit is memory. The others take time: a step takes the sum of what their heaviest micro-batches do.
+/// A column with a limit is memory. All others take time: a step takes the sum of the heaviest micro-batches of each.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Columns {
@@ -23,7 +23,7 @@ impl Columns {
         Self { limits: limits.to_vec(), costs: vec![0.0; columns * micro_batches], largest: vec![0.0; columns] }
     }
 
-    /// Puts a document, or a part of one, into a micro-batch.
+    /// Adds a document, or a part of one, to a micro-batch.
     pub(crate) fn put(&mut self, micro_batch: usize, row: impl Iterator<Item = f64>) {
         let at = micro_batch * self.len();
         for ((sum, most), cost) in self.costs[at..].iter_mut().zip(&mut self.largest).zip(row) {
@@ -37,7 +37,7 @@ impl Columns {
         self.limits.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no columns.
     pub fn is_empty(&self) -> bool {
         self.limits.is_empty()
     }
@@ -47,12 +47,12 @@ impl Columns {
         (0..self.len()).filter(|&column| self.limits[column].is_none())
     }
 
-    /// Costs of a column, micro-batch by micro-batch.
+    /// Costs of all micro-batches in one column.
     pub fn column(&self, column: usize) -> impl Iterator<Item = f64> + '_ {
         self.costs.iter().skip(column).step_by(self.len()).copied()
     }
 
-    /// The most that a micro-batch has.
+    /// The greatest cost of a micro-batch in one column.
     pub fn max(&self, column: usize) -> f64 {
         self.column(column).fold(0.0, f64::max)
     }
@@ -62,14 +62,15 @@ impl Columns {
         self.timed().map(|column| self.max(column)).sum()
     }
 
-    /// The heaviest micro-batch has no less of a column, in any packing of the same documents into as many.
+    /// A lower bound on the heaviest micro-batch in one column, for any packing of the same documents into as many
+    /// micro-batches.
     pub(crate) fn least(&self, column: usize) -> f64 {
         let micro_batches = (self.costs.len() / self.len()) as f64;
         let mean = self.column(column).sum::<f64>() / micro_batches;
         mean.max(self.largest[column]).min(self.max(column))
     }
 
-    /// Whether these are the columns of this number of micro-batches.
+    /// Whether the sizes agree with this number of micro-batches.
     pub(crate) fn fit(&self, micro_batches: usize) -> bool {
         !self.is_empty() && self.largest.len() == self.len() && self.costs.len() == self.len() * micro_batches
     }

@@ -9,20 +9,23 @@ use super::plan::Packing;
 impl Packing {
     /// Deals the micro-batches of each step to `dp_size` ranks: equal counts, costs balanced, in schedule order.
     ///
-    /// Heaviest first, each to the rank with the least cost that still lacks one. Inside a rank the lightest
-    /// micro-batches stand at both ends and the heaviest in the middle: the first and the last are the ones whose
-    /// cost a pipeline multiplies by its depth (fill and drain). A packing that was made for ranks is dealt as it was
-    /// made.
+    /// The heaviest micro-batch goes first, each to the rank with the least cost among those that still lack one.
+    /// Inside a rank
+    /// the lightest micro-batches stand at both ends and the heaviest in the middle: a pipeline multiplies the cost of
+    /// the
+    /// first and the last by its depth (fill and drain). A packing that was made for ranks keeps its order.
     ///
-    /// With several columns of costs the ranks wait for one another in each: a step takes the sum over columns of the
-    /// rank with the most. So the micro-batches are also dealt by the column in which each is the greatest part, and
-    /// the deal with the shorter step is taken, that by the sum of the columns where they are equal.
+    /// With several columns of costs the ranks wait for one another in each column: a step takes the sum over columns
+    /// of the
+    /// heaviest rank. Two deals are tried: one by the sum of the columns, one by the column in which each micro-batch
+    /// is the
+    /// greatest part. The deal with the shorter step wins; if both are equal, the deal by the sum.
     ///
     /// # Arguments
     /// * `dp_size` - data-parallel ranks.
     ///
     /// # Returns
-    /// Concatenated, `dp_size` rows of micro-batch indices for each step.
+    /// Rows of micro-batch indices, one after the other: `dp_size` rows for each step.
     ///
     /// # Errors
     /// [`Error::Indivisible`] when `dp_size` does not divide the number of micro-batches of a step: ranks with unequal
@@ -30,7 +33,7 @@ impl Packing {
     /// ranks ([`pack_for_ranks`](crate::packing::pack_for_ranks)).
     ///
     /// # Complexity
-    /// O(M log M) for the sort of `M` micro-batches, and on average a few steps for each.
+    /// O(M log M) to sort `M` micro-batches, and on average a few steps for each.
     ///
     /// # Example
     /// ```
@@ -49,8 +52,7 @@ impl Packing {
             return Err(Error::Indivisible { argument: "dp_size", value: saturating_i64(dp_size), total });
         }
         if let Some(ranks) = self.ranks {
-            let requirement =
-                "the packing was made for another number of ranks, and its documents lie where those need";
+            let requirement = "the packing was made for another number of ranks; pack again with this dp_size";
             let other = Err(Error::Combination { argument: "dp_size", requirement });
             return if ranks.dp_size == dp_size { Ok((0..total).collect()) } else { other };
         }
@@ -62,7 +64,7 @@ impl Packing {
     }
 }
 
-/// The micro-batches of a single step, by the sum of their columns or by the leading one of each.
+/// Deals the micro-batches of one step: by the sum of the columns, or by the leading column of each micro-batch.
 fn deal_in_columns(costs: &[f64], columns: &Columns, dp_size: usize) -> Vec<usize> {
     let timed: Vec<usize> = columns.timed().collect();
     let per_rank = costs.len() / dp_size;
@@ -78,7 +80,7 @@ fn deal_in_columns(costs: &[f64], columns: &Columns, dp_size: usize) -> Vec<usiz
     }
 
     let sums: Vec<f64> = timed.iter().map(|&column| columns.column(column).sum()).collect();
-    // The column in which a micro-batch is the greatest part, the first of several, and that part.
+    // The column in which a micro-batch is the greatest part (the first if several are equal), and this part.
     let leading = |j: usize| {
         let parts = timed.iter().zip(&sums).map(|(&k, &sum)| if sum > 0.0 { load(j, k) / sum } else { 0.0 });
         parts.enumerate().fold((0, -1.0), |most, (at, part)| if part > most.1 { (at, part) } else { most })
@@ -109,7 +111,7 @@ fn deal_in_columns(costs: &[f64], columns: &Columns, dp_size: usize) -> Vec<usiz
     if step(&by_column) < step(&by_sum) { by_column } else { by_sum }
 }
 
-/// One step's micro-batches: `dp_size` rows of their indices, in the order of [`Packing::deal`].
+/// Deals the micro-batches of one step: `dp_size` rows of indices, in the order of [`Packing::deal`].
 pub(crate) fn deal(costs: &[f64], dp_size: usize) -> Vec<usize> {
     let per_rank = costs.len() / dp_size;
     let mut heaviest_first: Vec<usize> = (0..costs.len()).collect();
@@ -131,7 +133,7 @@ pub(crate) fn deal(costs: &[f64], dp_size: usize) -> Vec<usize> {
     ranks.into_iter().flat_map(|(_, dealt)| light_ends(&dealt)).collect()
 }
 
-/// Reorders heaviest-first items: lightest first, second lightest last, and so on inwards.
+/// Reorders items that come heaviest first: lightest first, second lightest last, and so on inwards.
 pub(crate) fn light_ends(heaviest_first: &[usize]) -> Vec<usize> {
     let from_lightest = || heaviest_first.iter().rev().copied();
     let rising = from_lightest().step_by(2);

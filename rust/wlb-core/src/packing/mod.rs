@@ -1,7 +1,8 @@
 //! Packing: the documents of each micro-batch.
 //!
-//! [`pack`] takes one global batch (or several together) and gives a [`Packing`]; [`pack_whole`] gives one that leaves
-//! nothing over. [`split_documents`] and [`batch_offsets`] cut a list of documents beforehand.
+//! [`pack`] packs one global batch, or several together, into a [`Packing`]; [`pack_whole`] chooses the number of
+//! micro-batches so that nothing is left over. [`split_documents`] and [`batch_offsets`] cut a list of documents before
+//! packing.
 
 mod assignment;
 pub(crate) mod certificate;

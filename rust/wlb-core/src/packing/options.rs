@@ -27,10 +27,10 @@ named_choices! {
     /// Treatment of documents that do not fit.
     #[derive(Default)]
     Leftover, "leftover" {
-        /// [`crate::Error::LeftOver`], which says what would hold them.
+        /// Raise [`crate::Error::LeftOver`], which says how to make room for them.
         #[default]
         Error = "error",
-        /// Documents without room are in [`crate::Packing::leftover`].
+        /// List them in [`crate::Packing::leftover`].
         Return = "return",
     }
 }
@@ -47,7 +47,7 @@ named_choices! {
     }
 }
 
-/// For whom a plan was made.
+/// The data-parallel ranks that a plan was made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ranks {
@@ -71,7 +71,7 @@ impl Ranks {
         }
     }
 
-    /// Time of a step over that of equal ranks.
+    /// Time of a step over the time if all ranks were equal.
     pub(crate) fn imbalance(self, costs: &[f64]) -> f64 {
         over_mean(self.step_cost(costs), self.dp_size, costs.iter().sum())
     }
@@ -82,11 +82,11 @@ impl Ranks {
 pub struct PackOptions {
     /// Micro-batches of one global batch.
     pub num_micro_batches: usize,
-    /// Most tokens of one micro-batch (`S_max`): a memory bound.
+    /// Most tokens of one micro-batch (`S_max`), as memory allows.
     pub max_tokens: i32,
-    /// How.
+    /// Method of packing.
     pub method: Method,
-    /// Global batches that are packed together; the `window` of Python; other than 1 only with [`Method::FixedLength`].
+    /// Global batches that are packed together; only [`Method::FixedLength`] allows more than 1.
     pub global_batches: usize,
     /// Treatment of documents that do not fit.
     pub leftover: Leftover,

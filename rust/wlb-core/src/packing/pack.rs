@@ -1,8 +1,9 @@
-//! One global batch packed, or several together, with the method that the options name.
+//! Packs one global batch, or several together, with the method that the options name.
 //!
-//! Methods leave over what does not fit. Whether that is an error, and what the error advises, is decided here. Batches
-//! that are trained whole in one step ([`pack_whole`]), as in fine-tuning and reinforcement learning, have no given
-//! number of micro-batches: memory decides it, and data-parallel ranks must agree on it.
+//! Methods leave over the documents that do not fit. This file decides whether that is an error, and what the error
+//! advises. In fine-tuning and reinforcement learning a batch is trained whole in one step: there [`pack_whole`] finds
+//! the
+//! number of micro-batches, from what memory holds and what data-parallel ranks need.
 
 use crate::cost::DocumentCosts;
 use crate::error::{Error, Result, check_range, saturating_i64};
@@ -21,11 +22,11 @@ use super::pricing::Pricing;
 /// # Arguments
 /// * `lengths` - documents in arrival order; their ids are their indices. With `g` `global_batches` they are the
 ///   documents of `g` global batches, and step `i` trains micro-batches `i * num_micro_batches ..`.
-/// * `costs` - what the documents cost: a [`CostModel`](crate::CostModel), or
-///   [`DocumentCosts`](crate::cost::DocumentCosts) one by one.
+/// * `costs` - costs of the documents: a [`CostModel`](crate::CostModel), or one row for each document in
+///   [`DocumentCosts`](crate::cost::DocumentCosts).
 ///
 /// # Returns
-/// The micro-batches of all steps, and under [`Leftover::Return`] what is left over.
+/// The micro-batches of all steps; under [`Leftover::Return`] also the documents that are left over.
 ///
 /// # Errors
 /// [`Error::OutOfRange`] for sizes, [`Error::TooLong`] for a document over `max_tokens` (methods that keep
@@ -33,8 +34,8 @@ use super::pricing::Pricing;
 /// [`Error::InfiniteCost`]; [`Error::LeftOver`] if not everything fits, under [`Leftover::Error`].
 ///
 /// # Complexity
-/// For `n` documents and `N` micro-batches: O(n) for the sort and, on average, a few steps for each document; O(n N) at
-/// worst, and always for [`Method::FixedLength`].
+/// For `n` documents and `N` micro-batches: O(n) for the sort and, on average, a few steps for each document; O(n N) in
+/// the worst case, and always for [`Method::FixedLength`].
 ///
 /// # Example
 /// ```
@@ -45,7 +46,7 @@ use super::pricing::Pricing;
 /// let (method, leftover) = (Method::VarLength, Leftover::Error);
 /// let options = PackOptions { num_micro_batches: 2, max_tokens: 1500, method, global_batches: 1, leftover };
 /// let packing = pack(&lengths, &options, &cost)?;
-/// // The longest document has a micro-batch of its own: it is that much work.
+/// // The longest document alone is all the work of its micro-batch, and no micro-batch can be lighter.
 /// assert_eq!(packing.assignment, [0, 1, 1, 1, 1]);
 /// assert!(packing.max_cost() == packing.lower_bound());
 /// # Ok::<(), wlb_core::Error>(())
@@ -85,7 +86,7 @@ pub fn pack<'a>(lengths: &Lengths, options: &PackOptions, costs: impl Into<Prici
     finish(packing, lengths, options, false)
 }
 
-/// Documents whose costs are given, and nothing else about them than their tokens.
+/// Packs documents whose costs are given, so that only their tokens and these costs are known.
 fn pack_given(
     lengths: &Lengths,
     num_micro_batches: usize,
@@ -96,7 +97,7 @@ fn pack_given(
     let priced = Priced { lengths, costs, num_micro_batches, max_tokens, max_documents: None, cost_model: None };
     let placed = match method {
         Method::Original if costs.limits().iter().any(Option::is_some) => {
-            let requirement = "method=\"original\" cuts where max_tokens is full, and would exceed them";
+            let requirement = "method=\"original\" cuts only by max_tokens, so it could exceed them";
             return Err(Error::Combination { argument: "limits", requirement });
         }
         Method::Original => return Ok(original::pack(lengths, num_micro_batches, max_tokens, costs.into())),
@@ -119,7 +120,7 @@ fn finish(packing: Packing, lengths: &Lengths, options: &PackOptions, limited: b
     }
 }
 
-/// The document that arrived first among those that were left over.
+/// Among the documents that were left over, the one that arrived first.
 fn first_left_over(packing: &Packing) -> Option<usize> {
     packing.leftover.iter().map(|piece| piece.id as usize).min()
 }
@@ -130,7 +131,7 @@ fn left_over(index: usize, packing: &Packing, lengths: &Lengths, options: &PackO
     let all = "num_micro_batches=None takes as many as hold them all";
     let (enough, whole) = match enough {
         _ if limited => (None, Some("num_micro_batches=None takes as many as hold them all, also within limits")),
-        // Several global batches need a number of micro-batches.
+        // The advice `num_micro_batches=None` is no use here: several global batches need a number.
         _ if options.global_batches != 1 => (Some(enough), None),
         ..=MAX_TOKENS => (Some(enough), Some(all)),
         _ => (None, Some(all)),
@@ -148,10 +149,10 @@ fn left_over(index: usize, packing: &Packing, lengths: &Lengths, options: &PackO
     }
 }
 
-/// Tokens of a micro-batch with which nothing is ever left over: the least, where documents are cut.
+/// A `max_tokens` with which nothing is left over; the least such number for methods that cut documents.
 ///
-/// A document kept whole is left over only if it finds no room where the tokens are fewest: those are at most the mean
-/// of what the others could fill.
+/// A document that is kept whole is left over only if the micro-batch with the fewest tokens has no room for it. That
+/// micro-batch has at most the mean of the other documents' tokens.
 fn enough_tokens(lengths: &Lengths, micro_batches: u64, method: Method) -> i64 {
     let total = lengths.total() as u64;
     let enough = match method {
@@ -179,22 +180,23 @@ pub(crate) fn check_fit(lengths: &[i32], max_tokens: i32) -> Result<()> {
     })
 }
 
-/// [`pack`] into as many micro-batches as leave nothing over.
+/// [`pack`] with the smallest number of micro-batches that leaves nothing over.
 ///
 /// # Arguments
-/// * `multiple_of` - the number of micro-batches is a multiple of it: that of the data-parallel ranks.
-/// * `options` - its `num_micro_batches` and `leftover` count for nothing; its `global_batches` must be 1.
+/// * `multiple_of` - the number of micro-batches is a multiple of it (the number of data-parallel ranks).
+/// * `options` - `num_micro_batches` and `leftover` are ignored; `global_batches` must be 1.
 ///
 /// # Returns
-/// What [`pack`] gives for that number; it leaves documents over with `multiple_of` fewer, or they are more tokens than
-/// these may hold. Without documents, `multiple_of` empty micro-batches.
+/// The plan of [`pack`] for that number. With `multiple_of` micro-batches fewer, documents are left over. Without
+/// documents:
+/// `multiple_of` empty micro-batches.
 ///
 /// # Errors
-/// As [`pack`]; [`Error::OutOfRange`] also where more than [`MAX_MICRO_BATCHES`] would be needed.
+/// The errors of [`pack`]; [`Error::OutOfRange`] also if more than [`MAX_MICRO_BATCHES`] would be needed.
 ///
 /// # Complexity
-/// O(log n) times that of [`pack`]; once where as many do as the tokens need, and the documents longer than half of
-/// `max_tokens`.
+/// O(log n) times the time of [`pack`]; usually [`pack`] runs once, if the bound from the tokens and from the documents
+/// longer than half of `max_tokens` is enough.
 ///
 /// # Example
 /// ```
@@ -204,7 +206,7 @@ pub(crate) fn check_fit(lengths: &[i32], max_tokens: i32) -> Result<()> {
 /// let cost = CostModel::analytic(1.0, 100.0, Mask::Causal)?;
 /// let (method, leftover) = (Method::VarLength, Leftover::Error);
 /// let options = PackOptions { num_micro_batches: 1, max_tokens: 1000, method, global_batches: 1, leftover };
-/// // Two micro-batches hold the 1,900 tokens: one for each of two data-parallel ranks, and four ranks have four.
+/// // Two micro-batches hold the 1,900 tokens. With `multiple_of = 4` there are four, one for each of four ranks.
 /// assert_eq!(pack_whole(&lengths, 2, &options, &cost)?.num_micro_batches(), 2);
 /// assert_eq!(pack_whole(&lengths, 4, &options, &cost)?.num_micro_batches(), 4);
 /// # Ok::<(), wlb_core::Error>(())
@@ -223,7 +225,7 @@ pub fn pack_whole<'a>(
         return Err(Error::Combination { argument: "global_batches", requirement });
     }
     let pack_into = |multiples: usize| {
-        // Too many are refused by `pack`.
+        // A number that is too large is refused by `pack`.
         let num_micro_batches = multiples.saturating_mul(multiple_of);
         let leftover = Leftover::Return;
         pack(lengths, &PackOptions { num_micro_batches, leftover, ..options.clone() }, costs)
@@ -231,7 +233,7 @@ pub fn pack_whole<'a>(
     let held = options.max_tokens as u64 * multiple_of as u64;
     let mut least = (lengths.total() as u64).div_ceil(held).max(1) as usize;
     if !matches!(options.method, Method::Original | Method::FixedLength) {
-        // No two of these fit together, and they are not cut.
+        // No two of these documents fit together, and this method does not cut them.
         let apart = lengths.iter().filter(|&&length| length > options.max_tokens / 2).count();
         least = least.max(apart.div_ceil(multiple_of));
     }
@@ -239,7 +241,7 @@ pub fn pack_whole<'a>(
     if let Pricing::Given(given) = costs {
         let needed =
             given.limits().iter().enumerate().filter_map(|(column, limit)| Some(given.sums()[column] / (*limit)?));
-        // A rounded sum may be too much.
+        // A little less, since a rounded sum may be too large.
         let micro_batches = needed.fold(0.0, f64::max) * (1.0 - 1e-9);
         least = least.max((micro_batches / multiple_of as f64).ceil() as usize);
     }
@@ -252,7 +254,7 @@ pub fn pack_whole<'a>(
         if packing.leftover.is_empty() {
             break (multiples, packing);
         }
-        // The last step is as long as there is room for.
+        // The last step goes to the largest number that is allowed.
         step = (2 * step).min((MAX_MICRO_BATCHES / multiple_of).saturating_sub(multiples)).max(1);
         too_few = multiples;
     };

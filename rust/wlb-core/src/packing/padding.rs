@@ -1,4 +1,4 @@
-//! Sizes that a micro-batch may have when it runs: what kernels, exchanges and captured graphs ask for.
+//! Padded sizes of micro-batches, as kernels, exchanges and captured graphs need them.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,9 +9,9 @@ use crate::limits::MAX_TOKENS;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Padding {
-    /// Number of tokens of which every micro-batch is a multiple.
+    /// Every micro-batch is padded up to a multiple of this number of tokens.
     multiple_of: i32,
-    /// Allowed sizes, ascending; empty if any multiple is allowed.
+    /// The only sizes that micro-batches may have, ascending; empty if any multiple is allowed.
     buckets: Vec<i32>,
 }
 
@@ -19,13 +19,16 @@ impl Padding {
     /// Checks the sizes.
     ///
     /// # Arguments
-    /// * `multiple_of` - micro-batches are padded up to a multiple of so many tokens (MXFP8 32, HybridEP 128).
-    /// * `buckets` - the only sizes that they may have, for steps that are compiled or captured for each; empty for
-    ///   any.
+    /// * `multiple_of` - micro-batches are padded up to a multiple of this number of tokens (MXFP8 needs 32, HybridEP
+    ///   128).
+    /// * `buckets` - the only sizes that micro-batches may have, for steps that are compiled or captured once per size;
+    ///   empty
+    ///   for any size.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for `multiple_of_tokens`; [`Error::Entry`] for a bucket that is not above the one before
-    /// it, or not such a multiple.
+    /// [`Error::OutOfRange`] for `multiple_of_tokens`; [`Error::Entry`] for a bucket that is not larger than the bucket
+    /// before
+    /// it, or not a multiple of `multiple_of_tokens`.
     pub fn new(multiple_of: i32, buckets: &[i32]) -> Result<Self> {
         check_range("multiple_of_tokens", i64::from(multiple_of), 1, MAX_TOKENS)?;
         let refused = |index: usize, requirement| {
@@ -42,12 +45,12 @@ impl Padding {
         Ok(Self { multiple_of, buckets: buckets.to_vec() })
     }
 
-    /// Number of tokens of which every micro-batch is a multiple.
+    /// Every micro-batch is padded up to a multiple of this number of tokens.
     pub fn multiple_of(&self) -> i32 {
         self.multiple_of
     }
 
-    /// The only sizes that they may have, ascending; empty for any multiple.
+    /// The only sizes that micro-batches may have, ascending; empty if any multiple is allowed.
     pub fn buckets(&self) -> &[i32] {
         &self.buckets
     }
@@ -57,10 +60,10 @@ impl Padding {
         self.buckets.first().copied().unwrap_or(self.multiple_of)
     }
 
-    /// Most tokens of a micro-batch: the largest size within `max_tokens`.
+    /// Most tokens of a micro-batch: the largest padded size within `max_tokens`.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] where no size is within them.
+    /// [`Error::OutOfRange`] if even the smallest size is above `max_tokens`.
     ///
     /// # Example
     /// ```
@@ -80,7 +83,7 @@ impl Padding {
         Ok(within.copied().unwrap_or(max_tokens / self.multiple_of * self.multiple_of))
     }
 
-    /// [`Padding::most`] in the words of the caller, who gave `argument`.
+    /// [`Padding::most`] as a phrase for errors; the caller gave `given` for `argument`.
     pub(crate) fn named(&self, argument: &str, given: i32) -> String {
         match self.most(given) {
             Ok(most) if most < given => format!("{most} tokens, {} within {argument} = {given}", self.largest()),
@@ -88,7 +91,7 @@ impl Padding {
         }
     }
 
-    /// Advice that lowers `max_tokens`.
+    /// The rule that makes a size smaller than `max_tokens`, as a phrase for errors.
     pub(crate) fn largest(&self) -> String {
         if self.buckets.is_empty() {
             format!("the largest multiple of multiple_of_tokens = {}", self.multiple_of)
@@ -97,8 +100,7 @@ impl Padding {
         }
     }
 
-    /// An error about micro-batches of at most [`Padding::most`] tokens, in the words of the caller, who gave
-    /// `max_tokens`.
+    /// Rewrites an error that names [`Padding::most`] tokens, so that it names the `max_tokens` that the caller gave.
     ///
     /// # Example
     /// ```
@@ -124,7 +126,7 @@ impl Padding {
                 Error::TooLong { argument, index, value, given, limit, hint }
             }
             Error::LeftOver { documents, all, tokens, micro_batches, index, value, enough, whole, .. } => {
-                // A size that holds them, if there is one.
+                // The padded size of a `max_tokens` that holds all documents, if a bucket is large enough.
                 let enough = enough.and_then(|enough| self.checked(enough).ok()).filter(|&enough| enough <= MAX_TOKENS);
                 Error::LeftOver { documents, all, tokens, micro_batches, given, index, value, enough, whole }
             }
@@ -146,13 +148,15 @@ impl Padding {
         }
     }
 
-    /// The multiple aside, which follows from how ranks share a micro-batch and may be another one on resume.
+    /// The buckets without the multiple. The multiple follows from how ranks share a micro-batch, so it may change on
+    /// resume.
     pub(crate) fn of_any_multiple(&self) -> Option<Self> {
         Some(Self { multiple_of: 1, buckets: self.buckets.clone() }).filter(|padding| !padding.is_none())
     }
 
-    /// The size of a micro-batch of so many tokens, which are at most the largest size. An empty one has the smallest
-    /// bucket, and without buckets no tokens.
+    /// Padded size of a micro-batch of `tokens` tokens, at most the largest size. An empty micro-batch has the smallest
+    /// bucket,
+    /// or no tokens if there are no buckets.
     pub fn padded(&self, tokens: i64) -> i64 {
         match self.buckets.iter().find(|&&bucket| i64::from(bucket) >= tokens) {
             Some(&bucket) => i64::from(bucket),
@@ -160,12 +164,12 @@ impl Padding {
         }
     }
 
-    /// Whether it is one that [`Padding::new`] makes: what was read from a file may not be.
+    /// Whether [`Padding::new`] could have made it; a file may hold anything.
     pub(crate) fn is_sound(&self) -> bool {
         Self::new(self.multiple_of, &self.buckets).is_ok()
     }
 
-    /// Whether it asks for nothing.
+    /// Whether micro-batches need no padding.
     pub fn is_none(&self) -> bool {
         self.multiple_of == 1 && self.buckets.is_empty()
     }

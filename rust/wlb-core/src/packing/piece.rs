@@ -6,16 +6,16 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "(i64, i32, i32)", into = "(i64, i32, i32)")]
 pub struct Piece {
-    /// The document.
+    /// Id of the document.
     pub id: i64,
-    /// First token, counted inside the document.
+    /// Position of the first token inside the document.
     pub start: i32,
-    /// Tokens.
+    /// Number of tokens.
     pub length: i32,
 }
 
 impl Piece {
-    /// Document `index` of a batch, all of it.
+    /// All of document `index` of a batch.
     #[inline]
     pub(crate) fn whole(index: usize, length: i32) -> Self {
         Self { id: index as i64, start: 0, length }

@@ -1,4 +1,4 @@
-//! Places of documents while a packing is made: whole documents, and pieces of cut ones.
+//! The micro-batch of each document while a packing is being made: for whole documents, and for pieces of cut ones.
 
 use crate::cost::CostModel;
 
@@ -9,23 +9,23 @@ use super::piece::Piece;
 use super::plan::Packing;
 use super::pricing::Pricing;
 
-/// Places of whole documents; filled by the methods that keep documents whole.
+/// Micro-batches of whole documents; filled by the methods that keep documents whole.
 #[derive(Clone)]
 pub(crate) struct Placement {
     pub(crate) assignment: Vec<i32>,
     pub(crate) tokens: Vec<i64>,
     pub(crate) costs: Vec<f64>,
-    /// Indices of documents, in the order tried.
+    /// Indices of documents without room, in the order in which they were tried.
     pub(crate) leftover: Vec<usize>,
     pub(crate) length_fallbacks: usize,
-    /// Longest document placed.
+    /// Tokens of the longest document that was placed.
     longest: i32,
     /// Cost of a micro-batch without documents.
     empty_cost: f64,
 }
 
 impl Placement {
-    /// No document placed yet; a micro-batch without documents costs `empty_cost`.
+    /// A placement without documents; an empty micro-batch costs `empty_cost`.
     pub(crate) fn new(num_documents: usize, num_micro_batches: usize, empty_cost: f64) -> Self {
         Self {
             assignment: vec![-1; num_documents],
@@ -38,12 +38,12 @@ impl Placement {
         }
     }
 
-    /// These documents and micro-batches with nothing placed.
+    /// A placement of the same size with nothing placed.
     pub(crate) fn emptied(&self) -> Self {
         Self::new(self.assignment.len(), self.tokens.len(), self.empty_cost)
     }
 
-    /// These documents in other places, with nothing left over.
+    /// The same documents in other micro-batches, with nothing left over.
     pub(crate) fn rearranged(&self, assignment: Vec<i32>, tokens: Vec<i64>, costs: Vec<f64>) -> Self {
         let Self { length_fallbacks, longest, empty_cost, .. } = *self;
         Self { assignment, tokens, costs, leftover: Vec::new(), length_fallbacks, longest, empty_cost }
@@ -66,7 +66,7 @@ impl Placement {
         self.costs.iter().copied().fold(0.0, f64::max)
     }
 
-    /// The packing of documents that cost what the model says.
+    /// The packing, if the costs come from a model.
     pub(crate) fn into_packing(
         self,
         method: Option<Method>,
@@ -74,7 +74,7 @@ impl Placement {
         cost_model: &CostModel,
         piece: impl Fn(usize) -> Piece,
     ) -> Packing {
-        // Cost never decreases with length.
+        // The longest document has the greatest cost, since cost never decreases with length.
         let largest_cost = self.empty_cost + if self.longest > 0 { cost_model.cost(self.longest) } else { 0.0 };
         let certificate = Certificate::of_model(cost_model);
         Packing { certificate, ..self.into_packing_of(method, max_tokens, largest_cost, piece) }
@@ -89,7 +89,7 @@ impl Placement {
         piece: impl Fn(usize) -> Piece,
     ) -> Packing {
         let num_micro_batches = self.tokens.len();
-        // One slot more: what is left over (-1) is counted in the first and cut off the front.
+        // One slot more: documents that are left over (-1) are counted in the first slot, which is cut off afterwards.
         let mut cursors = vec![0_usize; num_micro_batches + 1];
         for &micro_batch in &self.assignment {
             cursors[(micro_batch + 1) as usize] += 1;
@@ -130,7 +130,7 @@ impl Placement {
     }
 }
 
-/// Places of pieces; filled by the methods that cut documents.
+/// Micro-batches of pieces; filled by the methods that cut documents.
 pub(crate) struct Cuts {
     placed: Vec<(usize, Piece)>,
     tokens: Vec<i64>,
@@ -180,7 +180,7 @@ impl Cuts {
         for (at, &(micro_batch, piece)) in self.placed.iter().enumerate() {
             let cost = match pricing {
                 Pricing::Model(_) => by_length[at],
-                // A part of a document has the part of its cost that it has of its tokens.
+                // A piece has the share of its document's cost that it has of its tokens.
                 Pricing::Given(given) => {
                     let share = f64::from(piece.length) / f64::from(lengths[piece.id as usize]);
                     let row = given.row(piece.id as usize).iter().map(|cost| cost * share);

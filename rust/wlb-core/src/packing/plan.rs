@@ -19,38 +19,40 @@ use super::piece::Piece;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Packing {
-    /// Method that made the packing; `None` for an assignment made elsewhere.
+    /// Method that made the packing; `None` for an assignment that was made elsewhere.
     pub method: Option<Method>,
     /// Most tokens that a micro-batch was allowed.
     pub max_tokens: i32,
-    /// Global batches that were packed together: step `i` trains the `i`-th of as many equal runs of micro-batches.
+    /// Global batches that were packed together: each step trains an equal run of micro-batches.
     pub global_batches: usize,
-    /// All placed pieces, micro-batch by micro-batch; inside one, in arrival order.
+    /// All placed pieces, micro-batch by micro-batch; in arrival order inside a micro-batch.
     pub pieces: Vec<Piece>,
     /// Micro-batch `j` is `pieces[offsets[j]..offsets[j + 1]]`.
     pub offsets: Vec<usize>,
-    /// Micro-batch of each document, -1 if it does not lie whole in one.
+    /// Micro-batch of each document; -1 for a document that is not whole in one micro-batch.
     pub assignment: Vec<i32>,
     /// Tokens of each micro-batch.
     pub tokens: Vec<i64>,
-    /// Cost of each micro-batch: what an empty one costs, and its documents in the order in which they were put there.
+    /// Cost of each micro-batch: the cost of an empty one plus its documents', summed in the order in which they were
+    /// placed.
     pub costs: Vec<f64>,
     /// Pieces that were not placed, in the order in which they were tried.
     pub leftover: Vec<Piece>,
-    /// Documents that were placed by token count, because they did not fit where the cost was least.
+    /// Documents that were placed by token count, because the micro-batch with the least cost had no room.
     pub length_fallbacks: usize,
-    /// Cost of a micro-batch with nothing but the heaviest placed piece; with several columns, the sum of each's.
+    /// Cost of a micro-batch with only the heaviest placed piece; with several columns, the sum of each column's
+    /// heaviest.
     pub largest_cost: f64,
-    /// Costs in each column, where documents have several. `costs` are then those of all columns that take time.
+    /// Costs in each column, if documents have several. `costs` are then the sums of all columns that take time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub columns: Option<Columns>,
-    /// The ranks that it was made for, if it was: the first micro-batches are those of the first rank, and so on.
+    /// The ranks that the packing was made for, if any: the first micro-batches are the first rank's, and so on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks: Option<Ranks>,
-    /// Padding of the micro-batches, if there is one; `max_tokens` is then the largest padded size.
+    /// Padding of the micro-batches, if any; `max_tokens` is then the largest padded size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub padding: Option<Padding>,
-    /// From what its bound follows.
+    /// The inputs of the lower bound.
     #[serde(rename = "lower_bound", default, skip_serializing_if = "Certificate::is_unknown")]
     pub certificate: Certificate,
 }
@@ -61,7 +63,7 @@ impl Packing {
         self.tokens.len()
     }
 
-    /// Range of `pieces` that micro-batch `j` has.
+    /// The range in `pieces` of micro-batch `j`.
     pub fn range(&self, micro_batch: usize) -> Range<usize> {
         self.offsets[micro_batch]..self.offsets[micro_batch + 1]
     }
@@ -92,7 +94,7 @@ impl Packing {
         self.costs.iter().copied().fold(0.0, f64::max)
     }
 
-    /// Time of a step: the heaviest micro-batch; with several columns, the sum over them of the heaviest in each.
+    /// Time of a step: the heaviest micro-batch; with several columns, the sum over columns of the heaviest in each.
     pub fn step_cost(&self) -> f64 {
         self.columns.as_ref().map_or_else(|| self.max_cost(), Columns::step_cost)
     }
@@ -105,8 +107,9 @@ impl Packing {
         over_mean(self.step_cost(), self.num_micro_batches(), self.total_cost())
     }
 
-    /// Time of a step over that of equal ranks, with ranks that wait as the packing was made for: the heaviest rank, or
-    /// the sum of the heaviest micro-batch of each round, over the mean rank. Without ranks it is
+    /// Time of a step over the time if all ranks were equal. The ranks wait as the packing was made for: the step takes
+    /// the time
+    /// of the heaviest rank, or the sum of the heaviest micro-batch of each round. Without ranks it is
     /// [`Packing::imbalance`].
     pub fn rank_imbalance(&self) -> f64 {
         match self.ranks {
@@ -115,10 +118,11 @@ impl Packing {
         }
     }
 
-    /// No packing of the placed pieces into as many micro-batches of `max_tokens` has a smaller [`Packing::step_cost`].
+    /// A lower bound on [`Packing::step_cost`], for any packing of the placed pieces into as many micro-batches of
+    /// `max_tokens`.
     ///
     /// # Complexity
-    /// O(n log n) for `n` pieces when it is first asked for.
+    /// O(n log n) for `n` pieces at the first call.
     pub fn lower_bound(&self) -> f64 {
         let known = &self.certificate.bound;
         known.get().unwrap_or_else(|| {
@@ -142,7 +146,7 @@ impl Packing {
         self.raised(costs, empty_cost, mean.max(self.largest_cost), self.max_cost())
     }
 
-    /// Raises a bound by what `max_tokens` forces, if the heaviest micro-batch costs `most`.
+    /// Raises a bound by what `max_tokens` forces; the heaviest micro-batch costs `most`.
     fn raised(&self, costs: impl FnOnce() -> Option<Vec<f64>>, empty_cost: f64, least: f64, most: f64) -> f64 {
         if least >= most {
             return most;
@@ -151,14 +155,14 @@ impl Packing {
         costs().map_or(least, |costs| raised(bins, &self.pieces, &costs, least, most))
     }
 
-    /// Memory skew: most tokens of a micro-batch over their mean. 1 if nothing is placed.
+    /// Memory skew: tokens of the fullest micro-batch over the mean. 1 if nothing is placed.
     pub fn memory_skew(&self) -> f64 {
         let total = self.num_tokens();
         let most = self.tokens.iter().copied().max().unwrap_or(0);
         if total > 0 { most as f64 * self.num_micro_batches() as f64 / total as f64 } else { 1.0 }
     }
 
-    /// A hash of where every token goes; equal on two ranks iff their plans are equal.
+    /// A hash of the place of every token: equal on two ranks if and only if their plans are equal.
     ///
     /// # Complexity
     /// O(pieces), BLAKE3.
@@ -178,7 +182,7 @@ impl Packing {
 
     /// The packing as JSON, for pickles.
     pub fn to_json(&self) -> String {
-        // What documents cost is left out, so the bound is found before.
+        // Documents' costs are not saved, so the bound is computed before.
         self.lower_bound();
         serde_json::to_string(self).unwrap_or_default()
     }

@@ -1,4 +1,4 @@
-//! Source of the costs of a batch's documents.
+//! The costs of a batch's documents, from a model or given.
 
 use crate::cost::{CostModel, DocumentCosts};
 use crate::error::{Error, Result};
@@ -6,9 +6,9 @@ use crate::error::{Error, Result};
 /// Costs of a batch's documents.
 #[derive(Clone, Copy, Debug)]
 pub enum Pricing<'a> {
-    /// By their lengths.
+    /// From their lengths.
     Model(&'a CostModel),
-    /// Each as the user says.
+    /// Given by the user.
     Given(&'a DocumentCosts),
 }
 
@@ -25,7 +25,7 @@ impl<'a> From<&'a DocumentCosts> for Pricing<'a> {
 }
 
 impl Pricing<'_> {
-    /// Cost of every micro-batch beside its documents.
+    /// Cost of every micro-batch besides its documents.
     pub(crate) fn micro_batch(&self) -> f64 {
         match self {
             Self::Model(model) => model.micro_batch(),
@@ -33,7 +33,7 @@ impl Pricing<'_> {
         }
     }
 
-    /// Checks that these documents have costs, whose sums are finite.
+    /// Checks that every document has a cost and that all sums are finite.
     pub(crate) fn check(&self, lengths: &[i32]) -> Result<()> {
         match self {
             Self::Model(model) => model.check_finite(lengths),

@@ -1,4 +1,4 @@
-//! A list of documents cut: into pieces that are no longer than a limit, and into global batches.
+//! Cuts lists of documents: into pieces of a limited length, and into global batches.
 
 use crate::error::{Error, Result, check_range};
 use crate::lengths::Lengths;
@@ -10,14 +10,14 @@ use super::piece::Piece;
 ///
 /// # Arguments
 /// * `lengths` - documents in arrival order.
-/// * `max_document_tokens` - tokens of all pieces of a document but the last, which has what remains.
+/// * `max_document_tokens` - tokens of every piece of a document but the last, which has the rest.
 ///
 /// # Returns
 /// The pieces of all documents, in order.
 ///
 /// # Errors
-/// [`crate::Error::OutOfRange`] for `max_document_tokens`; [`crate::Error::Number`] where it takes more than
-/// [`MAX_CUTS`].
+/// [`crate::Error::OutOfRange`] for `max_document_tokens`; [`crate::Error::Number`] if there are more than [`MAX_CUTS`]
+/// cuts.
 ///
 /// # Complexity
 /// O(pieces).
@@ -43,12 +43,12 @@ pub fn split_documents(lengths: &Lengths, max_document_tokens: i64) -> Result<Ve
     Ok(pieces)
 }
 
-/// Cuts that it takes to have no piece longer than `limit`.
+/// Number of cuts after which no piece is longer than `limit`.
 pub(crate) fn cuts(lengths: &[i32], limit: i32) -> i64 {
     lengths.iter().filter(|&&length| length > limit).map(|&length| i64::from((length - 1) / limit)).sum()
 }
 
-/// Checks that cutting at `limit` takes no more than [`MAX_CUTS`].
+/// Checks that there are at most [`MAX_CUTS`] cuts at `limit`.
 pub(crate) fn check_cuts(lengths: &[i32], limit: i32) -> Result<()> {
     if cuts(lengths, limit) <= MAX_CUTS {
         return Ok(());
@@ -57,7 +57,7 @@ pub(crate) fn check_cuts(lengths: &[i32], limit: i32) -> Result<()> {
     Err(Error::Number { argument: "max_document_tokens", value: f64::from(limit), requirement })
 }
 
-/// The parts of one document, `limit` tokens each but for the last.
+/// The parts of one document: `limit` tokens each, and the rest in the last one.
 pub(crate) fn split(document: Piece, limit: i32) -> impl Iterator<Item = Piece> {
     let mut rest = document;
     std::iter::from_fn(move || {
@@ -68,16 +68,16 @@ pub(crate) fn split(document: Piece, limit: i32) -> impl Iterator<Item = Piece> 
     })
 }
 
-/// Cuts a stream into global batches of whole documents: as many as fit in `tokens_per_batch`, at least one each.
+/// Cuts a stream into global batches of whole documents: each takes as many as fit in `tokens_per_batch`, at least one.
 ///
-/// Batch `i` is `lengths[offsets[i]..offsets[i + 1]]`; no documents, no batch.
+/// Batch `i` is `lengths[offsets[i]..offsets[i + 1]]`. Without documents there is no batch.
 ///
 /// # Arguments
 /// * `lengths` - documents in arrival order.
 /// * `tokens_per_batch` - most tokens of a batch; a longer document is a batch by itself.
 ///
 /// # Returns
-/// Where each batch begins among the documents; one entry more, their number.
+/// Index of each batch's first document, and at the end the number of documents.
 ///
 /// # Errors
 /// [`crate::Error::OutOfRange`] for `tokens_per_batch`.

@@ -1,31 +1,32 @@
-//! Finds the micro-batches that can take the next document, where most cannot take it and may take a later one.
+//! Finds the micro-batch for the next document, where most micro-batches cannot take it but may take a later one.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use crate::ladder::Ladder;
 
-/// Micro-batches, the one of least weight that may take the next item first; items come in a known order.
+/// Micro-batches by weight, where items come in a known order and a micro-batch may be unable to take an item.
 ///
-/// One that comes first but may not take the item steps aside until the first item that it may take, so that it is
-/// looked at once for as long as it waits, and not for every item in between.
+/// A micro-batch that is lightest but may not take the item is set aside until the first item that it may take. So it
+/// is
+/// looked at once, and not for every item in between.
 pub(crate) struct Takers {
     ready: Ladder,
-    /// Rank of the item and, below it, who waits for it.
+    /// `rank of the item << 32 | micro-batch that waits for it`.
     waiting: BinaryHeap<Reverse<u64>>,
 }
 
 impl Takers {
-    /// All of them, by their weights.
+    /// All micro-batches with their weights, ready.
     pub(crate) fn new(weights: impl ExactSizeIterator<Item = f64>) -> Self {
         Self { ready: Ladder::new(weights), waiting: BinaryHeap::new() }
     }
 
-    /// The one of least weight that may take the item of this rank, the lowest index of several.
+    /// The lightest micro-batch that may take the item of this rank, the lowest index if several are equal.
     ///
     /// # Arguments
-    /// * `weight` - what one weighs by now: no less than it did before, unless that was set.
-    /// * `next` - the first item that it may take, from this rank on; none if there is none.
+    /// * `weight` - present weight of a micro-batch; since it was last set, it must not have decreased.
+    /// * `next` - rank of the first item, from this rank on, that a micro-batch may take; `None` if there is none.
     #[inline]
     pub(crate) fn first(
         &mut self,
@@ -51,7 +52,7 @@ impl Takers {
         }
     }
 
-    /// Sets what one weighs that may have become lighter.
+    /// Sets the weight of a micro-batch that may have become lighter.
     #[inline]
     pub(crate) fn set(&mut self, taker: usize, weight: f64) {
         self.ready.set(taker, weight);

@@ -1,4 +1,4 @@
-//! Time of a step: every op runs as soon as its rank is free and its inputs are there.
+//! Time of a step in which every op runs as soon as its rank is free and its input has arrived.
 
 use crate::error::Result;
 
@@ -6,7 +6,7 @@ use super::op::{Kind, Op};
 use super::program::{Instruction, NOTHING, Pipeline};
 use super::times::{Detail, Times};
 
-/// Room to work in, kept between calls.
+/// Memory for timing, kept between calls.
 #[derive(Clone, Debug, Default)]
 pub struct Buffers {
     ends: Vec<f64>,
@@ -14,14 +14,14 @@ pub struct Buffers {
 }
 
 impl Pipeline {
-    /// When the last op ends, in seconds.
+    /// Seconds from the begin of the step to the end of the last op.
     ///
     /// # Arguments
     /// * `times` - seconds of every micro-batch.
-    /// * `buffers` - room to work in, which may have served another pipeline.
+    /// * `buffers` - memory for timing; it may have served another pipeline.
     ///
     /// # Errors
-    /// [`crate::Error::Mismatch`] when `times` are of another shape.
+    /// [`crate::Error::Mismatch`] when `times` have another shape.
     ///
     /// # Complexity
     /// O(ops), nanoseconds each; nothing is allocated once `buffers` are large enough.
@@ -44,21 +44,25 @@ impl Pipeline {
         Ok(self.run(times, |j| j, buffers, |_, _, _, _| {}))
     }
 
-    /// The makespan when the schedule's `j`-th micro-batch is `times`' `order[j]`-th; `times` may have others, too.
+    /// The makespan if the schedule's micro-batch `j` has the times number `order[j]`; `times` may have further ones.
     ///
     /// # Panics
-    /// When `order` is of another length, or names what `times` does not have: both are the crate's own.
+    /// When `order` has another length, or names a micro-batch that `times` lacks; callers inside the crate ensure
+    /// both.
     #[inline]
     pub(crate) fn makespan_in_order(&self, times: &Times<'_>, order: &[usize], buffers: &mut Buffers) -> f64 {
         self.run(times, |j| order[j], buffers, |_, _, _, _| {})
     }
 
-    /// The makespan of one cost for each micro-batch ([`Detail::MicroBatch`]), and into `parts` how much of each lies
-    /// on one critical path: ops that begin as soon as the one before them ends, the last of which ends last. So with
-    /// any other costs `c` a step takes at least the sum of `parts[j] * c[j]`, and the latencies of that path.
+    /// The makespan under one cost for each micro-batch ([`Detail::MicroBatch`]). Writes into `parts` the share of each
+    /// micro-batch's cost that lies on one critical path: a chain of ops, each of which starts when the one before it
+    /// ends, up
+    /// to the last op. So under any other costs `c` a step takes at least the sum of `parts[j] * c[j]` plus the
+    /// latencies of
+    /// that path.
     ///
     /// # Panics
-    /// When there are fewer costs than micro-batches: both are the crate's own.
+    /// When there are fewer costs than micro-batches; callers inside the crate ensure this.
     pub(crate) fn critical_path(
         &self,
         costs: &[f64],
@@ -70,7 +74,7 @@ impl Pipeline {
         let Buffers { ends, clocks, .. } = buffers;
         clocks.clear();
         clocks.resize(self.num_ranks, 0.0);
-        // The end of each op, one further than its place; no op has ended before everything.
+        // `ends[i + 1]` is the end of op `i`; `ends[0]` stands for "no op" and is before everything.
         ends.resize(self.instructions.len() + 1, f64::NEG_INFINITY);
         ends[0] = f64::NEG_INFINITY;
         let part = |op: &Op| if op.kind == Kind::Backward { third + third } else { third };
@@ -89,15 +93,16 @@ impl Pipeline {
         while place != NOTHING {
             let Instruction { op, input, previous, .. } = self.instructions[place as usize - 1];
             parts[op.micro_batch as usize] += part(&op);
-            // What it waited for.
+            // The op that it waited for.
             let free = if previous == NOTHING { 0.0 } else { ends[previous as usize] };
             place = if ends[input as usize] + p2p_seconds > free { input } else { previous };
         }
         clocks[last]
     }
 
-    /// Calls `visit` with instruction, start, end and duration; gives the end of the last. `which` micro-batch of
-    /// `times` each of the schedule's is.
+    /// Calls `visit` with instruction, start, end and duration of every op; returns the end of the last. `which` maps
+    /// each
+    /// micro-batch of the schedule to one of `times`.
     #[inline]
     pub(super) fn run(
         &self,
@@ -124,7 +129,7 @@ impl Pipeline {
         clocks.iter().copied().fold(0.0, f64::max)
     }
 
-    /// Calls `visit` with every instruction, the micro-batch it is of, and its part of `seconds`.
+    /// Calls `visit` with every instruction, its micro-batch, and its share of `seconds`.
     #[inline]
     pub(super) fn each(
         &self,
@@ -173,7 +178,7 @@ mod tests {
     use crate::pipeline::times::Times;
 
     proptest! {
-        /// The critical path is as long as the step, and no longer than the step of any other costs.
+        /// The critical path takes the whole step, and under other costs no longer than the step.
         #[test]
         fn the_critical_path_bounds_every_step(
             (schedule, num_stages, num_virtual_stages, num_micro_batches) in select(vec![

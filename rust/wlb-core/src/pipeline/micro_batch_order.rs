@@ -1,9 +1,12 @@
-//! Order of micro-batches: data-parallel rank and position of each.
+//! Orders micro-batches: the data-parallel rank and the position of each.
 //!
-//! A pipeline takes the same micro-batches in any order, but not in the same time: while it fills and drains it is the
-//! first and the last that everybody waits for, and under an interleaved schedule whoever shares a round. A rule for
-//! the one schedule is a bad one for the other, so the simulator decides: from a few sorted orders the best, and from
-//! there to what no swap and no move makes faster.
+//! A pipeline takes the same micro-batches in any order, but not in the same time. While it fills and drains, all ranks
+//! wait
+//! for the first and the last micro-batch; under an interleaved schedule they wait for the slowest of a round. A rule
+//! that
+//! suits one schedule is bad for another, so the simulator decides: it takes the best of a few sorted orders and
+//! improves it
+//! until no swap and no move helps.
 
 use crate::error::{Error, Result, saturating_i64};
 use crate::packing::deal;
@@ -16,34 +19,37 @@ use super::times::Times;
 /// Ops that a search may simulate: a few milliseconds.
 const MAX_OPS: usize = 1 << 20;
 
-/// Ops up to which the sorted orders of all ranks may go past that: a fraction of a second.
+/// Ops up to which the sorted orders of all ranks may exceed that: a fraction of a second.
 const MAX_SORTED_OPS: usize = 1 << 24;
 
-/// A relative gain below this does not count.
+/// Factor by which a change must shorten the time to count as a gain.
 const WORTHWHILE: f64 = 1.0 - 1e-6;
 
-/// Deals the micro-batches of a step to `dp_size` ranks in equal counts, in an order that suits the schedule, so that
-/// the slowest rank is done early.
+/// Deals the micro-batches of a step to `dp_size` ranks in equal counts, and orders them for the schedule, so that the
+/// slowest rank finishes early.
 ///
-/// Deals by cost as [`crate::Packing::deal`] does, and orders each row: of the order of arrival, heaviest first,
-/// lightest first, and light ends, the fastest. Then, for the slowest rank of each time, swaps of two micro-batches and
-/// moves of one while they help, and swaps with other ranks while those do. So it is never slower than `deal`. Ranks
-/// for whose sorted orders too many ops were simulated already keep that of `deal`.
+/// It deals by cost as [`crate::Packing::deal`] does. Each row gets the fastest of four orders: arrival, heaviest
+/// first,
+/// lightest first, light ends. Then the slowest rank is improved again and again: by swaps of two micro-batches and
+/// moves of
+/// one while they help, and by swaps with other ranks while those do. So the result is never slower than `deal`. If the
+/// limit on simulated ops is reached, the remaining ranks keep the order of `deal`.
 ///
 /// # Arguments
-/// * `options` - the pipeline of one rank; its number of micro-batches times `dp_size` are those of the step.
-/// * `times` - of all of them.
+/// * `options` - the pipeline of one rank; the step has `dp_size` times its number of micro-batches.
+/// * `times` - times of all micro-batches of the step.
 /// * `dp_size` - data-parallel ranks.
 ///
 /// # Returns
-/// Concatenated, `dp_size` rows of micro-batch indices, the first of each row to go first.
+/// Rows of micro-batch indices, one after the other: one row for each rank, in the order of running.
 ///
 /// # Errors
-/// Those of [`PipelineOptions::orders`]; [`Error::Mismatch`] when `times` are of another shape; [`Error::OutOfRange`]
+/// The errors of [`PipelineOptions::orders`]; [`Error::Mismatch`] when `times` have another shape;
+/// [`Error::OutOfRange`]
 /// for `dp_size`.
 ///
 /// # Complexity
-/// About a million ops are simulated, or four orders of each rank if those are more: at most 2^24 ops and one order.
+/// Simulates about a million ops, or four orders of each rank if that is more: at most 2^24 ops and one order.
 ///
 /// # Example
 /// ```
@@ -74,11 +80,11 @@ pub fn order_micro_batches(options: &PipelineOptions, times: &Times<'_>, dp_size
     Ok(rows.into_iter().flat_map(|row| row.order).collect())
 }
 
-/// The micro-batches of a rank, and how long they take in this order.
+/// The micro-batches of a rank in an order, and the time of this order.
 struct Row {
     order: Vec<usize>,
     seconds: f64,
-    /// No swap and no move inside it helps.
+    /// Whether no swap and no move inside the row helps.
     settled: bool,
 }
 
@@ -96,7 +102,7 @@ impl OrderSearch<'_> {
         self.pipeline.makespan_in_order(self.times, order, &mut self.buffers)
     }
 
-    /// The best of a few sorted orders, as far as they may be simulated.
+    /// The best of a few sorted orders, as long as ops may be simulated.
     fn start(&mut self, dealt: &[usize], costs: &[f64]) -> Row {
         let mut best = Row { order: dealt.to_vec(), seconds: f64::INFINITY, settled: false };
         let mut arrival = dealt.to_vec();
@@ -117,7 +123,7 @@ impl OrderSearch<'_> {
         best
     }
 
-    /// Improves the slowest row, which the others wait for. Returns false when nothing helps it any more.
+    /// Improves the slowest row, for which the others wait. Returns false if nothing helps it.
     fn improve_slowest(&mut self, rows: &mut [Row]) -> bool {
         let slower = |a: usize, b: usize| if rows[b].seconds > rows[a].seconds { b } else { a };
         let Some(slowest) = (0..rows.len()).reduce(slower) else { return false };
@@ -128,8 +134,9 @@ impl OrderSearch<'_> {
         true
     }
 
-    /// Swaps and moves inside a row until none helps or nothing may be simulated any more: there are quadratically
-    /// many, too many even to pass over.
+    /// Swaps and moves inside a row until none helps or the limit on simulated ops is reached. The loops stop at the
+    /// limit:
+    /// there are quadratically many swaps, too many even to skip.
     fn settle(&mut self, row: &mut Row) {
         let count = row.order.len();
         row.settled = true;
@@ -167,7 +174,7 @@ impl OrderSearch<'_> {
         better
     }
 
-    /// One swap between the slowest row and another that leaves both faster than it was.
+    /// One swap between the slowest row and another row that leaves both faster than the slowest was.
     fn exchange(&mut self, rows: &mut [Row], slowest: usize) -> bool {
         let limit = rows[slowest].seconds * WORTHWHILE;
         let per_row = rows[slowest].order.len();
@@ -196,7 +203,7 @@ impl OrderSearch<'_> {
     }
 }
 
-/// Two of `count`, neighbours first.
+/// All pairs of `count` indices, neighbours first.
 fn pairs(count: usize) -> impl Iterator<Item = (usize, usize)> {
     (1..count).flat_map(move |gap| (0..count - gap).map(move |i| (i, i + gap)))
 }

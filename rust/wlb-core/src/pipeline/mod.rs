@@ -1,8 +1,9 @@
-//! When everything runs: micro-batches through the stages of a pipeline.
+//! Micro-batches through the stages of a pipeline: which op runs when.
 //!
 //! A schedule is plain data: for every pipeline rank, the order of its [`Op`]s ([`PipelineOptions::orders`]).
-//! [`Pipeline`] makes a program of any such order, once; then, for any costs, it gives the makespan (for planners, in
-//! nanoseconds an op) or a whole [`Timeline`]. [`order_micro_batches`] searches the order of micro-batches that is done
+//! [`Pipeline`]
+//! turns such orders into a program once. Under any costs, it then gives the makespan (nanoseconds for each op, for
+//! planners) or a whole [`Timeline`]. [`order_micro_batches`] searches for the order of micro-batches that finishes
 //! first.
 
 mod makespan;

@@ -4,13 +4,13 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// Forward.
+    /// Forward pass.
     Forward = 0,
     /// Gradients of input and weights together.
     Backward = 1,
-    /// The gradient of the input: what the stage before waits for.
+    /// The gradient of the input, for which the stage before waits.
     InputGradient = 2,
-    /// The gradient of the weights: nobody waits for it inside the step.
+    /// The gradient of the weights, for which no stage waits inside the step.
     WeightGradient = 3,
 }
 

@@ -1,4 +1,4 @@
-//! Schedules as data: which op after which, on every rank.
+//! Schedules as data: the order of the ops on every rank.
 
 use crate::error::{Error, Result, check_range};
 use crate::limits::{MAX_CELLS, MAX_MICRO_BATCHES, MAX_STAGES};
@@ -7,16 +7,20 @@ use super::op::{Kind, Op};
 use super::options::{PipelineOptions, Schedule};
 
 impl PipelineOptions {
-    /// The ops of every rank, in the order in which it runs them.
+    /// The ops of every rank, in the order in which the rank runs them.
     ///
-    /// Rank `r` holds stages `r`, `r + p`, `r + 2p`, ... With `interleaved_1f1b` and `interleaved_zero_bubble` a
-    /// rank takes the micro-batches in rounds of about `p`, each round through all its stages before the next:
-    /// `max(1, m / p)` rounds, and they must divide `m`. With `zbv` and `dualpipev` it holds stages `r` and `2p - 1 -
-    /// r`. These are the orders that torch.distributed.pipelining runs, which lacks `zb_h1` (its
-    /// `interleaved_zero_bubble` with one stage a rank) and `zb_h2`.
+    /// Rank `r` holds stages `r`, `r + p`, `r + 2p`, ... With `interleaved_1f1b` and `interleaved_zero_bubble` a rank
+    /// takes the
+    /// micro-batches in rounds of about `p`, and each round goes through all its stages before the next; the number of
+    /// rounds,
+    /// `max(1, m / p)`, must divide `m`. With `zbv` and `dualpipev` rank `r` holds stages `r` and `2p - 1 - r`. These
+    /// are the
+    /// orders of torch.distributed.pipelining, except that torch has no `zb_h2`, and that its `interleaved_zero_bubble`
+    /// with
+    /// one stage a rank is our `zb_h1`.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for sizes, [`Error::Schedule`] where the schedule does not take them.
+    /// [`Error::OutOfRange`] for sizes, [`Error::Schedule`] for sizes that the schedule does not allow.
     ///
     /// # Complexity
     /// O(ops), that is O(p v m).
@@ -36,7 +40,7 @@ impl PipelineOptions {
         Ok((0..self.num_stages).map(|rank| self.order(rank)).collect())
     }
 
-    /// Whether the schedule takes these sizes.
+    /// Checks that the schedule allows these sizes.
     pub(crate) fn check(&self) -> Result<()> {
         let &Self { schedule, num_stages, num_virtual_stages, num_micro_batches } = self;
         let most = |others: usize| (MAX_CELLS / others) as i64;
@@ -57,7 +61,7 @@ impl PipelineOptions {
                 return refuse("num_virtual_stages", num_virtual_stages, "has two stages on each rank");
             }
             if schedule == Schedule::DualPipeV && num_micro_batches < self.total_stages() {
-                return refuse("num_micro_batches", num_micro_batches, "takes no fewer than two for each rank");
+                return refuse("num_micro_batches", num_micro_batches, "needs at least two for each rank");
             }
         } else if num_virtual_stages != 1 {
             return refuse("num_virtual_stages", num_virtual_stages, "has one stage on each rank");
@@ -75,8 +79,9 @@ impl PipelineOptions {
             Schedule::GPipe => self.steady(rank, self.num_micro_batches, None),
             Schedule::OneForwardOneBackward => self.steady(rank, hops_to_last, None),
             Schedule::Interleaved => self.steady(rank, 2 * hops_to_last, None),
-            // Later ranks warm up with fewer forwards, and put off as many more weight gradients instead: so all ranks
-            // hold equally many micro-batches, and have equally much to fill the gaps between the last backwards with.
+            // Later ranks warm up with fewer forwards and instead delay as many more weight gradients. So all ranks
+            // hold equally many
+            // micro-batches, and have equally many weight gradients for the gaps between the last backwards.
             Schedule::ZbH1 | Schedule::InterleavedZeroBubble => self.steady(rank, hops_to_last, Some(rank)),
             Schedule::ZbH2 => self.steady(rank, 2 * hops_to_last, Some(2 * rank)),
             Schedule::ZbV => self.v_shaped(rank),
@@ -84,8 +89,11 @@ impl PipelineOptions {
         }
     }
 
-    /// `ahead` forwards (and, with several stages, those of a round through all but one), then a forward and a backward
-    /// in turn, then the backwards left over. With `put_off`, weight gradients are apart, and that many backwards late.
+    /// First the warm-up: `ahead` forwards (with several stages, also a round through all stages but one). Then a
+    /// forward and a
+    /// backward in turn, then the remaining backwards. With `put_off`, each backward is only the input gradient, and
+    /// its weight
+    /// gradient runs `put_off` backwards later.
     fn steady(&self, rank: usize, ahead: usize, put_off: Option<usize>) -> Vec<Op> {
         let (p, v, m) = (self.num_stages, self.num_virtual_stages, self.num_micro_batches);
         let passes = m * v;
@@ -117,8 +125,9 @@ impl PipelineOptions {
         ops
     }
 
-    /// The order of `dualpipev`, in the eight steps of torch's. A backward that is cut in two puts its weight gradient
-    /// into a queue, of which the oldest runs next.
+    /// The order of `dualpipev`, in the same eight steps as torch's. If a backward is split in two, its weight gradient
+    /// goes into
+    /// a queue, and `weight` runs the oldest in the queue.
     fn dual_pipe_v(&self, rank: usize) -> Vec<Op> {
         const DOWN: usize = 0;
         const UP: usize = 1;
@@ -147,7 +156,9 @@ impl PipelineOptions {
             turns.forward(UP);
             turns.backward(DOWN, false);
         }
-        // From half of these on, backwards are cut in two: on even ranks after the backward up, on odd ones before it.
+        // In the second half of these turns backwards are split in two. On even ranks the split begins after the first
+        // backward up
+        // of that half, on odd ranks before it.
         let half = rank.div_ceil(2);
         for turn in 0..=rank {
             turns.backward(UP, turn >= half + usize::from(rank.is_multiple_of(2)));
@@ -161,7 +172,8 @@ impl PipelineOptions {
         turns.ops
     }
 
-    /// The way down the ranks (stage `r`) and back up (`2p - 1 - r`), each backward in two.
+    /// The order of `zbv`: the way down the ranks (stage `r`) and back up (stage `2p - 1 - r`), each backward in two
+    /// parts.
     fn v_shaped(&self, rank: usize) -> Vec<Op> {
         const DOWN: usize = 0;
         const UP: usize = 1;
@@ -171,7 +183,8 @@ impl PipelineOptions {
         let (p, m) = (self.num_stages, self.num_micro_batches);
         let hops_to_last = p - 1 - rank;
         let stages = [rank, 2 * p - 1 - rank];
-        // With fewer micro-batches it is the order of as many as fill the pipeline, less those there are not.
+        // With fewer micro-batches than fill the pipeline, take the order of as many as fill it and leave out the
+        // missing ones.
         let filling = m.max(2 * p - 1);
         let mut turns = [[0; 2]; 4];
         let mut ops = Vec::with_capacity(6 * m);
@@ -204,13 +217,13 @@ impl PipelineOptions {
     }
 }
 
-/// The ops of a rank of `dualpipev` while they are put down: of each way its stage and how many there are.
+/// The ops of a `dualpipev` rank while they are listed. Way 0 is down, way 1 is up.
 #[derive(Default)]
 struct DualPipeV {
     stages: [usize; 2],
     forwards: [usize; 2],
     backwards: [usize; 2],
-    /// Ways and micro-batches whose weight gradients are put off, and how many of them have run.
+    /// Way and micro-batch of each delayed weight gradient, and how many of them have run.
     put_off: Vec<(usize, usize)>,
     run: usize,
     ops: Vec<Op>,
@@ -233,7 +246,7 @@ impl DualPipeV {
         self.put_off.extend(in_two.then_some((way, micro_batch)));
     }
 
-    /// The oldest weight gradient that is put off, if there is one.
+    /// Runs the oldest delayed weight gradient, if there is one.
     fn weight(&mut self) {
         if let Some(&(way, micro_batch)) = self.put_off.get(self.run) {
             self.push(Kind::WeightGradient, way, micro_batch);

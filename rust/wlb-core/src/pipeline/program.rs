@@ -1,4 +1,4 @@
-//! A schedule made ready to be timed: any order of ops as one sequence in which nothing waits for what comes later.
+//! Prepares a schedule for timing: all ops in one sequence in which no op waits for a later one.
 
 use crate::error::{Error, Result, check_range};
 use crate::limits::{MAX_CELLS, MAX_STAGES};
@@ -6,25 +6,27 @@ use crate::limits::{MAX_CELLS, MAX_STAGES};
 use super::op::{Kind, Op};
 use super::options::PipelineOptions;
 
-/// No op: ends before everything, so that nobody waits for it.
+/// Stands for "no op": it ends before everything, so waiting for it takes no time.
 pub(super) const NOTHING: u32 = 0;
 
-/// An op in a sequence in which everything stands behind what it waits for.
+/// An op in the sequence; the ops that it waits for are earlier in the sequence.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Instruction {
     pub(super) op: Op,
     pub(super) rank: u16,
-    /// The op on another rank that hands this one its input: one more than its place in the sequence, or [`NOTHING`].
-    /// What an op needs from its own rank stands before it in the order.
+    /// The op on another rank that sends its input: its place in the sequence plus one, or [`NOTHING`]. Inputs from the
+    /// own rank
+    /// need no entry: they are earlier in the rank's order.
     pub(super) input: u32,
-    /// The op before it on its own rank, in the same way.
+    /// The op before it on its own rank: its place in the sequence plus one, or [`NOTHING`].
     pub(super) previous: u32,
 }
 
-/// A schedule made ready to be timed under any costs.
+/// A schedule that is ready to be timed under any costs.
 ///
-/// Which op runs after which does not depend on how long they take, so what could go wrong (deadlock) goes wrong here,
-/// and timing is one pass over a sequence.
+/// The order of ops does not depend on how long they take. So deadlocks are found here, once, and timing is one pass
+/// over a
+/// sequence.
 #[derive(Clone, Debug)]
 pub struct Pipeline {
     pub(super) instructions: Vec<Instruction>,
@@ -38,16 +40,17 @@ impl Pipeline {
     /// The program of a schedule.
     ///
     /// # Errors
-    /// Those of [`PipelineOptions::orders`].
+    /// The errors of [`PipelineOptions::orders`].
     pub fn new(options: &PipelineOptions) -> Result<Self> {
         Self::from_orders(&options.orders()?, options.total_stages(), options.num_micro_batches)
     }
 
-    /// Any order of ops for each rank. Where a stage lies follows from whose ops are its.
+    /// The program of any order of ops for each rank. A stage belongs to the rank that runs its ops.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for sizes; [`Error::Order`] for an op that stands twice, is missing, belongs to a stage of
-    /// another rank, or would wait for ever.
+    /// [`Error::OutOfRange`] for sizes; [`Error::Order`] for an op that appears twice, is missing, belongs to a stage
+    /// of another
+    /// rank, or would wait for ever.
     ///
     /// # Complexity
     /// O(ops).
@@ -57,13 +60,13 @@ impl Pipeline {
         check_range("num_micro_batches", num_micro_batches as i64, 1, (MAX_CELLS / total_stages) as i64)?;
         let ranks = ranks_of_stages(orders, total_stages, num_micro_batches)?;
         let cell = |micro_batch: u32, stage: usize| micro_batch as usize * total_stages + stage;
-        // One more than where it stands in the sequence.
+        // Place in the sequence plus one, of the forward and of the backward of each micro-batch and stage.
         let mut forwards = vec![NOTHING; num_micro_batches * total_stages];
         let mut backwards = forwards.clone();
         let mut instructions: Vec<Instruction> = Vec::with_capacity(orders.iter().map(Vec::len).sum());
         let mut next = vec![0; orders.len()];
         let mut latest = vec![NOTHING; orders.len()];
-        // Ranks that can go on; which op each of the others waits for.
+        // `ready`: ranks that can go on. `awaited`: for each other rank, the op that it waits for.
         let mut ready: Vec<usize> = (0..orders.len()).rev().collect();
         let mut awaited = vec![None; orders.len()];
         while let Some(rank) = ready.pop() {
@@ -88,7 +91,7 @@ impl Pipeline {
                         awaited[rank] = Some((forward, op.micro_batch, from));
                         break;
                     }
-                    // On its own rank it stands before, and nothing is sent.
+                    // On its own rank the input is earlier in the order, and nothing is sent.
                     input = if ranks[from] == rank { NOTHING } else { sender };
                 }
                 instructions.push(Instruction { op, rank: rank as u16, input, previous: latest[rank] });
@@ -124,15 +127,15 @@ impl Pipeline {
         }
     }
 
-    /// The ops in a sequence in which everything stands behind what it waits for: the rank that runs it, and whether it
-    /// waits for what another rank sends.
+    /// The ops in a sequence in which no op waits for a later one: each with its rank, and whether it waits for another
+    /// rank.
     pub(crate) fn program(&self) -> impl Iterator<Item = (Op, usize, bool)> {
         self.instructions
             .iter()
             .map(|instruction| (instruction.op, usize::from(instruction.rank), instruction.input != NOTHING))
     }
 
-    /// Ops of a step.
+    /// Number of ops in a step.
     pub fn num_ops(&self) -> usize {
         self.instructions.len()
     }
@@ -142,7 +145,7 @@ fn deadlock(rank: usize, position: usize) -> Error {
     Error::Order { rank, position, problem: "waits for an op that never runs before it: deadlock" }
 }
 
-/// The rank of every stage; on the way, that every op is there once.
+/// The rank of every stage. Also checks that every op appears exactly once.
 fn ranks_of_stages(orders: &[Vec<Op>], total_stages: usize, num_micro_batches: usize) -> Result<Vec<usize>> {
     const COMPLETE: [u8; 2] = [0b0011, 0b1101];
     let mut ranks = vec![usize::MAX; total_stages];
@@ -171,9 +174,9 @@ fn ranks_of_stages(orders: &[Vec<Op>], total_stages: usize, num_micro_batches: u
     match seen.iter().position(|seen| !COMPLETE.contains(seen)) {
         None => Ok(ranks),
         Some(cell) => {
-            // A stage that nobody has belongs to nobody's order: the end of the last is as good a place as any.
+            // No rank has ops of this stage, so the error names the end of the last rank's order.
             let rank = ranks[cell % total_stages].min(orders.len() - 1);
-            let problem = "ends, and an op of one of its stages is missing";
+            let problem = "the order ends, but an op of one of its stages is missing";
             Err(Error::Order { rank, position: orders[rank].len(), problem })
         }
     }

@@ -1,4 +1,4 @@
-//! Simulation of a step: op by op, or as a few numbers.
+//! Simulates a step, op by op or as a summary.
 
 use crate::error::{Error, Result};
 
@@ -9,14 +9,16 @@ use super::timeline::{Record, Summary, Timeline};
 use super::times::{Times, check, expect};
 
 impl Pipeline {
-    /// A step in a few numbers.
+    /// A summary of a step.
     ///
-    /// `activation[j]` is what a rank holds of micro-batch `j`, over all its stages, from the forward to the weight
-    /// gradient; in any unit, such as tokens; 1 each without it. Each stage of a rank has an equal part.
+    /// `activation[j]` is the memory that a rank holds for micro-batch `j`, over all its stages, from the forward to
+    /// the weight
+    /// gradient, in any unit, such as tokens; 1 for each by default. Each stage of a rank has an equal part.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] when `times` or `activation` are of another shape, [`Error::Entry`] for an activation that
-    /// is negative or not finite, [`Error::Number`] when the costs add up to infinity.
+    /// [`Error::Mismatch`] when `times` or `activation` have another shape, [`Error::Entry`] for an activation that is
+    /// negative
+    /// or not finite, [`Error::Number`] when the costs add up to infinity.
     ///
     /// # Complexity
     /// O(ops).
@@ -24,10 +26,10 @@ impl Pipeline {
         self.summarize_recording(times, activation, buffers, |_| {})
     }
 
-    /// A step op by op.
+    /// A step with all its ops.
     ///
     /// # Errors
-    /// Those of [`Pipeline::summarize`].
+    /// The errors of [`Pipeline::summarize`].
     ///
     /// # Complexity
     /// O(ops).
@@ -77,7 +79,7 @@ impl Pipeline {
         Ok(Summary { seconds, busy, exposed, spans, peak_activation })
     }
 
-    /// The most that each rank holds at a time; see [`Pipeline::summarize`].
+    /// Most activation that each rank holds at one time; see [`Pipeline::summarize`].
     pub(crate) fn peak_activation(&self, activation: Option<&[f64]>) -> Result<Vec<f64>> {
         if let Some(activation) = activation {
             expect("activation", activation.len(), "the schedule", self.num_micro_batches)?;

@@ -1,43 +1,44 @@
-//! Timeline of a simulated step, and the cause of its idle time.
+//! The timeline of a simulated step, and the causes of its idle time.
 
 use super::op::{Kind, Op};
 
-/// One op, when it ran.
+/// One op and the time at which it ran.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Record {
     /// The op that ran.
     pub op: Op,
-    /// On which pipeline rank.
+    /// Pipeline rank that ran it.
     pub rank: u32,
-    /// Seconds since the step began.
+    /// Begin, in seconds since the step began.
     pub start: f64,
-    /// Seconds since the step began.
+    /// End, in seconds since the step began.
     pub end: f64,
 }
 
-/// One pipeline's step in a few numbers.
+/// Figures of one pipeline's step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Summary {
-    /// When its last op ends.
+    /// Time from the begin of the step to the end of its last op.
     pub seconds: f64,
-    /// Seconds that each rank computes, or communicates with nothing to hide it.
+    /// Seconds in which each rank computes, or communicates without anything that hides it.
     pub busy: Vec<f64>,
     /// The part of `busy` that is exposed communication.
     pub exposed: Vec<f64>,
-    /// Seconds from each rank's first op to the end of its last.
+    /// Seconds from each rank's first op to the end of its last one.
     pub spans: Vec<f64>,
-    /// The most activation that each rank holds at a time.
+    /// Most activation that each rank holds at one time.
     pub peak_activation: Vec<f64>,
 }
 
 impl Summary {
-    /// Seconds between two steps of ranks that start on the next without waiting for each other, which takes an
-    /// optimizer step that validates afterwards (Qi et al. 2023, section 4): the longest of the spans.
+    /// Seconds from one step to the next if each rank starts the next step without waiting for the others: the longest
+    /// of the
+    /// spans. This needs an optimizer step that validates afterwards (Qi et al. 2023, section 4).
     pub fn period(&self) -> f64 {
         self.spans.iter().copied().fold(0.0, f64::max)
     }
 
-    /// Idle time over busy time, of all ranks.
+    /// Idle time over busy time, summed over all ranks.
     pub fn bubble_ratio(&self) -> f64 {
         let busy: f64 = self.busy.iter().sum();
         let total = self.seconds * self.busy.len() as f64;
@@ -48,16 +49,18 @@ impl Summary {
 /// One pipeline's step, op by op.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Timeline {
-    /// The whole in a few numbers.
+    /// Figures of the step.
     pub summary: Summary,
-    /// All ops; behind what they waited for, and those of a rank in the order in which it ran them.
+    /// All ops. An op comes after the ops that it waited for, and the ops of a rank are in the order in which it ran
+    /// them.
     pub records: Vec<Record>,
     pub(super) total_stages: usize,
 }
 
 impl Timeline {
-    /// Ops that, one after the other, take the whole step: each starts when the one before is done (and what it sent is
-    /// there). Indices of records, ascending. Shorten one of these or gain nothing.
+    /// A chain of ops that takes the whole step: each op starts when the one before it ends (plus the latency of what
+    /// it sent).
+    /// Returns indices of records, ascending. The step gets shorter only if an op of this chain does.
     ///
     /// # Complexity
     /// O(ops).
@@ -66,7 +69,7 @@ impl Timeline {
         let cells = self.records.iter().map(|record| record.op.micro_batch as usize + 1).max().unwrap_or(0);
         let mut before_on_rank = vec![NONE; self.records.len()];
         let mut last_of_rank = vec![NONE; self.summary.busy.len()];
-        // Of each micro-batch and stage, the forward and the gradient of the input.
+        // Place of the forward and of the input gradient of each micro-batch and stage.
         let mut places = [vec![NONE; cells * self.total_stages], vec![NONE; cells * self.total_stages]];
         let cell = |op: Op, stage: usize| op.micro_batch as usize * self.total_stages + stage;
         for (index, Record { op, rank, .. }) in self.records.iter().enumerate() {
@@ -91,7 +94,8 @@ impl Timeline {
             let Record { op, start, .. } = self.records[index];
             let before = before_on_rank[index];
             at = match (before != NONE).then(|| self.records[before].end) {
-                // It starts when its rank is free, to the last bit, or when its input arrives.
+                // An op starts when its rank gets free (then the times are equal to the last bit), or when its input
+                // arrives.
                 Some(free) if free == start => Some(before),
                 _ => input(op),
             };
@@ -101,24 +105,27 @@ impl Timeline {
     }
 }
 
-/// Sums of one step over all ranks, in seconds: data-parallel replicas of one pipeline, which wait for each other at
-/// the end of the step.
+/// Sums over all ranks of one step, in seconds. Each data-parallel rank is a replica of one pipeline, and the replicas
+/// wait
+/// for each other at the end of the step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepTotals {
-    /// Time of the step: until the slowest replica is done.
+    /// Time of the step, until the slowest replica has finished.
     pub seconds: f64,
-    /// Computing.
+    /// Time of computing.
     pub compute: f64,
-    /// Communicating with nothing to hide it.
+    /// Time of communication that nothing hides.
     pub exposed: f64,
-    /// Idle before the own replica is done: its pipeline's bubble.
+    /// Idle time before the rank's own replica has finished: its pipeline's bubble.
     pub bubble: f64,
-    /// Waiting for the slowest replica after that.
+    /// Idle time after that, until the slowest replica has finished.
     pub dp_wait: f64,
 }
 
 impl StepTotals {
-    /// `compute + exposed + bubble + dp_wait` is the number of ranks times `seconds`, up to rounding.
+    /// The sums over these replicas; `compute + exposed + bubble + dp_wait` is the number of ranks times `seconds`, up
+    /// to
+    /// rounding.
     pub fn new(replicas: &[Summary]) -> Self {
         let seconds = replicas.iter().map(|replica| replica.seconds).fold(0.0, f64::max);
         let mut totals = Self { seconds, ..Self::default() };

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 
-/// Seconds of everything that a schedule runs. Borrowed, and checked once.
+/// Seconds of all passes of a schedule. Borrowed, and checked once.
 #[derive(Clone, Copy, Debug)]
 pub struct Times<'a> {
     pub(super) costs: &'a [f64],
@@ -11,20 +11,22 @@ pub struct Times<'a> {
     pub(super) exposed: Option<&'a [f64]>,
 }
 
-/// The time that one entry of the costs gives.
+/// The work that one entry of the costs stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detail {
-    /// `costs[j]`: micro-batch `j` through the whole model, forward and backward. Every stage takes an equal part of
-    /// it, and of that a third each the forward and the gradients of input and weights.
+    /// `costs[j]`: micro-batch `j` through the whole model, forward and backward. Each stage takes an equal part of it,
+    /// and in
+    /// each stage forward, input gradient and weight gradient take a third each.
     MicroBatch,
-    /// `costs[j * stages + s]`: micro-batch `j` in stage `s` of the model, a third for each of its passes.
+    /// `costs[j * stages + s]`: micro-batch `j` in stage `s` of the model; each of the three passes takes a third.
     Stage,
-    /// `costs[(j * stages + s) * 3 + k]`: the same for each pass: forward, input gradient, weight gradient.
+    /// `costs[(j * stages + s) * 3 + k]`: one pass of micro-batch `j` in stage `s`: forward, input gradient, weight
+    /// gradient.
     Pass,
 }
 
 impl Detail {
-    /// Entries that the costs have.
+    /// Number of entries in the costs.
     pub fn entries(self, num_micro_batches: usize, total_stages: usize) -> usize {
         match self {
             Self::MicroBatch => num_micro_batches,
@@ -35,7 +37,7 @@ impl Detail {
 }
 
 impl<'a> Times<'a> {
-    /// Compute time alone; see [`Detail`] for what an entry is.
+    /// Compute times only; [`Detail`] says what an entry is.
     ///
     /// # Errors
     /// [`Error::Entry`] for a cost that is negative or not finite.
@@ -47,13 +49,14 @@ impl<'a> Times<'a> {
     /// [`Times::new`] with [`Detail::MicroBatch`].
     ///
     /// # Errors
-    /// Those of [`Times::new`].
+    /// The errors of [`Times::new`].
     pub fn per_micro_batch(costs: &'a [f64]) -> Result<Self> {
         Self::new(costs, Detail::MicroBatch)
     }
 
-    /// Also latency: from the end of an op to when a stage on another rank can start on what it sends. It occupies
-    /// neither of the two. One value for all micro-batches, or one for each.
+    /// Adds latency: the time from the end of an op until a stage on another rank can use its result. Both ranks may
+    /// compute
+    /// meanwhile. One value for all micro-batches, or one for each.
     ///
     /// # Errors
     /// [`Error::Entry`] for a latency that is negative or not finite.
@@ -62,11 +65,12 @@ impl<'a> Times<'a> {
         Ok(Self { p2p_seconds, ..self })
     }
 
-    /// Also which part of the costs is communication that nothing hides, entry by entry. It changes no time, only what
-    /// the time is attributed to.
+    /// Says, entry by entry, which part of the costs is communication that nothing hides. It does not change times,
+    /// only how
+    /// they are reported.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for another number of entries; [`Error::Entry`] for one that is negative or more than its
+    /// [`Error::Mismatch`] for another number of entries; [`Error::Entry`] for an entry that is negative or above its
     /// cost.
     pub fn with_exposed(self, exposed: &'a [f64]) -> Result<Self> {
         expect("exposed", exposed.len(), "costs", self.costs.len())?;
@@ -80,7 +84,7 @@ impl<'a> Times<'a> {
         }
     }
 
-    /// Checks that everything is there for that many micro-batches and stages.
+    /// Checks that there is an entry for all micro-batches and stages.
     pub(super) fn check_shape(&self, num_micro_batches: usize, total_stages: usize) -> Result<()> {
         let entries = self.detail.entries(num_micro_batches, total_stages);
         expect("costs", self.costs.len(), "the schedule", entries)?;
@@ -91,7 +95,7 @@ impl<'a> Times<'a> {
     }
 }
 
-/// Checks amounts that cannot be negative.
+/// Checks that no amount is negative.
 pub(super) fn check(argument: &'static str, values: &[f64]) -> Result<()> {
     match values.iter().position(|value| !(0.0..=f64::MAX).contains(value)) {
         None => Ok(()),

@@ -1,4 +1,4 @@
-//! Documents that lie in micro-batches already, arranged anew for ranks.
+//! Rearranges documents that lie in micro-batches already, for ranks or within a limit on their number.
 
 use crate::packing::deal;
 use crate::packing::options::{Method, Ranks};
@@ -7,16 +7,17 @@ use crate::packing::placement::Placement;
 use super::options::RankOptions;
 use super::plan::{Batch, Contents};
 
-/// Arranges the same documents in as many micro-batches, rank by rank, each rank's in schedule order: by
-/// [`pack_for_ranks`](super::pack_for_ranks) if it finds a plan, else by exchanges from the placement on. The step is
-/// never longer than the placement's, dealt as it is. Documents that are left over stay so.
+/// Rearranges the same documents in as many micro-batches, listed rank by rank in schedule order. It uses
+/// [`pack_for_ranks`](super::pack_for_ranks) if that finds a plan, else exchanges that begin with the placement. The
+/// step is
+/// never longer than that of the placement dealt as it is. Documents that are left over stay left over.
 ///
 /// # Arguments
-/// * `start` - keeps the limits.
-/// * `ranks` - where there are none, the heaviest micro-batch is the step.
+/// * `start` - a placement within the limits.
+/// * `ranks` - the ranks to deal to; if `None`, the heaviest micro-batch counts as the step.
 ///
 /// # Complexity
-/// As [`pack_for_ranks`](super::pack_for_ranks) with a given number of micro-batches.
+/// The time of [`pack_for_ranks`](super::pack_for_ranks) with a given number of micro-batches.
 pub(crate) fn arrange(
     start: Placement,
     lengths: &[i32],
@@ -45,7 +46,7 @@ pub(crate) fn arrange(
     }
     let rounds = total / options.dp_size();
     let as_it_is = dealt(&held, &start.costs, options.dp_size());
-    // Without groups and equal counts nothing is refused.
+    // Cannot fail: only groups and equal counts are ever refused.
     let Ok(mut batch) = Batch::new(&of_placed, &costs_of_placed, &options) else { return start };
     let mut costliest: Vec<usize> = (0..total).collect();
     costliest.sort_by(|&a, &b| start.costs[b].total_cmp(&start.costs[a]));
@@ -73,7 +74,7 @@ pub(crate) fn arrange(
     placement
 }
 
-/// Micro-batches as they are, dealt to ranks.
+/// Deals micro-batches to ranks without changing them.
 fn dealt(held: &[Vec<u32>], costs: &[f64], dp_size: usize) -> Contents {
     let order = deal(costs, dp_size);
     order.chunks(held.len() / dp_size).map(|rank| rank.iter().map(|&j| held[j].clone()).collect()).collect()

@@ -1,8 +1,8 @@
-//! Items that ranks and micro-batches get: documents, or groups of documents that stay together.
+//! Items that are given to ranks and micro-batches: documents, or groups of documents that stay together.
 
 use std::collections::BTreeMap;
 
-/// A document, or the documents of a group.
+/// A document, or the documents of one group together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Item {
     pub(crate) cost: f64,
@@ -12,12 +12,12 @@ pub(crate) struct Item {
     pub(crate) index: u32,
 }
 
-/// Sorts items from the costliest to the cheapest; of equals the longest first, then by index.
+/// Sorts items from the costliest to the cheapest; equal costs longest first, then by index.
 pub(super) fn sort(items: &mut [Item]) {
     items.sort_unstable_by(|a, b| b.cost.total_cmp(&a.cost).then(b.tokens.cmp(&a.tokens)).then(a.index.cmp(&b.index)));
 }
 
-/// Each document by itself, costliest first.
+/// Each document as one item, costliest first.
 pub(super) fn documents(lengths: &[i32], costs: &[f64]) -> Vec<Item> {
     let item = |(index, (&length, &cost)): (usize, (&i32, &f64))| Item {
         cost,
@@ -30,7 +30,7 @@ pub(super) fn documents(lengths: &[i32], costs: &[f64]) -> Vec<Item> {
     items
 }
 
-/// The documents of each group, in the order in which groups begin; without groups each document is one.
+/// The documents of each group, groups in order of their first documents. Without groups each document is a group.
 pub(super) fn members(documents: usize, groups: &[i64]) -> Vec<Vec<u32>> {
     if groups.is_empty() {
         return (0..documents as u32).map(|index| vec![index]).collect();

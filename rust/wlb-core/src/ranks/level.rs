@@ -1,27 +1,29 @@
-//! Exchanges of items between two shares, so that the heavier becomes lighter.
+//! Exchanges items between two shares, so that the heavier one becomes lighter.
 
 use crate::ladder::Ladder;
 
 use super::shares::Shares;
 
-/// Partners that micro-batches try, from the lightest on: where tokens run out most find none, and looking farther
-/// takes the time that other starts are better for.
+/// Number of partners that a micro-batch tries, from the lightest on. If tokens run out, most exchanges do not fit, and
+/// the
+/// time is better spent on other starts.
 pub(super) const PARTNERS: usize = 4;
-/// Places beside the best that are looked at, where that is not allowed: with one item for one, and with two for two.
+/// Neighbours of the best bundle that are tried if the best does not fit: for one item for one, and for two for two.
 const REACH: [usize; 2] = [4, 16];
-/// No item.
+/// Stands for "no item".
 const NONE: u32 = u32::MAX;
 
-/// Number of items that go each way.
+/// Most items that go each way in an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Size {
     /// One for at most one.
     One,
-    /// Up to two for up to two: where limits bind, one long document goes for two short ones of as many tokens.
+    /// Up to two for up to two: where limits bind, one long document goes for two short ones with as many tokens
+    /// together.
     Two,
 }
 
-/// At most two items that are given or taken.
+/// At most two items that are given or taken together.
 #[derive(Clone, Copy, Debug)]
 struct Bundle {
     cost: f64,
@@ -53,14 +55,14 @@ impl Bundle {
     }
 }
 
-/// Items that one share gives another, and items that it gets back.
+/// Items that one share gives to another, and items that it gets back.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Exchange {
     pub(super) from: usize,
     pub(super) to: usize,
     given: Bundle,
     taken: Bundle,
-    /// Distance between what is moved and what was wished.
+    /// Difference between the cost that is moved and the cost that should be.
     pub(super) error: f64,
 }
 
@@ -71,15 +73,15 @@ impl Exchange {
     }
 }
 
-/// A search for exchanges: how much longer it goes on, and what it may exchange.
+/// A search for exchanges: its remaining steps and its rules.
 pub(super) struct Leveller {
-    /// Steps that are left: each looks at an item or two.
+    /// Steps that remain; a step looks at one or two items.
     pub(super) steps: usize,
     /// Whether every share keeps its number of documents.
     pub(super) keeps_counts: bool,
-    /// Partners of a share that are tried, from the lightest on.
+    /// Number of partners of a share that are tried, from the lightest on.
     pub(super) partners: usize,
-    /// Bundles of the two shares that are looked at.
+    /// Bundles that each of the two shares may give.
     bundles: [Vec<Bundle>; 2],
 }
 
@@ -92,10 +94,10 @@ impl Leveller {
         self.steps = self.steps.saturating_sub(steps);
     }
 
-    /// The exchange that moves a cost as near to `aim` as any does, and nearer than `error`.
+    /// The exchange that moves a cost nearest to `aim`, if its error is below `error`.
     ///
     /// # Complexity
-    /// O(items of both shares), for two items the square of that, sorted.
+    /// O(items of both shares); for [`Size::Two`] the square of that, with a sort.
     pub(super) fn find(
         &mut self,
         shares: &Shares,
@@ -127,13 +129,13 @@ impl Leveller {
         let reach = REACH[size as usize];
         let held = shares.contents[from].len();
         let (mut best, mut least, mut turn) = (None, error, 0);
-        // The last is nothing.
+        // The last bundle is empty: nothing to give.
         for given in &has[..has.len() - 1] {
-            // The cheaper what is given, the cheaper what is taken.
+            // As the given bundle gets cheaper, so does the best one to take.
             turn += offers[turn..].iter().take_while(|taken| taken.cost > given.cost - aim).count();
             let mut look = |taken: &Bundle, least: &mut f64| {
                 let error = (given.cost - taken.cost - aim).abs();
-                // Farther on it only grows.
+                // Farther on, the error only grows.
                 if error >= *least || error.is_nan() {
                     return true;
                 }
@@ -155,11 +157,13 @@ impl Leveller {
         best
     }
 
-    /// Lowers the load of the heaviest of some shares, then of the next that can be lowered, until all are within
-    /// `close` of the lightest, no exchange is left, or the steps are used up.
+    /// Lowers the heaviest of some shares, then the next one that can be lowered, until all are within `close` of the
+    /// lightest,
+    /// no exchange is left, or the steps are used up.
     ///
-    /// The heaviest gives to the first partner, of a few from the lightest on, with which an exchange leaves both below
-    /// what it had. One that finds none is set aside.
+    /// A few partners are tried from the lightest on. The heaviest share exchanges with the first partner for which
+    /// both end
+    /// below its present load. A share without such a partner is set aside.
     pub(super) fn level(&mut self, shares: &mut Shares, among: &[usize], close: f64) {
         let mut by_load = Ladder::new(among.iter().map(|&j| shares.loads[j]));
         for _ in 1..among.len() {
@@ -172,7 +176,8 @@ impl Leveller {
                 let partners = by_load.ascending().take(self.partners).filter(|&partner| partner != heavy);
                 let found = partners.take_while(|&partner| gap(partner) > close).find_map(|partner| {
                     let (pair, aim) = ([among[heavy], among[partner]], gap(partner) / 2.0);
-                    // Both end at least a little below the heavier: so this ends, whatever is rounded.
+                    // Both end at least a little below the heavier share's load, so the search ends in spite of
+                    // rounding.
                     let exchange = self.find(shares, pair, Size::One, aim, aim * (1.0 - 1e-6))?;
                     Some((partner, exchange))
                 });
@@ -188,8 +193,9 @@ impl Leveller {
     }
 }
 
-/// Lists the bundles that a share may give: each item, each pair of items for [`Size::Two`], and nothing; costliest
-/// first.
+/// Lists the bundles that a share may give, costliest first: each item, for [`Size::Two`] also each pair of items, and
+/// last
+/// the empty bundle.
 fn list(shares: &Shares, share: usize, size: Size, bundles: &mut Vec<Bundle>) {
     let contents = &shares.contents[share];
     bundles.extend(contents.iter().map(|&place| Bundle::of(shares, place)));

@@ -1,4 +1,5 @@
-//! Plans for data-parallel ranks: made for where they wait for each other, and for what has to stay together.
+//! Plans for data-parallel ranks that wait for each other once a step or in every round; some documents may stay
+//! together.
 
 mod arrange;
 mod items;

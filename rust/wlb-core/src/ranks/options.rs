@@ -4,29 +4,29 @@ use crate::error::{Error, Result, check_range, saturating_i64};
 use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
 use crate::packing::options::{Method, Ranks, Sync, check_micro_batches};
 
-/// Options for packing a global batch for ranks, or into micro-batches of a limited number of documents.
+/// Options for packing a global batch for ranks, or with a limit on the documents of a micro-batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankOptions {
-    /// Micro-batches of all ranks; `None` for as few as hold the batch.
+    /// Micro-batches of all ranks together; `None` for as few as hold the batch.
     pub num_micro_batches: Option<usize>,
-    /// Without a given number of micro-batches, their number is a multiple of this, beside `dp_size`.
+    /// If `num_micro_batches` is `None`: the number of micro-batches is a multiple of this and of `dp_size`.
     pub multiple_of: usize,
     /// Most tokens of one micro-batch.
     pub max_tokens: i32,
-    /// [`Method::VarLength`] or [`Method::Refined`]: both are made even by exchanges here.
+    /// [`Method::VarLength`] or [`Method::Refined`]; here both do the same.
     pub method: Method,
-    /// The ranks; `None` where micro-batches are limited, but not dealt.
+    /// The ranks; `None` if only the number of documents is limited and micro-batches are not dealt.
     pub ranks: Option<Ranks>,
-    /// A number for each document: those with the same stay on one rank. Empty for none.
+    /// A group number for each document: documents with the same number stay on one rank. Empty for no groups.
     pub groups: Vec<i64>,
-    /// Whether all ranks have as many documents; they differ by one where `dp_size` does not divide them.
+    /// Whether all ranks get equally many documents (they differ by at most one).
     pub equal_documents: bool,
     /// Most documents of a micro-batch.
     pub max_documents: Option<usize>,
 }
 
 impl RankOptions {
-    /// Data-parallel ranks; one where micro-batches are not dealt.
+    /// Number of data-parallel ranks; 1 if micro-batches are not dealt.
     pub(super) fn dp_size(&self) -> usize {
         self.ranks.map_or(1, |ranks| ranks.dp_size)
     }

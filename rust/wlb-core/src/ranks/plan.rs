@@ -1,9 +1,11 @@
-//! A global batch packed for data-parallel ranks.
+//! Packs a global batch for data-parallel ranks.
 //!
-//! There are two ways. Where documents may go to any rank, micro-batches are filled first and dealt to ranks, and
-//! then documents are exchanged between the micro-batches of different ranks, within their limits: as many
-//! micro-batches suffice as for any one packing. Where ranks have to keep something together, groups or numbers of
-//! documents, these are shared out to ranks first, and each rank's documents fill its own micro-batches.
+//! There are two ways. If documents may go to any rank, micro-batches are filled first and dealt to ranks; then
+//! documents
+//! are exchanged between micro-batches of different ranks, within the limits. This needs no more micro-batches than
+//! packing
+//! without ranks. If ranks must keep groups together or have equally many documents, documents are first shared out to
+//! ranks, and each rank's documents then fill its own micro-batches.
 
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
@@ -20,43 +22,49 @@ use super::options::RankOptions;
 use super::shares::{Limits, Rule, Shares};
 use super::{rounds, sums};
 
-/// Micro-batches are level once they differ by this part of their mean.
+/// Micro-batches count as level if they differ by at most this part of their mean.
 const CLOSE: f64 = 1e-4;
-/// Sums of ranks are level once they differ by this part of their mean.
+/// Sums of ranks count as level if they differ by at most this part of their mean.
 const CLOSE_SUMS: f64 = 1e-5;
-/// Most exchanges that are tried to make micro-batches level, and as many for ranks: a tenth of a millisecond.
+/// Most exchanges tried to level micro-batches, and again to level ranks: a tenth of a millisecond.
 pub(super) const STEPS: usize = 1 << 15;
-/// If ranks wait once a step, one micro-batch more on each rank must make the step shorter by this part.
+/// Least part by which one more micro-batch on each rank must shorten the step, if ranks wait once a step.
 const WORTH_A_ROUND: f64 = 0.05;
-/// Rounds of micro-batches are also planned rank by rank if they take this part longer than their target.
+/// If rounds take longer than their target by this part, a plan rank by rank is tried, too.
 const UNEVEN: f64 = 0.03;
-/// Partners that a rank tries to exchange groups with.
+/// Number of partners with which a rank tries to exchange groups.
 pub(super) const RANKS: usize = 12;
-/// Rounds, or documents, without a limit: more than any batch has, and far from overflow.
+/// Stands for "no limit" on rounds or documents: more than any batch has, and far from overflow.
 const ANY: i64 = 1 << 31;
 
-/// [`pack`](crate::pack) for data-parallel ranks, each document whole.
+/// [`pack`](crate::pack) for data-parallel ranks; every document stays whole.
 ///
-/// Documents are exchanged between ranks, not only micro-batches dealt: with [`Sync::Step`] until the sums of ranks are
-/// equal, and then the micro-batches of each rank; with [`Sync::MicroBatch`] until the micro-batches of each round are
-/// equal, and then the sums.
+/// Documents are exchanged between ranks, beyond dealing micro-batches. With [`Sync::Step`], first until the sums of
+/// ranks
+/// are equal, then inside each rank until its micro-batches are. With [`Sync::MicroBatch`], first until the
+/// micro-batches of
+/// each round are equal, then until the sums of ranks are.
 ///
 /// # Returns
-/// A packing whose micro-batches are those of the first rank in schedule order, then those of the second, and so on;
-/// [`Packing::deal`] gives them. All ranks have as many; as few as were found to hold the documents, with
-/// [`Sync::Step`] one more where the step is 5 % shorter with it, unless the number is given. None is empty on a rank
-/// that has as many documents.
+/// A packing that lists the micro-batches of the first rank in schedule order, then those of the second, and so on;
+/// [`Packing::deal`] returns them. All ranks have the same number of micro-batches: the given number, else as few as
+/// were
+/// found to hold the documents, or with [`Sync::Step`] one more if that makes the step 5 % shorter. No micro-batch is
+/// empty
+/// if its rank has at least as many documents as micro-batches.
 ///
 /// # Errors
-/// [`Error::OutOfRange`] for sizes, also where more than [`MAX_MICRO_BATCHES`] would be needed; [`Error::TooLong`] for
-/// a document over `max_tokens`; [`Error::Mismatch`] for another number of groups than documents;
-/// [`Error::Indivisible`] where `dp_size` does not divide a given number of micro-batches; [`Error::Combination`] for
-/// groups whose sizes cannot be dealt equally, several columns of costs, or documents that do not fit into a given
-/// number of micro-batches; [`Error::InfiniteCost`].
+/// [`Error::OutOfRange`] for sizes, also if more than [`MAX_MICRO_BATCHES`] would be needed; [`Error::TooLong`] for a
+/// document over `max_tokens`; [`Error::Mismatch`] if the number of groups is not that of the documents;
+/// [`Error::Indivisible`] if `dp_size` does not divide a given number of micro-batches; [`Error::Combination`] for
+/// groups
+/// whose sizes cannot be dealt equally, several columns of costs, or documents that do not fit into a given number of
+/// micro-batches; [`Error::InfiniteCost`].
 ///
 /// # Complexity
 /// O(n log n) for `n` documents and a bounded number of exchanges, for each number of micro-batches that is tried:
-/// one where as many do as the tokens need, else O(log n).
+/// usually
+/// one number, if the bound from the tokens is enough, else O(log n) numbers.
 ///
 /// # Example
 /// ```
@@ -79,7 +87,7 @@ const ANY: i64 = 1 << 31;
 /// let packing = pack_for_ranks(&lengths, &options, &cost)?;
 /// let dealt = packing.deal(2)?;
 /// let sum = |rank: &[usize]| rank.iter().map(|&j| packing.costs[j]).sum::<f64>();
-/// // Three micro-batches a rank: five hold these documents, and both ranks have as many.
+/// // Three micro-batches on each rank: five would hold these documents, but both ranks need the same number.
 /// assert_eq!(dealt.chunks(3).map(sum).collect::<Vec<_>>(), [1300.0, 1300.0]);
 /// # Ok::<(), wlb_core::Error>(())
 /// ```
@@ -101,7 +109,7 @@ pub fn pack_for_ranks<'a>(lengths: &Lengths, options: &RankOptions, costs: impl 
     let dp_size = options.dp_size();
     let (rounds, ranks) = match options.num_micro_batches {
         Some(total) => batch.attempt(total / dp_size).map(|ranks| (total / dp_size, ranks)).ok_or_else(|| {
-            let requirement = "found no plan in which these hold all documents: None takes as many as are needed";
+            let requirement = "found no plan that fits all documents into this number: None takes as many as needed";
             Error::Combination { argument: "num_micro_batches", requirement }
         }),
         None => batch.fewest(options.multiple_of / gcd(options.multiple_of, dp_size)),
@@ -121,22 +129,21 @@ fn gcd(a: usize, b: usize) -> usize {
 /// The documents of each micro-batch of each rank, in schedule order.
 pub(super) type Contents = Vec<Vec<Vec<u32>>>;
 
-/// A global batch, and what its plan has to keep.
+/// A global batch and the constraints on its plan.
 pub(super) struct Batch<'a> {
     options: &'a RankOptions,
     /// Documents, costliest first.
     items: Vec<Item>,
-    /// The place of each document in `items`.
+    /// Index in `items` of each document.
     places: Vec<u32>,
-    /// Documents that stay on one rank.
+    /// Documents of each group; empty if documents may go to any rank.
     members: Vec<Vec<u32>>,
     /// The groups as items, costliest first.
     groups: Vec<Item>,
     limits: Limits,
-    /// Cost of every micro-batch beside its documents.
+    /// Cost of every micro-batch besides its documents.
     micro_batch: f64,
-    /// Micro-batches that hold the documents already, if there are some: indices of documents, the costliest
-    /// micro-batch first.
+    /// Micro-batches that hold the documents already, if any: indices of documents, the costliest micro-batch first.
     pub(super) start: Option<Vec<Vec<u32>>>,
 }
 
@@ -152,13 +159,13 @@ impl<'a> Batch<'a> {
         let limits = Limits { tokens: i64::from(options.max_tokens), documents };
         let batch = Self { options, items, places, members, groups, limits, micro_batch: 0.0, start: None };
         if options.equal_documents && batch.shared_out(ANY as usize).is_none() {
-            let requirement = "found no way to give every rank as many documents, in groups of these sizes";
+            let requirement = "found no way to give all ranks equally many documents with groups of these sizes";
             return Err(Error::Combination { argument: "equal_documents", requirement });
         }
         Ok(batch)
     }
 
-    /// The plan of as few rounds as were found to hold all, a multiple of some number.
+    /// The plan with the smallest number of rounds that was found to hold all documents, a multiple of `multiple`.
     fn fewest(&self, multiple: usize) -> Result<(usize, Contents)> {
         let dp_size = self.options.dp_size();
         let attempt = |multiples: usize| {
@@ -173,7 +180,7 @@ impl<'a> Batch<'a> {
             if let Some(found) = attempt(multiples)? {
                 break (multiples, found);
             }
-            // The last step is as long as there is room for.
+            // The last step goes to the largest number that is allowed.
             step = (2 * step).min((MAX_MICRO_BATCHES / (dp_size * multiple)).saturating_sub(multiples)).max(1);
             too_few = multiples;
         };
@@ -189,8 +196,9 @@ impl<'a> Batch<'a> {
         Ok(shorter.map_or((rounds, best), |shorter| (rounds + 1, shorter)))
     }
 
-    /// The plan of one round more, where that makes a step of ranks that wait for each other once clearly shorter:
-    /// micro-batches may be so full that they leave no choice which rank has what.
+    /// The plan with one more round, if ranks wait once a step and the step becomes clearly shorter: micro-batches may
+    /// be so
+    /// full that documents cannot be exchanged between ranks.
     fn one_more(&self, rounds: usize, plan: &Contents) -> Option<Contents> {
         let dp_size = self.options.dp_size();
         let cost =
@@ -210,7 +218,7 @@ impl<'a> Batch<'a> {
         self.attempt(rounds + 1).filter(|more| step(more) <= most && !more.iter().flatten().any(Vec::is_empty))
     }
 
-    /// No plan has fewer rounds.
+    /// A lower bound on the number of rounds of any plan.
     fn least_rounds(&self) -> usize {
         let Limits { tokens, documents } = self.limits;
         let needs = |tokens_held: i64, documents_held: usize, apart: usize, ranks: usize| {
@@ -218,14 +226,14 @@ impl<'a> Batch<'a> {
             by_tokens.max(documents_held.div_ceil(documents as usize * ranks)).max(apart.div_ceil(ranks))
         };
         let all = self.items.iter().map(|item| item.tokens).sum();
-        // No two of these fit together.
+        // No two of these documents fit together.
         let apart = self.items.iter().filter(|item| item.tokens > tokens / 2).count();
         let whole = needs(all, self.items.len(), apart, self.options.dp_size());
         let group = |group: &Item| needs(group.tokens, group.documents as usize, 1, 1);
         self.groups.iter().map(group).fold(whole, usize::max).max(1)
     }
 
-    /// The plan with this number of micro-batches a rank; `None` if none was found that holds all documents.
+    /// The plan with this number of micro-batches on each rank; `None` if no such plan was found.
     pub(super) fn attempt(&self, rounds: usize) -> Option<Contents> {
         let dp_size = self.options.dp_size();
         let sync = self.options.sync();
@@ -254,8 +262,9 @@ impl<'a> Batch<'a> {
             Sync::MicroBatch => targets.iter().sum::<f64>() * (1.0 + UNEVEN),
         };
         level(&mut shares, &mut ranks);
-        // Costly documents that are no multiple of the ranks, or full micro-batches, leave sums or rounds that few
-        // exchanges do not level: then ranks first.
+        // Few exchanges cannot level the sums or rounds if the number of costly documents is no multiple of the ranks,
+        // or if
+        // micro-batches are full. Then a plan that shares out to ranks first is tried, too.
         let longest = self.longest(&shares, &ranks);
         if self.members.is_empty()
             && longest > most
@@ -270,12 +279,12 @@ impl<'a> Batch<'a> {
         Some(ranks.iter().map(|held| held.iter().map(documents).collect()).collect())
     }
 
-    /// Documents may go from rank to rank.
+    /// Whether documents may go from rank to rank.
     fn documents_move(&self) -> bool {
         self.options.groups.is_empty()
     }
 
-    /// Makes the sums of ranks equal, then the micro-batches of each, and puts these in schedule order.
+    /// Levels the sums of ranks, then the micro-batches of each rank, and puts these in schedule order.
     fn level_sums(&self, shares: &mut Shares, ranks: &mut [Vec<usize>], mean: f64) {
         if self.documents_move() && ranks.len() > 1 {
             let close = CLOSE_SUMS * mean * ranks[0].len() as f64;
@@ -290,7 +299,7 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// Makes the micro-batches of each round equal, then the sums of ranks, and puts rounds in schedule order.
+    /// Levels the micro-batches of each round, then the sums of ranks, and puts the rounds in schedule order.
     fn level_rounds(&self, shares: &mut Shares, ranks: &mut [Vec<usize>], mean: f64) {
         let (dp_size, rounds) = (ranks.len(), ranks[0].len());
         let deals = self.members.is_empty();
@@ -313,7 +322,8 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// Items in shares near their targets, level; none if some rule finds no room for all, and there is no `start`.
+    /// Items in shares near their targets, levelled. `None` if no rule finds room for all items and there is no
+    /// `start`.
     fn filled<'b>(
         &self,
         items: &'b [Item],
@@ -344,8 +354,9 @@ impl<'a> Batch<'a> {
         best.or_else(|| made(Rule::BestFit))
     }
 
-    /// Groups, or single documents where there are none, on ranks, each with room for so many micro-batches; none if
-    /// none was found.
+    /// Groups (or documents, without groups) on ranks that each have room for `rounds` micro-batches; `None` if no way
+    /// was
+    /// found.
     fn shared_out(&self, rounds: usize) -> Option<Shares<'_>> {
         let Limits { tokens, documents } = self.limits;
         let rounds = rounds as i64;
@@ -360,7 +371,7 @@ impl<'a> Batch<'a> {
         (!self.options.equal_documents || spread <= 1).then_some(shares)
     }
 
-    /// Groups on ranks, then each rank's documents in its own micro-batches, near the targets of its rounds.
+    /// Shares groups out to ranks, then fills each rank's own micro-batches near the targets of its rounds.
     fn by_rank(&self, targets: &[f64], mean: f64) -> Option<(Shares<'_>, Vec<Vec<usize>>)> {
         let mut on_ranks = self.shared_out(targets.len())?;
         let all: Vec<usize> = (0..on_ranks.contents.len()).collect();

@@ -1,14 +1,17 @@
 //! Rounds: the micro-batches that all ranks run at the same time.
 //!
-//! Where ranks wait for each other in every micro-batch, a step takes the sum of the heaviest of each round. So the
-//! micro-batches of a round should be equal, while rounds may differ: a document that costs more than the mean
-//! micro-batch makes a heavy round, and the documents next to it in cost go there too.
+//! If ranks wait for each other in every micro-batch, a step takes the sum over rounds of the heaviest micro-batch. So
+//! the
+//! micro-batches of one round should be equal, while rounds may differ: a document that costs more than the mean
+//! micro-batch
+//! makes a heavy round, and the next costly documents go into the same round.
 
 use super::items::Item;
 
 /// Target cost of the micro-batches of each round, heaviest round first.
 ///
-/// A round costs what is left for each of the micro-batches that are left, or more if a document does.
+/// A round's target is the mean of what remains over the micro-batches that remain, or the costliest document if it
+/// costs more.
 pub(super) fn targets(items: &[Item], dp_size: usize, rounds: usize) -> Vec<f64> {
     let mut left: f64 = items.iter().map(|item| item.cost).sum();
     let target = |round: usize| {
@@ -20,17 +23,17 @@ pub(super) fn targets(items: &[Item], dp_size: usize, rounds: usize) -> Vec<f64>
     (0..rounds).map(target).collect()
 }
 
-/// Micro-batches in rounds, heaviest first: `rounds[i]` has one for each rank, in order of ranks.
+/// Micro-batches in rounds, heaviest round first: `rounds[i]` has one micro-batch for each rank.
 pub(crate) type Rounds = Vec<Vec<usize>>;
 
-/// The rounds of least cost that these micro-batches make: each has the heaviest that are left.
+/// The cheapest rounds that these micro-batches can form: each takes the heaviest that remain.
 pub(crate) fn heaviest_together(costs: &[f64], dp_size: usize) -> Rounds {
     let mut order: Vec<usize> = (0..costs.len()).collect();
     order.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]));
     order.chunks(dp_size).map(<[usize]>::to_vec).collect()
 }
 
-/// The rounds that ranks make which keep what they hold: each has the heaviest that is left of every rank.
+/// The cheapest rounds if every rank keeps its micro-batches: each takes the heaviest that remains of every rank.
 pub(super) fn of_ranks(ranks: &[Vec<usize>], costs: &[f64]) -> Rounds {
     let mut ranks = ranks.to_vec();
     ranks.iter_mut().for_each(|held| held.sort_by(|&a, &b| costs[b].total_cmp(&costs[a])));
@@ -38,8 +41,9 @@ pub(super) fn of_ranks(ranks: &[Vec<usize>], costs: &[f64]) -> Rounds {
     (0..rounds).map(|round| ranks.iter().map(|held| held[round]).collect()).collect()
 }
 
-/// Deals the micro-batches of each round to ranks, so that their sums are level: the heaviest to the rank with the
-/// least so far. Rounds that differ most come first.
+/// Deals the micro-batches of each round to ranks, such that the sums of ranks are level: the heaviest goes to the rank
+/// with
+/// the least sum so far. Rounds with the largest differences come first.
 pub(super) fn deal(rounds: &mut Rounds, costs: &[f64], dp_size: usize) {
     let spread = |round: &[usize]| {
         let most = round.iter().map(|&j| costs[j]).fold(0.0, f64::max);
@@ -60,7 +64,7 @@ pub(super) fn deal(rounds: &mut Rounds, costs: &[f64], dp_size: usize) {
     }
 }
 
-/// Micro-batches of each rank, round by round, after [`deal`].
+/// Deals rounds ([`deal`]) and lists the micro-batches of each rank, round by round.
 pub(crate) fn rows_to_ranks(rounds: &mut Rounds, costs: &[f64], dp_size: usize) -> Vec<Vec<usize>> {
     deal(rounds, costs, dp_size);
     (0..dp_size).map(|rank| rounds.iter().map(|round| round[rank]).collect()).collect()

@@ -1,11 +1,11 @@
-//! Gives groups of documents that have to stay together to ranks.
+//! Shares groups of documents that have to stay together out to ranks.
 
 use super::items::{Item, sort};
 use super::level::Leveller;
 use super::plan::{RANKS, STEPS};
 use super::shares::{Limits, Rule, Shares};
 
-/// Limits of each rank.
+/// Limits of a share-out.
 pub(crate) struct Shared {
     /// Number of ranks.
     pub(crate) ranks: usize,
@@ -13,13 +13,13 @@ pub(crate) struct Shared {
     pub(crate) tokens: i64,
     /// Most documents of a rank.
     pub(crate) documents: i64,
-    /// Whether all have as many documents; they differ by one where their number does not divide these.
+    /// Whether all ranks get equally many documents (they differ by at most one).
     pub(crate) equal_documents: bool,
-    /// Ranks are level within this cost.
+    /// Difference in cost at which ranks count as level.
     pub(crate) close: f64,
 }
 
-/// Indices of the items of each rank, whose costs are level as far as exchanges make them so; none if no way was found.
+/// Indices of the items of each rank, with costs as level as exchanges make them; `None` if no way was found.
 pub(crate) fn share_out(mut items: Vec<Item>, shared: &Shared) -> Option<Vec<Vec<u32>>> {
     sort(&mut items);
     let limits = Limits { tokens: shared.tokens, documents: shared.documents };

@@ -1,4 +1,4 @@
-//! Items shared out: documents to micro-batches, or groups of documents to ranks.
+//! Shares of items: documents in micro-batches, or groups of documents on ranks.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
@@ -7,38 +7,39 @@ use crate::packing::takers::Takers;
 
 use super::items::Item;
 
-/// The most that a share may have.
+/// The limits of a share.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     pub(super) tokens: i64,
     pub(super) documents: i64,
 }
 
-/// Items in shares of limited size.
+/// Items divided into shares of limited size.
 #[derive(Clone)]
 pub(super) struct Shares<'a> {
-    /// Costliest first.
+    /// All items, costliest first.
     pub(super) items: &'a [Item],
     pub(super) limits: Limits,
-    /// Places in `items` of each share, ascending.
+    /// Indices in `items` of each share's items, ascending.
     pub(super) contents: Vec<Vec<u32>>,
-    /// Cost of each share above its target.
+    /// Cost of each share, less its target.
     pub(super) loads: Vec<f64>,
     tokens: Vec<i64>,
     documents: Vec<i64>,
 }
 
-/// In which order shares are filled.
+/// The order and the rule by which shares are filled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
-    /// Costliest item first, to the share that lacks most cost to its target.
+    /// Costliest item first, to the share that lacks the most cost to its target.
     LeastLoad,
-    /// Costliest item first, to the share that lacks most cost for each token of its room: so that tokens and cost run
-    /// out together.
+    /// Costliest item first, to the share that lacks the most cost per token of its room, so that tokens and cost run
+    /// out
+    /// together.
     Steepest,
-    /// Longest item first, to the fullest share that has room: so that as few tokens as possible stay free.
+    /// Longest item first, to the fullest share with room, so that as few tokens as possible stay free.
     BestFit,
-    /// The item of most documents first, to the share with the fewest, of equals the least cost.
+    /// The item with the most documents first, to the share with the fewest documents, then with the least cost.
     FewestDocuments,
 }
 
@@ -55,10 +56,10 @@ impl<'a> Shares<'a> {
         }
     }
 
-    /// All items shared out by a rule; none if one finds no room.
+    /// Shares filled by a rule; `None` if an item finds no room.
     ///
     /// # Complexity
-    /// O(n log n) for `n` items; the ladder of `N` shares takes a few steps for each, O(N) at worst.
+    /// O(n log n) for `n` items; the ladder of `N` shares takes a few steps for each item, O(N) in the worst case.
     pub(super) fn filled(items: &'a [Item], limits: Limits, targets: &[f64], rule: Rule) -> Option<Self> {
         let mut shares = Self::new(items, limits, targets);
         match rule {
@@ -74,7 +75,7 @@ impl<'a> Shares<'a> {
         Some(shares)
     }
 
-    /// Shares that hold these places of items, as far as none stays empty that need not.
+    /// Shares with these contents (indices in `items`), where empty shares are given an item if another can spare one.
     pub(super) fn held(items: &'a [Item], limits: Limits, targets: &[f64], contents: Vec<Vec<u32>>) -> Self {
         let mut shares = Self::new(items, limits, targets);
         for (share, mut places) in contents.into_iter().enumerate() {
@@ -89,7 +90,7 @@ impl<'a> Shares<'a> {
         self.limits.tokens - self.tokens[share]
     }
 
-    /// Whether a share stays within the limits with so much more.
+    /// Whether a share stays within the limits with this many tokens and documents more.
     #[inline]
     pub(super) fn has_room(&self, share: usize, tokens: i64, documents: i64) -> bool {
         self.tokens[share] + tokens <= self.limits.tokens && self.documents[share] + documents <= self.limits.documents
@@ -108,7 +109,7 @@ impl<'a> Shares<'a> {
         self.documents[share] += i64::from(item.documents);
     }
 
-    /// Costliest first, each to the share of least weight that has room.
+    /// Fills costliest item first, each into the share of least weight with room.
     fn fill_by(&mut self, weight: impl Fn(&Self, usize) -> f64) -> Option<()> {
         let shortest = Shortest::new(self.items);
         let mut open = Takers::new((0..self.loads.len()).map(|j| weight(self, j)));
@@ -168,7 +169,7 @@ impl<'a> Shares<'a> {
         Some(())
     }
 
-    /// Gives every empty share an item, as long as another has two: the cheapest of the share with the most items.
+    /// Gives every empty share an item: the cheapest of the share with the most items, if that has at least two.
     fn leave_none_empty(&mut self) {
         let empty: Vec<usize> = (0..self.contents.len()).filter(|&j| self.contents[j].is_empty()).collect();
         if empty.is_empty() {
@@ -182,7 +183,7 @@ impl<'a> Shares<'a> {
         }
     }
 
-    /// Puts what one share has into another.
+    /// Moves an item from one share to another.
     pub(super) fn hand_over(&mut self, place: u32, from: usize, to: usize) {
         let item = self.items[place as usize];
         self.contents[from].retain(|&other| other != place);
@@ -195,7 +196,7 @@ impl<'a> Shares<'a> {
         }
     }
 
-    /// Cost of a share: the costs of its items, summed anew.
+    /// Cost of a share, summed anew from its items.
     pub(super) fn cost(&self, share: usize) -> f64 {
         self.contents[share].iter().map(|&place| self.items[place as usize].cost).sum()
     }
@@ -206,9 +207,10 @@ impl<'a> Shares<'a> {
     }
 }
 
-/// Finds items that are short enough: the least tokens of all items, of their halves, of the halves of these.
+/// Finds items that are short enough: a tree of the least tokens of all items, of each half, of each quarter, and so
+/// on.
 struct Shortest {
-    /// Tokens of a range; those of its halves are at twice its place and the next.
+    /// Least tokens of a range of items; its halves are at twice its index and at the next index.
     tokens: Vec<i64>,
 }
 

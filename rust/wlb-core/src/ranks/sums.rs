@@ -1,27 +1,28 @@
-//! Sums of ranks: what counts where they wait for each other once a step.
+//! Levels the sums of ranks, which are the step if ranks wait for each other once a step.
 
 use crate::ladder::Ladder;
 
 use super::level::{Exchange, Leveller, Size};
 use super::shares::Shares;
 
-/// Partners of the heaviest rank that are tried, from the lightest on.
+/// Number of partners of the heaviest rank that are tried, from the lightest on.
 const PARTNERS: usize = 3;
-/// An exchange brings at least this part of what is wished: with less, many would be needed.
+/// Least part of the aim that an exchange must move; with less, too many exchanges would be needed.
 const LEAST: f64 = 0.05;
 
 /// An exchange between two ranks.
 enum Swap {
-    /// A micro-batch for another: places in what the ranks hold.
+    /// A micro-batch for another, as indices in the ranks' lists.
     MicroBatches(usize, usize),
-    /// Documents between two of their micro-batches.
+    /// Documents between a micro-batch of one rank and a micro-batch of the other.
     Documents(Exchange),
 }
 
-/// Makes the sums of ranks equal, as far as exchanges of micro-batches and of documents do.
+/// Levels the sums of ranks by exchanges of micro-batches and of documents.
 ///
-/// The heaviest rank gives to one of the lightest what comes nearest to half their difference, until all are within
-/// `close` of the lightest, nothing is found, or the steps are used up.
+/// The heaviest rank exchanges with one of the lightest, so that the moved cost is nearest to half their difference.
+/// This
+/// ends when all ranks are within `close` of the lightest, nothing is found, or the steps are used up.
 ///
 /// # Arguments
 /// * `ranks` - the micro-batches of each rank.
@@ -61,7 +62,7 @@ pub(super) fn level(shares: &mut Shares, ranks: &mut [Vec<usize>], close: f64, s
     }
 }
 
-/// The exchange of two ranks that moves a cost closest to `aim`; the first that is within `enough` of it.
+/// The exchange of two ranks that moves a cost closest to `aim`; the first one found that is within `enough` of it.
 fn best(
     shares: &Shares,
     costs: &[f64],
@@ -89,19 +90,21 @@ fn best(
     found
 }
 
-/// The pair of costs, one of each rank, whose difference is closest to `aim` and closer than `error`: the first such
-/// pair, and its distance.
+/// The pair of costs, one of each rank, whose difference is closest to `aim` and closer than `error` (the first such
+/// pair),
+/// and its distance.
 ///
 /// # Complexity
-/// O(n log n); more only where costs differ by so little that differences round alike.
+/// O(n log n); more only if costs differ so little that their differences round to the same number.
 fn nearest(heavy: &[f64], light: &[f64], aim: f64, error: f64) -> Option<(usize, usize, f64)> {
-    // The first of equal costs stands for them; of nothing the sum may be -0.
+    // Of equal costs only the first is tried. Adding zero turns -0.0 into 0.0.
     let mut offers: Vec<(f64, usize)> = light.iter().zip(0..).map(|(&cost, taken)| (cost + 0.0, taken)).collect();
     offers.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
     offers.dedup_by_key(|&mut (cost, _)| cost);
     let (mut found, mut error) = (None, error);
     for (given, &cost) in heavy.iter().enumerate() {
-        // The more is taken, the less is moved, also rounded: the nearest stand where that passes `aim`.
+        // Taking more moves less, also after rounding: the nearest offers are on both sides of the place where this
+        // passes `aim`.
         let moved = |&(taken, _): &(f64, usize)| cost - taken - aim;
         let (more, less) = offers.split_at(offers.partition_point(|offer| moved(offer) > 0.0));
         let off =
@@ -121,7 +124,7 @@ mod tests {
 
     use super::nearest;
 
-    /// Few numbers, so that many are alike; some so small beside others that differences round.
+    /// Few distinct numbers, so that many are equal; some so small beside others that differences round.
     fn costs() -> impl Strategy<Value = Vec<f64>> {
         let cost =
             prop_oneof![(0..12).prop_map(f64::from), (0..9).prop_map(|k| f64::from(k) * 1e-17), 0.0..12.0, Just(-0.0)];

@@ -1,10 +1,12 @@
-//! Chooses the strategy with the fastest slowest rank, by attention and fetched keys, without building a shard.
+//! Chooses the strategy whose slowest rank is fastest, by attention and fetched keys, without building a shard.
 //!
-//! What makes every threshold of the hybrid affordable: longest first, the cursor of [`per_document`] has the same
-//! place at a document whatever comes after it. So the long documents of *any* threshold are cut as [`per_document`]
-//! cuts them; one pass over all of them, longest first, gives their latency under every threshold, and the last one is
-//! that of [`per_document`] itself. What is left for a threshold is to deal the short ones, whose latency as a whole is
-//! known too.
+//! One observation makes every threshold of the hybrid affordable: documents are cut longest first, and the cursor of
+//! [`per_document`] at a document does not depend on shorter documents. So under *any* threshold the long documents are
+//! cut
+//! as [`per_document`] cuts them. One pass over all documents, longest first, gives their latency under every
+//! threshold; the
+//! last threshold is [`per_document`] itself. For each threshold only the short documents remain to be dealt, and the
+//! latency of a whole short document is known, too.
 
 use crate::cost::Passes;
 use crate::lengths::Lengths;
@@ -22,7 +24,7 @@ pub(super) struct Choice {
     pub(super) hybrid_threshold: Option<i64>,
 }
 
-/// Chooses between all strategies, or between the thresholds of the hybrid alone.
+/// Chooses between all strategies, or only between the thresholds of the hybrid.
 pub(super) fn choose(lengths: &Lengths, options: &ShardOptions, model: &KernelModel, seconds_per_key: f64) -> Choice {
     let ShardOptions { cp_size, mask, max_imbalance, .. } = *options;
     let any_strategy = options.strategy == Strategy::Adaptive;
@@ -30,7 +32,8 @@ pub(super) fn choose(lengths: &Lengths, options: &ShardOptions, model: &KernelMo
     let order: Vec<(i32, usize)> = longest_first(lengths).collect();
     let whole: Vec<i64> = order.iter().map(|&(length, _)| stopwatch.clock.ticks(length, length)).collect();
 
-    // Every rank's latency and tokens of the long documents, for every candidate: the `k` longest are long.
+    // For every candidate `k` (the `k` longest documents are long): the latency and tokens of the long documents on
+    // each rank.
     let mut candidates = Vec::new();
     let (mut long_ticks, mut long_tokens) = (Vec::new(), Vec::new());
     let (mut number, mut next) = (0, 0);
@@ -81,7 +84,7 @@ pub(super) fn choose(lengths: &Lengths, options: &ShardOptions, model: &KernelMo
         hybrid::fill_room(&mut room, &long_tokens[ranks], total);
         let mut slowest = ticks.iter().copied().max().unwrap_or(0);
         for (&(length, document), &whole) in order[k..].iter().zip(&whole[k..]) {
-            // Time only grows from here: what is no better already never will be.
+            // Time only grows from here, so a candidate that is no better now never will be.
             if slowest >= least {
                 break;
             }
@@ -90,7 +93,8 @@ pub(super) fn choose(lengths: &Lengths, options: &ShardOptions, model: &KernelMo
                 let of_segment = if taken == length {
                     whole
                 } else {
-                    // A rank gets no second part of a short document: it has none of the other keys.
+                    // A rank gets at most one part of a short document, so it fetches all other keys that the part
+                    // sees.
                     let fetching = ticks_per_key.saturating_mul(i64::from(keys - taken));
                     clock.ticks(taken, keys).saturating_add(fetching)
                 };
@@ -107,15 +111,15 @@ pub(super) fn choose(lengths: &Lengths, options: &ShardOptions, model: &KernelMo
     best
 }
 
-/// Adds up the time of what ranks are given, instead of keeping it. A rank gets the runs of a document one after the
-/// other, in their order.
+/// Adds up times of runs without keeping the runs. A rank must get the runs of a document one after the other, in their
+/// order.
 struct Stopwatch<'a> {
     lengths: &'a [i32],
     clock: Clock<'a>,
     ticks_per_key: i64,
-    /// The segment that each rank got last: the next run may lengthen it. Of no length: none.
+    /// The last segment of each rank, which the next run may lengthen; length 0: none.
     open: Vec<Segment>,
-    /// The document that each rank's queries saw last, and how many keys of it.
+    /// The last document that each rank's queries saw, and the number of its keys that they saw.
     seen: Vec<(u32, i32)>,
     ticks: Vec<i64>,
     tokens: Vec<i64>,
@@ -151,7 +155,8 @@ impl<'a> Stopwatch<'a> {
             self.open[rank].length = 0;
             if self.ticks_per_key > 0 {
                 let (last, seen) = std::mem::replace(&mut self.seen[rank], (document, keys));
-                // Under a full mask a later run is less than none: the rank holds what it was charged for.
+                // Under a full mask the result is negative for a later run: the rank holds keys that an earlier run was
+                // charged for.
                 let moved = keys - length - if last == document { seen } else { 0 };
                 let fetching = self.ticks_per_key.saturating_mul(i64::from(moved));
                 self.ticks[rank] = self.ticks[rank].saturating_add(fetching);

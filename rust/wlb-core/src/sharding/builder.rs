@@ -9,10 +9,10 @@ use super::shard::{Segment, Shard};
 pub(crate) trait Ranks {
     fn cp_size(&self) -> usize;
 
-    /// Gives a run of a document to a rank, after all that the rank already has of earlier tokens. It may be empty.
+    /// Gives a run of a document to a rank. The rank has its runs of earlier tokens already. The run may be empty.
     fn push(&mut self, rank: usize, document: usize, start: i32, length: i32);
 
-    /// Announces the most runs that each rank will get, if that is known.
+    /// Announces the greatest number of runs that each rank will get, if it is known.
     fn expect(&mut self, _runs: &[usize]) {}
 }
 
@@ -47,7 +47,7 @@ impl Ranks for Builder {
 }
 
 impl Builder {
-    /// The lengths sum to at most int32.
+    /// An empty shard; the lengths must sum to at most int32.
     pub(super) fn new(lengths: &[i32], cp_size: usize) -> Self {
         let mut builder = Self::empty(lengths, cp_size);
         let share = builder.document_starts[lengths.len()] as usize / cp_size + 1;
@@ -72,7 +72,7 @@ impl Builder {
         self.ranks.iter().map(|segments| segments.iter().map(|segment| i64::from(segment.length)).sum()).collect()
     }
 
-    /// Brings what was pushed in any order into packed order.
+    /// Sorts segments that were pushed in any order into packed order.
     pub(super) fn sort(&mut self) {
         for segments in &mut self.ranks {
             segments.sort_unstable_by_key(|segment| (segment.document, segment.start));
@@ -92,7 +92,9 @@ impl Builder {
     }
 }
 
-/// The rank that holds chunk `chunk` of `2*cp`: the head-tail pairing under which a causal document is balanced.
+/// The rank that holds chunk `chunk` of `2*cp`: first with last, second with last but one, and so on. This pairing
+/// gives
+/// all ranks of a causal document equal pairs.
 #[inline]
 pub(super) fn owner(chunk: usize, cp_size: usize) -> usize {
     chunk.min(2 * cp_size - 1 - chunk)

@@ -1,4 +1,4 @@
-//! One micro-batch cut by the strategy that was asked for.
+//! Cuts one micro-batch by the strategy of the options.
 
 use crate::error::{Error, Result, check_range};
 use crate::lengths::Lengths;
@@ -15,16 +15,16 @@ use super::{auto, hybrid, per_document, per_sequence};
 ///
 /// # Arguments
 /// * `lengths` - documents of the micro-batch, in packed order.
-/// * `options` - how to cut; what a kernel model decides must be filled in ([`ShardOptions::resolve`]).
+/// * `options` - how to cut; choices of a kernel model must be filled in ([`ShardOptions::resolve`]).
 ///
 /// # Returns
 /// The segments of every rank.
 ///
 /// # Errors
 /// [`crate::Error::OutOfRange`] for `cp_size` and `hybrid_threshold`, [`crate::Error::Number`] for `max_imbalance`,
-/// [`crate::Error::TotalTooLong`] when the tokens exceed int32, [`crate::Error::Combination`] for an option that does
-/// not go with the strategy.
-///
+/// [`crate::Error::TotalTooLong`] when the tokens exceed int32, [`crate::Error::Combination`] for an option that the
+/// strategy
+/// does not take.
 /// # Complexity
 /// O(n (log n + cp_size)) for `n` documents; [`Strategy::Auto`] O(n cp_size log cp_size) for each of at most 65
 /// attempts.
@@ -63,7 +63,7 @@ pub fn shard(lengths: &Lengths, options: &ShardOptions) -> Result<Shard> {
         Strategy::PerSequence => per_sequence::cut(&mut builder, lengths),
         Strategy::Contiguous => per_sequence::cut_contiguous(&mut builder, lengths),
         Strategy::PerDocument => per_document::cut(&mut builder, lengths),
-        // An adaptive one was refused above.
+        // `Adaptive` without a choice was refused above.
         Strategy::Hybrid | Strategy::Adaptive => {
             let threshold = hybrid_threshold.unwrap_or(1);
             check_range("hybrid_threshold", threshold, 1, MAX_TOKENS + 1)?;

@@ -5,9 +5,11 @@ use crate::longest_first::longest_first_of;
 use super::builder::{Builder, Ranks};
 use super::per_document;
 
-/// Cuts documents of at least `threshold` tokens per document. The others go whole, longest first, to the rank with the
-/// most room left under its equal share of the tokens; one is cut only where a share ends, so at most
-/// `cp - 1` times in all.
+/// Cuts documents of at least `threshold` tokens per document. Shorter ones go whole, longest first, to the rank with
+/// the
+/// most room left under its equal share of the tokens; one is cut only if a share ends inside it, at most `cp - 1`
+/// times in
+/// all.
 pub(super) fn cut(builder: &mut Builder, lengths: &[i32], threshold: i64) {
     let cp_size = builder.cp_size();
     let is_long = |document: &usize| i64::from(lengths[*document]) >= threshold;
@@ -29,10 +31,11 @@ pub(super) fn cut(builder: &mut Builder, lengths: &[i32], threshold: i64) {
     builder.sort();
 }
 
-/// Tokens that each rank still lacks, when it holds its share of the long documents.
+/// Tokens that each rank still lacks to its share, beside its part of the long documents.
 ///
-/// `total % cp` ranks have one token more. They are taken first among those whose long documents gave them one
-/// more (what ranks hold of these differs by one at most): a share is then never below what a rank already holds.
+/// `total % cp` ranks have one token more. They are chosen first among the ranks whose long documents gave them one
+/// token
+/// more (ranks differ by at most one there), so a share is never below the tokens that a rank already has.
 pub(crate) fn fill_room(room: &mut Vec<i64>, held: &[i64], total: i64) {
     let cp_size = held.len();
     let most = held.iter().copied().max().unwrap_or(0);
@@ -45,13 +48,13 @@ pub(crate) fn fill_room(room: &mut Vec<i64>, held: &[i64], total: i64) {
     }
 }
 
-/// Gives a short document to the rank with the most room, and what does not fit there to the next: `(rank, start,
-/// length)`.
+/// Gives a short document to the rank with the most room, and the tokens that do not fit there to the next: calls
+/// `place(rank, start, length)`.
 #[inline]
 pub(crate) fn deal(room: &mut [i64], length: i32, mut place: impl FnMut(usize, i32, i32)) {
     let mut start = 0;
     while start < length {
-        // `max_by_key` keeps the last of equals: reversed, the lowest rank.
+        // `max_by_key` keeps the last of equals, so the reversed order finds the lowest rank.
         let Some(rank) = (0..room.len()).rev().max_by_key(|&rank| room[rank]) else { break };
         let taken = room[rank].min(i64::from(length - start)) as i32;
         place(rank, start, taken);

@@ -1,9 +1,10 @@
-//! Sharding: the tokens of a micro-batch on each context-parallel rank (section 5 of WLB-LLM).
+//! Sharding: divides the tokens of a micro-batch among context-parallel ranks (section 5 of WLB-LLM).
 //!
-//! Every strategy fills the same [`Shard`]: for each rank, segments in packed order. Its rows have the order of
-//! [`Shard::rows`]. What a rank feeds its attention kernel follows from them alone ([`Shard::rank`]). How long that
-//! takes is predicted in [`kernel`]; by that, and from lengths only, [`ShardOptions::resolve`] chooses between the
-//! strategies.
+//! Every strategy fills the same [`Shard`]: for each rank, segments in packed order. The rows of a rank have another
+//! order,
+//! [`Shard::rows`]; the arrays for its attention kernel follow from them ([`Shard::rank`]). [`kernel`] predicts the
+//! time of
+//! this kernel, and [`ShardOptions::resolve`] chooses the strategy by this prediction, from lengths alone.
 
 mod adaptive;
 mod auto;

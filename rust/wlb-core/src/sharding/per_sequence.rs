@@ -1,8 +1,8 @@
-//! Chunks of the packed sequence, wherever documents begin: two for each rank, or one.
+//! Cuts the packed sequence into chunks regardless of documents: two chunks for each rank, or one.
 
 use super::builder::{Ranks, owner};
 
-/// Cuts the sequence into `2*cp` chunks, two for each rank: balanced for one document, badly unbalanced for many.
+/// Cuts the sequence into `2*cp` chunks, two for each rank: even for a single document, very uneven for many.
 pub(super) fn cut(ranks: &mut impl Ranks, lengths: &[i32]) {
     let cp_size = ranks.cp_size();
     in_chunks(ranks, lengths, 2 * cp_size, |chunk| owner(chunk, cp_size));
@@ -13,7 +13,7 @@ pub(super) fn cut_contiguous(ranks: &mut impl Ranks, lengths: &[i32]) {
     in_chunks(ranks, lengths, ranks.cp_size(), |chunk| chunk);
 }
 
-/// The first `total % chunks` of the chunks are one token longer.
+/// Cuts the sequence into chunks; the first `total % chunks` of them are one token longer.
 fn in_chunks(ranks: &mut impl Ranks, lengths: &[i32], chunks: usize, owner: impl Fn(usize) -> usize) {
     let total: i32 = lengths.iter().sum();
     let (base, longer) = (total / chunks as i32, total as usize % chunks);

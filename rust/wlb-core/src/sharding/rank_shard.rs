@@ -1,29 +1,30 @@
-//! Input of a rank's attention kernel, written out from its segments.
+//! Input of a rank's attention kernel, computed from its segments.
 
 use crate::error::{Error, Result, check_range, saturating_i64};
 use crate::limits::MAX_TOKENS;
 
 use super::shard::{Segment, Shard};
 
-/// The arrays of one rank. Segments are in the order of [`Shard::rows`]; segment `i` is the rows
+/// The arrays of one rank. Segments are in the order of [`Shard::rows`]; segment `i` has the rows
 /// `cu_seqlens_q[i]..cu_seqlens_q[i + 1]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankShard {
-    /// Tokens of the rank.
+    /// Number of tokens of the rank.
     pub num_tokens: usize,
-    /// Its segments, in the order of its rows.
+    /// Segments of the rank, in the order of its rows.
     pub segments: Vec<Segment>,
-    /// First query of each segment among the rank's tokens, and the number of queries at the end.
+    /// First query of each segment among the rank's tokens, and at the end the number of queries.
     pub cu_seqlens_q: Vec<i32>,
-    /// First key of each segment when the keys of all segments are copied one after the other, and their number at the
-    /// end.
+    /// First key of each segment if the keys of all segments are copied one after the other, and at the end their
+    /// number.
     pub cu_seqlens_k: Vec<i32>,
-    /// First key of each segment in the packed sequence. Causal: the document up to the segment's end. Full: the whole
-    /// document.
+    /// First key of each segment in the packed sequence. Under a causal mask a segment's keys are its document up to
+    /// the
+    /// segment's end; under a full mask, the whole document.
     pub k_starts: Vec<i32>,
-    /// Longest segment.
+    /// Tokens of the longest segment.
     pub max_seqlen_q: i32,
-    /// Most keys of a segment.
+    /// Keys of the segment with the most keys.
     pub max_seqlen_k: i32,
 }
 
@@ -31,11 +32,12 @@ impl Shard {
     /// The arrays of one rank.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a rank that does not exist, [`Error::TotalTooLong`] when the keys of all its segments
-    /// are more than int32 `cu_seqlens_k` can count.
+    /// [`Error::OutOfRange`] for a rank that does not exist, [`Error::TotalTooLong`] when all segments together have
+    /// more keys
+    /// than int32 `cu_seqlens_k` can count.
     ///
     /// # Complexity
-    /// O(segments), those of other ranks too.
+    /// O(segments of all ranks).
     pub fn rank(&self, rank: usize) -> Result<RankShard> {
         let segments = self.segments(rank)?;
         let mut found = RankShard {
@@ -74,7 +76,7 @@ impl Shard {
     /// [`Error::OutOfRange`] for a rank that does not exist.
     ///
     /// # Complexity
-    /// O(segments), those of other ranks too.
+    /// O(segments of all ranks).
     pub fn segments(&self, rank: usize) -> Result<Vec<Segment>> {
         let last = self.cp_size() as i64 - 1;
         check_range("rank", saturating_i64(rank), 0, last)?;
@@ -116,7 +118,7 @@ impl RankShard {
     }
 }
 
-/// Counts up through every segment, from the number beside it.
+/// For each segment, consecutive numbers that begin with the number given beside it.
 fn write_out<'a>(segments: impl Iterator<Item = (&'a Segment, i32)> + Clone) -> Vec<i32> {
     let mut numbers = Vec::with_capacity(segments.clone().map(|(segment, _)| segment.length as usize).sum());
     for (segment, first) in segments {

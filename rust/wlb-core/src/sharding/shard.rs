@@ -1,4 +1,4 @@
-//! A shard: which segments of a micro-batch lie on which rank.
+//! A shard: the segments of a micro-batch on each rank.
 
 use crate::cost::Mask;
 use crate::digest::Digest;
@@ -12,20 +12,21 @@ pub struct Segment {
     pub document: u32,
     /// First token, counted inside the document.
     pub start: i32,
-    /// Tokens, at least one.
+    /// Number of tokens, at least one.
     pub length: i32,
 }
 
 impl Segment {
-    /// One past the last token, counted inside the document.
+    /// End of the segment inside the document (one past the last token).
     #[inline]
     pub fn end(&self) -> i32 {
         self.start + self.length
     }
 }
 
-/// A segment, how many keys it sees of its document, whether all that the rank's segments of the document see lie on
-/// the rank, and whether it is the first of them.
+/// A segment; the number of keys of its document that it sees (`sees`); whether the rank holds all keys that its
+/// segments of
+/// this document see (`here`); and whether it is the first of these segments (`first`).
 struct Sight<'a> {
     segment: &'a Segment,
     sees: i32,
@@ -33,7 +34,7 @@ struct Sight<'a> {
     first: bool,
 }
 
-/// The rank that sees most of a document's keys, how many, and the most that another sees.
+/// For a document: the rank whose segments see the most keys, that number, and the most that any other rank sees.
 #[derive(Clone, Copy)]
 struct SeenMost {
     rank: usize,
@@ -42,7 +43,7 @@ struct SeenMost {
 }
 
 impl SeenMost {
-    /// Number of keys that some other rank sees.
+    /// Number of the document's keys that ranks other than `rank` see.
     fn but(&self, rank: usize) -> i32 {
         if self.rank == rank { self.others } else { self.seen }
     }
@@ -57,9 +58,9 @@ pub struct Shard {
     pub mask: Mask,
     /// Lengths of the documents, in packed order.
     pub lengths: Vec<i32>,
-    /// First token of each document in the packed sequence, and the total at the end.
+    /// First token of each document in the packed sequence, and at the end the number of tokens.
     pub document_starts: Vec<i32>,
-    /// Segments of each rank, in packed order; no two of a rank touch. Rows of a rank have another order:
+    /// Segments of each rank, in packed order; no two segments of a rank touch. The rows of a rank have another order:
     /// [`Shard::rows`].
     pub ranks: Vec<Vec<Segment>>,
 }
@@ -80,7 +81,7 @@ impl Shard {
         self.ranks[rank].iter().map(|segment| i64::from(segment.length)).sum()
     }
 
-    /// (query, key) pairs of one rank. Exact.
+    /// (query, key) pairs of one rank; an exact count.
     pub fn pairs(&self, rank: usize) -> u64 {
         let of_segment = |segment: &Segment| {
             self.mask.segment_pairs(segment.start, segment.length, self.lengths[segment.document as usize])
@@ -88,13 +89,13 @@ impl Shard {
         self.ranks[rank].iter().map(of_segment).sum()
     }
 
-    /// Keys that a rank has to fetch: those that its queries see and other ranks hold. Exact.
+    /// Keys that a rank has to fetch: keys that its queries see and that other ranks hold. An exact count.
     ///
     /// # Complexity
     /// O(segments of the rank).
     pub fn keys_moved(&self, rank: usize) -> i64 {
         let mut moved = 0;
-        // The document at hand, and how many of its tokens the rank's queries have seen so far.
+        // The present document, and how many of its tokens the rank's queries have seen so far.
         let (mut document, mut seen) = (None, 0);
         for segment in &self.ranks[rank] {
             if document != Some(segment.document) {
@@ -107,7 +108,9 @@ impl Shard {
         moved
     }
 
-    /// Number of keys of each rank that some query of another rank sees: an all-gather has to bring them. Exact.
+    /// For each rank, the number of its keys that some query of another rank sees: an all-gather has to send them. An
+    /// exact
+    /// count.
     ///
     /// # Complexity
     /// O(segments + documents).
@@ -123,7 +126,7 @@ impl Shard {
         self.ranks.iter().enumerate().map(of_rank).collect()
     }
 
-    /// Number of keys of each document that ranks see.
+    /// For each document, which ranks see the most of its keys.
     fn seen_most(&self) -> Vec<SeenMost> {
         let mut most = vec![SeenMost { rank: usize::MAX, seen: 0, others: 0 }; self.lengths.len()];
         for (rank, segments) in self.ranks.iter().enumerate() {
@@ -144,11 +147,16 @@ impl Shard {
 
     /// The segments of every rank in the order of its rows.
     ///
-    /// First come the documents of which the rank has all keys that its segments see; those of which no other rank
-    /// sees any of the rank's keys come before the others. Then come the documents of which it needs keys of other
-    /// ranks; those of which no other rank sees any of its keys come last. So what attends alone and what others need
-    /// are neighbouring rows. The segments of a document stay together. Among equals, and with
-    /// [`Strategy::Contiguous`] altogether, the order is the packed one.
+    /// The rows of a rank are in four groups of documents, in this order:
+    ///
+    /// 1. The rank holds all keys that it needs for the document, and no other rank needs any of its keys.
+    /// 2. It holds all keys that it needs, and some other rank needs some of its keys.
+    /// 3. It needs keys of other ranks, and some other rank needs some of its keys.
+    /// 4. It needs keys of other ranks, and no other rank needs any of its keys.
+    ///
+    /// So documents that attend alone are neighbours, and so are keys that others need. The segments of a document stay
+    /// together. Inside a group documents are in packed order. With [`Strategy::Contiguous`] all rows are in packed
+    /// order.
     ///
     /// # Complexity
     /// O(segments + documents).
@@ -160,7 +168,7 @@ impl Shard {
     /// [`Shard::rows`] of one rank.
     ///
     /// # Complexity
-    /// O(segments + documents), those of other ranks too.
+    /// O(segments of all ranks + documents).
     pub fn rank_rows(&self, rank: usize) -> Vec<Segment> {
         self.rows_of(rank, &self.seen_most())
     }
@@ -170,7 +178,7 @@ impl Shard {
         if self.strategy == Strategy::Contiguous || self.cp_size() == 1 {
             return segments.clone();
         }
-        // The first segment of a document is needed, if any of the rank is.
+        // If another rank needs any of the rank's keys of a document, it needs a key of the first segment.
         let mut needed = false;
         let mut place = |sight: &Sight<'_>| {
             if sight.first {
@@ -191,9 +199,11 @@ impl Shard {
         placed.into_iter().map(|(_, segment)| segment).collect()
     }
 
-    /// Tokens of a rank that attends in two calls, or 0 if it attends in one. A rank attends in two calls if it needs
-    /// keys of other ranks for some documents and none for others, and the latter are enough for a call of their own,
-    /// which runs while the keys arrive. Exact.
+    /// Tokens of a rank that attends in two calls; 0 for a rank that attends in one. A rank attends in two calls if it
+    /// needs keys
+    /// of other ranks for some documents but not for all, and the other documents are enough for a call of their own,
+    /// which
+    /// runs while the keys arrive.
     ///
     /// # Complexity
     /// O(segments of the rank).
@@ -201,8 +211,9 @@ impl Shard {
         if self.lacks_keys(rank) && self.has_local_call(rank) { self.tokens(rank) } else { 0 }
     }
 
-    /// Keys, its own and those that arrive, that a rank picks for the call that needs keys of other ranks. Under a
-    /// causal mask a key counts once for each segment that sees it, under a full one once a document. Exact.
+    /// Number of keys (own and fetched ones) that a rank copies for the call that needs keys of other ranks. Under a
+    /// causal mask
+    /// a key counts once for each segment that sees it, under a full mask once for each document.
     ///
     /// # Complexity
     /// O(segments of the rank).
@@ -222,19 +233,19 @@ impl Shard {
         self.sights(&self.ranks[rank]).any(|sight| !sight.here)
     }
 
-    /// Whether a rank attends in a call of its own to the documents for which it needs no keys of other ranks.
+    /// Whether the documents for which a rank needs no keys of other ranks get a call of their own.
     fn has_local_call(&self, rank: usize) -> bool {
         let here = self.sights(&self.ranks[rank]).filter(|sight| sight.here);
         let local: i64 = here.map(|sight| i64::from(sight.segment.length)).sum();
         local > 0 && pays_alone(local, self.tokens(rank))
     }
 
-    /// Keys that the segments of one rank see.
+    /// The segments of one rank, each with the keys that it sees.
     fn sights<'a>(&'a self, segments: &'a [Segment]) -> impl Iterator<Item = Sight<'a>> {
         segments.chunk_by(|one, next| one.document == next.document).flat_map(move |of_document| {
             let last = of_document[of_document.len() - 1];
             let all: i32 = of_document.iter().map(|segment| segment.length).sum();
-            // The last segment sees most.
+            // The last segment sees the most keys.
             let here = all == self.sees(&last);
             let sight = move |(index, segment)| Sight { segment, sees: self.sees(segment), here, first: index == 0 };
             of_document.iter().enumerate().map(sight)
@@ -255,7 +266,7 @@ impl Shard {
         self.document_starts[segment.document as usize] + segment.start
     }
 
-    /// A hash of the places of all tokens; equal on two ranks iff their shards are equal.
+    /// A hash of the places of all tokens: equal on two ranks if and only if their shards are equal.
     pub fn digest(&self) -> String {
         let mut digest = Digest::new();
         digest.add(&[u8::from(self.mask == Mask::Causal)]);
@@ -275,8 +286,9 @@ impl Shard {
     }
 }
 
-/// Whether the `local` tokens of a rank's `tokens`, which need no keys of other ranks, are worth a call of their own.
-/// The call runs while other ranks' keys arrive, but two calls have to pick queries and put outputs together.
+/// Whether it pays to attend to `local` of a rank's `tokens`, which need no keys of other ranks, in a call of their
+/// own. That
+/// call runs while other ranks' keys arrive, but two calls have to copy queries and put outputs together.
 pub(super) fn pays_alone(local: i64, tokens: i64) -> bool {
     8 * local >= tokens
 }

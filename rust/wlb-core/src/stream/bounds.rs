@@ -1,9 +1,11 @@
-//! Bounds on waiting documents, and the admission that keeps them.
+//! Bounds on waiting documents, and the limit on new documents (admission) under which the bounds hold.
 //!
-//! Documents can arrive faster than they can be trained, however much memory there is: documents of 0.6 `max_tokens`
-//! fill 0.6 of every micro-batch, so a stream that brings full global batches is never caught up with. A packer cannot
-//! refuse what was read; whoever reads asks first ([`Packer::admits`]), and then what waits stays within
-//! [`Packer::bounds`]. The proof stands in `docs/semantics.md`.
+//! Documents can arrive faster than they can be trained, however much memory there is: a document of 0.6 `max_tokens`
+//! fills
+//! 0.6 of a micro-batch and leaves the rest empty, so full global batches of such documents pile up. A packer does not
+//! refuse documents; its caller asks first how many it may bring ([`Packer::admits`]), and then the waiting documents
+//! stay
+//! within [`Packer::bounds`]. The proof stands in `docs/semantics.md`.
 
 use std::collections::VecDeque;
 
@@ -22,44 +24,51 @@ use super::queue::Waiting;
 
 /// Iterations of lead for each mean micro-batch that a document costs beyond the first.
 ///
-/// A document that costs as much as `c` mean micro-batches is level only in a step of `c` times the work: `c - 1`
-/// global batches have to be gathered for it, by holding others of its kind. Found on real lengths: with twice that,
-/// documents are trained as often before as after their turn.
+/// A document that costs as much as `c` mean micro-batches fits evenly only into a step with `c` times the usual work:
+/// `c - 1` global batches have to be gathered for it, by holding other long documents. Found on real lengths: with
+/// twice
+/// `c - 1`, documents are trained before their turn as often as after it.
 const LEAD: f64 = 2.0;
 
-/// Full global batches (`N * max_tokens`) that may wait under [`Release::Adaptive`]. Two are enough for the rule to
-/// choose from. More makes balance worse: documents that wait longer are forced out by `max_delay`, balanced or not.
+/// Full global batches (`N * max_tokens`) that may wait under [`Release::Adaptive`]. Two give the rule enough choice.
+/// More
+/// make balance worse: documents that wait longer are forced out by `max_delay`, balanced or not.
 const ADAPTIVE_BACKLOG: i64 = 2;
 
 named_choices! {
-    /// Reaction to a push after which more waits than the packer's [`Bounds`] allow.
+    /// Reaction to a push after which more documents wait than the packer's [`Bounds`] allow.
     #[derive(Default)]
     OnBacklog, "on_backlog" {
-        /// The caller is told once.
+        /// Warn the caller once.
         #[default]
         Warn = "warn",
-        /// The push is refused.
+        /// Refuse the push.
         Error = "error",
     }
 }
 
-/// Bounds that a packer keeps from now on, as long as no push brings more than it [`Packer::admits`].
+/// Bounds that a packer keeps from now on, if no push brings more than the packer [`Packer::admits`].
 ///
-/// A packer whose configuration changed while documents waited, or in which a push brought more, promises less, until
-/// these documents have left: after at most [`Bounds::settles`] steps the bounds are those of an empty packer. Until
-/// then no bound ever rises.
+/// Two things loosen the bounds: a change of configuration while documents waited, and a push that brought more than
+/// was
+/// admitted. They hold until these documents have left: after at most [`Bounds::settles`] steps the bounds are those of
+/// an
+/// empty packer again. Until then no bound ever rises.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
-    /// Most tokens that ever wait after a push. Where the number of documents is limited, each counts for its share of
-    /// a full micro-batch at least.
+    /// Most tokens that ever wait after a push. If the number of documents is limited, each document counts for at
+    /// least its
+    /// share of a full micro-batch.
     pub tokens: i64,
-    /// Most iterations that a document waits while documents come; draining the rest at the end of the stream adds no
-    /// more than [`Bounds::drain`]. None if nothing limits it: queues without `max_delay`, where an outlier waits for
-    /// others of its length, however rare they are.
+    /// Most iterations that a document waits while documents come; draining the rest at the end of the stream adds at
+    /// most
+    /// [`Bounds::drain`]. `None` without a limit: in queues without `max_delay` an outlier waits for others of its
+    /// length,
+    /// however rare they are.
     pub delay: Option<u64>,
-    /// Most iterations that it takes to drain what waits.
+    /// Most iterations that draining the waiting documents takes.
     pub drain: u64,
-    /// Most steps until all of these are the bounds of an empty packer; 0 if they are.
+    /// Most steps until all these bounds are those of an empty packer; 0 if they are already.
     pub settles: u64,
 }
 
@@ -82,7 +91,7 @@ impl Bounds {
             Release::Fifo => {
                 let ends = config.outlier_thresholds.iter().skip(1).map(|&next| next - 1);
                 let longest = ends.chain([config.max_document_tokens]).map(|longest| config.size(longest));
-                // A level releases as soon as it holds one more.
+                // A level with one document more is released.
                 let kept = config.company() as i64 - 1;
                 let queued = config.outlier_thresholds.iter().zip(longest);
                 let queued = queued.fold(0_i64, |sum, (_, longest)| sum.saturating_add(kept.saturating_mul(longest)));
@@ -91,40 +100,42 @@ impl Bounds {
         }
     }
 
-    /// Most waiting load of a column with a limit, in tokens of steps that are full of it.
+    /// Most load of a column with a limit that ever waits, in tokens: a step that is full of the column has `capacity`
+    /// of them.
     fn steady_column(config: &PackerConfig) -> i64 {
         let levels = config.outlier_thresholds.len() as i64;
         let full = (config.company() as i64 - 1).saturating_mul(levels);
         full.saturating_add(config.num_micro_batches as i64).saturating_mul(i64::from(config.max_tokens))
     }
 
-    /// The most that [`Packer::pending_load`] is in an empty packer to which no more is brought than it admits.
+    /// Greatest [`Packer::pending_load`] of a packer that starts empty and never gets more than it admits.
     pub(super) fn steady_load(config: &PackerConfig) -> i64 {
         let limited = limited(config).count() as i64;
         let columns = if limited > 0 { Self::steady_column(config).saturating_mul(limited) } else { 0 };
         Self::steady_tokens(config).saturating_add(columns)
     }
 
-    /// Most iterations until a document is tried; none if nothing limits it.
+    /// Most iterations until a document is tried for the first time; `None` without a limit.
     pub(super) fn queue_delay(config: &PackerConfig) -> Option<u64> {
         let has_queue = config.release == Release::Adaptive || !config.outlier_thresholds.is_empty();
         if has_queue { config.max_delay } else { Some(0) }
     }
 }
 
-/// Most iterations that a document then waits that goes after documents of less than this load: two in a row place
-/// `capacity` of it.
+/// Most further iterations of waiting for a document that goes after documents of less than this load: two steps in a
+/// row
+/// place at least `capacity` of it.
 pub(super) fn placed_within(load: i64, capacity: i64) -> u64 {
     2 * (load / capacity) as u64 + 1
 }
 
-/// The columns with a limit, with it.
+/// The columns with a limit, each with its limit.
 fn limited(config: &PackerConfig) -> impl Iterator<Item = (usize, f64)> {
     config.limits.iter().flatten().enumerate().filter_map(|(column, limit)| Some((column, (*limit)?)))
 }
 
 impl Packer {
-    /// Most tokens that wait and longest wait from now on, if no push brings more than the packer [`Packer::admits`].
+    /// Most waiting tokens and longest wait from now on, if no push brings more than the packer [`Packer::admits`].
     ///
     /// # Complexity
     /// O(pending).
@@ -139,8 +150,9 @@ impl Packer {
             bounds.tokens = steady.tokens.max(size);
             bounds.drain = steady.drain.max(placed_within(load, capacity) + 1);
             bounds.settles = match (config.release, config.max_delay) {
-                // Above the bounds more than a step holds is carried over or released, so that nothing enters, and two
-                // steps in a row place what one holds.
+                // Above the bounds, more than a step holds is carried over or released. So no new document enters, and
+                // two steps in a row
+                // place at least as much as one step holds.
                 (Release::Fifo, _) => {
                     let least = if limited(config).next().is_some() {
                         steady.tokens.min(Bounds::steady_column(config))
@@ -149,11 +161,11 @@ impl Packer {
                     };
                     2 * (load.saturating_sub(least) as u64).div_ceil(capacity as u64)
                 }
-                // All that waits is due by then.
+                // After `delay` iterations all waiting documents are due.
                 (Release::Adaptive, Some(delay)) => {
                     delay.saturating_add(placed_within(load, capacity)).saturating_add(1)
                 }
-                // Each step places a document at least.
+                // Each step places at least one document.
                 (Release::Adaptive, None) => self.pending() as u64,
             };
         }
@@ -164,32 +176,35 @@ impl Packer {
         bounds
     }
 
-    /// The error that more waits than the bounds of an empty packer allow; `None` if not. The caller warns, or takes
-    /// the push back; an empty push cannot be the cause.
+    /// An error if more documents wait than the bounds of an empty packer allow, else `None`. The caller warns, or
+    /// undoes the
+    /// push; an empty push cannot be the cause.
     pub fn backlog(&self) -> Option<Error> {
         let (pending_tokens, bound) = (self.pending_size(), Bounds::steady_tokens(&self.config));
         (pending_tokens > bound).then_some(Error::Backlog { pending_tokens, bound })
     }
 
-    /// Whether more than that would wait if these documents waited, too, O(pending + documents).
+    /// Whether more tokens than these bounds would wait if these documents waited, too; O(pending + documents).
     pub fn may_exceed(&self, lengths: &[i32]) -> bool {
         !lengths.is_empty()
             && self.pending_size().saturating_add(self.size_of_new(lengths)) > Bounds::steady_tokens(&self.config)
     }
 
-    /// Used part of [`Bounds::tokens`], O(pending): tokens; with a limited number of documents, each counts for at
+    /// Waiting tokens as [`Bounds::tokens`] counts them, O(pending): if the number of documents is limited, each counts
+    /// for at
     /// least its share of a full micro-batch.
     pub fn pending_size(&self) -> i64 {
         self.size_of(self.waiting())
     }
 
-    /// All that waits.
+    /// All waiting pieces.
     pub(super) fn waiting(&self) -> impl Iterator<Item = &Waiting> + Clone {
         self.queue.levels().iter().flatten().chain(&self.carried)
     }
 
-    /// Part of steps that all waiting documents take, in tokens: [`Packer::pending_size`], plus for each column with a
-    /// limit `max_tokens` times the part of the limit that they take.
+    /// How much of a step's capacity all waiting documents take, in tokens: [`Packer::pending_size`], plus, for each
+    /// column with
+    /// a limit, `max_tokens` times the share of the limit that they take.
     pub(super) fn pending_load(&self) -> i64 {
         self.load_of(self.waiting())
     }
@@ -201,13 +216,13 @@ impl Packer {
         })
     }
 
-    /// Waiting load of one column.
+    /// Load of some waiting documents in one column.
     fn column<'a>(&self, column: usize, limit: f64, all: impl IntoIterator<Item = &'a Waiting>) -> i64 {
         let sum: f64 = all.into_iter().map(|waiting| self.costs(waiting)[column]).sum();
         (sum / limit * f64::from(self.config.max_tokens)).ceil() as i64
     }
 
-    /// Documents that go first in the next step, or leave their queue then because it holds enough.
+    /// Documents that go first in the next step, or leave their queue then because it holds enough documents.
     fn entering(&self) -> impl Iterator<Item = &Waiting> {
         let company = match self.config.release {
             Release::Adaptive => usize::MAX,
@@ -223,13 +238,13 @@ impl Packer {
         let room = match self.config.release {
             Release::Adaptive if !self.leaves_when_due() => 0,
             Release::Adaptive => Bounds::steady_tokens(&self.config) - self.pending_size(),
-            // What else the levels hold is bounded by themselves.
+            // Other documents in the levels are bounded by the levels.
             Release::Fifo => self.config.capacity() - self.size_of(self.entering()),
         };
         room.max(0)
     }
 
-    /// Size of new documents there, before they are cut.
+    /// Size of new documents as [`Packer::room`] counts it, before they are cut.
     pub fn size_of_new(&self, lengths: &[i32]) -> i64 {
         match self.config.shape.max_documents {
             None => lengths.iter().map(|&length| i64::from(length)).sum(),
@@ -246,16 +261,18 @@ impl Packer {
         lengths.len().saturating_add(added as usize)
     }
 
-    /// Whether all that waits leaves when it is due, under [`Release::Adaptive`], if each push fits into a step by
-    /// itself: nothing is carried over, and what is due together fits into a step; without any delay what is new is due
-    /// with what waits. Not always so after a change, or after more came than was admitted.
+    /// Whether, under [`Release::Adaptive`], every waiting document will leave when it is due, if each push fits into a
+    /// step by
+    /// itself. For this, no document may be carried over, and documents that are due together must fit into a step;
+    /// with
+    /// `max_delay` 0, nothing may wait. A change of configuration or too large a push may make it false.
     fn leaves_when_due(&self) -> bool {
         let Some(delay) = self.config.max_delay else { return true };
         if delay == 0 {
             return self.pending() == 0;
         }
         let due = |waiting: &Waiting| waiting.arrived.saturating_add(delay).max(self.iteration);
-        // A level is in order of arrival.
+        // A level is in order of arrival, so documents that are due together are neighbours.
         let mut levels = self.queue.levels().iter();
         self.carried.is_empty()
             && levels.all(|level| {
@@ -269,22 +286,25 @@ impl Packer {
         all.into_iter().map(|waiting| self.config.size(waiting.piece.length)).sum()
     }
 
-    /// Number of these documents, from the first on, that the next push may bring so that [`Packer::bounds`] hold.
+    /// How many of these documents, from the first on, the next push may bring so that [`Packer::bounds`] hold.
     ///
-    /// Their tokens are at most its [`Packer::room`], and their costs in each column with a limit what a step may have
-    /// of it less what is carried over. Under [`Release::Adaptive`] they also fit into the micro-batches of one step by
-    /// themselves, longest first where the tokens are fewest: then they all find room in the step in which `max_delay`
-    /// makes them leave. Where nothing waits, at least one.
+    /// Together they may have at most [`Packer::room`] tokens, and in each column with a limit at most what a step
+    /// holds beside
+    /// the documents carried over. Under [`Release::Adaptive`] they must also fit into the micro-batches of one step by
+    /// themselves, longest first where the tokens are fewest: then all of them find room in the step in which
+    /// `max_delay` makes
+    /// them leave. If no document waits, at least one is admitted.
     ///
     /// # Arguments
-    /// * `costs` - of these documents, as a push takes them; needed only where a column has a limit.
+    /// * `costs` - costs of these documents, as a push takes them; needed only if a column has a limit.
     ///
     /// # Errors
-    /// As those of a push about costs. [`Error::Entry`] for a first document that this packer never admits, because the
-    /// pieces that it would be cut into are more than a step holds: who asks would wait for ever.
+    /// The errors of a push about costs. [`Error::Entry`] for a first document that this packer never admits, because
+    /// its pieces
+    /// are more than a step holds: without the error, the caller would wait for ever.
     ///
     /// # Complexity
-    /// O(n + pending), with a sort and log(n) placements where they do not all fit.
+    /// O(n + pending); if not all of them fit, also a sort and log(n) placements.
     pub fn admits(&self, lengths: &Lengths, costs: Option<CostTable<'_>>) -> Result<usize> {
         let limit = self.config.max_document_tokens;
         let counted = |length: i32| match self.config.oversize {
@@ -313,8 +333,8 @@ impl Packer {
                 fit_alone(documents.flat_map(|document| split(document, limit)), &self.config)
             };
             if !fit(admitted) {
-                // Fewer documents make no micro-batch longer under this rule, so that the counts that fit are the lower
-                // ones.
+                // Under this rule fewer documents never make a micro-batch longer. So if a number of documents fits,
+                // every lower one does.
                 let (mut fits, mut too_many) = (0, admitted);
                 while too_many - fits > 1 {
                     let middle = fits.midpoint(too_many);
@@ -338,8 +358,9 @@ impl Packer {
         Ok(admitted)
     }
 
-    /// Number of documents, from the first on, that have no more of a limited column than a step may have beside what
-    /// is carried over; `counted` gives the tokens of a document that enter.
+    /// How many documents, from the first on, stay within the limited columns of a step, beside the documents carried
+    /// over;
+    /// `counted` gives the tokens of a document that enter.
     fn within_limits(&self, lengths: &[i32], costs: CostTable<'_>, counted: impl Fn(i32) -> i32) -> usize {
         let micro_batches = self.config.num_micro_batches as f64;
         let mut admitted = lengths.len();
@@ -355,17 +376,17 @@ impl Packer {
         admitted
     }
 
-    /// By how many iterations each of these documents should come before its turn, for [`Push::early`](super::Push).
+    /// Iterations by which each of these documents should come before its turn, for [`Push::early`](super::Push).
     ///
     /// # Arguments
-    /// * `lengths` - the documents that come next, in order: as many global batches as are known. Their mean is what a
-    ///   micro-batch costs.
+    /// * `lengths` - the next documents in order, as many global batches as are known. Their mean gives the cost of a
+    ///   mean
+    ///   micro-batch.
     /// * `tokens_per_batch` - tokens of a global batch.
-    /// * `most` - iterations of lead at most.
+    /// * `most` - most iterations of lead.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for `tokens_per_batch` or `most`; [`Error::Combination`] where documents bring their
-    /// costs.
+    /// [`Error::OutOfRange`] for `tokens_per_batch` or `most`; [`Error::Combination`] if documents bring their costs.
     ///
     /// # Complexity
     /// O(n).
@@ -373,7 +394,7 @@ impl Packer {
         check_range("tokens_per_batch", tokens_per_batch, 1, i64::MAX)?;
         check_range("most", most, 0, MAX_EARLY)?;
         let Some(model) = &self.config.cost_model else {
-            let requirement = "is missing: where documents bring their costs, none comes early";
+            let requirement = "is missing: documents come early only with a cost model, not if they bring their costs";
             return Err(Error::Combination { argument: "cost_model", requirement });
         };
         let costs: Vec<f64> =
@@ -382,7 +403,7 @@ impl Packer {
         let batches = tokens as f64 / tokens_per_batch as f64;
         let mean = costs.iter().sum::<f64>() / (batches * self.config.num_micro_batches as f64);
         let lead = |cost: f64| {
-            // Not above 0 where everything costs nothing.
+            // Not above 0 (it may be NaN) if all costs are 0.
             let iterations = LEAD * (cost / mean - 1.0);
             if iterations > 0.0 { (iterations as i64).min(most) } else { 0 }
         };
@@ -390,7 +411,7 @@ impl Packer {
     }
 }
 
-/// Whether pieces find room in the micro-batches of one step, longest first where the tokens are fewest.
+/// Whether pieces fit into the micro-batches of one step, longest first where the tokens are fewest.
 fn fit_alone(pieces: impl Iterator<Item = Piece>, config: &PackerConfig) -> bool {
     let mut tokens = vec![0_i64; config.num_micro_batches];
     let mut by_tokens = Ladder::new(tokens.iter().map(|_| 0.0));

@@ -1,4 +1,4 @@
-//! Documents that bring their costs: what is checked when they come, and what a step knows of them.
+//! Costs that documents bring: checked when the documents come, looked up when a step is made.
 
 use crate::cost::DocumentCosts;
 use crate::error::{Error, Result};
@@ -8,12 +8,12 @@ use super::packer::Packer;
 use super::queue::Waiting;
 
 impl Packer {
-    /// Costs of a waiting piece in each column; empty with a cost model.
+    /// Costs of a waiting piece in each column; empty if there is a cost model.
     pub fn costs(&self, waiting: &Waiting) -> &[f64] {
         self.rows.row(waiting.row)
     }
 
-    /// Costs of a step's documents, given or by the model.
+    /// Costs of a step's documents, as given or from the model.
     pub(super) fn costs_of(&self, pieces: &[Waiting], lengths: &[i32]) -> DocumentCosts {
         let values = match &self.config.cost_model {
             Some(model) => model.costs(lengths),
@@ -22,7 +22,7 @@ impl Packer {
         DocumentCosts::checked(values, self.config.column_limits())
     }
 
-    /// Drops the rows of what has left.
+    /// Drops the rows of pieces that have left.
     pub(super) fn keep_rows(&mut self) {
         if self.config.limits.is_none() {
             return;
@@ -34,8 +34,7 @@ impl Packer {
         self.rows = kept;
     }
 
-    /// Everything that can be wrong with the costs of documents of these lengths, of which `kept` gives the tokens of
-    /// the longest piece.
+    /// Checks the costs of documents of these lengths; `kept` gives the tokens of a document's longest piece.
     pub(crate) fn check_costs(
         &self,
         lengths: &[i32],
@@ -52,7 +51,7 @@ impl Packer {
                 return Err(Error::Combination { argument, requirement });
             }
             (None, Some(_)) => {
-                let requirement = "have no meaning for this packer, which prices by its cost_model: make it with \
+                let requirement = "must not be given: this packer has a cost_model; make it with \
                                    cost_columns instead";
                 return Err(Error::Combination { argument, requirement });
             }

@@ -1,8 +1,9 @@
-//! Bounds for documents that wait when the rules change.
+//! Bounds for documents that wait while the rules change.
 //!
 //! The proof of [`Bounds`](super::Bounds) begins with an empty packer. Documents that came under other rules (another
-//! number of micro-batches or ranks, other limits or thresholds), or in a push that brought more than was admitted, may
-//! wait longer than it says. For how long follows from how much waits: see "After a change" in `docs/semantics.md`.
+//! number
+//! of micro-batches or ranks, other limits or thresholds), or in a push that brought more than was admitted, may wait
+//! longer. How long follows from the waiting load: see "After a change" in `docs/semantics.md`.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,16 +15,16 @@ use super::config::{PackerConfig, StreamMethod};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Changed {
-    /// The first iteration after the change: documents that arrived before it came under other rules.
+    /// First iteration after the change: documents that arrived before it came under other rules.
     pub(super) at: u64,
     /// Most iterations that such a document waits.
     pub(super) delay: u64,
-    /// The iteration before which all of them have left.
+    /// Iteration before which all such documents have left.
     pub(super) until: u64,
 }
 
 impl Changed {
-    /// The problem of numbers that were read from a file, if there is one.
+    /// What is wrong with numbers that were read from a file, if anything.
     pub(super) fn problem(&self, iteration: u64) -> Option<&'static str> {
         let most = 4 * MAX_ITERATION;
         (self.at > iteration || self.delay > most || self.until > iteration.saturating_add(most))
@@ -31,8 +32,9 @@ impl Changed {
     }
 }
 
-/// Whether a packer that goes on under `after` may break promises made under `before`: costs, and how what leaves is
-/// placed, are in none of the proofs.
+/// Whether a packer that continues under `after` may break bounds promised under `before`. Costs and the method of
+/// placing
+/// are not compared: no proof depends on them.
 pub(super) fn is_other(before: &PackerConfig, after: &PackerConfig) -> bool {
     let promised = |config: &PackerConfig| {
         let mut config = config.clone();

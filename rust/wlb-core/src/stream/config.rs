@@ -9,37 +9,38 @@ use crate::packing::methods::counts::Sizes;
 use crate::packing::options::{Ranks, check_micro_batches};
 use crate::packing::padding::Padding;
 
-/// The default of [`PackerConfig::delay_price`]: a context for each micro-batch may wait one iteration if that makes
-/// the step 3 % shorter.
+/// Default of [`PackerConfig::delay_price`]: one context for each micro-batch may wait one iteration if that makes the
+/// step
+/// at least 3 % shorter.
 pub(super) const DELAY_PRICE: f64 = 0.03;
 
-/// The default of [`PackerConfig::max_delay`] under [`Release::Adaptive`].
+/// Default of [`PackerConfig::max_delay`] under [`Release::Adaptive`].
 const ADAPTIVE_MAX_DELAY: u64 = 16;
 
 named_choices! {
-    /// The rule that releases waiting documents.
+    /// Rule that releases waiting documents.
     #[derive(Default)]
     Release, "release" {
-        /// Each level lets its oldest `N` go while it holds that many (WLB-LLM).
+        /// Each level releases its oldest `N` documents while it holds that many (WLB-LLM).
         #[default]
         Fifo = "fifo",
-        /// All but the longest documents. In every iteration the rule weighs how many of these to hold back.
+        /// In every iteration the rule weighs how many of the longest documents to hold back; all others are released.
         Adaptive = "adaptive",
     }
 }
 
 impl Release {
-    /// The rule that follows from thresholds: queues where they are given, else [`Release::Adaptive`].
+    /// The rule that follows from the thresholds: queues if they are given, else [`Release::Adaptive`].
     pub fn of_thresholds(outlier_thresholds: Option<&[i32]>) -> Self {
         if outlier_thresholds.is_some() { Self::Fifo } else { Self::Adaptive }
     }
 
-    /// The price of delay, unless the user gives one.
+    /// Price of delay, if the user gives none.
     pub fn default_price(self) -> Option<f64> {
         (self == Self::Adaptive).then_some(DELAY_PRICE)
     }
 
-    /// Iterations that a document waits at most, unless the user gives a limit; the paper's rule knows none.
+    /// Most iterations that a document waits, if the user gives no limit; the paper's rule has none.
     pub fn default_max_delay(self) -> Option<u64> {
         (self == Self::Adaptive).then_some(ADAPTIVE_MAX_DELAY)
     }
@@ -49,12 +50,12 @@ named_choices! {
     /// Treatment of documents longer than `max_document_tokens`.
     #[derive(Default)]
     Oversize, "oversize" {
-        /// An error that names it.
+        /// An error that names the document.
         #[default]
         Error = "error",
         /// The document is cut into pieces, each a document of its own for attention.
         Split = "split",
-        /// Keeps the first tokens.
+        /// Only the first tokens of the document are kept.
         Truncate = "truncate",
     }
 }
@@ -66,8 +67,9 @@ named_choices! {
         /// Longest first, each where the cost is least.
         #[default]
         VarLength = "var_length",
-        /// Starting from that, as [`Method::Refined`](crate::Method::Refined): the same documents, better balanced
-        /// where token limits bind.
+        /// [`StreamMethod::VarLength`], then improved as by [`Method::Refined`](crate::Method::Refined): the same
+        /// documents, better
+        /// balanced where token limits bind.
         Refined = "refined",
     }
 }
@@ -80,30 +82,32 @@ pub struct PackerConfig {
     pub num_micro_batches: usize,
     /// Most tokens of one micro-batch (`S_max`).
     pub max_tokens: i32,
-    /// Longest document, at most `max_tokens`: the model's context length.
+    /// Most tokens of a document, at most `max_tokens`: the model's context length.
     pub max_document_tokens: i32,
-    /// Treatment of longer documents.
+    /// Treatment of documents longer than `max_document_tokens`.
     pub oversize: Oversize,
-    /// Lengths at which the levels of the queue begin, ascending; documents below the first never wait. Empty under
-    /// [`Release::Adaptive`], which has one level.
+    /// Lengths at which the levels of the queue begin, ascending; shorter documents never wait. Empty under
+    /// [`Release::Adaptive`], which has one level for all lengths.
     pub outlier_thresholds: Vec<i32>,
     /// The rule that releases waiting documents.
     pub release: Release,
     /// Price of one iteration of waiting for one context per micro-batch (`num_micro_batches * max_document_tokens`
-    /// tokens), in units of imbalance. Given exactly under [`Release::Adaptive`].
+    /// tokens), in
+    /// units of imbalance. Set if and only if `release` is [`Release::Adaptive`].
     pub delay_price: Option<f64>,
-    /// A document that waited this many iterations leaves, however few wait with it.
+    /// Most iterations that a document waits for others; then it leaves, however few wait with it.
     pub max_delay: Option<u64>,
     /// Method that places the released documents.
     pub method: StreamMethod,
     /// Cost model; `None` if documents bring their costs.
     pub cost_model: Option<CostModel>,
-    /// Limits of cost columns, if documents bring their costs in the place of `cost_model`.
+    /// Limits of cost columns, if documents bring their costs instead of a `cost_model`.
     ///
-    /// That belongs to the configuration, and not to the first push: ranks compare what they are before they begin, and
-    /// what a packer cannot do with columns is refused before a document is read.
+    /// They belong to the configuration, not to the first push: ranks compare their configurations before they begin,
+    /// and a
+    /// packer that cannot work with columns is refused before a document is read.
     pub limits: Option<Vec<Option<f64>>>,
-    /// For which ranks steps are planned, and which shapes their micro-batches may have.
+    /// Ranks that steps are planned for, and allowed shapes of micro-batches.
     pub shape: StepShape,
 }
 
@@ -153,7 +157,7 @@ impl PackerConfig {
 
     fn check_model(&self, model: &CostModel) -> Result<()> {
         model.check()?;
-        // Then no sum of costs can overflow, however long documents wait.
+        // Checked so that no sum of costs can overflow, however long documents wait.
         let value = (model.cost(self.max_document_tokens) + model.micro_batch()) * MAX_ITERATION as f64;
         if !value.is_finite() {
             let requirement = "the longest document's cost is so high that sums of costs would overflow";
@@ -178,7 +182,8 @@ impl PackerConfig {
         if let Some(value) = self.shape.max_cost {
             let argument = "max_step_cost";
             if self.release != Release::Adaptive {
-                let requirement = "needs release=\"adaptive\", without outlier_thresholds: queues let documents of a kind go together, all at once";
+                let requirement = "needs release=\"adaptive\", without outlier_thresholds: queues release \
+                                   documents of a kind all at once";
                 return wrong(argument, requirement);
             }
             if !(value.is_finite() && value > 0.0) {
@@ -202,27 +207,27 @@ impl PackerConfig {
         }
     }
 
-    /// Tokens of a global batch: a context for each micro-batch, unless the user gives another number.
+    /// Tokens of a global batch: one context for each micro-batch, unless the user gives another number.
     pub fn tokens_per_batch(&self) -> i64 {
         self.shape.tokens_per_batch.unwrap_or(self.contexts())
     }
 
-    /// Tokens of a context for each micro-batch.
+    /// Tokens of one context for each micro-batch.
     pub(super) fn contexts(&self) -> i64 {
         self.num_micro_batches as i64 * i64::from(self.max_document_tokens)
     }
 
-    /// Size of one global batch that is full: `N * max_tokens`.
+    /// Tokens of a full step: `N * max_tokens`.
     pub(super) fn capacity(&self) -> i64 {
         self.num_micro_batches as i64 * i64::from(self.max_tokens)
     }
 
-    /// Number of documents of a kind that make an even step: one for each rank, or for each micro-batch.
+    /// Number of equally long documents that make an even step: one for each rank, or one for each micro-batch.
     pub(super) fn company(&self) -> usize {
         self.shape.ranks.map_or(self.num_micro_batches, |ranks| ranks.dp_size)
     }
 
-    /// Size of a piece: its tokens, or more if the number of documents is limited.
+    /// Size of a piece: its tokens, or more if the number of documents is limited (`Sizes`).
     pub(super) fn size(&self, length: i32) -> i64 {
         Sizes::new(i64::from(self.max_tokens), self.shape.max_documents).of(length)
     }
@@ -230,18 +235,19 @@ impl PackerConfig {
     /// Size of a document that is cut into pieces of at most `max_document_tokens`.
     pub(super) fn size_cut(&self, length: i32) -> i64 {
         if length <= self.max_document_tokens {
-            return self.size(length); // almost all: no division
+            return self.size(length); // the usual case, without a division
         }
         let (pieces, rest) = (length / self.max_document_tokens, length % self.max_document_tokens);
         i64::from(pieces) * self.size(self.max_document_tokens) + if rest > 0 { self.size(rest) } else { 0 }
     }
 
-    /// The limits of the columns that documents bring; none of a column whose costs a model gives.
+    /// Limits of the columns that documents bring; with a cost model there is one column, without a limit.
     pub(super) fn column_limits(&self) -> Vec<Option<f64>> {
         self.limits.clone().unwrap_or_else(|| vec![None])
     }
 
-    /// A hash of everything that must not change on resume: all but the numbers of micro-batches and of ranks, and the
+    /// A hash of everything that must not change on resume: all but the number of micro-batches, the number of ranks,
+    /// and the
     /// tokens of a global batch.
     pub fn fingerprint(&self) -> String {
         let comparable = Self { num_micro_batches: 0, shape: self.shape.of_any_ranks(), ..self.clone() };
@@ -253,29 +259,32 @@ impl PackerConfig {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StepShape {
-    /// The data-parallel ranks that every step is planned for. How many may change on resume, as `num_micro_batches`,
-    /// which they divide; where they wait for each other may not.
+    /// Data-parallel ranks that every step is planned for. Their number, a divisor of `num_micro_batches`, may change
+    /// on
+    /// resume; the places where they wait for each other may not.
     pub ranks: Option<Ranks>,
     /// Most documents of a micro-batch.
     pub max_documents: Option<usize>,
     /// Padding of micro-batches; `max_tokens` is then a padded size.
     pub padding: Option<Padding>,
     /// Most work of a step, in mean global batches; only under [`Release::Adaptive`](super::Release::Adaptive).
-    /// Documents that are due leave all the same, and it does not hold in a flush.
+    /// Documents that
+    /// are due leave in any case, and a flush ignores the bound.
     pub max_cost: Option<f64>,
-    /// Tokens of a global batch, where they are not `num_micro_batches * max_document_tokens`. May change on resume, as
+    /// Tokens of a global batch, if not `num_micro_batches * max_document_tokens`. May change on resume, like
     /// `num_micro_batches`.
     pub tokens_per_batch: Option<i64>,
 }
 
 impl StepShape {
-    /// Whether documents are exchanged once they are placed: for ranks, or within a limit of their number.
+    /// Whether documents are exchanged after placement: for ranks, or because their number is limited.
     pub(super) fn is_arranged(&self) -> bool {
         self.ranks.is_some() || self.max_documents.is_some()
     }
 
-    /// The shape as a fingerprint has it: without the number of ranks, the multiple of tokens that follows from it, and
-    /// the tokens of a step.
+    /// The shape without the number of ranks, the multiple of tokens that follows from it, and the tokens of a global
+    /// batch: as
+    /// fingerprints need it.
     pub(super) fn of_any_ranks(&self) -> Self {
         Self {
             ranks: self.ranks.map(|ranks| Ranks { dp_size: 0, ..ranks }),
@@ -285,7 +294,7 @@ impl StepShape {
         }
     }
 
-    /// Checks every field, for a packer of these.
+    /// Checks every field for a packer of `total` micro-batches with these limits.
     pub(super) fn check(&self, total: usize, max_tokens: i32, limits: Option<&[Option<f64>]>) -> Result<()> {
         if let Some(Ranks { dp_size, .. }) = self.ranks
             && (dp_size == 0 || !total.is_multiple_of(dp_size))
@@ -301,7 +310,7 @@ impl StepShape {
         if let Some(padding) = &self.padding
             && (!padding.is_sound() || padding.most(max_tokens)? != max_tokens)
         {
-            let requirement = "is none of the sizes that micro-batches are padded to: take the largest within it";
+            let requirement = "is no padded size of micro-batches: pass the largest one within it";
             return Err(Error::Combination { argument: "max_tokens", requirement });
         }
         if self.is_arranged() && limits.is_some_and(|limits| limits != [None]) {

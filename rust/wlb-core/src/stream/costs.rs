@@ -1,17 +1,18 @@
-//! Costs that documents bring: rows beside the pieces that wait.
+//! Costs that documents bring, in rows beside the waiting pieces.
 //!
-//! A piece that waits names its row, so that it stays small and can be copied whatever the number of columns. Rows of
-//! documents that left are dropped after every step.
+//! A waiting piece holds the number of its row, so a piece stays small and cheap to copy, whatever the number of
+//! columns.
+//! Rows of documents that left are dropped after every step.
 
 use crate::limits::MAX_ITERATION;
 
-/// The most that a document costs in a column: then no sum of costs overflows, however long documents wait.
+/// Most that a document may cost in a column, so that no sum of costs overflows, however long documents wait.
 pub(super) const MOST_COST: f64 = f64::MAX / (MAX_ITERATION as f64 * MAX_ITERATION as f64);
 
 /// Costs of documents as they enter a packer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CostTable<'a> {
-    /// Row by row, one for each document.
+    /// One row for each document, one row after the other.
     pub values: &'a [f64],
     /// Numbers in a row.
     pub columns: usize,
@@ -23,15 +24,15 @@ impl<'a> CostTable<'a> {
         &self.values[document * self.columns..][..self.columns]
     }
 
-    /// Costs of a piece of a document: its share of the tokens.
+    /// Costs of a piece of a document, by its share of the document's tokens.
     pub(crate) fn shared(self, document: usize, piece: i32, length: i32) -> impl Iterator<Item = f64> + 'a {
         let share = share(piece, length);
-        // Minus zero is the zero that it equals.
+        // Adding zero turns -0.0 into 0.0.
         self.row(document).iter().map(move |cost| cost * share + 0.0)
     }
 }
 
-/// A row of costs for every piece that waits.
+/// One row of costs for every waiting piece.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct CostRows {
     columns: usize,
@@ -49,7 +50,7 @@ impl CostRows {
         Self { columns, values: Vec::new() }
     }
 
-    /// Gives the number of the new row. Without columns there is only one, which is empty.
+    /// Adds a row and returns its number. Without columns there is only one row, which is empty.
     pub(super) fn push(&mut self, row: impl Iterator<Item = f64>) -> usize {
         let at = self.values.len().checked_div(self.columns).unwrap_or(0);
         self.values.extend(row);
@@ -61,7 +62,7 @@ impl CostRows {
     }
 }
 
-/// The part of a document's costs that a piece of it has: that of its tokens.
+/// Share of a document's costs that a piece of it has: its share of the tokens.
 pub(super) fn share(piece: i32, document: i32) -> f64 {
     f64::from(piece) / f64::from(document)
 }

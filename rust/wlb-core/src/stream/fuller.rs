@@ -1,33 +1,43 @@
-//! A step with too few tokens gets more of them, at the cost of its balance.
+//! Gives a step with too few tokens more of them, at the cost of its balance.
 //!
-//! The release rules weigh balance against waiting and do not look at how many tokens a step trains. So a step can be
-//! nearly empty while much waits. For example, `N` documents of one token were carried over: they are placed first, one
-//! in each micro-batch, and then no document of the full `max_tokens` finds room. The gradient of a handful of tokens
-//! is noise, so there the number of tokens matters more than balance.
+//! The release rules weigh balance against waiting and ignore how many tokens a step trains, so a step can be nearly
+//! empty
+//! while many documents wait. Example: `N` documents of one token were carried over. They are placed first, one in each
+//! micro-batch, and then no document of the full `max_tokens` finds room. The gradient of a handful of tokens is noise,
+//! so
+//! in such a step the number of tokens matters more than balance.
 
 use crate::ladder::Ladder;
 use crate::packing::methods::columns::{Placed, Priced};
 
-/// The first of three placements of a step with `min_tokens` or more: the one given; all that is there, in `order`,
-/// where the tokens are fewest; the same into the first micro-batch with room. If none has so many, the one with the
-/// most.
+/// Tries up to three placements of a step and returns the first with at least `min_tokens`: the given one; all
+/// documents in
+/// `order`, each where the tokens are fewest; all documents in `order`, each in the first micro-batch with room. If
+/// none has
+/// that many tokens, the placement with the most is returned.
 ///
-/// The last holds `min_tokens`, everything, or, with two micro-batches or more, `N / 2` (rounded down) times
-/// `max_tokens`: unless everything found room, any two neighbours hold more than `max_tokens`, for the first document
-/// of the second found no room in the first. In all three a document that finds no room was tried after documents that
-/// leave too little of it in every micro-batch: who was first in `order` waits for nobody behind.
+/// The third placement holds `min_tokens`, or every document, or, with at least two micro-batches, `N / 2` (rounded
+/// down)
+/// times `max_tokens`: unless every document found room, any two neighbours hold more than `max_tokens`, because the
+/// first
+/// document of the second found no room in the first. In all three placements a document is left over only if the
+/// documents
+/// tried before it leave too little room in every micro-batch. So the first in `order` waits for no later document.
 ///
-/// The first documents are due. A placement that leaves one of them over is skipped if the one before it leaves none.
-/// They are then nearly half of the room by themselves, so the one before it holds as much.
+/// The first `due` documents of `order` are due. A placement that leaves one of them over is skipped if the best one so
+/// far
+/// leaves none over. The due documents then fill nearly half of the room by themselves, so the best one so far holds as
+/// much.
 ///
-/// Columns with a limit and the number of documents are kept too, and then nothing is said of how many tokens a step
-/// holds.
+/// Limits of columns and of the number of documents are kept as well; with such limits there is no promise about the
+/// tokens
+/// of a step.
 ///
 /// # Arguments
-/// * `due` - how many of `order` must leave if that is possible.
+/// * `due` - number of documents at the start of `order` that must leave if possible.
 ///
 /// # Complexity
-/// O(n log N); O(n N) where there are such columns.
+/// O(n log N); O(n N) if a column has a limit.
 pub(super) fn fuller(given: Placed, priced: &Priced<'_>, order: &[usize], due: usize, min_tokens: i64) -> Placed {
     let tokens = |placed: &Placed| placed.placement.tokens.iter().sum::<i64>();
     let all_leave = |placed: &Placed| order[..due].iter().all(|&index| placed.placement.assignment[index] >= 0);
@@ -44,7 +54,7 @@ pub(super) fn fuller(given: Placed, priced: &Priced<'_>, order: &[usize], due: u
     fullest
 }
 
-/// Each document where the tokens are fewest; where there are limits, among the micro-batches that keep them.
+/// Puts each document where the tokens are fewest; with limits, among the micro-batches that keep them.
 fn by_tokens(priced: &Priced<'_>, order: &[usize]) -> Placed {
     if priced.costs.columns() == 1 {
         let mut bins = priced.bins();
@@ -56,7 +66,7 @@ fn by_tokens(priced: &Priced<'_>, order: &[usize]) -> Placed {
     let mut placed = priced.nothing();
     let mut by_tokens = Ladder::new(placed.placement.tokens.iter().map(|_| 0.0));
     for &index in order {
-        // Without limits none has room where the emptiest has none.
+        // Without limits, if the micro-batch with the fewest tokens has no room, no other has.
         let tried = if priced.costs.is_limited() { priced.num_micro_batches } else { 1 };
         let found = by_tokens.ascending().take(tried).find(|&j| priced.has_room(&placed, j, index));
         put(priced, &mut placed, index, found);
@@ -67,7 +77,7 @@ fn by_tokens(priced: &Priced<'_>, order: &[usize]) -> Placed {
     placed
 }
 
-/// Each document into the first micro-batch with room.
+/// Puts each document in the first micro-batch with room.
 fn first_fit(priced: &Priced<'_>, order: &[usize]) -> Placed {
     let mut placed = priced.nothing();
     let mut rooms = Rooms::new(priced);
@@ -86,18 +96,19 @@ fn put(priced: &Priced<'_>, placed: &mut Placed, index: usize, found: Option<usi
     match found {
         Some(j) => {
             priced.put(placed, index, j);
-            placed.placement.length_fallbacks += 1; // none was placed by its cost
+            placed.placement.length_fallbacks += 1; // no document is placed by cost here
         }
         None => placed.placement.leftover.push(index),
     }
 }
 
-/// Finds the first micro-batch with room: a tree over them, with the most room below every node.
+/// Finds the first micro-batch with room: a tree whose nodes hold the most room below them.
 struct Rooms {
-    /// The root is node 1, the children of `k` are `2 k` and `2 k + 1`; leaves that no micro-batch has are full.
+    /// The root is node 1, the children of `k` are `2 k` and `2 k + 1`; leaves beyond the last micro-batch have no
+    /// room.
     most: Vec<i32>,
     leaves: usize,
-    /// Number of documents that each micro-batch may still take; one that may take none has no room.
+    /// Number of documents that each micro-batch may still take; if it is 0, the micro-batch has no room.
     documents: Vec<usize>,
 }
 
@@ -112,7 +123,7 @@ impl Rooms {
         Self { most, leaves, documents: vec![max_documents.unwrap_or(usize::MAX); num_micro_batches] }
     }
 
-    /// Takes the room from the first that has it.
+    /// Takes room from the first micro-batch that has enough.
     fn take_first(&mut self, length: i32) -> Option<usize> {
         if self.most[1] < length {
             return None;

@@ -1,4 +1,4 @@
-//! Micro-batches filled to one level of cost, under a limit of tokens.
+//! Fills micro-batches to one level of cost under a limit of tokens.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -7,44 +7,47 @@ use crate::ladder::Ladder;
 use crate::packing::methods::counts::Counts;
 use crate::packing::placement::Placement;
 
-/// Micro-batches being filled with documents from the costliest to the cheapest, so that want of room makes none the
-/// heaviest.
+/// Micro-batches being filled with documents from the costliest to the cheapest, such that lack of room never makes one
+/// of
+/// them the heaviest.
 pub(super) struct Level {
     pub(super) placement: Placement,
     max_tokens: i64,
-    /// Number of documents, if it is limited.
+    /// Number of documents in each micro-batch, if it is limited.
     counts: Option<Counts>,
-    /// Micro-batches with room for the last document, by cost.
+    /// Micro-batches by cost; all that had no room for the last document are taken out.
     open: Ladder,
-    /// The others, by what room they have.
+    /// The micro-batches taken out of `open`, by their room.
     full: BinaryHeap<(i64, Reverse<usize>)>,
-    /// All of them, by cost; from the first on that is full.
+    /// All micro-batches by cost; built when the first one has no room.
     by_cost: Option<Ladder>,
-    /// Highest cost.
+    /// Cost of the heaviest micro-batch.
     heaviest: f64,
 }
 
 impl Level {
-    /// Goes on from micro-batches that already hold documents, of any length; `counts` has them, where their number is
-    /// limited.
+    /// Starts from micro-batches that already hold documents, of any length; `counts` must include these documents.
     pub(super) fn new(placement: Placement, max_tokens: i64, counts: Option<Counts>) -> Self {
         let open = Ladder::new(placement.costs.iter().copied());
         let heaviest = placement.costs.iter().copied().fold(0.0, f64::max);
         Self { placement, max_tokens, counts, open, full: BinaryHeap::new(), by_cost: None, heaviest }
     }
 
-    /// Highest cost of a micro-batch.
+    /// Cost of the heaviest micro-batch.
     pub(super) fn heaviest(&self) -> f64 {
         self.heaviest
     }
 
-    /// Puts a document where the cost is least among the micro-batches with room for
-    /// it. Unless that is not where the cost is least of all, and would make it heavier than the heaviest by more than
-    /// `tolerated`. Gives whether the document was put.
+    /// Puts a document where the cost is least among the micro-batches with room for it, and returns whether it did. If
+    /// a
+    /// micro-batch without room has the least cost of all, the document is put only if the heaviest micro-batch grows
+    /// by at
+    /// most `tolerated`.
     ///
     /// # Complexity
-    /// As Algorithm 1's; a micro-batch is found full once for each document that it holds, at most, where none is
-    /// longer than the one before; else O(N log N).
+    /// The time of Algorithm 1, if documents get shorter: then a micro-batch is found full at most once for each
+    /// document that
+    /// it holds. Else O(N log N).
     #[inline]
     pub(super) fn place(&mut self, index: usize, length: i32, cost: f64, tolerated: impl FnOnce() -> f64) -> bool {
         while let Some(&(room, Reverse(micro_batch))) = self.full.peek()
@@ -85,7 +88,7 @@ impl Level {
         true
     }
 
-    /// In tokens; none where it may have no further document.
+    /// Free tokens; 0 if the micro-batch may have no further document.
     fn room(&self, micro_batch: usize) -> i64 {
         match &self.counts {
             Some(counts) if !counts.has_room(micro_batch) => 0,

@@ -6,22 +6,22 @@ use serde::{Deserialize, Serialize};
 
 use crate::packing::plan::Packing;
 
-/// Steps of the imbalance histogram in one unit: percentiles are good to 0.001.
+/// Bins of the imbalance histogram per unit of imbalance: percentiles are exact to 0.001.
 pub const IMBALANCE_RESOLUTION: f64 = 1000.0;
 
-/// Running sums and histograms: constant size however long the run, and part of a packer's state.
+/// Running sums and histograms of constant size, however long the run; they are part of a packer's state.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Metrics {
-    /// Push steps that emitted a document; the statistics of imbalance, tokens and memory are over these.
+    /// Push steps with at least one document; the figures of imbalance, tokens and memory are over these steps.
     pub steps: u64,
-    /// Pieces emitted, by push and by flush.
+    /// Number of pieces that left, by push and by flush.
     pub documents: u64,
-    /// Tokens emitted, by push and by flush.
+    /// Number of tokens that left, by push and by flush.
     pub tokens: u64,
-    /// Documents placed by token count instead of by cost.
+    /// Documents that were placed by token count instead of by cost.
     pub length_fallbacks: u64,
-    /// Documents that did not fit in their iteration, counted once for each such iteration.
+    /// Documents that did not fit into a step, counted once for each such step.
     pub carried_over: u64,
     imbalance_sum: f64,
     imbalance_worst: f64,
@@ -31,21 +31,21 @@ pub struct Metrics {
     memory_skew_sum: f64,
     memory_skew_worst: f64,
     delay_tokens: BTreeMap<u64, u64>,
-    /// Tokens times the iterations that they were trained before their turn.
+    /// Sum over documents: tokens times the iterations by which they were trained before their turn.
     early: u64,
     /// Most tokens that waited after a push.
     pub backlog_max: u64,
-    /// Tokens of padding that the micro-batches ran with, by push and by flush.
+    /// Tokens of padding in the micro-batches, by push and by flush.
     pub padding: u64,
     backlog_sum: f64,
     pushes: u64,
-    /// Work of the steps' documents under the present costs.
+    /// Work of the steps' documents since the last change of costs.
     work: Work,
-    /// Push steps whose documents cost more than the bound on the work of a step.
+    /// Push steps whose documents cost more than the bound on a step's work.
     pub steps_over_max_cost: u64,
 }
 
-/// Running sums of the work of steps, in units of the heaviest: no square overflows.
+/// Running sums of the work of steps, in units of the heaviest step, so that no square overflows.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Work {
@@ -80,8 +80,9 @@ impl Work {
 }
 
 impl Metrics {
-    /// Counts one global batch; `moved` gives the tokens of each emitted piece and the iterations from its turn to now,
-    /// below 0 before it; `backlog` the tokens that wait now; `work` what its documents cost, and at most should.
+    /// Counts one step. `moved` gives the tokens of each piece that left and the iterations since its turn (negative
+    /// before the
+    /// turn), `backlog` the tokens that wait now, and `work` the cost of the step's documents and its bound.
     pub(super) fn record(
         &mut self,
         packing: &Packing,
@@ -90,7 +91,7 @@ impl Metrics {
         backlog: i64,
         (work, most_work): (f64, f64),
     ) {
-        // Almost all wait as long as the one before, most often not at all: one look-up for all of them.
+        // Most documents waited as long as the one before, usually not at all: one look-up for a run of them.
         let (mut run, mut run_tokens) = (0, 0);
         for (length, iterations) in moved {
             let delay = iterations.max(0) as u64;
@@ -120,7 +121,7 @@ impl Metrics {
         let imbalance = packing.rank_imbalance();
         self.imbalance_sum += imbalance;
         self.imbalance_worst = self.imbalance_worst.max(imbalance);
-        // A bin is named by its upper edge; the cast saturates.
+        // Each bin is named by its upper edge; the cast saturates.
         *self.imbalance_histogram.entry((imbalance * IMBALANCE_RESOLUTION).ceil() as u32).or_default() += 1;
         self.work.count(work);
         self.steps_over_max_cost += u64::from(work > most_work);
@@ -142,7 +143,7 @@ impl Metrics {
         if self.steps == 0 { 1.0 } else { self.imbalance_sum / self.steps as f64 }
     }
 
-    /// Forgets the work of steps: after a change of cost model it is in other units.
+    /// Forgets the work of steps: after a change of cost model the sums would be in another unit.
     pub(super) fn forget_work(&mut self) {
         self.work = Work::default();
     }
@@ -152,35 +153,36 @@ impl Metrics {
         self.imbalance_worst.max(1.0)
     }
 
-    /// The imbalance that `fraction` of the steps do not exceed, to 0.001.
+    /// The imbalance that `fraction` of the steps do not exceed, exact to 0.001.
     pub fn imbalance_percentile(&self, fraction: f64) -> f64 {
         let edge = percentile(&self.imbalance_histogram, fraction).unwrap_or(0);
         (f64::from(edge) / IMBALANCE_RESOLUTION).min(self.imbalance_worst()).max(1.0)
     }
 
-    /// Mean wait of a token since its turn, in iterations.
+    /// Mean iterations that a token waited since its turn.
     pub fn delay_mean(&self) -> f64 {
         let waited: f64 = self.delay_tokens.iter().map(|(&delay, &tokens)| delay as f64 * tokens as f64).sum();
         if self.tokens == 0 { 0.0 } else { waited / self.tokens as f64 }
     }
 
-    /// Mean over tokens of the iterations by which they are trained before their turn; 0 unless documents come early.
-    /// With the mean wait it is the mean displacement.
+    /// Mean iterations by which a token is trained before its turn; 0 unless documents come early. The sum of this and
+    /// the mean
+    /// wait is the mean displacement.
     pub fn early_mean(&self) -> f64 {
         if self.tokens == 0 { 0.0 } else { self.early as f64 / self.tokens as f64 }
     }
 
-    /// The wait that `fraction` of the tokens do not exceed, in iterations.
+    /// Iterations of waiting that `fraction` of the tokens do not exceed.
     pub fn delay_percentile(&self, fraction: f64) -> u64 {
         percentile(&self.delay_tokens, fraction).unwrap_or(0)
     }
 
-    /// Longest wait of any document, in iterations.
+    /// Most iterations that any document waited.
     pub fn delay_max(&self) -> u64 {
         self.delay_tokens.last_key_value().map_or(0, |(&delay, _)| delay)
     }
 
-    /// Tokens emitted after each wait: `(iterations, tokens)`, ascending.
+    /// Tokens that left after each wait: `(iterations, tokens)`, ascending.
     pub fn delays(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.delay_tokens.iter().map(|(&delay, &tokens)| (delay, tokens))
     }
@@ -195,8 +197,9 @@ impl Metrics {
         variance.max(0.0).sqrt() / mean
     }
 
-    /// Coefficient of variation (standard deviation over mean) of what the documents of a step cost, since costs are
-    /// what they are; 0 before the first step.
+    /// Coefficient of variation (standard deviation over mean) of the work of a step, since the last change of costs; 0
+    /// before
+    /// the first step.
     pub fn step_work_cv(&self) -> f64 {
         let Work { steps, sum, square_sum, .. } = self.work;
         if sum == 0.0 {
@@ -206,12 +209,12 @@ impl Metrics {
         (square_sum / steps as f64 - mean * mean).max(0.0).sqrt() / mean
     }
 
-    /// Work of the heaviest step over that of the mean step, under the present costs; 1 before the first step.
+    /// Work of the heaviest step over the mean step, since the last change of costs; 1 before the first step.
     pub fn step_work_heaviest(&self) -> f64 {
         if self.work.sum == 0.0 { 1.0 } else { self.work.steps as f64 / self.work.sum }
     }
 
-    /// Mean over pushes of the tokens that waited after them.
+    /// Mean over pushes of the tokens that waited after the push.
     pub fn backlog_mean(&self) -> f64 {
         if self.pushes == 0 { 0.0 } else { self.backlog_sum / self.pushes as f64 }
     }
@@ -226,7 +229,7 @@ impl Metrics {
         self.memory_skew_worst.max(1.0)
     }
 
-    /// Whether every number can stand in a state: finite, and counts that agree with each other.
+    /// What is wrong with the numbers of a saved state, if anything: all must be finite, and counts must agree.
     pub(super) fn problem(&self) -> Option<&'static str> {
         let sums = [
             self.imbalance_sum,
@@ -266,7 +269,7 @@ impl Metrics {
     }
 }
 
-/// Weight of a whole histogram; `None` if it overflows, or has a bin of nothing: none is ever opened for that.
+/// Total weight of a histogram; `None` if it overflows, or if a bin is empty (no bin ever is).
 fn total<K>(histogram: &BTreeMap<K, u64>) -> Option<u64> {
     histogram.values().try_fold(0_u64, |sum, &weight| sum.checked_add(weight).filter(|_| weight > 0))
 }

@@ -1,19 +1,19 @@
-//! A stream of global batches: which documents wait for others of their size, and which leave together.
+//! A stream of global batches: documents that wait for others of their size, and documents that leave together.
 //!
-//! | file | what |
+//! | file | contents |
 //! | --- | --- |
-//! | `config` | how a stream is packed, and what its steps have to keep for ranks and kernels |
-//! | `packer` | what a [`Packer`] holds, and its cost model, which may change between steps |
+//! | `config` | the options of a stream, and what ranks and kernels need of its steps |
+//! | `packer` | the state of a [`Packer`]; its cost model may change between steps |
 //! | `push` | a global batch enters |
-//! | `costs`, `brought_costs` | what its documents cost, where they bring their costs |
-//! | `queue`, `release_fifo` | where outliers wait, and when they leave it |
-//! | `release_adaptive`, `level` | how many of the longest documents wait, and where the others go |
-//! | `step`, `fuller` | one packing, made of the documents that leave |
-//! | `step_cost` | how much work a step may have |
-//! | `bounds` | how much may enter, so that what waits stays bounded, and how early |
-//! | `changed`, `promises` | what is still promised to what waits when the rules change |
+//! | `costs`, `brought_costs` | costs that documents bring |
+//! | `queue`, `release_fifo` | queues where outliers wait, and their release |
+//! | `release_adaptive`, `level` | the adaptive rule: how many of the longest documents wait, and where the others go |
+//! | `step`, `fuller` | packs the documents that leave |
+//! | `step_cost` | the bound on the work of a step |
+//! | `bounds` | how many documents may enter so that the backlog stays bounded, and how early |
+//! | `changed`, `promises` | the bounds after a change of rules |
 //! | `metrics` | balance, delay and memory so far |
-//! | `state` | a packer saved and loaded |
+//! | `state` | saves and loads a packer |
 
 mod bounds;
 mod brought_costs;

@@ -1,4 +1,4 @@
-//! Contents of a packer: waiting documents, and the cost model, which may change between steps.
+//! The state of a packer: waiting documents, and the cost model, which may change between steps.
 
 use crate::cost::CostModel;
 use crate::error::{Error, Result};
@@ -22,7 +22,7 @@ use super::step_cost::Arrived;
 ///     max_tokens: 1000,
 ///     max_document_tokens: 1000,
 ///     oversize: Oversize::Error,
-///     // Documents of 800 tokens and more wait until there are two of them.
+///     // Documents of at least 800 tokens wait until there are two of them.
 ///     outlier_thresholds: vec![800],
 ///     release: Release::Fifo,
 ///     delay_price: None,
@@ -41,22 +41,21 @@ use super::step_cost::Arrived;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Packer {
     pub(super) config: PackerConfig,
-    /// The cost model that the packer was made with, if [`Packer::set_cost_model`] gave it another.
+    /// The first cost model, if [`Packer::set_cost_model`] has replaced it.
     pub(super) first_cost_model: Option<CostModel>,
     pub(super) iteration: u64,
-    /// The id that the next document gets when the caller gives none; above every id seen.
-    /// `None` when int64 has no further one.
+    /// The id of the next document without one, above every id seen; `None` if int64 has no further id.
     pub(super) next_id: Option<i64>,
     pub(super) queue: OutlierQueue,
-    /// Documents that did not fit in their iteration, in the order in which they were tried; they come first in the
-    /// next one.
+    /// Documents that did not fit into their step, in the order in which they were tried; they come first in the next
+    /// step.
     pub(super) carried: Vec<Waiting>,
     /// Costs of waiting pieces, if documents bring their costs.
     pub(super) rows: CostRows,
-    /// Mean cost of documents, which bounds the work of a step.
+    /// Mean cost of recent documents, for the bound on the work of a step.
     pub(super) arrived: Arrived,
     pub(super) metrics: Metrics,
-    /// Documents that wait since before the rules changed, if any do.
+    /// Facts about documents that have waited since before the rules changed, if any.
     pub(super) changed: Option<Changed>,
 }
 
@@ -64,7 +63,7 @@ impl Packer {
     /// An empty packer.
     ///
     /// # Errors
-    /// As [`PackerConfig::check`].
+    /// The errors of [`PackerConfig::check`].
     pub fn new(config: PackerConfig) -> Result<Self> {
         config.check()?;
         let queue = OutlierQueue::of(&config);
@@ -88,38 +87,38 @@ impl Packer {
         &self.config
     }
 
-    /// Global batches packed so far.
+    /// Number of steps so far, by push, drain and flush.
     pub fn iteration(&self) -> u64 {
         self.iteration
     }
 
-    /// Pieces that were pushed and not yet emitted.
+    /// Number of pieces that wait.
     pub fn pending(&self) -> usize {
         self.queue.len() + self.carried.len()
     }
 
-    /// Tokens that were pushed and not yet emitted; O(pending).
+    /// Number of tokens that wait; O(pending).
     pub fn pending_tokens(&self) -> i64 {
         self.carried_tokens() + self.queue.tokens()
     }
 
-    /// Tokens that did not fit in their iteration and go first in the next; O(carried).
+    /// Tokens of the carried documents, which go first in the next step; O(carried).
     pub fn carried_tokens(&self) -> i64 {
         self.carried.iter().map(|waiting| i64::from(waiting.piece.length)).sum()
     }
 
-    /// Iterations that the oldest of what is pending has waited since its turn; 0 if nothing has. O(pending).
+    /// Iterations since its turn that the oldest waiting document has waited; 0 if none waits. O(pending).
     pub fn oldest_wait(&self) -> u64 {
         let waiting = self.queue.levels().iter().flatten().chain(&self.carried);
         waiting.map(|waiting| self.iteration.saturating_sub(waiting.turn)).max().unwrap_or(0)
     }
 
-    /// The outliers that wait.
+    /// The queue of waiting documents.
     pub fn queue(&self) -> &OutlierQueue {
         &self.queue
     }
 
-    /// Documents that did not fit; they come first in the next iteration.
+    /// Documents that did not fit; they come first in the next step.
     pub fn carried(&self) -> &[Waiting] {
         &self.carried
     }
@@ -129,18 +128,22 @@ impl Packer {
         &self.metrics
     }
 
-    /// Packs by other costs from the next push on.
+    /// Uses another cost model from the next push on.
     ///
-    /// Documents that wait are priced anew then: a packer keeps their lengths, not their costs. Thresholds are lengths
-    /// and the delay price is a share of a step, so both go on to mean what they meant; but what was tuned to a delay
-    /// was tuned under the costs before, and may now give another one.
+    /// Waiting documents get new costs: a packer keeps their lengths, not their costs. Thresholds are lengths and the
+    /// delay
+    /// price is a share of a step, so they keep their meaning. But a price or thresholds that were tuned for a mean
+    /// delay were
+    /// tuned under the old costs, and may now give another delay.
     ///
-    /// A state holds both cost models: the packer that loads it is made with the first one and continues with the
-    /// present one. To set the present cost model again changes nothing.
+    /// A state holds both cost models: make the packer that loads it with the first one, and it continues with the
+    /// present one.
+    /// Setting the present cost model again changes nothing.
     ///
     /// # Errors
-    /// [`crate::Error::Number`] where sums of costs could overflow, [`crate::Error::Combination`] where documents bring
-    /// their costs; the packer is then unchanged.
+    /// [`crate::Error::Number`] if sums of costs could overflow, [`crate::Error::Combination`] if documents bring their
+    /// costs;
+    /// the packer is then unchanged.
     ///
     /// # Example
     /// ```
@@ -154,14 +157,14 @@ impl Packer {
     /// # })?;
     /// let lengths = Lengths::new("lengths", &[40, 20, 20])?;
     /// assert_eq!(packer.push(&lengths, None)?.tokens, [40, 40]);
-    /// // Attention costs as well: now the long document is the heavier half.
+    /// // Now attention costs, too, and the long document is the heavier half.
     /// packer.set_cost_model(CostModel::analytic(1.0, 1.0, Mask::Causal)?)?;
     /// assert_eq!(packer.push(&lengths, None)?.costs, [40.0 * 41.0 / 2.0 + 40.0, 20.0 * 21.0 + 40.0]);
     /// # Ok::<(), wlb_core::Error>(())
     /// ```
     pub fn set_cost_model(&mut self, cost_model: CostModel) -> Result<()> {
         let Some(before) = &self.config.cost_model else {
-            let requirement = "has no meaning for this packer, whose documents bring their costs: push other costs";
+            let requirement = "cannot be set: documents of this packer bring their costs; push other costs";
             return Err(Error::Combination { argument: "cost_model", requirement });
         };
         if *before == cost_model {
@@ -177,7 +180,7 @@ impl Packer {
         Ok(())
     }
 
-    /// Forgets sums of costs: after a change of cost model they are in other units.
+    /// Forgets sums of costs: after a change of cost model they would be in another unit.
     pub(super) fn forget_costs(&mut self) {
         self.metrics.forget_work();
         self.arrived = Arrived::default();

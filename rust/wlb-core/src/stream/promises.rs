@@ -1,4 +1,4 @@
-//! When a packer notes that documents wait to which less is promised than to those of an empty packer.
+//! Records since when documents wait to which the bounds of an empty packer do not apply.
 
 use super::bounds::{Bounds, placed_within};
 use super::changed::Changed;
@@ -7,7 +7,7 @@ use super::packer::Packer;
 use super::queue::Waiting;
 
 impl Packer {
-    /// Notes that all that waits came under other rules. Nothing to note where nothing waits, or where no delay is
+    /// Records that all waiting documents came under other rules. Nothing is recorded if none waits, or if no delay is
     /// promised.
     pub(super) fn note_change(&mut self) {
         let of_queue = match Bounds::queue_delay(&self.config) {
@@ -25,21 +25,21 @@ impl Packer {
         });
     }
 
-    /// Whether queues let more go into a step than they do where each push brings what is admitted.
+    /// Whether the queues release more into a step than they ever do if each push brings only what is admitted.
     pub(super) fn exceeds_admission(&self, pieces: &[Waiting]) -> bool {
         let brought = || pieces.iter().any(|waiting| waiting.arrived == self.iteration);
-        // A sum of costs may be rounded up.
+        // Each sum of costs may be rounded up by one token.
         let rounding = self.config.limits.as_ref().map_or(0, Vec::len) as i64;
         let most = Bounds::steady_load(&self.config).saturating_add(rounding);
         self.config.release == Release::Fifo && self.load_of(pieces) > most && brought()
     }
 
-    /// After a step: notes if more came than is admitted, and forgets a change before which none that waits came.
+    /// After a step: records that more came than was admitted, or forgets a change if no document from before it waits.
     pub(super) fn update_change(&mut self, exceeded_admission: bool) {
         let at = self.changed.map_or(0, |changed| changed.at);
         let is_over = match self.config.release {
             Release::Fifo => exceeded_admission,
-            // What fits by itself when it enters is never carried over.
+            // A push that fits into a step by itself is never carried over.
             Release::Adaptive => self.carried.iter().any(|waiting| waiting.arrived >= at),
         };
         if is_over {

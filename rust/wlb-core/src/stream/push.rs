@@ -1,6 +1,6 @@
-//! A global batch enters the stream, and the packing of one step leaves it.
+//! A global batch enters the stream, and the micro-batches of one step leave it.
 //!
-//! Everything that can be wrong with the batch is checked before anything changes.
+//! The whole batch is checked before anything changes.
 
 use std::collections::VecDeque;
 
@@ -17,10 +17,10 @@ use super::packer::Packer;
 use super::queue::Waiting;
 use super::step::{Batch, Occasion};
 
-/// In place of the index of a pushed document: a part of one that was cut, or of an earlier push.
+/// Marks a piece that is not a whole document of this push: a part of a cut one, or of an earlier push.
 const NO_DOCUMENT: u32 = u32::MAX;
 
-/// Iterations that a document comes before its turn, at most.
+/// Most iterations by which a document may come before its turn.
 pub const MAX_EARLY: i64 = 1024;
 
 /// Input of a packer in one iteration.
@@ -28,32 +28,36 @@ pub const MAX_EARLY: i64 = 1024;
 pub struct Push<'a> {
     /// Tokens of the new documents.
     pub lengths: &'a Lengths,
-    /// Their names, unique among these and the pending ones; by default a running number.
+    /// Ids of the documents, unique among these and the waiting ones; by default a running number.
     pub ids: Option<&'a [i64]>,
-    /// First token of each piece inside the document of its id, for a caller that cuts documents itself; only with
-    /// `ids`. By default all are whole documents.
+    /// Position of each piece's first token inside its document, for a caller that cuts documents itself; only with
+    /// `ids`. By
+    /// default all are whole documents.
     pub starts: Option<&'a [i32]>,
-    /// More leaves than the release rule lets go, if that is fewer tokens than these and more is there: for a step that
-    /// must not be nearly empty and has nothing further to read. 0: as the rule says.
+    /// Least tokens of the step: if the release rule lets fewer go and more wait, further documents leave. For a step
+    /// that must
+    /// not be nearly empty when there is nothing further to read. 0: only the release rule decides.
     pub min_step_tokens: i64,
-    /// By how many iterations each comes before its turn in the order of the stream, for a caller that knows what
-    /// comes; only under [`Release::Adaptive`]. Until its turn a document is not late: training it moves it, and
-    /// waiting does not.
+    /// Iterations by which each document comes before its turn in the order of the stream, for a caller that reads
+    /// ahead; only
+    /// under [`Release::Adaptive`]. A document is not late before its turn: training it early moves it, waiting does
+    /// not.
     pub early: Option<&'a [i64]>,
-    /// Costs of each document in every column, exactly if documents bring their costs. Pieces of a cut document share
-    /// its costs by their tokens; a truncated document has the share of what is kept.
+    /// Costs of each document in every column; given if and only if documents bring their costs. Pieces of a cut
+    /// document share
+    /// its costs by their tokens; a truncated document has the share of the tokens that are kept.
     pub costs: Option<CostTable<'a>>,
 }
 
 impl<'a> Push<'a> {
-    /// Whole documents, named by a running number.
+    /// Whole documents with running numbers as ids.
     pub fn new(lengths: &'a Lengths) -> Self {
         Self { lengths, ids: None, starts: None, min_step_tokens: 0, early: None, costs: None }
     }
 }
 
 impl Packer {
-    /// Everything that can be wrong with a push, before anything changes. Gives the first default id and the next.
+    /// Checks the whole push before anything changes. Returns the first default id, and the one after the last.
     pub(super) fn check_push(&self, push: &Push<'_>) -> Result<(i64, Option<i64>)> {
         let Push { lengths, ids, starts, min_step_tokens, early, costs } = *push;
         let config = &self.config;
@@ -85,7 +89,7 @@ impl Packer {
             Error::Combination { argument: "ids", requirement: "int64 has no further running number; pass ids" };
         let Some(ids) = ids else {
             if starts.is_some() {
-                let requirement = "have a meaning only with ids, which say whose pieces they are";
+                let requirement = "need ids, which name the documents of the pieces";
                 return Err(Error::Combination { argument: "starts", requirement });
             }
             if lengths.is_empty() {
@@ -108,7 +112,7 @@ impl Packer {
             }
         }
         self.check_unique(lengths, ids, starts)?;
-        // Default ids stay above every id seen, so that they never need this check.
+        // Default ids are above every id seen, so that they never need this check.
         let above = ids
             .iter()
             .max()
@@ -120,7 +124,7 @@ impl Packer {
         let Some(early) = early else { return Ok(()) };
         let argument = "early";
         if self.config.release != Release::Adaptive {
-            let requirement = "has a meaning only with release=\"adaptive\": queues do not ask when a document comes";
+            let requirement = "is only for release=\"adaptive\": queues ignore the turn of a document";
             return Err(Error::Combination { argument, requirement });
         }
         if early.len() != lengths.len() {
@@ -133,8 +137,9 @@ impl Packer {
         Ok(())
     }
 
-    /// Checks that no token stands twice in a push, nor belongs to a document that waits. Without `starts` an id is all
-    /// of its document.
+    /// Checks that no token appears twice in a push or belongs to a waiting document. Without `starts`, an id stands
+    /// for its
+    /// whole document.
     fn check_unique(&self, lengths: &[i32], ids: &[i64], starts: Option<&[i32]>) -> Result<()> {
         let span = |index: usize| match starts {
             Some(starts) => (starts[index], starts[index] + lengths[index]),
@@ -151,7 +156,7 @@ impl Packer {
         }
         let waiting = self.queue.levels().iter().flatten().chain(&self.carried);
         let clashes = waiting.filter_map(|Waiting { piece, .. }| {
-            // Of those of its document that begin before it ends, the last ends last: they do not overlap.
+            // Spans of one document do not overlap, so the last one that begins before the piece ends also ends last.
             let before =
                 sorted.partition_point(|&(id, (start, _), _)| (id, start) < (piece.id, piece.start + piece.length));
             let &(id, (_, end), index) = sorted[..before].last()?;
@@ -168,21 +173,23 @@ impl Packer {
     /// Packs one global batch of whole documents ([`Packer::push_pieces`] with the defaults).
     ///
     /// # Errors
-    /// As [`Packer::push_pieces`].
+    /// The errors of [`Packer::push_pieces`].
     pub fn push(&mut self, lengths: &Lengths, ids: Option<&[i64]>) -> Result<Packing> {
         self.push_pieces(&Push { ids, ..Push::new(lengths) })
     }
 
-    /// Packs one global batch: the new documents, what was carried over, and the outliers whose time has come.
+    /// Packs one global batch: the new documents, the documents carried over, and the waiting documents that are
+    /// released.
     ///
-    /// Documents that are no outliers and fit are emitted in the iteration they arrived in.
+    /// Under queues, documents that are no outliers and fit are trained in the step in which they arrive.
     ///
     /// # Arguments
     /// * `push` - the new documents.
     ///
     /// # Returns
-    /// The micro-batches of this step. Its `assignment` follows `push.lengths`: -1 for a document that waits, or was
-    /// cut. Its `leftover` is what is now carried over.
+    /// The micro-batches of this step. Its `assignment` follows `push.lengths`: -1 for a document that waits or was
+    /// cut. Its
+    /// `leftover` is now carried over.
     ///
     /// # Errors
     /// [`crate::Error::TooLong`] under [`Oversize::Error`], [`crate::Error::Number`] for a split into too many pieces,
@@ -191,18 +198,17 @@ impl Packer {
     /// then unchanged.
     ///
     /// # Complexity
-    /// As [`pack`](crate::pack()), for the documents new, carried over and released, or a few times that under
-    /// [`Release::Adaptive`]; with `ids`, O(p log p) more for `p` new and
-    /// pending documents.
+    /// The time of [`pack`](crate::pack()) for the new, carried and released documents, or a few times that under
+    /// [`Release::Adaptive`]; with `ids`, O(p log p) more for `p` new and waiting documents.
     pub fn push_pieces(&mut self, push: &Push<'_>) -> Result<Packing> {
         let (first_id, next_id) = self.check_push(push)?;
         let Push { lengths, ids, starts, min_step_tokens, early, costs } = *push;
         let arrived = self.iteration;
 
         let mut batch = Batch::starting_with(std::mem::take(&mut self.carried));
-        // Room for those that come before them in the listing.
+        // Room also for the documents that come before them in the list.
         let mut new = Vec::with_capacity(batch.carried + self.queue.len() + lengths.len());
-        // Which pushed document each new piece is, in listing order; none for a part of one that was cut.
+        // Index of the pushed document of each new piece; `NO_DOCUMENT` for a part of one that was cut.
         let mut new_documents: Vec<u32> = Vec::with_capacity(lengths.len());
         let mut queued_documents = vec![VecDeque::new(); self.queue.levels().len()];
         for (index, &length) in lengths.iter().enumerate() {
@@ -237,15 +243,15 @@ impl Packer {
                     self.queue.release_oldest(min_step_tokens.saturating_sub(leaving), &mut batch.pieces);
                 }
             }
-            // Those that do not leave come back.
+            // Documents that do not leave return to the queue.
             Release::Adaptive => self.queue.release_all(&mut batch.pieces),
         }
         batch.released = batch.pieces.len() - batch.carried;
 
-        // Which pushed document each piece of the batch is.
+        // Index of the pushed document of each piece of the batch.
         let mut listed = vec![NO_DOCUMENT; batch.pieces.len()];
         for (document, waiting) in listed.iter_mut().zip(&batch.pieces) {
-            // A level is first in, first out, and so are its pieces of this push.
+            // A level is first in, first out, and so are its pieces from this push.
             if waiting.arrived == arrived
                 && let Some(level) = self.queue.level(waiting.piece.length)
                 && let Some(queued) = queued_documents[level].pop_front()

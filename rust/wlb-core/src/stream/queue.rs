@@ -1,4 +1,4 @@
-//! Documents too long to be balanced wait for others of their size (section 4.3 of WLB-LLM).
+//! Documents too long to be balanced wait here for others of their size (section 4.3 of WLB-LLM).
 
 use std::collections::VecDeque;
 
@@ -13,9 +13,9 @@ pub struct Waiting {
     pub piece: Piece,
     /// The iteration in which it was pushed.
     pub arrived: u64,
-    /// The iteration in which it comes in order: later than that, if it came early.
+    /// The iteration of its turn in the order of the stream; after `arrived` if it came early.
     pub turn: u64,
-    /// Row of its costs, if it brought some ([`Packer::costs`](super::Packer::costs)).
+    /// Row of its costs, if documents bring them ([`Packer::costs`](super::Packer::costs)).
     pub(super) row: usize,
 }
 
@@ -27,11 +27,11 @@ pub struct OutlierQueue {
 }
 
 impl OutlierQueue {
-    /// An empty queue for what waits under `config`.
+    /// An empty queue for a packer of this configuration.
     pub(super) fn of(config: &PackerConfig) -> Self {
         match config.release {
             Release::Fifo => Self::new(&config.outlier_thresholds),
-            // Any document may wait.
+            // Any document may wait, so the only level begins at length 1.
             Release::Adaptive => Self::new(&[1]),
         }
     }
@@ -41,7 +41,7 @@ impl OutlierQueue {
         Self { thresholds: thresholds.to_vec(), levels: vec![VecDeque::new(); thresholds.len()] }
     }
 
-    /// The level that a document of this length waits in; `None` if it is no outlier.
+    /// The level in which a document of this length waits; `None` if it is no outlier.
     pub fn level(&self, length: i32) -> Option<usize> {
         self.thresholds.partition_point(|&threshold| threshold <= length).checked_sub(1)
     }
@@ -70,7 +70,7 @@ impl OutlierQueue {
         self.levels[level].push_back(waiting);
     }
 
-    /// Takes out everything, at the end of a stream.
+    /// Takes all documents out.
     pub(super) fn release_all(&mut self, released: &mut Vec<Waiting>) {
         for level in &mut self.levels {
             released.extend(level.drain(..));

@@ -1,33 +1,41 @@
-//! The adaptive release: in every iteration, hold back the longest documents while that gains more than it costs.
+//! The adaptive rule: in every step, hold back the longest documents while that gains more than it costs.
 //!
-//! Thresholds fix once what an outlier is. This rule looks at every document that waits or is new, and holds back the
-//! `k` longest; where documents bring their costs, the `k` costliest. It chooses the `k` with the least loss
-//!
+//! Thresholds fix once and for all which documents are outliers. This rule looks at all waiting and new documents and
+//! holds
+//! back the `k` longest (the `k` costliest if documents bring their costs). It chooses the `k` with the least loss
 //! `imbalance - 1 + delay_price * sum(length * iterations) / (N * max_document_tokens)`.
 //!
 //! The sum is over the documents that would then wait. `iterations` is how long each would have waited after this step,
-//! so the first iteration of a wait costs the document's tokens once and the second twice. Waiting becomes more
-//! expensive the longer it lasts, and so it always ends. A document that came before its turn is not late: to hold it
-//! brings it nearer to its place, and counts as minus one iteration.
+//! so
+//! the first iteration of a wait costs the document's tokens once and the second twice. Waiting gets more expensive the
+//! longer it lasts, and so it always ends. A document that came before its turn is not late: holding it brings it
+//! nearer to
+//! its turn, and counts as minus one iteration.
 //!
-//! Only eight values of `k` are tried: those with the smallest lower bound on the loss. The bound uses that the
-//! heaviest document that leaves cannot be split, and that tokens beyond the room of all micro-batches have to wait.
+//! Only eight values of `k` are tried: those with the smallest lower bound on the loss. The bound uses two facts: the
+//! heaviest document that leaves cannot be split, and tokens beyond the room of all micro-batches have to wait.
 //!
-//! The documents that leave are placed in that order, each where the cost is least. If the light micro-batches are full
-//! and a document could only go where it makes one the heaviest, it waits too ([`Level`]), unless the step would grow
-//! by less than the wait costs. So short documents make room in a step that trains many long ones.
+//! The documents that leave are placed costliest first, each where the cost is least. If the light micro-batches are
+//! full
+//! and a document would make another one the heaviest, the document waits too ([`Level`]), unless the step would grow
+//! by
+//! less than the wait costs. So short documents wait if a step already trains many long ones.
 //!
-//! What is due by `max_delay` leaves under every cut, in its place among the others. If it went first, short documents
-//! that are due would lie in all micro-batches before a long one that needs a whole one is tried: where `max_tokens` is
-//! one context, a long document that is due would leave alone, and its company would wait on. What may wait leaves as
-//! many tokens free as what is due needs. Only where a due document finds no room so, what is due goes first.
+//! Documents that reached `max_delay` (due documents) always leave. They are placed in cost order with the rest, not
+//! first:
+//! placed first, short ones would occupy every micro-batch before a long one gets its turn. If `max_tokens` is one
+//! context,
+//! a long due document would then leave alone, and other long ones would wait on. Other documents leave enough tokens
+//! free
+//! for the due ones. Only if a due document still finds no room are the due documents placed first.
 //!
-//! Where the work of a step is bounded and that step has more, what is due goes first, and what of a cut leaves is
-//! chosen by what its waiting would cost, for its work: light documents first, and heavy ones the longer they wait.
+//! If the work of a step is bounded and a step has more, due documents are placed first. The others that leave are
+//! chosen by
+//! the price of their waiting per work: light documents first, and heavy ones the earlier the longer they have waited.
 //!
-//! Where ranks wait for each other once a step, their sums are what has to be level. Then all this is done with ranks
-//! that have the room of all their micro-batches, and what leaves is placed into these, as Algorithm 1 does,
-//! afterwards.
+//! If ranks wait for each other once a step, the sums of the ranks have to be level. The rule then works on ranks with
+//! the
+//! room of all their micro-batches. Afterwards Algorithm 1 places the documents that leave into micro-batches.
 
 use std::cmp::Ordering;
 
@@ -40,35 +48,39 @@ use super::config::{DELAY_PRICE, PackerConfig};
 use super::level::Level;
 use super::queue::Waiting;
 
-/// Values of `k` that are tried. More of them change almost nothing, and this bounds the time.
+/// Number of values of `k` that are tried. More change almost nothing, and the limit bounds the time.
 const MOST_CUTS: usize = 8;
 
 /// Documents that leave in any case, and the order in which documents are placed.
 pub(super) struct Tried<'a> {
     /// Carried and due documents, in the order in which they are placed if they go first.
     pub(super) urgent: &'a [usize],
-    /// Number of carried documents among these; they go first in any case.
+    /// Number of carried documents at the start of `urgent`; they go first in any case.
     pub(super) carried: usize,
-    /// All documents: so many of the urgent ones, as they are listed, then the others from the costliest to the
-    /// cheapest.
+    /// All documents: the first so many of `urgent` in their order, then the others from the costliest to the cheapest.
     pub(super) after: &'a dyn Fn(usize) -> Vec<usize>,
 }
 
-/// Places the documents that leave in this iteration. Those without a place wait.
+/// Places the documents that leave in this step. Documents without a place wait.
 ///
 /// # Arguments
-/// * `priced` - everything that waits and everything new, with costs in one column.
-/// * `pieces` - the same.
-/// * `tried` - the urgent must leave, whatever it costs. If one of them finds no room in its place, they are placed
-///   first, as Algorithm 1 does, and if one finds none then, all of them again by tokens alone. Those that find none
-///   then either are in `leftover`.
-/// * `budget` - the most that the documents of the step may cost; infinite for no bound. Where they cost more without
-///   one, they are chosen anew, the urgent, which may cost more, first.
+/// * `priced` - all waiting and new documents, with costs in one column.
+/// * `pieces` - the same documents.
+/// * `tried` - urgent documents must leave. If one of them finds no room in cost order, the urgent ones are placed
+///   first, by
+///   Algorithm 1; if one still finds none, all of them are placed first by tokens alone. Those that still find no room
+///   are
+///   in `leftover`.
+/// * `budget` - most cost of all documents of the step; infinite without a bound. If a step without the bound costs
+///   more,
+///   its documents are chosen anew, urgent ones first; only the urgent ones may exceed the bound.
 ///
 /// # Complexity
-/// A sort, O(n) for the lower bounds of all `k`, and at most [`MOST_CUTS`] placements. Two or three are usual: a `k`
-/// whose bound is above the least loss found is not tried, and a placement that exceeds it is given up. That again
-/// where a due document finds no room in its place, and where the step costs more than it may.
+/// A sort, O(n) for the lower bounds of all `k`, and at most [`MOST_CUTS`] placements, usually two or three: a `k`
+/// whose
+/// bound is above the least loss so far is not tried, and a placement that exceeds it is given up. The same again if a
+/// due
+/// document finds no room in cost order, and again if the step costs more than its bound.
 pub(super) fn place(
     priced: &Priced<'_>,
     pieces: &[Waiting],
@@ -91,8 +103,8 @@ pub(super) fn place(
     if spent <= budget { placement } else { placed(urgent.len(), budget) }
 }
 
-/// The step that loses least of those in which `first` is placed first and all that is `due` leaves with the `others`;
-/// where due documents find no room in any of them, not all are placed.
+/// Of the steps in which `first` is placed first and the documents in `due` leave with `others`, the one with the least
+/// loss. If due documents find no room in any of them, some due documents are not placed.
 fn place_after(
     priced: &Priced<'_>,
     pieces: &[Waiting],
@@ -115,7 +127,7 @@ fn place_after(
             best = found;
         }
     };
-    // The most promising first: what it leaves of the others is short, and can be sorted.
+    // The most promising cut first: few others remain below its loss, and these can be sorted.
     if let Some(first) = cuts.iter().copied().min_by(Cut::compare) {
         attempt(first, &mut limit);
         cuts.retain(|cut| cut.from != first.from && cut.loss <= limit);
@@ -144,7 +156,9 @@ fn place_after(
     let leave = others.iter().copied().filter(|&index| placement.assignment[index] >= 0);
     let mut bins = Levelled::micro_batches(priced).place(priced, first);
     let carried = bins.placement.leftover.len();
-    // Micro-batches may hold more of what goes first than ranks do, where a long document leaves room for short ones.
+    // Micro-batches may hold more of `first` than ranks did, if a long document leaves room for short ones. Then the
+    // budget is
+    // checked anew.
     let of_first = first_cost(&bins.placement);
     let mut left = if of_first > by_ranks { budget - of_first } else { f64::INFINITY };
     for index in leave {
@@ -153,12 +167,12 @@ fn place_after(
             left -= if bins.placement.assignment[index] >= 0 { costs[index] } else { 0.0 };
         }
     }
-    // What finds no room waits on.
+    // Documents that find no room wait on.
     bins.placement.leftover.truncate(carried);
     bins.placement
 }
 
-/// Units that the rule makes level: micro-batches, or ranks with all of theirs.
+/// The units that the rule makes level: micro-batches, or ranks with the room of all their micro-batches.
 #[derive(Clone, Copy)]
 struct Levelled {
     count: usize,
@@ -204,7 +218,7 @@ impl Levelled {
     }
 }
 
-/// All documents before a place wait, but those that are due; and the loss is this or more.
+/// A choice of `k`: all documents before `from` wait unless they are due, and the loss is at least `loss`.
 #[derive(Clone, Copy)]
 struct Cut {
     from: usize,
@@ -223,7 +237,7 @@ struct Document {
     index: usize,
     length: i32,
     cost: f64,
-    /// Whether it must leave.
+    /// Whether it is due by `max_delay`, so that it must leave.
     due: bool,
     /// Tokens times the iterations that it would have waited; minus its tokens before its turn.
     debt: i128,
@@ -232,12 +246,12 @@ struct Document {
 }
 
 impl Document {
-    /// Cost of waiting relative to its work.
+    /// Price of waiting relative to the document's work.
     fn urgency(&self) -> f64 {
         self.debt as f64 / self.cost
     }
 
-    /// Sums over each and all after it.
+    /// Fills in, for each document, the sums over it and all after it.
     fn sum_from_the_end(documents: &mut [Self]) {
         let mut sums = Sums::default();
         for document in documents.iter_mut().rev() {
@@ -255,7 +269,7 @@ impl Document {
 struct Sums {
     cost: f64,
     tokens: i64,
-    /// Tokens of those whose turn has not come, and that may wait for it.
+    /// Tokens of documents whose turn has not come and that are not due.
     early: i64,
 }
 
@@ -264,7 +278,7 @@ fn sums_from(documents: &[Document], place: usize) -> Sums {
     documents.get(place).map_or_else(Sums::default, |document| document.from_here)
 }
 
-/// The documents that are due before a place, and what the others there owe.
+/// Sums over the due documents before a place, and the debt of the other documents there.
 #[derive(Clone, Copy, Default)]
 struct Before {
     due_cost: f64,
@@ -286,13 +300,13 @@ impl Before {
     }
 }
 
-/// The bound on the work of a step, and who is within it. What is due is placed already where there is one.
+/// The bound on the work of a step, and which documents stay within it. Due documents are already placed.
 struct Budget {
-    /// Rest of the bound for documents that are not urgent.
+    /// Work that the bound leaves for documents that are not urgent.
     left: f64,
-    /// Places of documents, the most urgent for their work first.
+    /// Places of documents, the most urgent relative to their work first.
     order: Vec<usize>,
-    /// The least urgency of each document after this place, 0 or above; 0 after the last.
+    /// For each place, the least urgency of the documents after it, at least 0; 0 for the last place.
     least_after: Vec<f64>,
 }
 
@@ -309,21 +323,22 @@ impl Budget {
         Self { left, order, least_after }
     }
 
-    /// Most cost of all that leaves, if this document is the first.
+    /// Most work of all documents that leave, if this document is the first of them.
     fn most(&self, first: &Document) -> f64 {
         self.left.max(first.cost)
     }
 
-    /// A lower bound on the debt of what waits if the document at `place` is the first to leave.
+    /// A lower bound on the debt of the waiting documents if the document at `place` is the first to leave.
     fn debt(&self, documents: &[Document], place: usize) -> i128 {
         let first = &documents[place];
-        // Sums in another order may differ by less.
+        // The factor covers rounding: the costs may be summed in another order.
         let beyond = first.from_here.cost * (1.0 - 1e-9) - self.most(first);
         if beyond > 0.0 { (beyond * self.least_after[place]) as i128 } else { 0 }
     }
 
-    /// Documents from a place on that leave, and the debt of the others: the first document, then the most urgent for
-    /// its work, while the bound allows.
+    /// The documents that leave from a place on, and the debt of the others. The first document leaves, then the most
+    /// urgent
+    /// relative to their work, while the bound allows.
     fn within(&self, documents: &[Document], from: usize) -> (Vec<Document>, i128) {
         let (mut spent, mut debt) = (documents[from].cost, 0);
         let left = self.most(&documents[from]);
@@ -347,15 +362,15 @@ impl Budget {
 struct HoldSearch<'a> {
     config: &'a PackerConfig,
     level: Levelled,
-    /// Placement of the urgent documents alone.
+    /// Placement of the documents that go first.
     first: Bins,
-    /// The others, costliest first.
+    /// All other documents, costliest first.
     documents: Vec<Document>,
-    /// Tokens that all micro-batches hold beside what goes first and what is due.
+    /// Tokens that all micro-batches have free beside the documents that go first and the due ones.
     spare: i64,
-    /// Bound on the work of the step, if there is one.
+    /// Bound on the work of the step, if any.
     budget: Option<Budget>,
-    /// By how much two ways to sum the costs may differ in the loss.
+    /// Most difference in the loss between two orders of summing the costs.
     rounding: f64,
 }
 
@@ -382,7 +397,7 @@ impl<'a> HoldSearch<'a> {
         };
         let mut documents: Vec<Document> = others.iter().map(document).collect();
         Document::sum_from_the_end(&mut documents);
-        // So many additions, each off by half an epsilon; an imbalance is at most `N`.
+        // Number of additions; each is off by at most half an epsilon, and an imbalance is at most `N`.
         let additions = 4.0 * (pieces.len() + config.num_micro_batches) as f64;
         let rounding = additions * config.num_micro_batches as f64 * f64::EPSILON;
         let placed = level.place(priced, first);
@@ -397,7 +412,7 @@ impl<'a> HoldSearch<'a> {
         Self { config, level, first, documents, spare, budget, rounding }
     }
 
-    /// Every cut, with a lower bound on its loss. Something leaves in every iteration, if there is anything.
+    /// Every cut, with a lower bound on its loss. In every cut some document leaves, if there is any.
     fn cuts(&self) -> Vec<Cut> {
         let first = &self.first.placement;
         let heaviest_first = first.costs.iter().copied().fold(0.0, f64::max);
@@ -408,7 +423,8 @@ impl<'a> HoldSearch<'a> {
         let mut cuts = Vec::with_capacity(self.documents.len() + 1);
         let bound = |from: usize, longest: f64, before: &Before| {
             let Sums { mut cost, tokens, early } = sums_from(&self.documents, from);
-            // What is more than all micro-batches hold waits too, an iteration at least; and what came early may.
+            // Tokens beyond the room of all micro-batches wait at least one iteration; documents that came early may
+            // wait for nothing.
             let mut beyond = i128::from((tokens + before.due_tokens - room - early).max(0) - early);
             if let (Some(budget), Some(document)) = (&self.budget, self.documents.get(from)) {
                 cost = cost.min(budget.most(document));
@@ -432,8 +448,9 @@ impl<'a> HoldSearch<'a> {
         cuts
     }
 
-    /// Whether this document may be the first to leave: within the bound on the work, or, where else nothing would
-    /// leave, the cheapest.
+    /// Whether this document may be the first to leave: it is within the bound on the work, or it is the cheapest and
+    /// no other
+    /// would leave.
     fn may_begin(&self, place: usize) -> bool {
         let Some(budget) = &self.budget else { return true };
         let cheapest =
@@ -441,8 +458,8 @@ impl<'a> HoldSearch<'a> {
         self.documents[place].cost <= budget.left || cheapest
     }
 
-    /// The loss and the placement of a cut; none if the loss turns out to be above `limit`, or a due document finds no
-    /// room.
+    /// The loss and the placement of a cut. `None` if the loss turns out to be above `limit`, or a due document finds
+    /// no room.
     fn attempt(&self, from: usize, limit: f64) -> Option<(Cut, Placement)> {
         let Bins { placement, counts, .. } = &self.first;
         let mut level = Level::new(placement.clone(), self.level.max_tokens, counts.clone());
@@ -463,7 +480,7 @@ impl<'a> HoldSearch<'a> {
             if at < from_place && !document.due {
                 continue;
             }
-            // No longer a step than what waiting would cost.
+            // The step may grow by as much as the document's waiting would cost.
             let tolerated = || if document.due { f64::INFINITY } else { self.price(document.debt) * mean };
             let tokens = if document.due { 0 } else { i64::from(document.length) };
             if tokens <= spare && level.place(document.index, document.length, document.cost, tolerated) {

@@ -1,14 +1,15 @@
-//! Levels let go what they hold `N` of, first in, first out; all that leaves is placed (WLB-LLM, Algorithm 1).
+//! Queues release documents first in, first out, when a level holds enough of them (WLB-LLM, Algorithm 1).
 
 use std::collections::VecDeque;
 
 use super::queue::{OutlierQueue, Waiting};
 
 impl OutlierQueue {
-    /// Takes out what joins the batch of `iteration`: level by level, each oldest first.
+    /// Takes the documents out that join the batch of `iteration`: level by level, each oldest first.
     ///
-    /// While a level holds `company` documents, that many leave it. Then whatever has waited for `max_delay`
-    /// iterations leaves too, however few hold out with it: without that, single documents wait 40 to 90 iterations.
+    /// While a level holds `company` documents, that many leave it. Then documents that have waited `max_delay`
+    /// iterations leave
+    /// too, however few are left with them. (Without `max_delay`, single documents wait 40 to 90 iterations.)
     pub(super) fn release(
         &mut self,
         company: usize,
@@ -19,14 +20,15 @@ impl OutlierQueue {
         for level in &mut self.levels {
             let full = level.len() - level.len() % company;
             let due = |waiting: &&Waiting| max_delay.is_some_and(|delay| iteration - waiting.arrived >= delay);
-            // Oldest first, so that what is due is a prefix.
+            // The level is oldest first, so due documents are a prefix.
             let overdue = level.iter().skip(full).take_while(due).count();
             released.extend(level.drain(..full + overdue));
         }
     }
 
-    /// Takes out the oldest, whatever their levels hold, until they are `tokens` or more; of equally old ones those of
-    /// the lowest level first.
+    /// Takes out the oldest documents of all levels, until they have at least `tokens` tokens; of equally old documents
+    /// the one
+    /// in the lowest level goes first.
     pub(super) fn release_oldest(&mut self, mut tokens: i64, released: &mut Vec<Waiting>) {
         while tokens > 0 {
             let oldest = self.levels.iter_mut().filter(|level| !level.is_empty());

@@ -1,4 +1,4 @@
-//! A packer saved and loaded: small, plain data that holds documents, not shards.
+//! Saves and loads a packer as small, plain data: it holds documents, not shards.
 
 use serde::{Deserialize, Serialize};
 
@@ -34,17 +34,17 @@ struct State {
     carried: Columns,
     queues: Vec<Columns>,
     metrics: Metrics,
-    /// The cost model that the packer was made with, if it has another now.
+    /// The first cost model, if the packer has another one now.
     first_cost_model: Option<CostModel>,
     arrived: Arrived,
-    /// Left out where none waits that came before the rules changed.
+    /// Left out if no waiting document came before a change of rules.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     changed: Option<Changed>,
-    /// A hash of all the rest: a flipped digit in a length is still a valid length.
+    /// A hash of all other fields: a flipped digit in a length would still be a valid length.
     digest: String,
 }
 
-/// Waiting pieces, column by column.
+/// Waiting pieces, one list for each field.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Columns {
@@ -52,10 +52,10 @@ struct Columns {
     starts: Vec<i32>,
     lengths: Vec<i32>,
     arrived: Vec<u64>,
-    /// Left out where no document came early: turns are then the arrivals.
+    /// Left out if no document came early: the turn of each is then its arrival.
     #[serde(skip_serializing_if = "Option::is_none")]
     turns: Option<Vec<u64>>,
-    /// Row by row, where documents bring their costs.
+    /// One row for each piece, if documents bring their costs.
     #[serde(skip_serializing_if = "Option::is_none")]
     costs: Option<Vec<f64>>,
 }
@@ -85,24 +85,27 @@ impl Packer {
         serde_json::to_string(&state).unwrap_or_default()
     }
 
-    /// A packer that goes on where the saved one stopped.
+    /// A packer that continues where the saved one stopped.
     ///
     /// # Errors
-    /// [`Error::State`] for anything that [`Packer::save`] did not write.
+    /// [`Error::State`] for any text that [`Packer::save`] did not write.
     ///
     /// # Complexity
-    /// A sort of what waits.
+    /// A sort of the waiting documents.
     pub fn load(json: &str) -> Result<Self> {
         State::parse(json)?.restore()
     }
 
-    /// Goes on where the saved one stopped, under this packer's configuration.
+    /// Continues where the saved packer stopped, under this packer's configuration.
     ///
     /// Another `num_micro_batches`, for another number of ranks, is always allowed. Both packers must have been made
-    /// with the same cost model; what the saved one has gone on to since ([`Packer::set_cost_model`]) comes with the
-    /// state. With `allow_config_change` so is everything else: waiting documents are then filed anew, oldest first,
-    /// and those that are no outliers any more are carried over. If the cost models were others, this packer's holds
-    /// from here on.
+    /// with the
+    /// same cost model; a model that the saved packer changed to ([`Packer::set_cost_model`]) comes with the state.
+    /// With
+    /// `allow_config_change` everything may differ: waiting documents are put into this packer's queues, oldest first,
+    /// and those
+    /// that are no outliers here are carried over. If the first cost models differ, this packer's model is used from
+    /// now on.
     ///
     /// # Errors
     /// [`Error::State`] as in [`Packer::load`], or if a waiting document is longer than this packer allows;
@@ -138,7 +141,7 @@ impl Packer {
         Ok(())
     }
 
-    /// Keeps the costs of what waits for a packer of this configuration, which has to take them.
+    /// Adapts the costs of waiting documents to this configuration, or refuses if that is impossible.
     fn rows_under(&mut self, config: &PackerConfig) -> Result<()> {
         if self.config.limits == config.limits {
             return Ok(());
@@ -155,7 +158,7 @@ impl Packer {
             return refuse("a document waits whose cost exceeds the limit of its column");
         }
         if columns(config) != columns(&self.config) {
-            // Nothing waits, or a cost model prices it from here on.
+            // No document waits, or a cost model gives the costs from now on.
             for waiting in self.queue.levels.iter_mut().flatten().chain(&mut self.carried) {
                 waiting.row = 0;
             }
@@ -187,7 +190,7 @@ impl Packer {
 impl State {
     fn parse(json: &str) -> Result<Self> {
         let parsed = from_json::<Self>(json);
-        // Whose file is it? Said before the many fields that a foreign one lacks.
+        // Check first whether the file is a packer's at all, before naming the many fields that a foreign file lacks.
         #[derive(Deserialize)]
         struct Header {
             format: String,
@@ -221,7 +224,7 @@ impl State {
         if digest != self.content_digest() {
             return wrong("digest", "does not belong to the content: the state was changed after it was saved");
         }
-        // A push stops at the limit; a flush may go past it, by no more than documents can wait.
+        // Pushes stop at the limit; draining may go past it, by no more iterations than documents can wait.
         if self.iteration > 2 * MAX_ITERATION {
             return wrong("iteration", "is out of range");
         }
@@ -305,7 +308,7 @@ impl Columns {
         columns
     }
 
-    /// The pieces; their costs go to `kept`.
+    /// The pieces; their costs are appended to `kept`.
     fn waiting(&self, path: &str, state: &State, kept: &mut CostRows) -> Result<Vec<Waiting>> {
         fn wrong<T>(path: &str, problem: String) -> Result<T> {
             Err(Error::State { path: path.to_owned(), problem })
@@ -356,7 +359,7 @@ impl Columns {
     }
 }
 
-/// Fields that must agree for the same stream to give the same plans, where they do not.
+/// Fields that differ and must not: with other values the same stream gives other plans.
 fn differences(saved: &PackerConfig, current: &PackerConfig) -> Vec<String> {
     let fields = |config: &PackerConfig| {
         let shape = config.shape.of_any_ranks();

@@ -1,4 +1,4 @@
-//! One step of a packer: which of the documents leave, and where they go.
+//! Makes one step of a packer: chooses the documents that leave and places them.
 
 use crate::cost::DocumentCosts;
 use crate::longest_first::longest_first_of;
@@ -14,16 +14,16 @@ use super::packer::Packer;
 use super::queue::Waiting;
 use super::release_adaptive::{self, Tried};
 
-/// Why a step is made.
+/// Reason for a step.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Occasion {
-    /// Documents came, or may come yet.
+    /// Documents came, and more may come.
     Push { min_step_tokens: i64 },
-    /// No document will come any more, so that none waits for others of its size.
+    /// The stream has ended, so no document waits for others of its size.
     Drain,
 }
 
-/// The documents of one step in listing order: carried over, released, new.
+/// The documents of one step in the order carried over, released, new.
 pub(super) struct Batch {
     pub(super) pieces: Vec<Waiting>,
     pub(super) carried: usize,
@@ -40,9 +40,9 @@ impl Batch {
 struct Order<'a> {
     priced: &'a Priced<'a>,
     carried: usize,
-    /// Whether a released document is due by `max_delay`; no other is.
+    /// For each document, whether it was released and is due by `max_delay`.
     is_due: Vec<bool>,
-    /// Carried documents as they are listed, then due documents, longest first.
+    /// Carried documents in their order, then due documents, longest first.
     urgent: Vec<usize>,
 }
 
@@ -54,8 +54,9 @@ impl<'a> Order<'a> {
         Self { priced, carried, is_due, urgent }
     }
 
-    /// The first of the urgent documents, then all others, longest first. If only what is carried over goes first, the
-    /// others include what is due.
+    /// The first documents of `urgent`, then all others, longest first. If only carried documents go first, the others
+    /// include
+    /// due documents.
     fn by_length(&self, first: usize) -> impl Iterator<Item = usize> {
         let others = self.carried..self.is_due.len();
         let others = others.filter(move |&index| first == self.carried || !self.is_due[index]);
@@ -63,8 +64,9 @@ impl<'a> Order<'a> {
         self.urgent[..first].iter().copied().chain(others.map(|(_, index)| index))
     }
 
-    /// Order with the other documents costliest first. Under a cost model the longest are the costliest, and lengths
-    /// sort faster.
+    /// The same with the other documents costliest first. Under a cost model the longest documents are the costliest,
+    /// and
+    /// lengths sort faster.
     fn by_cost(&self, first: usize) -> Vec<usize> {
         match self.priced.cost_model {
             Some(_) => self.by_length(first).collect(),
@@ -74,13 +76,13 @@ impl<'a> Order<'a> {
 }
 
 impl Packer {
-    /// Packs one global batch of what waits, at the end of a stream: as much as fits, outliers too.
+    /// Packs one step of the waiting documents at the end of a stream: as many as fit, outliers too.
     ///
     /// # Returns
     /// The micro-batches of this step, empty if nothing waits; `assignment` is empty, since nothing was pushed.
     ///
     /// # Complexity
-    /// As [`pack`](crate::pack()), for all that waits.
+    /// The time of [`pack`](crate::pack()) for all waiting documents.
     pub fn drain(&mut self) -> Packing {
         let mut batch = Batch::starting_with(std::mem::take(&mut self.carried));
         self.queue.release_all(&mut batch.pieces);
@@ -90,23 +92,24 @@ impl Packer {
         packing
     }
 
-    /// Drains until nothing waits.
+    /// Drains until no document waits.
     ///
     /// # Returns
-    /// The packings of as many steps as that takes.
+    /// The packings of all steps.
     ///
     /// # Complexity
-    /// That of [`Packer::drain`] for each.
+    /// The time of [`Packer::drain`] for each step.
     pub fn flush(&mut self) -> Vec<Packing> {
         std::iter::from_fn(|| (self.pending() > 0).then(|| self.drain())).collect()
     }
 
-    /// Packs a step of these documents, and puts away what does not leave.
+    /// Packs a step of these documents; documents that do not leave go back to the queue or are carried over.
     ///
-    /// Documents that were carried over go first, so that none is carried for ever: the first of them meets empty
-    /// micro-batches. Then go documents that are due by `max_delay`, so that they are not crowded out; the adaptive
-    /// rule tries first whether they find room in their place among the others. At the end of a stream nothing is due:
-    /// all of it leaves.
+    /// Carried documents go first, so that none is carried for ever: the first of them meets empty micro-batches. Then
+    /// go
+    /// documents that are due by `max_delay`, so that others do not crowd them out; the adaptive rule tries first
+    /// whether they
+    /// find room in cost order. At the end of a stream nothing is due: all documents may leave.
     pub(super) fn pack(&mut self, batch: Batch, occasion: Occasion) -> Packing {
         let Batch { pieces, carried, released } = batch;
         let lengths: Vec<i32> = pieces.iter().map(|waiting| waiting.piece.length).collect();
@@ -159,7 +162,7 @@ impl Packer {
         packing
     }
 
-    /// Counts what new documents cost, where that bounds the work of a step.
+    /// Counts the costs of new documents, if the work of a step is bounded.
     fn count_arrived(&mut self, pieces: &[Waiting], costs: &DocumentCosts) {
         if self.config.shape.max_cost.is_some() {
             let priced = pieces.iter().zip(costs.values());
@@ -168,7 +171,7 @@ impl Packer {
         }
     }
 
-    /// Counts the step just made.
+    /// Counts the step that was just made.
     fn record(
         &mut self,
         packing: &Packing,
@@ -189,7 +192,7 @@ impl Packer {
     }
 }
 
-/// Places all documents for which there is room.
+/// Places all documents that find room.
 fn all_placed(order: &Order<'_>) -> Placed {
     match order.priced.cost_model {
         Some(_) => order.priced.place_in_order(order.by_length(order.urgent.len()), &[]),
@@ -197,17 +200,17 @@ fn all_placed(order: &Order<'_>) -> Placed {
     }
 }
 
-/// The step, or a fuller one if it has fewer tokens than the caller wants and documents stayed behind.
+/// The step as placed, or a fuller one if it has fewer tokens than the caller wants and documents stayed behind.
 fn filled(placed: Placed, order: &Order<'_>, min_step_tokens: i64, may_wait: bool) -> Placed {
     let is_full_enough = placed.placement.tokens.iter().sum::<i64>() >= min_step_tokens;
     if is_full_enough || !placed.placement.assignment.contains(&-1) {
         return placed;
     }
-    // Queues promise that a document goes before those behind it; the adaptive rule, that what is due leaves.
+    // Queues promise that a document goes before those behind it; the adaptive rule promises that due documents leave.
     let due = if may_wait { order.urgent.len() } else { 0 };
     let mut placed = fuller(placed, order.priced, &order.by_cost(order.urgent.len()), due, min_step_tokens);
     if may_wait {
-        // Only urgent documents are carried over; all others wait in the queue.
+        // Only urgent documents are carried over; all others return to the queue.
         let mut is_urgent = vec![false; order.is_due.len()];
         order.urgent.iter().for_each(|&index| is_urgent[index] = true);
         placed.placement.leftover.retain(|&index| is_urgent[index]);
@@ -215,8 +218,9 @@ fn filled(placed: Placed, order: &Order<'_>, min_step_tokens: i64, may_wait: boo
     placed
 }
 
-/// Improves the balance of a placement of the same documents: for ranks, if the step is planned for some, or by the
-/// method.
+/// Improves the balance of a placement without changing its documents: for ranks, if the step is planned for some, else
+/// by
+/// the packer's method.
 fn improved(placed: Placed, priced: &Priced<'_>, config: &PackerConfig) -> Placed {
     let (lengths, costs, max_tokens) = (priced.lengths, priced.costs.values(), config.max_tokens);
     if config.shape.is_arranged() {
@@ -231,7 +235,7 @@ fn improved(placed: Placed, priced: &Priced<'_>, config: &PackerConfig) -> Place
     }
 }
 
-/// The method of [`pack`](crate::pack()) by which documents are placed.
+/// The packer's method as a method of [`pack`](crate::pack()).
 fn method(config: &PackerConfig) -> Method {
     match config.method {
         StreamMethod::VarLength => Method::VarLength,

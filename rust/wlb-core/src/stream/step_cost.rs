@@ -1,18 +1,20 @@
 //! A bound on the work of a step.
 //!
-//! What makes the micro-batches of a step even makes steps uneven: documents that wait for others of their kind leave
-//! with them. Who wants steps of like work says how many times the mean global batch's a step may have at most. What
-//! would be more waits, until it is due.
+//! Even micro-batches make steps uneven: documents that wait for others of their kind leave together with them.
+//! `max_cost`
+//! limits the work of a step to a multiple of the mean global batch's work. Documents beyond it wait until they are
+//! due.
 
 use serde::{Deserialize, Serialize};
 
 use super::config::PackerConfig;
 
-/// Global batches after which the documents of the mean count for half. So it is that of the last 128 to 256, also of a
-/// stream whose documents get longer.
+/// When the counted documents fill this many global batches, all sums are halved. So the mean is over the last 128 to
+/// 256
+/// global batches, and follows a stream whose documents get longer.
 const REMEMBERED: f64 = 256.0;
 
-/// Costs of the documents that arrived lately.
+/// Sums over the documents that arrived recently.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Arrived {
@@ -21,7 +23,7 @@ pub(super) struct Arrived {
 }
 
 impl Arrived {
-    /// Problem of numbers that were read from a file.
+    /// What is wrong with numbers that were read from a file, if anything.
     pub(super) fn problem(&self, config: &PackerConfig) -> Option<&'static str> {
         let sound = |sum: f64| sum.is_finite() && sum >= 0.0;
         if !sound(self.cost) || !sound(self.tokens) {
@@ -33,7 +35,7 @@ impl Arrived {
         }
     }
 
-    /// Counts new documents, their lengths with their costs.
+    /// Counts new documents, given as `(length, cost)`.
     pub(super) fn count(&mut self, new: impl Iterator<Item = (i32, f64)>, config: &PackerConfig) {
         for (length, cost) in new {
             self.cost += cost;
@@ -45,8 +47,9 @@ impl Arrived {
         }
     }
 
-    /// Most that the documents of a step may cost: a multiple of the mean cost of a global batch.
-    /// Infinite without a bound, and before the first document.
+    /// Most work of a step's documents: a multiple of the mean global batch's work. Infinite without a bound, and
+    /// before the
+    /// first document.
     pub(super) fn budget(&self, config: &PackerConfig) -> f64 {
         match config.shape.max_cost {
             Some(times) if self.tokens > 0.0 => times * (self.cost / self.tokens) * config.tokens_per_batch() as f64,

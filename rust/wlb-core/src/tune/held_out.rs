@@ -1,8 +1,12 @@
-//! Prices judged on documents and orders that they were not found on.
+//! Judges prices on documents and orders on which they were not found.
 //!
-//! On a few tens of steps the lost time of a price varies from order to order by more than neighbouring prices differ,
-//! and the best of thirty prices on the same steps is the luckiest. So each half of the sample judges what the other
-//! finds, and other orders of all documents choose: a half has too few steps to show a mean delay or a rare worst step.
+//! On a few tens of steps, the lost time of one price varies more from order to order than neighbouring prices differ,
+//! and
+//! the best of thirty prices on the same steps is merely the luckiest. So each half of the sample judges the prices
+//! found
+//! on the other, and other orders of all documents make the choice: a half has too few steps to show a mean delay or a
+//! rare
+//! worst step.
 
 use crate::error::Result;
 use crate::stream::Release;
@@ -12,27 +16,28 @@ use super::sample::Sample;
 use super::trials::Trials;
 use super::tuned::{HeldOut, TunedPoint};
 
-/// Other orders of all documents that judge.
+/// Number of other orders of all documents that judge.
 pub const ORDERS: u64 = 3;
-/// Global batches that each half has at least: fewer steps say nothing of a price.
+/// Least global batches of each half: fewer steps say nothing about a price.
 pub const FEWEST_BATCHES: i64 = 12;
-/// Prices judged, the best where prices are found; and the default.
+/// Number of prices that are judged besides the default: the best ones where prices are found.
 const JUDGED: usize = 8;
-/// Lost time that another price has to save over the default's in every order: 1 % of a run. Less is not worth a worst
-/// step that three orders are too few to show.
+/// Lost time that another price must save over the default in every order: 1 % of a run. A smaller gain is not worth
+/// the
+/// risk of a worst step that three orders are too few to show.
 const MARGIN: f64 = 0.01;
 
 /// A judged price.
 struct Judged {
     point: TunedPoint,
-    /// In each of the other orders, and on each half.
+    /// Lost time in each of the other orders, then on each half.
     lost_times: Vec<f64>,
-    /// Worst steps of the same, and of the sample.
+    /// Worst step on the sample, in the other orders, and on each half.
     worst: Vec<f64>,
     held_out: HeldOut,
 }
 
-/// A price where prices are found.
+/// A price with its figures on the halves.
 struct Found<'a> {
     point: &'a TunedPoint,
     /// Lost time and worst step on each half.
@@ -40,7 +45,7 @@ struct Found<'a> {
 }
 
 impl Found<'_> {
-    /// On each half; on all documents where there are no halves.
+    /// Lost time on each half; on all documents if there are no halves.
     fn lost_times(&self) -> Vec<f64> {
         if self.halves.is_empty() {
             vec![self.point.lost_time]
@@ -50,33 +55,35 @@ impl Found<'_> {
     }
 }
 
-/// Documents on which prices are found, and documents on which they are judged.
+/// The documents on which prices are found and judged.
 struct Parts {
-    /// Each half finds, and judges what the other finds; none of few documents, where the whole sample finds.
+    /// Each half finds prices, and judges the prices found on the other. Empty if documents are few: then all documents
+    /// find.
     halves: Vec<Reading>,
-    /// All documents.
+    /// All documents in other orders.
     orders: Vec<Reading>,
 }
 
-/// Two halves of the documents, by their indices, each in their order: those whose hash (splitmix64 of where they
-/// stand) is even, and odd.
+/// Two halves of the documents, as indices in their order: documents whose hash (splitmix64 of the index) is even, and
+/// odd.
 pub fn halves(documents: usize) -> (Vec<usize>, Vec<usize>) {
     (0..documents).partition(|&index| hashed(index as u64).is_multiple_of(2))
 }
 
-/// Documents in another order, by their indices: by a hash of where they stand (splitmix64 of `order * 2^32 + index`,
-/// which gives no two indices the same).
+/// All documents in another order, as indices: sorted by a hash (splitmix64 of `order * 2^32 + index`, which differs
+/// for any
+/// two indices).
 ///
 /// # Arguments
-/// * `documents` - how many there are, less than 2^32.
-/// * `order` - which one, from 1 on.
+/// * `documents` - number of documents, below 2^32.
+/// * `order` - number of the order, from 1 on.
 pub fn reordered(documents: usize, order: u64) -> Vec<usize> {
     let mut indices: Vec<usize> = (0..documents).collect();
     indices.sort_by_cached_key(|&index| hashed((order << 32) + index as u64));
     indices
 }
 
-/// splitmix64 (Steele, Lea, Flood 2014): integers only, so the same everywhere.
+/// splitmix64 (Steele, Lea, Flood 2014): only integer operations, so equal on every machine.
 fn hashed(value: u64) -> u64 {
     let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -85,7 +92,7 @@ fn hashed(value: u64) -> u64 {
 }
 
 impl Parts {
-    /// Parts of the whole sample.
+    /// The halves and orders of the whole sample.
     fn of(search: &Trials<'_>, sample: Sample<'_>) -> Result<Self> {
         let documents = sample.lengths.len();
         let read =
@@ -100,7 +107,7 @@ impl Parts {
         Ok(Self { halves, orders })
     }
 
-    /// A price on each half.
+    /// Runs a price on each half.
     fn found<'a>(&self, search: &Trials<'_>, point: &'a TunedPoint) -> Result<Found<'a>> {
         let on = |half: &Reading| {
             let run = search.run(half, Vec::new(), point.delay_price)?;
@@ -109,7 +116,7 @@ impl Parts {
         Ok(Found { point, halves: self.halves.iter().map(on).collect::<Result<_>>()? })
     }
 
-    /// Prices by the worse of their ranks where prices are found, by lost time.
+    /// Sorts prices by lost time: by the worse of their two ranks on the halves.
     fn ranked<'a>(&self, search: &Trials<'_>, points: Vec<&'a TunedPoint>) -> Result<Vec<Found<'a>>> {
         let found = points.into_iter().map(|point| self.found(search, point)).collect::<Result<Vec<_>>>()?;
         let lost_times: Vec<Vec<f64>> = found.iter().map(Found::lost_times).collect();
@@ -123,15 +130,17 @@ impl Parts {
     }
 }
 
-/// The judged prices, the default's first, and the chosen one.
+/// The judged prices, the default first, and the chosen one.
 ///
-/// Judged are the default and, of the prices that keep the delay limit on the sample, those that are among the best on
-/// each half, as many as it takes until one keeps the limit on the other orders, too. The choice is
+/// The default is judged, and the best prices on both halves that keep the delay limit on the sample: at least
+/// [`JUDGED`],
+/// and more until one of the judged keeps the limit on the other orders, too. Then the choice is
 ///
-/// 1. the default, where it keeps the limit and no other that does is better in *every* order by at least [`MARGIN`]
-///    and no worse on either half, with a worst step that is no worse, there and on the sample;
-/// 2. else the least mean lost time of the orders within the limit, of those with such a worst step if there are any;
-/// 3. where none keeps the limit on the other orders, the least delay there; where none does on the sample, the least
+/// 1. the default, if it keeps the limit. Another price that keeps it must be better in *every* order by at least
+///    [`MARGIN`], no worse on either half, and have no worse a worst step there, in the orders and on the sample;
+/// 2. if the default does not keep the limit: of the prices that do, the least mean lost time over the orders, among
+///    those with no worse a worst step than the default's if there are any;
+/// 3. if no price keeps the limit on the other orders: the least delay there; if none keeps it on the sample: the least
 ///    delay on the sample.
 pub(super) fn choose(search: &Trials<'_>, sample: Sample<'_>) -> Result<(Vec<TunedPoint>, TunedPoint)> {
     let parts = Parts::of(search, sample)?;

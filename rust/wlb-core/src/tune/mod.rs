@@ -1,4 +1,4 @@
-//! Tuning: thresholds or a delay price with the best balance on a sample, within a limit of the mean delay.
+//! Tuning: finds thresholds or a delay price with the best balance on a sample, within a limit on the mean delay.
 
 mod held_out;
 mod options;

@@ -2,19 +2,19 @@
 
 use crate::stream::PackerConfig;
 
-/// Most mean token delay, in iterations, unless the user says otherwise.
+/// Default limit on the mean delay of a token, in iterations.
 pub const MAX_MEAN_DELAY: f64 = 0.6;
 
 /// Options of tuning.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TuneOptions {
-    /// The packer to tune; its `release`, `outlier_thresholds` and `delay_price` are ignored. It says what a global
-    /// batch is.
+    /// The packer to tune; `release`, `outlier_thresholds` and `delay_price` are ignored. It defines the size of a
+    /// global batch.
     pub packer: PackerConfig,
-    /// Most mean token delay, in iterations; where documents come early, with those before the turn.
+    /// Most mean delay of a token, in iterations; if documents come early, iterations before the turn count, too.
     pub max_mean_delay: f64,
-    /// Iterations that a document comes before its turn, at most
-    /// ([`Packer::leads`](crate::stream::Packer::leads)): above 0 for a price and a packer with a cost model
-    /// only.
+    /// Most iterations by which a document may come before its turn ([`Packer::leads`](crate::stream::Packer::leads));
+    /// above 0
+    /// only for tuning a price of a packer with a cost model.
     pub max_early: i64,
 }

@@ -1,4 +1,4 @@
-//! The price of delay of the adaptive release.
+//! Tunes the price of delay of the adaptive rule.
 
 use crate::error::{Error, Result};
 use crate::stream::Release;
@@ -9,42 +9,54 @@ use super::sample::Sample;
 use super::trials::Trials;
 use super::tuned::{Tuned, TunedPoint};
 
-/// Highest and lowest price of the first, coarse search. Above it hardly anything waits; below, everything that could
-/// help.
+/// Highest and lowest price of the first, coarse search. Above the highest hardly anything waits; below the lowest
+/// every
+/// document waits that could help.
 const COARSE: (f64, f64) = (8.0, 0.001);
 /// Ratio of neighbouring coarse prices.
 const COARSE_STEP: f64 = 1.5;
-/// Prices tried between the last that keeps the delay limit and the first that does not; each halves the way.
+/// Prices tried between the lowest that keeps the delay limit and the next lower one; each halves the gap.
 const BISECTIONS: u32 = 6;
 
-/// Runs the packer with [`Release::Adaptive`](crate::stream::Release::Adaptive) over the sample at many prices
-/// of delay.
+/// Runs the packer with [`Release::Adaptive`](crate::stream::Release::Adaptive) over the sample at many prices of
+/// delay.
 ///
-/// First geometrically spaced ones and the default, then some where the delay passes the limit. Deterministic. A price
-/// at which nothing waits that finds room is always among them, so that there is always an answer. The best of so many
-/// on the same steps is the luckiest, so each half of the documents ([`halves`](super::halves)) judges what the other
-/// finds: those that lose the least time on both, by the worse of their two ranks, are judged on both, and on other
-/// orders of all documents ([`reordered`](super::reordered)), with the default beside them. Where a half has less than
-/// twelve global batches ([`FEWEST_BATCHES`](super::FEWEST_BATCHES)), those that lose the least time on all documents
-/// are judged on the other orders alone.
+/// It tries geometrically spaced prices and the default first, then prices near the one at which the delay passes the
+/// limit.
+/// The search is deterministic. One price is so high that no document waits that finds room, so there is always an
+/// answer.
+/// The best of many prices on the same steps is merely the luckiest, so each half of the documents
+/// ([`halves`](super::halves))
+/// judges the prices found on the other. The prices that lose the least time on both halves (by the worse of their two
+/// ranks) and the default are then judged on other orders of all documents ([`reordered`](super::reordered)). If a half
+/// has
+/// less than [`FEWEST_BATCHES`](super::FEWEST_BATCHES) global batches, the prices that lose the least time on all
+/// documents
+/// are judged, on the other orders alone.
 ///
 /// # Arguments
-/// * `sample` - documents in the order in which they would come, with their costs where the packer has no cost model.
+/// * `sample` - documents in the order in which they would come, with their costs if the packer has no cost model.
 /// * `options` - the packer, and the mean delay that is accepted.
-/// * `keep_going` - asked before each run of the packer; false ends the search.
+/// * `keep_going` - called before each run of the packer; false ends the search.
 ///
 /// # Returns
-/// The price that loses the least time on the other orders, within the delay limit there and on the sample: the default
-/// unless another is better by 0.01 in every order and no worse on either half, with a worst step that is no worse
-/// there and on the sample. Where the default waits too long, the bound on the worst step holds if any price keeps it.
-/// The least delay, if no price keeps the limit. And the choices that no other beats on the sample.
+/// The price that loses the least time on the other orders, within the delay limit there and on the sample. It is the
+/// default, unless another price is better by 0.01 in every order and no worse on either half, with no worse a worst
+/// step
+/// there and on the sample. If the default exceeds the delay limit, the bound on the worst step holds if any price
+/// keeps
+/// it. If no price keeps the limit, the price with the least delay. Besides, the choices that no other beats on the
+/// sample.
 ///
 /// # Errors
-/// As [`tune_outlier_thresholds`](super::tune_outlier_thresholds); [`Error::Combination`] for several columns of costs.
+/// The errors of [`tune_outlier_thresholds`](super::tune_outlier_thresholds); [`Error::Combination`] for several
+/// columns of
+/// costs.
 ///
 /// # Complexity
-/// One run of the packer over the sample per price, about 32, another for those within the limit, and three for each
-/// that is judged: nine, or more.
+/// One run of the packer over the sample for each of about 32 prices, another for each price within the limit, and
+/// three for
+/// each price that is judged (nine or more).
 ///
 /// # Example
 /// ```
@@ -85,7 +97,7 @@ pub fn tune_delay_price<'a>(
     }
     let mut search = Trials::new(sample, options, keep_going)?;
     let micro_batches = search.config.num_micro_batches as f64;
-    // An imbalance is at most `N`, and a token that waits costs the price over the tokens of a global batch.
+    // An imbalance is at most `N`, and a waiting token costs the price divided by the tokens of a global batch.
     search.try_price(micro_batches * micro_batches * f64::from(search.config.max_document_tokens))?;
     let (highest, lowest) = COARSE;
     for price in std::iter::successors(Some(highest), |price| Some(price / COARSE_STEP)).take_while(|&p| p > lowest) {
@@ -108,11 +120,11 @@ pub fn tune_delay_price<'a>(
 
 impl Trials<'_> {
     fn try_price(&mut self, price: f64) -> Result<()> {
-        // Finer prices give hardly other plans, and nobody wants to write them.
+        // Finer prices hardly change plans, and rounded ones are easy to write.
         self.evaluate(Vec::new(), Some((price * 1e5).round() / 1e5))
     }
 
-    /// The lowest price that keeps the delay limit, and the next one below.
+    /// The lowest price that keeps the delay limit, and the next lower price tried.
     fn crossing(&self) -> Option<(f64, f64)> {
         let kept = |point: &&TunedPoint| point.delay_mean <= self.max_mean_delay;
         let price = |point: &TunedPoint| point.delay_price;

@@ -1,7 +1,8 @@
-//! The sample enters a packer as training reads it: no more than the packer admits, and steps worth training.
+//! Reads the sample into a packer as training does: no more than the packer admits, and no nearly empty steps.
 //!
-//! The loaders of the Python package read by the same rules (`wlb.filling`), and the tests hold one against the other:
-//! what is tuned here is what a run does.
+//! The loaders of the Python package follow the same rules (`wlb.filling`), and tests compare both: tuning sees the
+//! steps of
+//! a run.
 
 use crate::error::Result;
 use crate::packing::plan::Packing;
@@ -9,26 +10,27 @@ use crate::stream::{Packer, PackerConfig, Push};
 
 use super::sample::{Pieces, Sample, table};
 
-/// Result of a packer on the sample.
+/// Result of one run of a packer over the sample.
 pub(super) struct Run {
-    /// Empty, with its metrics.
+    /// The packer at the end, with nothing waiting; it holds the metrics.
     pub(super) packer: Packer,
-    /// Sum of the steps' heaviest micro-batches over the sum of their means, those flushed at the end not counted; 1
-    /// without a step.
+    /// Sum of the steps' heaviest micro-batches over the sum of their means, without the steps flushed at the end; 1
+    /// without a
+    /// step.
     pub(super) lost_time: f64,
 }
 
-/// The sample, and how it is read.
+/// The sample, and the rules by which it is read.
 pub(super) struct Reading {
     pieces: Pieces,
-    /// Tokens up to the end of each piece.
+    /// For each piece, the tokens of all pieces up to its end.
     ends: Vec<i64>,
     tokens_per_batch: i64,
-    /// Tokens that a step trains at least.
+    /// Least tokens of a step.
     least: i64,
-    /// Tokens of a piece at most.
+    /// Most tokens of a piece.
     longest: i64,
-    /// Iterations that a document comes before its turn, at most.
+    /// Most iterations by which a document may come before its turn.
     max_early: i64,
 }
 
@@ -47,16 +49,16 @@ struct Offer {
     pieces: Vec<usize>,
     /// Number of pieces whose turn is now.
     due: usize,
-    /// By how many iterations each comes before it.
+    /// For each piece, the iterations by which it comes before its turn.
     early: Vec<i64>,
     /// Number of pieces that have had their turn once all pieces whose turn is now are in.
     end: usize,
-    /// Whether there are none behind.
+    /// Whether the sample has no pieces beyond these.
     last: bool,
 }
 
 impl Reading {
-    /// Documents in order; those longer than the packer allows are cut.
+    /// Documents in order; documents longer than the packer allows are cut.
     pub(super) fn new(sample: Sample<'_>, config: &PackerConfig, max_early: i64) -> Result<Self> {
         let tokens_per_batch = config.tokens_per_batch();
         let pieces = sample.pieces(config)?;
@@ -65,7 +67,7 @@ impl Reading {
             Some(*end)
         });
         let ends = ends.collect();
-        // A third of what a step holds can always be packed.
+        // A third of a step's tokens can always be packed.
         let most = config.num_micro_batches as i64 * i64::from(config.max_tokens) / 3;
         let least = (tokens_per_batch / 10).max(1).min(most.max(1));
         let longest = i64::from(config.max_document_tokens);
@@ -79,7 +81,9 @@ impl Reading {
     /// Puts the whole sample through a packer.
     ///
     /// # Complexity
-    /// A push, a copy of what waits and a sum of admissions for each step, a few times that where much has to be read.
+    /// For each step a push, a copy of the waiting documents and a sum of admissions; a few times that if a step needs
+    /// several
+    /// global batches.
     pub(super) fn through(&self, mut packer: Packer) -> Result<Run> {
         let (mut place, mut heaviest, mut mean) = (Place::default(), 0.0, 0.0);
         while place.read < self.ends.len() {
@@ -95,7 +99,7 @@ impl Reading {
         Ok(Run { packer, lost_time: if mean > 0.0 { heaviest / mean } else { 1.0 } })
     }
 
-    /// The packer after the next step worth training, and that step.
+    /// Makes the next step with enough tokens. Returns the packer after it, and the step.
     fn next_step(&self, mut packer: Packer, place: &mut Place) -> Result<(Packer, Packing)> {
         let mut batches = 1;
         loop {
@@ -117,7 +121,7 @@ impl Reading {
                 return Ok((after, packing));
             }
             if tokens == 0 && entering > 0 {
-                // All of it waits; it has entered, and the next batch comes.
+                // All offered documents wait. They have entered, and the next global batch comes.
                 packer = after;
                 place.advance(&offer, entering);
                 batches = 1;
@@ -127,17 +131,19 @@ impl Reading {
         }
     }
 
-    /// Offers a number of global batches and the later pieces that come with them; leaves no rest of less than a step.
+    /// Offers a number of global batches, and later pieces that come with them. The rest of the sample is offered too
+    /// if it is
+    /// too small for a step.
     fn offer(&self, packer: &Packer, place: &Place, batches: i64) -> Result<Offer> {
         let (first, all) = (place.read, self.ends.len());
         let before = self.ends[first] - i64::from(self.pieces.lengths[first]);
         let wanted = self.tokens_per_batch.saturating_mul(batches);
         let is_new = |piece: &usize| place.taken.binary_search(piece).is_err();
         let until = |tokens: i64| self.ends.partition_point(|&end| end <= before.saturating_add(tokens));
-        // The first that is new has its turn, however long it and those before it are.
+        // The first new piece has its turn, however long it and the pieces before it are.
         let next = (first..all).find(is_new).unwrap_or(first);
         let mut end = until(wanted).max(next + 1);
-        // As much is known as a reader looks at: it goes by the mean of that.
+        // A reader looks ahead this far, and the mean of what it sees decides which documents come early.
         let known = self.ends[next] - i64::from(self.pieces.lengths[next]) - before;
         let ahead = self.tokens_per_batch.saturating_mul(self.max_early).saturating_add(self.least);
         let seen = until(wanted.max(known.saturating_add(self.longest)).saturating_add(ahead)) + 1;
@@ -170,7 +176,7 @@ impl Reading {
         Ok(Offer { pieces, due, early, end, last })
     }
 
-    /// Number of offered pieces that enter: those admitted, or fewer if the rest would be less than a step by itself.
+    /// How many offered pieces enter: all admitted ones, or fewer if the rest would be too small for a step by itself.
     fn entering(&self, admitted: usize, lengths: &[i32], last: bool) -> usize {
         let rest = |count: usize| lengths[count..].iter().map(|&length| i64::from(length)).sum::<i64>();
         if last && admitted < lengths.len() && rest(admitted) < self.least {
@@ -182,7 +188,7 @@ impl Reading {
 }
 
 impl Place {
-    /// Marks the first pieces of an offer as entered.
+    /// Marks the first `entering` pieces of an offer as entered.
     fn advance(&mut self, offer: &Offer, entering: usize) {
         let entered = &offer.pieces[..entering];
         if entering >= offer.due {

@@ -1,4 +1,4 @@
-//! Sample for tuning: documents, and their costs if they bring them.
+//! The sample for tuning: documents, and their costs if they bring them.
 
 use crate::cost::DocumentCosts;
 use crate::error::{Error, Result};
@@ -9,9 +9,9 @@ use crate::stream::{CostTable, Packer, PackerConfig};
 /// Documents in the order in which they would come.
 #[derive(Clone, Copy, Debug)]
 pub struct Sample<'a> {
-    /// Their tokens.
+    /// Tokens of each document.
     pub lengths: &'a Lengths,
-    /// Their costs, for a packer without a cost model.
+    /// Costs of each document, for a packer without a cost model.
     pub costs: Option<CostTable<'a>>,
 }
 
@@ -39,7 +39,7 @@ impl Sample<'_> {
         Ok(())
     }
 
-    /// The documents cut as a packer cuts them: a batch is then never heavier than its tokens allow.
+    /// The documents, cut as a packer cuts them, so that no global batch is heavier than its tokens allow.
     pub(super) fn pieces(&self, config: &PackerConfig) -> Result<Pieces> {
         let pieces = split_documents(self.lengths, i64::from(config.max_document_tokens))?;
         let tokens: Vec<i64> = pieces.iter().map(|piece| i64::from(piece.length)).collect();
@@ -54,7 +54,7 @@ impl Sample<'_> {
         Ok(Pieces { lengths: Lengths::new("lengths", &tokens)?, whole, costs })
     }
 
-    /// The documents in another order: those with these indices.
+    /// Calls `then` with the documents at these indices, in this order.
     pub(super) fn reordered<T>(&self, order: &[usize], then: impl FnOnce(Sample<'_>) -> Result<T>) -> Result<T> {
         let tokens: Vec<i64> = order.iter().map(|&index| i64::from(self.lengths[index])).collect();
         let lengths = Lengths::new("lengths", &tokens)?;
@@ -75,25 +75,25 @@ fn of_costs(error: Error) -> Error {
     }
 }
 
-/// A sample, cut.
+/// The pieces of a sample.
 pub(super) struct Pieces {
     pub(super) lengths: Lengths,
-    /// Whether each is all of its document.
+    /// Whether each piece is a whole document.
     pub(super) whole: Vec<bool>,
-    /// Rows of costs, and the numbers in one.
+    /// Costs of the pieces.
     costs: Rows,
 }
 
-/// Costs of some pieces: rows, and the numbers in one.
+/// Costs of some pieces: rows one after the other, and the length of a row.
 type Rows = Option<(Vec<f64>, usize)>;
 
-/// The rows as a packer takes them.
+/// The rows in the form that a packer takes.
 pub(super) fn table(rows: &Rows) -> Option<CostTable<'_>> {
     rows.as_ref().map(|(values, columns)| CostTable { values, columns: *columns })
 }
 
 impl Pieces {
-    /// Some of them.
+    /// Lengths and costs of some pieces.
     pub(super) fn of(&self, pieces: &[usize]) -> Result<(Lengths, Rows)> {
         let tokens: Vec<i64> = pieces.iter().map(|&piece| i64::from(self.lengths[piece])).collect();
         let rows = table(&self.costs)

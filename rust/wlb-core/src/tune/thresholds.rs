@@ -1,4 +1,4 @@
-//! Thresholds for the outlier queues.
+//! Tunes thresholds of the outlier queues.
 
 use crate::error::{Result, check_range, saturating_i64};
 use crate::limits::MAX_QUEUES;
@@ -10,25 +10,28 @@ use super::tuned::Tuned;
 
 /// Candidate thresholds of the first, coarse search.
 const COARSE_CANDIDATES: usize = 12;
-/// Ratio of neighbouring coarse candidates: twelve of them reach down to a 23rd of the longest document.
+/// Ratio of neighbouring coarse candidates; the lowest of twelve is a 23rd of the longest document.
 const COARSE_STEP: f64 = 1.3;
 /// Rounds of refinement; each halves the step between neighbouring candidates.
 const REFINEMENTS: u32 = 3;
-/// Mean delay, over the limit, of a choice whose neighbourhood may hold one that keeps the limit.
+/// Mean delay, over the limit, up to which the neighbourhood of a choice is searched: a neighbour may keep the limit.
 const BEYOND: f64 = 1.1;
 
 /// Runs the packer over the sample under many choices of thresholds.
 ///
-/// First every combination of up to `num_queues` geometrically spaced thresholds, then, for each number of levels, the
-/// neighbourhood of the best at halved steps, and that of the best whose delay is a little beyond the limit: delay
-/// falls in leaps as a threshold passes a common length. Deterministic. Without queues is always among the choices, so
-/// that there is always an answer; it is the one with the least delay if none keeps the limit.
+/// It tries every combination of up to `num_queues` geometrically spaced thresholds first. Then, for each number of
+/// levels,
+/// it halves the steps around two choices: the best one, and the best one whose delay is a little above the limit
+/// (delay
+/// falls in leaps as a threshold passes a common length). The search is deterministic. No queues at all is always among
+/// the
+/// choices, so there is always an answer; if no choice keeps the limit, it is the one with the least delay.
 ///
 /// # Arguments
-/// * `sample` - documents in the order in which they would come, with their costs where the packer has no cost model.
+/// * `sample` - documents in the order in which they would come, with their costs if the packer has no cost model.
 /// * `num_queues` - most levels of the queue, 0 to 4.
 /// * `options` - the packer, and the mean delay that is accepted.
-/// * `keep_going` - asked before each run of the packer; false ends the search.
+/// * `keep_going` - called before each run of the packer; false ends the search.
 ///
 /// # Returns
 /// The thresholds with the least mean imbalance within the delay limit, and the choices that no other beats.
@@ -42,7 +45,7 @@ const BEYOND: f64 = 1.1;
 /// [`Error::Column`](crate::Error::Column) for costs.
 ///
 /// # Complexity
-/// One run of the packer per choice: 79 coarse choices for two queues, 299 for three.
+/// One run of the packer for each choice: 79 coarse choices for two queues, 299 for three.
 pub fn tune_outlier_thresholds<'a>(
     sample: impl Into<Sample<'a>>,
     num_queues: usize,
@@ -52,8 +55,9 @@ pub fn tune_outlier_thresholds<'a>(
     check_range("num_queues", saturating_i64(num_queues), 0, MAX_QUEUES as i64)?;
     let mut search = Trials::new(sample.into(), options, keep_going)?;
     let longest = search.longest;
-    // Below the longest, since a threshold at it would hold a single length. Successive division rounds alike on
-    // every machine; a power does not.
+    // Strictly below the longest: a threshold there would hold a single length. Repeated division rounds the same on
+    // every
+    // machine; a power does not.
     let descending = std::iter::successors(Some(f64::from(longest)), |threshold| Some(threshold / COARSE_STEP));
     let mut candidates: Vec<i32> =
         descending.skip(1).take(COARSE_CANDIDATES).map(|threshold| threshold as i32).filter(|&t| t > 0).collect();
@@ -62,7 +66,7 @@ pub fn tune_outlier_thresholds<'a>(
     for thresholds in combinations(&candidates, num_queues) {
         search.evaluate(thresholds, None)?;
     }
-    // Each number of levels by itself: the best of two may lie where no coarse choice of three does.
+    // Each number of levels is refined by itself: the best two thresholds may be near no coarse choice of three.
     for levels in 1..=num_queues {
         let mut step = COARSE_STEP;
         for _ in 0..REFINEMENTS {
@@ -78,7 +82,7 @@ pub fn tune_outlier_thresholds<'a>(
     Ok(search.finish())
 }
 
-/// Every ascending choice of up to `most` candidates, the empty one first.
+/// Every ascending choice of up to `most` candidates, the empty choice first.
 fn combinations(candidates: &[i32], most: usize) -> Vec<Vec<i32>> {
     let mut all = vec![Vec::new()];
     let mut grown_from = 0;
@@ -97,7 +101,7 @@ fn combinations(candidates: &[i32], most: usize) -> Vec<Vec<i32>> {
     all
 }
 
-/// Each threshold one step down, kept, or one step up, in every combination that still ascends.
+/// Every combination in which each threshold moves one step down, stays, or moves one step up, and that still ascends.
 fn neighbours(thresholds: &[i32], step: f64, longest: i32) -> Vec<Vec<i32>> {
     let mut all: Vec<Vec<i32>> = vec![Vec::new()];
     for &threshold in thresholds {

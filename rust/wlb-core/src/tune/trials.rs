@@ -1,4 +1,4 @@
-//! The search for what waits: every choice is tried on the sample.
+//! The search: every choice is tried on the sample.
 
 use std::cmp::Ordering;
 
@@ -10,9 +10,9 @@ use super::reading::{Reading, Run};
 use super::sample::Sample;
 use super::tuned::{Tuned, TunedPoint};
 
-/// The sample, and what has been tried on it.
+/// The sample, and the choices that were tried on it.
 pub(super) struct Trials<'a> {
-    /// Asked before each candidate is tried; false ends the search.
+    /// Called before each candidate is tried; false ends the search.
     keep_going: &'a dyn Fn() -> bool,
     pub(super) config: PackerConfig,
     pub(super) max_mean_delay: f64,
@@ -30,7 +30,7 @@ impl<'a> Trials<'a> {
             let requirement = "must be a number, 0 or above";
             return Err(Error::Number { argument: "max_mean_delay", value: max_mean_delay, requirement });
         }
-        // A bound on the work of steps is known to one release rule only.
+        // Only the adaptive rule has a bound on the work of steps.
         let adaptive = options.packer.shape.max_cost.is_some();
         let delay_price = Release::Adaptive.default_price().filter(|_| adaptive);
         let release = if adaptive { Release::Adaptive } else { Release::Fifo };
@@ -39,7 +39,7 @@ impl<'a> Trials<'a> {
         sample.check(&config)?;
         check_range("max_early", options.max_early, 0, MAX_EARLY)?;
         if options.max_early > 0 && config.cost_model.is_none() {
-            let requirement = "needs a cost model: where documents bring their costs, none comes early";
+            let requirement = "needs a cost model: documents that bring their costs never come early";
             return Err(Error::Combination { argument: "max_early", requirement });
         }
         let reading = Reading::new(sample, &config, options.max_early)?;
@@ -54,7 +54,7 @@ impl<'a> Trials<'a> {
         })
     }
 
-    /// Runs the packer over the sample, unless this has been tried.
+    /// Runs the packer over the sample, unless this choice was tried before.
     pub(super) fn evaluate(&mut self, thresholds: Vec<i32>, delay_price: Option<f64>) -> Result<()> {
         if self.points.iter().any(|point| point.thresholds == thresholds && point.delay_price == delay_price) {
             return Ok(());
@@ -76,7 +76,7 @@ impl<'a> Trials<'a> {
         Ok(())
     }
 
-    /// Runs a new packer with these thresholds or this price over a sample.
+    /// Runs a new packer with these thresholds or this price over a reading of documents.
     pub(super) fn run(&self, reading: &Reading, outlier_thresholds: Vec<i32>, delay_price: Option<f64>) -> Result<Run> {
         if !(self.keep_going)() {
             return Err(Error::Interrupted);
@@ -86,18 +86,19 @@ impl<'a> Trials<'a> {
         reading.through(Packer::new(config)?)
     }
 
-    /// The best of some choices; the first tried of equals.
+    /// The best of the choices that satisfy a condition; the first tried if several are equal.
     pub(super) fn best(&self, of: impl Fn(&TunedPoint) -> bool) -> Option<&TunedPoint> {
         self.points.iter().filter(|point| of(point)).min_by(|a, b| self.better(a, b))
     }
 
-    /// The least mean imbalance of so many thresholds within a mean delay; the first tried of equals.
+    /// The least mean imbalance with this number of thresholds within a mean delay; the first tried if several are
+    /// equal.
     pub(super) fn best_within(&self, delay: f64, thresholds: usize) -> Option<&TunedPoint> {
         let within = |point: &&TunedPoint| point.thresholds.len() == thresholds && point.delay_mean <= delay;
         self.points.iter().filter(within).min_by(|a, b| a.imbalance_mean.total_cmp(&b.imbalance_mean))
     }
 
-    /// The less, the better: the least mean imbalance within the delay limit, else the least delay; then the fewest
+    /// Less is better: the least mean imbalance within the delay limit, else the least delay; then the fewest
     /// thresholds.
     fn better(&self, a: &TunedPoint, b: &TunedPoint) -> Ordering {
         let rank = |point: &TunedPoint| {

@@ -3,10 +3,10 @@
 /// `b >= 0` with the least sum of squares of `sum_j b[j] * columns[j] - target`.
 ///
 /// Lawson and Hanson's active set method (Solving Least Squares Problems, 1974, chapter 23) on the triangular factor of
-/// the columns. Of columns that depend on each other only as many are used as are needed, the others get 0.
+/// the columns. If columns depend on each other, the method uses a set of independent ones; the others get 0.
 ///
 /// # Arguments
-/// * `columns` - of one length, that of `target`; finite.
+/// * `columns` - each of the length of `target`; finite.
 ///
 /// # Complexity
 /// O(n k^2) for `n` rows and `k` columns, and about k^4 more for the search.
@@ -14,22 +14,24 @@ pub fn non_negative_least_squares(columns: &[Vec<f64>], target: &[f64]) -> Vec<f
     System::new(columns, target).solve(&(0..columns.len()).collect::<Vec<_>>())
 }
 
-/// A pivot below this share of its column is none: the column depends on those before it.
+/// A column whose pivot is below this share of its length depends on the columns before it.
 const DEPENDENT: f64 = 1e-10;
 
-/// Columns that come or go in one search. Without rounding none comes twice to the same others, and few ever come
-/// twice.
+/// Most columns that enter or leave in one search. In exact arithmetic no set of columns comes twice, and few columns
+/// ever
+/// enter twice.
 const MOST_TURNS: usize = 1000;
 
-/// A least-squares problem of `k` columns after a QR decomposition: the upper triangle, the target in the same `k`
-/// rows, and the part of the target that no column reaches.
+/// A least-squares problem of `k` columns after a QR decomposition: the upper triangle, the first `k` rows of the
+/// target,
+/// and the sum of squares of the rest of the target, which no column reaches.
 pub(super) struct System {
-    /// Column by column, each of length 1; those of no rows with a value are 0.
+    /// Column by column, each scaled to length 1; a column of zeros stays 0.
     triangle: Vec<Vec<f64>>,
     target: Vec<f64>,
-    /// Lengths that the columns had.
+    /// Lengths of the columns before scaling.
     norms: Vec<f64>,
-    /// Sum of squares that stays whatever the rates are.
+    /// Sum of squares that remains for any rates.
     beyond: f64,
 }
 
@@ -53,12 +55,12 @@ impl System {
         Self { triangle, target, norms, beyond }
     }
 
-    /// Length of a column.
+    /// Length of a column before scaling.
     pub(super) fn norm(&self, column: usize) -> f64 {
         self.norms[column]
     }
 
-    /// The best rates, never negative, of all columns; those not in `among` are 0.
+    /// The best non-negative rates of the columns in `among`; all other rates are 0.
     pub(super) fn solve(&self, among: &[usize]) -> Vec<f64> {
         let mut rates = self.solve_scaled(among);
         for (rate, &norm) in rates.iter_mut().zip(&self.norms) {
@@ -67,14 +69,15 @@ impl System {
         rates
     }
 
-    /// The sum of squares that the best rates of these columns leave.
+    /// Sum of squares that remains with the best rates of these columns.
     pub(super) fn squares(&self, among: &[usize]) -> f64 {
         let residual = self.residual(&self.solve_scaled(among));
         self.beyond + residual.iter().map(|value| value * value).sum::<f64>()
     }
 
     /// The part of a column that the `others` do not explain, as a share of its length, and the factors of the others
-    /// (with any sign, in lengths).
+    /// (of any
+    /// sign, for columns of length 1).
     pub(super) fn apart(&self, column: usize, others: &[usize]) -> (f64, Vec<f64>) {
         let target = &self.triangle[column];
         let (shares, _) = least_squares(&self.triangle, target, others);
@@ -100,7 +103,7 @@ impl System {
         let mut refused = vec![false; columns];
         let least = DEPENDENT * norm(&self.target);
         for _ in 0..MOST_TURNS {
-            // The column that would lower the sum of squares most at first.
+            // The column whose growth lowers the sum of squares fastest.
             let residual = self.residual(&rates);
             let gain = |column: usize| dot(&self.triangle[column], &residual);
             let best = among
@@ -113,7 +116,8 @@ impl System {
             let mut first = true;
             loop {
                 let (wanted, independent) = least_squares(&self.triangle, &self.target, &free);
-                // Rounding may let a column seem useful that is not: it would come and go for ever.
+                // With rounding, a useless column may seem useful; without this check it would enter and leave for
+                // ever.
                 if first && (!independent || wanted.last().is_none_or(|&rate| rate <= 0.0)) {
                     free.pop();
                     refused[column] = true;
@@ -125,8 +129,9 @@ impl System {
                     refused.fill(false);
                     break;
                 }
-                // From the present rates as far towards the wanted ones as all stay at 0 or above. The column that
-                // would be the first below 0 gets 0.
+                // Go from the present rates towards the wanted ones, as far as no rate gets negative. The column that
+                // would be the first
+                // to get negative gets 0.
                 let reach = |column: usize, rate: f64| {
                     if rate > 0.0 { 1.0 } else { rates[column] / (rates[column] - rate) }
                 };
@@ -143,8 +148,8 @@ impl System {
     }
 }
 
-/// The best rates of some columns, of any sign, and whether none of these depends on those before it; such a one gets
-/// 0.
+/// The best rates of some columns, of any sign, and whether all columns are independent. A column that depends on those
+/// before it gets 0.
 fn least_squares(columns: &[Vec<f64>], target: &[f64], among: &[usize]) -> (Vec<f64>, bool) {
     let mut triangle: Vec<Vec<f64>> = among.iter().map(|&column| columns[column].clone()).collect();
     let mut target = target.to_vec();
@@ -164,7 +169,7 @@ fn least_squares(columns: &[Vec<f64>], target: &[f64], among: &[usize]) -> (Vec<
     (rates, pivots.len() == among.len())
 }
 
-/// A Householder reflection that leaves 0 below `row` in one column; those before it are done.
+/// A Householder reflection that leaves zeros below `row` in one column; the columns before it are finished.
 fn reflect(columns: &mut [Vec<f64>], target: &mut [f64], column: usize, row: usize) {
     let mut mirror = columns[column][row..].to_vec();
     let length = norm(&mirror);

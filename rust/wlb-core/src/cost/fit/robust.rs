@@ -1,43 +1,46 @@
-//! Rates that many measured times agree on, whatever a few of them say.
+//! Rates that most measured times agree on; a few wrong times do not change them.
 
 use super::least_squares::System;
 
-/// Standard deviations from which on Huber's weights fall, and at which those of Tukey's bisquare end: 95 % as exact as
-/// least squares where the noise is normal.
+/// Standard deviations where Huber's weights begin to fall, and where the weights of Tukey's bisquare reach 0. With
+/// these,
+/// the rates are 95 % as exact as least squares if the noise is normal.
 const HUBER: f64 = 1.345;
 const BISQUARE: f64 = 4.685;
 
-/// Turns of either kind; a handful is usual.
+/// Most iterations with either weight; a handful is usual.
 const MOST_TURNS: usize = 60;
 
-/// A time counts as at most so many times what is predicted for it. Huber's sum has the same minimum whatever stands in
-/// the place of one beyond that, and squares of larger numbers would leave nothing of the other rows.
+/// Largest ratio of a measured time to its prediction that counts. Larger times are clipped to it: Huber's sum has the
+/// same
+/// minimum, and squares of larger numbers would drown all other rows in rounding.
 const MOST_OVER: f64 = 1e6;
 
-/// Noise below this is rounding.
+/// Noise below this is rounding error.
 const LEAST_NOISE: f64 = 1e-9;
 
-/// Times by rates over some columns.
+/// Result of a robust fit of times to columns.
 pub(super) struct Agreement {
     pub(super) rates: Vec<f64>,
     /// Prediction for each row.
     pub(super) predicted: Vec<f64>,
     /// Weight of each row: 1, less, or 0 for an outlier.
     pub(super) weights: Vec<f64>,
-    /// Standard deviation of a believable row, relative to what is predicted.
+    /// Standard deviation of the rows that are not outliers, relative to their predictions.
     pub(super) noise: f64,
 }
 
 /// The non-negative rates with the least sum of `rho((seconds - predicted) / predicted)`.
 ///
-/// Errors count relative to what is predicted: a micro-batch of a second and one of a millisecond say as much about the
-/// rates, and noise that grows with the time does not make fast micro-batches look slow. `rho` is first Huber's, whose
-/// minimum does not depend on where one begins, then from there Tukey's bisquare, which leaves outliers out. The scale
-/// of the errors is their median absolute value, in every turn anew.
+/// Errors are relative to the prediction: a micro-batch of a second and one of a millisecond say equally much about the
+/// rates, and noise that grows with the time does not make fast micro-batches look slow. `rho` is Huber's first, whose
+/// minimum does not depend on the starting point. From there it is Tukey's bisquare, which gives outliers no weight.
+/// The
+/// scale of the errors is their median absolute value, taken anew in every iteration.
 ///
 /// # Arguments
 /// * `columns` - amounts of work, each as long as `seconds`.
-/// * `among` - the columns that count.
+/// * `among` - indices of the columns that may get a rate.
 /// * `seconds` - above 0.
 pub(super) fn agree(columns: &[Vec<f64>], among: &[usize], seconds: &[f64]) -> Agreement {
     let mut now = Agreement {
@@ -63,7 +66,7 @@ pub(super) fn agree(columns: &[Vec<f64>], among: &[usize], seconds: &[f64]) -> A
     now
 }
 
-/// The rows as a problem of least squares: each in shares of what is predicted for it, and by its weight.
+/// The rows as a least-squares problem: each divided by its prediction and multiplied by the root of its weight.
 pub(super) fn weighted(columns: &[Vec<f64>], by: &Agreement, seconds: &[f64]) -> System {
     let factors: Vec<f64> = by.weights.iter().zip(&by.predicted).map(|(weight, at)| weight.sqrt() / at).collect();
     let scaled =
@@ -72,13 +75,13 @@ pub(super) fn weighted(columns: &[Vec<f64>], by: &Agreement, seconds: &[f64]) ->
     System::new(&columns.iter().map(|column| scaled(column)).collect::<Vec<_>>(), &scaled(&bounded))
 }
 
-/// Predictions of rates for each row.
+/// Predicted time of each row.
 pub(super) fn predict(columns: &[Vec<f64>], rates: &[f64]) -> Vec<f64> {
     let rows = columns.first().map_or(0, Vec::len);
     (0..rows).map(|row| columns.iter().zip(rates).map(|(column, rate)| column[row] * rate).sum()).collect()
 }
 
-/// The upper of the two in the middle where the number is even; 0 of none.
+/// The median; the upper of the two middle values if the number is even; 0 of no values.
 pub(super) fn median(mut values: Vec<f64>) -> f64 {
     if values.is_empty() {
         return 0.0;
@@ -107,14 +110,14 @@ fn weigh(now: &mut Agreement, seconds: &[f64], bisquare: bool) {
         .collect();
 }
 
-/// Starting point: the one column that explains the times best, at the median of its rates.
+/// Starting point: the single column that explains the times best, with the median of its rates.
 fn by_one(columns: &[Vec<f64>], among: &[usize], seconds: &[f64]) -> Vec<f64> {
     let candidates = among.iter().map(|&at| {
         let column = &columns[at];
         let rates = column.iter().zip(seconds).filter(|&(&work, _)| work > 0.0).map(|(work, time)| time / work);
         let rate = median(rates.collect());
         let predicted: Vec<f64> = column.iter().map(|work| rate * work).collect();
-        // Neither a time far above nor one far below may decide.
+        // The ratio is symmetric, so that neither a time far above nor one far below the prediction decides.
         let errors = predicted.iter().zip(seconds).map(|(at, time)| (at - time).abs() / at.max(*time));
         (median(errors.collect()), predicted)
     });
@@ -124,7 +127,7 @@ fn by_one(columns: &[Vec<f64>], among: &[usize], seconds: &[f64]) -> Vec<f64> {
     predicted
 }
 
-/// A row for which nothing is predicted, an empty micro-batch, counts as a thousandth of a usual one.
+/// Replaces a prediction of 0 (an empty micro-batch) by a thousandth of the median prediction.
 fn keep_above_zero(predicted: &mut [f64]) {
     let least = (1e-3 * median(predicted.to_vec())).max(f64::MIN_POSITIVE);
     predicted.iter_mut().for_each(|at| *at = at.max(least));

@@ -1,31 +1,32 @@
 //! Selects the rates that explain measured times, and finds the terms that these times cannot tell apart.
 //!
-//! A term is kept if the times are explained worse without it, by more than chance would. Of the others the times say
-//! one of two things. Either the term is small, whatever the others are: it costs nothing that can be seen. Or it could
-//! be large, because others do as well in its place: where every micro-batch has as many tokens as the next, a cost per
-//! token and a cost per micro-batch are one and the same. To share a cost out between two such terms would be a guess,
-//! which is wrong as soon as the micro-batches change; so the cost goes to one of them, and they are reported as
-//! merged.
+//! A term is kept if without it the times are explained worse than chance would do. For each term that is not kept, the
+//! times say one of two things. Either the term is small: its cost cannot be seen. Or it could be large, because other
+//! terms explain the same times: if all micro-batches have the same number of tokens, a cost per token and a cost per
+//! micro-batch cannot be told apart. Sharing a cost out between two such terms would be a guess, and wrong as soon as
+//! the
+//! micro-batches change. So one term gets the whole cost, and the terms are reported as merged.
 
 use crate::error::{Error, Result};
 
 use super::least_squares::System;
 use super::robust::{Agreement, agree, median, predict, weighted};
 
-/// Standard deviations by which the times must be explained worse without a term: 95 % of what noise alone would do is
-/// less.
+/// Standard deviations by which the times must be explained worse without a term: noise alone stays below in 95 % of
+/// cases.
 const SUPPORT: f64 = 2.0;
 
-/// A term that may hold more than this share of all time, unseen, is not told apart from those in its place.
+/// A term that may hold more than this share of all time without being seen counts as merged with the terms in its
+/// place.
 const UNSEEN: f64 = 0.05;
 
-/// A column takes another's place where it gives so much of it, or more.
+/// Columns of length 1: the least factor with which a column must stand for another one to be merged with it.
 const PARTNER: f64 = 0.25;
 
 /// One row in this many is held out.
 const HELD_OUT: usize = 5;
 
-/// Amounts of work per micro-batch of which a time may be made.
+/// Amounts of work in each micro-batch, of which a time may be the sum.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Column {
     /// The term's name.
@@ -39,7 +40,7 @@ pub struct Column {
 pub struct FittedTerm {
     /// Name of the term.
     pub name: String,
-    /// Seconds for one unit of its work; 0 where it was not kept.
+    /// Seconds for one unit of the term's work; 0 for a term that was not kept.
     pub rate: f64,
     /// Share of all time that the term takes.
     pub share: f64,
@@ -52,24 +53,25 @@ pub struct FittedTerm {
 pub struct Fit {
     /// In the order of the columns.
     pub terms: Vec<FittedTerm>,
-    /// Terms that could not be told apart, each group in the order of the columns. The rates of a group are those of
-    /// the terms in it that were kept; the others have 0.
+    /// Terms that could not be told apart, each group in the order of the columns. Only terms that were kept have a
+    /// rate; the
+    /// other terms of a group have 0.
     pub merged: Vec<Vec<String>>,
     /// Median of `|predicted - measured| / measured` over the rows.
     pub residual: f64,
-    /// Median error over held-out rows, which the fit to the others did not see.
+    /// Median error over held-out rows, predicted by a fit to the other rows.
     pub held_out_error: f64,
     /// Number of held-out rows.
     pub held_out: usize,
-    /// Rows that count for nothing, because the others contradict them.
+    /// Rows that get no weight because the other rows contradict them.
     pub outliers: Vec<usize>,
 }
 
 /// Rates from measured times, none of them negative: see [`agree`] for what is minimised.
 ///
 /// # Arguments
-/// * `columns` - terms, those that are given up last first: of terms that cannot be told apart the last goes.
-/// * `seconds` - of each micro-batch.
+/// * `columns` - terms in order of preference: of terms that cannot be told apart, the last is given up.
+/// * `seconds` - measured time of each micro-batch.
 ///
 /// # Errors
 /// [`Error::Mismatch`]; [`Error::Entry`] naming a time that is not a finite number above 0; [`Error::Number`] where
@@ -91,7 +93,7 @@ pub fn fit_rates(columns: &[Column], seconds: &[f64]) -> Result<Fit> {
     }
     let least = least_rows(columns.len());
     if seconds.len() < least {
-        let requirement = "rows are too few: a fit takes two for each term, and eight at least";
+        let requirement = "rows are too few: a fit needs two for each term, and at least eight";
         return Err(Error::Number { argument: "micro_batches", value: seconds.len() as f64, requirement });
     }
     let work: Vec<Vec<f64>> = columns.iter().map(|column| column.work.clone()).collect();
@@ -125,7 +127,7 @@ pub fn fit_rates(columns: &[Column], seconds: &[f64]) -> Result<Fit> {
     })
 }
 
-/// Rows that a fit of so many terms needs.
+/// Rows that a fit of this number of terms needs.
 pub fn least_rows(terms: usize) -> usize {
     (2 * terms).max(8)
 }
@@ -137,7 +139,7 @@ struct Selected {
     agreement: Agreement,
 }
 
-/// Gives up what the times do not need, the last column first, and says what stands for it.
+/// Gives up terms that the times do not need, the last column first, and finds the terms that take their place.
 fn select(work: &[Vec<f64>], seconds: &[f64]) -> Selected {
     let mut kept: Vec<usize> = (0..work.len()).filter(|&at| work[at].iter().any(|&amount| amount > 0.0)).collect();
     let mut groups: Vec<Vec<usize>> = Vec::new();
@@ -167,7 +169,8 @@ fn select(work: &[Vec<f64>], seconds: &[f64]) -> Selected {
     Selected { kept, merged: united(groups), agreement }
 }
 
-/// Standard error of a term's share of all time, where `others` stand beside it. Infinite if they can take its place.
+/// Standard error of a term's share of all time, beside the terms `others`. Infinite if the others can replace the
+/// term.
 fn share_error(system: &System, column: usize, others: &[usize], noise: f64, amount: f64, total: f64) -> f64 {
     let apart = system.apart(column, others).0 * system.norm(column);
     if amount == 0.0 {
@@ -179,7 +182,7 @@ fn share_error(system: &System, column: usize, others: &[usize], noise: f64, amo
     }
 }
 
-/// Groups that have a member in common are one; members ascend.
+/// Unites groups that have a member in common; members are in ascending order.
 fn united(groups: Vec<Vec<usize>>) -> Vec<Vec<usize>> {
     let mut united: Vec<Vec<usize>> = Vec::new();
     for mut group in groups {
@@ -198,9 +201,9 @@ fn united(groups: Vec<Vec<usize>>) -> Vec<Vec<usize>> {
     united
 }
 
-/// Rows for the fit and rows held out: the same for the same number of rows, and no pattern of theirs.
+/// Rows for the fit and held-out rows. The choice depends only on the number of rows and follows no pattern.
 fn split(rows: usize) -> (Vec<usize>, Vec<usize>) {
-    // SplitMix64's finalizer: neighbours, and rows that are a step of a loader apart, go to either side.
+    // SplitMix64's finalizer mixes the index, so that neighbours and rows at any fixed distance go to either side.
     let mixed = |row: &usize| {
         let mut bits = (*row as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         bits = (bits ^ (bits >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

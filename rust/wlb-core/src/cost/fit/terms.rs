@@ -1,4 +1,4 @@
-//! The terms of a cost model in each micro-batch, and the model that their times show.
+//! Amounts of a cost model's terms in micro-batches, and the cost model that fits their times.
 
 use crate::cost::mask::{LocalMask, Mask};
 use crate::cost::model::CostModel;
@@ -18,13 +18,14 @@ pub struct FitOptions {
     pub chunks: Vec<i32>,
     /// Names of [`FitOptions::NAMES`] to try; `None`: all.
     pub terms: Option<Vec<String>>,
-    /// Ranks that share the pairs and tokens of each micro-batch, each of them a part of every document; none: one
-    /// each.
+    /// Number of ranks that share the pairs and tokens of each micro-batch; every rank has a part of every document.
+    /// `None`:
+    /// one rank for each micro-batch.
     pub ranks: Option<Vec<i64>>,
 }
 
 impl FitOptions {
-    /// The terms besides those of windows and chunks.
+    /// Terms other than windows and chunks.
     pub const NAMES: &[&str] = &["pairs", "tokens", "documents", "micro_batches"];
 }
 
@@ -49,7 +50,7 @@ impl Term {
         }
     }
 
-    /// On each of its ranks.
+    /// Work of the term on each rank of a micro-batch.
     fn work(self, lengths: &[i32], ranks: f64) -> f64 {
         match self {
             Self::Tokens => lengths.iter().map(|&length| f64::from(length)).sum::<f64>() / ranks,
@@ -62,24 +63,26 @@ impl Term {
 }
 
 impl CostModel {
-    /// The costs that measured times of micro-batches show, in seconds: see [`fit_rates`] for how.
+    /// The cost model, in seconds, that explains measured times of micro-batches. [`fit_rates`] describes the method.
     ///
-    /// Of terms that the times cannot tell apart the later goes, in the order tokens, pairs, windows, chunks,
-    /// documents, micro-batches.
+    /// Of terms that the times cannot tell apart, the last in this order is given up: tokens, pairs, windows, chunks,
+    /// documents,
+    /// micro-batches.
     ///
     /// # Arguments
-    /// * `micro_batches` - lengths of the documents of each; may be empty.
-    /// * `seconds` - what each took.
+    /// * `micro_batches` - lengths of the documents in each; may be empty.
+    /// * `seconds` - measured time of each.
     ///
     /// # Returns
-    /// The model, and the fit with its terms in the order of the model's.
+    /// The model, and the fit with its terms in the model's order.
     ///
     /// # Errors
-    /// As [`fit_rates`]; [`Error::Choice`] for a term that is none; [`Error::Entry`] or [`Error::Combination`] where
-    /// the micro-batches cannot show a term, or the times do not grow with the documents.
+    /// The errors of [`fit_rates`]; [`Error::Choice`] for an unknown term; [`Error::Entry`] or [`Error::Combination`]
+    /// if the
+    /// micro-batches cannot show a term, or the times do not grow with the documents.
     ///
     /// # Complexity
-    /// That of [`fit_rates`], and O(documents) a term.
+    /// The time of [`fit_rates`], and O(documents) for each term.
     pub fn fit(micro_batches: &[&[i32]], seconds: &[f64], options: &FitOptions) -> Result<(Self, Fit)> {
         let terms = terms_of(options)?;
         if seconds.len() != micro_batches.len() {
@@ -99,13 +102,13 @@ impl CostModel {
         if !terms.contains(&Term::MicroBatches)
             && let Some(index) = micro_batches.iter().position(|lengths| lengths.is_empty())
         {
-            let requirement = "documents: an empty micro-batch costs something only by the term \"micro_batches\"";
+            let requirement = "documents: an empty micro-batch has a time only with the term \"micro_batches\"";
             return Err(Error::Entry { argument: "micro_batches", index, value: 0.0, requirement });
         }
         let mut lengths = micro_batches.iter().copied().flatten();
         let first = lengths.next();
         if first.is_some() && lengths.all(|length| Some(length) == first) {
-            let requirement = "all documents have the same length: times of others are needed to tell terms apart";
+            let requirement = "all documents have the same length: measure other lengths, too, to tell terms apart";
             return Err(Error::Combination { argument: "micro_batches", requirement });
         }
         let column = |&term: &Term| {
@@ -133,14 +136,14 @@ impl CostModel {
         };
         let model = Self::from_rates(&rates).map_err(|_| Error::Combination {
             argument: "seconds",
-            requirement: "do not grow with the documents: every micro-batch takes as long, whatever is in it",
+            requirement: "do not grow with the documents: every micro-batch takes equally long",
         })?;
         list_as_a_model_does(&mut fit);
         Ok((model, fit))
     }
 }
 
-/// The terms to try; where several cannot be told apart, those that come first here are given up last.
+/// The terms to try, in order of preference: of several that cannot be told apart, the last is given up.
 fn terms_of(options: &FitOptions) -> Result<Vec<Term>> {
     for name in options.terms.iter().flatten() {
         if !FitOptions::NAMES.contains(&name.as_str()) {
@@ -169,13 +172,13 @@ fn terms_of(options: &FitOptions) -> Result<Vec<Term>> {
         .filter(asked)
         .collect();
     if terms.iter().all(|&term| term == Term::MicroBatches) {
-        let requirement = "none of them is a cost of documents";
+        let requirement = "must include a cost of documents, not only \"micro_batches\"";
         return Err(Error::Combination { argument: "terms", requirement });
     }
     Ok(terms)
 }
 
-/// Tokens stand behind all pairs.
+/// Puts the tokens after all pairs, as a cost model lists its terms.
 fn list_as_a_model_does(fit: &mut Fit) {
     let place = |name: &str| ["tokens", "documents", "micro_batches"].iter().position(|&other| other == name);
     fit.terms.sort_by_key(|term| place(&term.name));

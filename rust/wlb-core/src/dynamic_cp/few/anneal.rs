@@ -1,4 +1,4 @@
-//! Simulated annealing: a walk from layout to layout, in which a step may be slower by a part that shrinks.
+//! Simulated annealing: a walk from layout to layout, in which a step may get slower by a part that shrinks to 0.
 
 use crate::dynamic_cp::counts::limits_rounds;
 use crate::dynamic_cp::options::DynamicCpOptions;
@@ -10,11 +10,11 @@ use super::clock::Clock;
 use super::layout::{Layout, Parts, SAME};
 use super::moves::Neighbours;
 
-/// A plan that is so close to a time that none is below is good enough.
+/// A plan within this part of the lower bound is good enough.
 const CLOSE: f64 = 0.002;
-/// Weight of the mean rank's time beside the step's time: plans with less work in all are closer to a faster step.
+/// Weight of the mean rank's time beside the step's time: plans with less total work are closer to a faster step.
 const MEAN: f64 = 0.15;
-/// The last part of a walk goes only where it is faster.
+/// Last part of a walk, which accepts only faster layouts.
 const DESCENT: f64 = 0.1;
 
 /// A layout and its price.
@@ -24,24 +24,24 @@ pub(super) struct Found {
     pub(super) price: f64,
 }
 
-/// Walks, and the best layout of each number of micro-batches on all of them.
+/// The walks, and the best layout of each number of micro-batches over all of them.
 pub(super) struct Walks<'a> {
     parts: &'a Parts<'a>,
     options: &'a DynamicCpOptions,
     pub(super) clock: Clock<'a>,
     pub(super) neighbours: Neighbours<'a>,
-    /// By their number of micro-batches.
+    /// Indexed by the number of micro-batches.
     found: Vec<Option<Found>>,
-    /// No plan has a lower price.
+    /// A lower bound on the price of any plan.
     bound: f64,
 }
 
 impl<'a> Walks<'a> {
-    /// Without a layout.
+    /// Walks that have found nothing yet.
     ///
     /// # Arguments
     /// * `counts` - numbers of micro-batches that layouts may have.
-    /// * `bound` - seconds that no plan is below.
+    /// * `bound` - a lower bound on the seconds of any plan.
     pub(super) fn new(
         parts: &'a Parts<'a>,
         options: &'a DynamicCpOptions,
@@ -54,22 +54,22 @@ impl<'a> Walks<'a> {
         Ok(Self { parts, options, clock, neighbours: Neighbours::new(parts), found, bound })
     }
 
-    /// The best layouts, by the number of their micro-batches.
+    /// The best layouts, in order of their number of micro-batches.
     pub(super) fn found(&self) -> impl Iterator<Item = &Found> {
         self.found.iter().flatten()
     }
 
-    /// The best layout with a number of micro-batches.
+    /// The best layout with this number of micro-batches.
     pub(super) fn best_of(&self, count: usize) -> Option<&Found> {
         self.found.get(count)?.as_ref()
     }
 
-    /// Whether nothing is much faster than what was found.
+    /// Whether the best layout is so close to the bound that none can be much faster.
     pub(super) fn is_done(&self) -> bool {
         self.found().any(|found| found.price <= self.bound * (1.0 + CLOSE))
     }
 
-    /// Notes a layout, if it is the best of its number of micro-batches.
+    /// Notes a layout if it is the best of its number of micro-batches.
     pub(super) fn start_at(&mut self, layout: &Layout) -> Result<()> {
         let price = self.clock.price(layout, self.parts);
         self.note(layout, price)
@@ -84,7 +84,7 @@ impl<'a> Walks<'a> {
         Ok(())
     }
 
-    /// Whether what is under way fits into memory.
+    /// Whether the tokens under way fit into memory.
     fn fits(&self, layout: &Layout) -> Result<bool> {
         let count = usize::from(layout.count);
         if !limits_rounds(self.options, count) {
@@ -95,10 +95,10 @@ impl<'a> Walks<'a> {
         fits_memory(self.parts.problem, self.options, &pipeline, &layout.draft(self.parts), &order)
     }
 
-    /// Walks until so much work is done, or nothing is left to be found.
+    /// Walks until the amount of work is done or the best layout is good enough.
     ///
     /// # Arguments
-    /// * `above` - by what part a step may take longer than the one before, at first.
+    /// * `above` - part by which a layout may be slower than the one before it, at the beginning.
     pub(super) fn walk(&mut self, start: Layout, work: usize, above: f64) -> Result<()> {
         let before = self.clock.work;
         let mut current = start;

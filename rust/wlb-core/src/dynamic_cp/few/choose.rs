@@ -1,4 +1,4 @@
-//! The best plan of few documents, from walks of every number of micro-batches.
+//! Finds the best plan of few documents, by walks for every number of micro-batches.
 
 use std::rc::Rc;
 
@@ -19,23 +19,25 @@ use super::draw::Draw;
 use super::layout::{Layout, MOST, Parts, SAME};
 use super::slots::Slots;
 
-/// Work of all walks of a document, of two and so on, in thousands of [`Clock::LEAST`].
+/// Work of all walks for one document, for two and so on, in thousands of [`Clock::LEAST`].
 const WORK: [usize; MOST] = [0, 4, 20, 22, 24, 26, 28, 32, 34, 38, 42, 48, 56, 64, 64, 64];
-/// Part of the work that all numbers of micro-batches share equally; the rest is for the best of them.
+/// Part of the work that is divided equally among all numbers of micro-batches; the rest goes to the best of them.
 const ALIKE: f64 = 0.3;
-/// Number of best numbers of micro-batches that are searched on.
+/// How many of the best numbers of micro-batches get the rest.
 const BEST: usize = 3;
-/// Walks from each of them.
+/// Number of walks for each of them.
 const ROUNDS: usize = 8;
-/// Part by which a step of a walk may be slower at the beginning: `FAR` in a walk from documents that were dealt out,
-/// `NEAR` in one from the best layout.
+/// Part by which a layout may be slower at the beginning of a walk: `FAR` if the walk begins with documents dealt out
+/// anew,
+/// `NEAR` if it begins with the best layout.
 const FAR: f64 = 0.03;
 const NEAR: f64 = 0.01;
-/// `FAR` is multiplied by 1 plus this over the square of the number of documents: with few documents each is a large
-/// part of a step, and nearly every neighbour of a layout is much slower.
+/// With `n` documents `FAR` is multiplied by `1 + ROUGH / n^2`: if documents are few, each is a large part of a step,
+/// and
+/// nearly every neighbour of a layout is much slower.
 const ROUGH: f64 = 80.0;
 
-/// Whether the problem has few enough documents and ranks for this search.
+/// Whether this search applies: the problem has few enough documents and ranks.
 pub(in crate::dynamic_cp) fn are_few(problem: &Problem) -> bool {
     (1..=MOST).contains(&problem.documents.len()) && problem.world_size <= MOST_RANKS
 }
@@ -44,8 +46,8 @@ pub(in crate::dynamic_cp) fn are_few(problem: &Problem) -> bool {
 ///
 /// # Arguments
 /// * `problems` - the problem with each gain.
-/// * `starts` - plans where the search goes on, beside those that the other ways find.
-/// * `found` - what these found with the numbers that are asked for.
+/// * `starts` - plans from which the search continues, besides those of the other ways of planning.
+/// * `found` - plans of the other ways for the numbers that are asked for.
 pub(in crate::dynamic_cp) fn of_each_count(
     lengths: &Lengths,
     problem: &Problem,
@@ -68,7 +70,7 @@ pub(in crate::dynamic_cp) fn of_each_count(
         let found = StepSearch::new(problem, &free).run(problems, &counts)?;
         starts.extend(found.others.into_iter().chain(found.best));
     }
-    // A faster plan may have kept the best of these from being found, and have micro-batches without documents.
+    // The other ways drop plans that are slower than their best, and may leave micro-batches empty, so these are added.
     let pipeline = |count: usize| Ok(Rc::new(Pipeline::new(&free.pipeline(count))?));
     starts.extend(in_one_size(problem, &free, &counts, false, f64::INFINITY, pipeline)?);
     let most = counts.least.max(problem.documents.len());
@@ -77,8 +79,9 @@ pub(in crate::dynamic_cp) fn of_each_count(
     searched(problem, &free, &counts, &starts, bound::lower_bound(problem, &free, least, most))
 }
 
-/// Makes `found` the best of those plans that has as many micro-batches as are asked for; where there is none, the
-/// search goes on from what was found, with as many.
+/// Sets `found` to the best of `others` whose number of micro-batches is allowed. If there is none, searches on from
+/// `found`
+/// with its number.
 pub(in crate::dynamic_cp) fn choose(
     problem: &Problem,
     options: &DynamicCpOptions,
@@ -93,7 +96,7 @@ pub(in crate::dynamic_cp) fn choose(
     if let Some(count) = count {
         let bound = if plans.is_empty() { bound::lower_bound(problem, options, count, count) } else { f64::INFINITY };
         let own = searched(problem, options, &[count], found.best.as_slice(), bound)?;
-        // What is found with a number that is asked for is not faster than the free choice.
+        // A plan with the number that is asked for must not beat the free choice.
         let any = plans.is_empty();
         plans.extend(own.into_iter().filter(|own| any || own.price(options) >= fastest));
     }
@@ -102,7 +105,7 @@ pub(in crate::dynamic_cp) fn choose(
     let plans = fastest_first(plans, |plan| plan.price(options));
     let least = plans.first().map_or(0.0, |best| best.price(options));
     for plan in &plans {
-        // Less than the best is rounding.
+        // A time below the best one's is rounding.
         let seconds = plan.seconds.max(least / price(options, plan.num_micro_batches, 1.0));
         note(&mut found.sweep, plan.num_micro_batches, seconds);
     }
@@ -110,16 +113,16 @@ pub(in crate::dynamic_cp) fn choose(
     Ok(())
 }
 
-/// The best plans that were found, one for each number of micro-batches that any was found for; in none of them is a
-/// micro-batch without documents, where there are as many.
+/// The best plan found for each number of micro-batches. No micro-batch is empty if there are as many documents as
+/// micro-batches.
 ///
 /// # Arguments
-/// * `counts` - numbers of micro-batches that they may have.
-/// * `starts` - plans that none of as many micro-batches is slower than.
-/// * `bound` - seconds that no plan is below.
+/// * `counts` - allowed numbers of micro-batches.
+/// * `starts` - plans to begin with; no result is slower than a start with the same number of micro-batches.
+/// * `bound` - a lower bound on the seconds of any plan.
 ///
 /// # Complexity
-/// Amount of search for a number of documents: it depends on nothing else.
+/// Bounded by a fixed amount of search for each number of documents.
 fn searched(
     problem: &Problem,
     options: &DynamicCpOptions,
@@ -132,7 +135,7 @@ fn searched(
     let may_have = |count: usize| counts.contains(&count);
     for start in starts {
         let Some(layout) = Layout::of(&start.draft, &start.order, &parts) else { continue };
-        // Micro-batches without documents go, or get some: a schedule may be faster with as many.
+        // Empty micro-batches are removed, or else filled: a schedule may be faster with as many micro-batches.
         let [fewer, as_many] = [layout.filled(&parts, may_have), layout.filled(&parts, |_| false)];
         for layout in [fewer, as_many].into_iter().flatten().filter(|layout| may_have(layout.count.into())) {
             walks.start_at(&layout)?;
@@ -170,7 +173,7 @@ fn searched(
     Ok(walks.found().map(planned).collect())
 }
 
-/// Sorts by price, fastest first; layouts whose prices differ by rounding only keep their order.
+/// Sorts by price, fastest first; layouts whose prices are equal up to rounding keep their order.
 fn fastest_first<T>(mut all: Vec<T>, price: impl Fn(&T) -> f64) -> Vec<T> {
     let mut sorted = Vec::with_capacity(all.len());
     while !all.is_empty() {

@@ -1,4 +1,4 @@
-//! Time of the step of a layout: a lower bound that is quick to compute, and the exact time.
+//! Time of a layout's step: a lower bound that is quick to compute, and the exact time.
 
 use crate::dynamic_cp::counts::price;
 use crate::dynamic_cp::options::DynamicCpOptions;
@@ -8,31 +8,31 @@ use crate::pipeline::{Kind, Pipeline, Schedule};
 
 use super::layout::{Layout, MOST, Parts, SAME};
 
-/// Most ranks of a stage: one bit for each.
+/// Most ranks of a stage: a set of ranks is one 64-bit number.
 pub(in crate::dynamic_cp) const MOST_RANKS: usize = 64;
 
-/// An op of every rank of a stage.
+/// An op, which all ranks of a stage run.
 #[derive(Clone, Copy)]
 struct Step {
     micro_batch: u16,
     stage: u16,
-    /// Part of its micro-batch's seconds.
+    /// Part of its micro-batch's seconds that it takes.
     part: f64,
-    /// Whether it waits for what another stage sends.
+    /// Whether it waits for the result of another stage.
     waits: bool,
-    /// Nobody waits for the gradient of weights.
+    /// False for weight gradients, for which no stage waits.
     is_waited_for: bool,
 }
 
-/// Ops of a step of `count` micro-batches.
+/// The ops of a step of `count` micro-batches.
 struct Program {
     count: usize,
     steps: Vec<Step>,
-    /// Price by which plans of this number of micro-batches are compared, for each second.
+    /// Price for each second, by which plans with different numbers of micro-batches are compared.
     price: f64,
 }
 
-/// Ranks of one micro-batch that do the same in every one: from one atom on to another.
+/// Neighbouring atoms of one micro-batch that are one group; see [`Clock::lay`] for atoms.
 #[derive(Clone, Copy, Default)]
 struct Span {
     first: u8,
@@ -40,30 +40,32 @@ struct Span {
     seconds: f64,
 }
 
-/// Times layouts. All memory is used again for the next.
+/// Computes times of layouts. All memory is used again for the next layout.
 pub(super) struct Clock<'a> {
     options: &'a DynamicCpOptions,
     programs: Vec<Program>,
-    /// Under 1F1B a step takes, on each rank, the forward of the first micro-batch through all stages but the last, all
-    /// micro-batches on the last, and the backward of the last micro-batch down: what the first and the last of them
-    /// count more, and the hops.
+    /// Under 1F1B each rank runs the forward of the first micro-batch through all stages but the last, all
+    /// micro-batches on the
+    /// last stage, and the backward of the last micro-batch back. `ends` says how much more the first and the last
+    /// micro-batch
+    /// count for this, and `hops` is the latency of the hops.
     ends: [f64; 2],
     hops: f64,
-    /// Seconds of each rank in this layout, and the rank with most.
+    /// Seconds of each rank in this layout, and the rank with the most.
     sums: Vec<f64>,
     pub(super) latest: usize,
-    /// Seconds of all ranks of one stage in this layout.
+    /// Mean seconds of the ranks of one stage in this layout.
     pub(super) mean: f64,
     spans: Vec<Span>,
     offsets: Vec<u32>,
     clocks: Vec<f64>,
     done: Vec<f64>,
-    /// Ops on ranks that were timed, what the search is limited by.
+    /// Number of ops times atoms that were timed; the search is limited by it.
     pub(super) work: usize,
 }
 
 impl<'a> Clock<'a> {
-    /// Work of drawing a layout and of the least that it takes.
+    /// Work that counts for drawing a layout and computing its lower bound.
     pub(super) const LEAST: usize = 64;
 
     pub(super) fn new(options: &'a DynamicCpOptions) -> Self {
@@ -87,7 +89,7 @@ impl<'a> Clock<'a> {
         let mut before = None;
         for (op, stage, waits) in pipeline.program() {
             let part = if op.kind == Kind::Backward { 2.0 * third } else { third };
-            // Behind the last part of the model comes its own backward: one op.
+            // On the last stage the backward follows its own forward directly, so both are one op.
             let turns =
                 op.kind != Kind::Forward && before == Some((op.micro_batch, op.stage)) && op.stage as usize == last;
             before = (op.kind == Kind::Forward).then_some((op.micro_batch, op.stage));
@@ -102,7 +104,7 @@ impl<'a> Clock<'a> {
         Ok(())
     }
 
-    /// The least price that a layout may have. Sets what each rank has to do.
+    /// A lower bound on the price of a layout. Also sets the work of each rank.
     #[inline]
     pub(super) fn least(&mut self, layout: &Layout, parts: &Parts<'_>) -> f64 {
         let &DynamicCpOptions { world_size, num_stages, .. } = self.options;
@@ -145,7 +147,7 @@ impl<'a> Clock<'a> {
         found.unwrap_or(&self.programs[0])
     }
 
-    /// The price of a layout.
+    /// The exact price of a layout.
     pub(super) fn price(&mut self, layout: &Layout, parts: &Parts<'_>) -> f64 {
         let atoms = self.lay(layout, parts);
         let count = usize::from(layout.count);
@@ -167,7 +169,7 @@ impl<'a> Clock<'a> {
                     start = if clock > start { clock } else { start };
                 }
                 if step.waits {
-                    // Of a group all ended together.
+                    // All ranks of a group ended together.
                     let arrival = done[first] + p2p;
                     start = if arrival > start { arrival } else { start };
                 }
@@ -181,7 +183,9 @@ impl<'a> Clock<'a> {
         self.clocks.iter().copied().fold(0.0, f64::max) * price
     }
 
-    /// The spans of a layout, micro-batch by micro-batch; how many atoms there are: ranks that are always together.
+    /// Lists the spans of a layout, micro-batch by micro-batch. Returns the number of atoms: runs of ranks that are in
+    /// the same
+    /// group in every micro-batch.
     fn lay(&mut self, layout: &Layout, parts: &Parts<'_>) -> usize {
         let count = usize::from(layout.count);
         let constant = parts.problem.cost.micro_batch_seconds;
@@ -209,7 +213,7 @@ impl<'a> Clock<'a> {
         let atoms = begins.count_ones() as usize;
         let atom =
             |rank: u32| if rank >= 64 { atoms as u8 } else { (begins & ((1_u64 << rank) - 1)).count_ones() as u8 };
-        // Teams of a micro-batch as a list: the next of each, from the first of the micro-batch on.
+        // The teams of each micro-batch as a linked list, since teams are not sorted by micro-batch.
         let mut next = [u8::MAX; MOST];
         let mut heads = [u8::MAX; 2 * MOST];
         for (at, team) in layout.teams().iter().enumerate() {

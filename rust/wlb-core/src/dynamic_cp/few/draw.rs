@@ -1,10 +1,10 @@
-//! Numbers that look drawn, and are the same on every machine.
+//! Pseudo-random numbers that are the same on every machine.
 
-/// SplitMix64 (Steele, Lea and Flood, 2014): integers only.
+/// SplitMix64 (Steele, Lea and Flood, 2014), which uses only integer operations.
 pub(super) struct Draw(pub(super) u64);
 
 impl Draw {
-    /// 64 bits.
+    /// 64 pseudo-random bits.
     pub(super) fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
@@ -13,17 +13,17 @@ impl Draw {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `many`.
+    /// A number from 0 to `many - 1`.
     pub(super) fn below(&mut self, many: usize) -> usize {
         (((self.bits() >> 32) * many as u64) >> 32) as usize
     }
 
-    /// True once in `many`.
+    /// True with probability 1 / `many`.
     pub(super) fn one_in(&mut self, many: usize) -> bool {
         self.below(many) == 0
     }
 
-    /// A random bit of a set that is not empty.
+    /// The index of a random bit in a set, which must not be empty.
     pub(super) fn of_set(&mut self, mut set: u64) -> usize {
         for _ in 0..self.below(set.count_ones() as usize) {
             set &= set - 1;

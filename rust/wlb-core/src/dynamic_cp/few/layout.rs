@@ -1,4 +1,4 @@
-//! Layouts of few documents: their groups, by micro-batch, in the order in which micro-batches run.
+//! Layouts of few documents: the groups of each micro-batch, with micro-batches in running order.
 
 use crate::dynamic_cp::cost::Load;
 use crate::dynamic_cp::plan::{Draft, DraftGroup};
@@ -6,13 +6,13 @@ use crate::dynamic_cp::problem::Problem;
 
 use super::slots::Slots;
 
-/// Prices that differ by less than this part are the same: what is left is rounding.
+/// Prices whose relative difference is below this are equal up to rounding.
 pub(super) const SAME: f64 = 1e-9;
 
 /// Most documents of a layout.
 pub(in crate::dynamic_cp) const MOST: usize = 16;
 
-/// Documents as bits, by their positions in [`Problem::documents`].
+/// A set of documents, one bit for each index in [`Problem::documents`].
 pub(super) type Set = u32;
 
 /// The documents of a set, costliest first.
@@ -24,33 +24,33 @@ pub(super) fn documents_of(mut set: Set) -> impl Iterator<Item = usize> {
     })
 }
 
-/// A group that has documents.
+/// A group with at least one document.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Team {
     pub(super) documents: Set,
     pub(super) micro_batch: u16,
-    /// Ranks of the group, as an index of [`Slots`].
+    /// Ranks of the group, as an index in [`Slots`].
     pub(super) slot: u16,
     pub(super) seconds: f64,
 }
 
-/// All groups that have documents. The ranks that a micro-batch has beside them are idle, each for itself.
+/// All groups with documents. All other ranks of a micro-batch are idle.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
     teams: [Team; MOST],
     len: u16,
-    /// Micro-batches, also those without documents.
+    /// Number of micro-batches, including empty ones.
     pub(super) count: u16,
 }
 
-/// Facts that all layouts of a problem share.
+/// Data that all layouts of a problem share.
 pub(super) struct Parts<'a> {
     pub(super) problem: &'a Problem,
     pub(super) slots: Slots,
 }
 
 impl Parts<'_> {
-    /// Seconds of documents on ranks, if they fit there.
+    /// Seconds of documents on the ranks of a slot; `None` if they do not fit there.
     #[inline]
     pub(super) fn seconds(&self, documents: Set, slot: u16) -> Option<f64> {
         let all = &self.problem.documents;
@@ -58,7 +58,7 @@ impl Parts<'_> {
         self.seconds_of(&load, slot)
     }
 
-    /// Seconds of a load on the ranks of a slot; `None` if it does not fit.
+    /// Seconds of a load on the ranks of a slot; `None` if it does not fit there.
     #[inline]
     pub(super) fn seconds_of(&self, load: &Load, slot: u16) -> Option<f64> {
         let slot = self.slots.get(slot);
@@ -68,12 +68,12 @@ impl Parts<'_> {
 }
 
 impl Layout {
-    /// A layout of `count` micro-batches without documents.
+    /// A layout of `count` empty micro-batches.
     pub(super) fn empty(count: usize) -> Self {
         Self { teams: [Team::default(); MOST], len: 0, count: count as u16 }
     }
 
-    /// Layout of a draft, with micro-batches in this order. `None` if a group has ranks that are no slot.
+    /// The layout of a draft with its micro-batches in this order. `None` if a group's ranks are no slot.
     pub(super) fn of(draft: &Draft, order: &[usize], parts: &Parts<'_>) -> Option<Self> {
         let mut layout = Self::empty(order.len());
         for (place, &j) in order.iter().enumerate() {
@@ -91,7 +91,7 @@ impl Layout {
         Some(layout)
     }
 
-    /// Draft of this layout: idle ranks are in groups of one rank.
+    /// The draft of this layout; each idle rank is a group of its own.
     pub(super) fn draft(&self, parts: &Parts<'_>) -> Draft {
         let mut draft = Draft { offsets: vec![0], ..Draft::default() };
         let constant = parts.problem.cost.micro_batch_seconds;
@@ -113,13 +113,13 @@ impl Layout {
         draft
     }
 
-    /// The groups that have documents.
+    /// The groups with documents.
     #[inline]
     pub(super) fn teams(&self) -> &[Team] {
         &self.teams[..usize::from(self.len)]
     }
 
-    /// The groups, to be changed.
+    /// The groups with documents, mutable.
     #[inline]
     pub(super) fn teams_mut(&mut self) -> &mut [Team] {
         &mut self.teams[..usize::from(self.len)]
@@ -137,25 +137,25 @@ impl Layout {
         of.fold(0, |all, team| all | team.documents)
     }
 
-    /// The team of a document.
+    /// The index of the team with this document.
     #[inline]
     pub(super) fn team_of(&self, document: usize) -> usize {
         self.teams().iter().position(|team| team.documents >> document & 1 == 1).unwrap_or(0)
     }
 
-    /// Ranks of a micro-batch that have documents, but for those of two teams.
+    /// Ranks of a micro-batch that have documents, without those of the two teams in `but`.
     pub(super) fn taken(&self, parts: &Parts<'_>, micro_batch: u16, but: [usize; 2]) -> u64 {
         let teams = self.teams().iter().enumerate();
         let of = teams.filter(|&(at, team)| team.micro_batch == micro_batch && !but.contains(&at));
         of.fold(0, |all, (_, team)| all | parts.slots.get(team.slot).ranks)
     }
 
-    /// Whether a micro-batch is without documents.
+    /// Whether a micro-batch has no documents.
     pub(super) fn is_empty(&self, micro_batch: u16) -> bool {
         self.teams().iter().all(|team| team.micro_batch != micro_batch)
     }
 
-    /// Adds a group.
+    /// Adds a group; `None` if the documents do not fit.
     pub(super) fn add(&mut self, parts: &Parts<'_>, micro_batch: usize, slot: u16, documents: Set) -> Option<()> {
         let seconds = parts.seconds(documents, slot)?;
         *self.teams.get_mut(usize::from(self.len))? =
@@ -164,7 +164,7 @@ impl Layout {
         Some(())
     }
 
-    /// Gives a team these documents, and these ranks. `None` if they do not fit. One that has none is still there:
+    /// Gives a team these documents and ranks; `None` if they do not fit. A team without documents stays until
     /// [`Self::drop_empty`].
     pub(super) fn put(&mut self, parts: &Parts<'_>, at: usize, slot: u16, documents: Set) -> Option<()> {
         let seconds = parts.seconds(documents, slot)?;
@@ -173,7 +173,7 @@ impl Layout {
         Some(())
     }
 
-    /// Takes out a team that has no documents any more, if it has none.
+    /// Removes this team if it has no documents.
     pub(super) fn drop_empty(&mut self, at: usize) {
         if self.teams[at].documents == 0 {
             self.len -= 1;
@@ -181,7 +181,7 @@ impl Layout {
         }
     }
 
-    /// Takes all documents out of a micro-batch.
+    /// Removes all documents from a micro-batch.
     pub(super) fn clear(&mut self, micro_batch: usize) {
         let mut len = 0;
         for at in 0..usize::from(self.len) {
@@ -193,7 +193,7 @@ impl Layout {
         self.len = len as u16;
     }
 
-    /// Makes room for a micro-batch before the one at `place`.
+    /// Inserts an empty micro-batch at `place`.
     pub(super) fn open(&mut self, place: usize) {
         self.count += 1;
         for team in self.teams_mut().iter_mut().filter(|team| usize::from(team.micro_batch) >= place) {
@@ -201,7 +201,7 @@ impl Layout {
         }
     }
 
-    /// Removes a micro-batch that is without documents.
+    /// Removes an empty micro-batch.
     pub(super) fn close(&mut self, place: u16) {
         self.count -= 1;
         for team in self.teams_mut().iter_mut().filter(|team| team.micro_batch > place) {
@@ -210,7 +210,8 @@ impl Layout {
     }
 
     /// This layout without empty micro-batches, unless there are more micro-batches than documents. An empty one is
-    /// removed, or gets the cheapest document that is not alone in its own.
+    /// removed, or
+    /// gets the cheapest document that shares its micro-batch with others.
     pub(super) fn filled(mut self, parts: &Parts<'_>, may_have: impl Fn(usize) -> bool) -> Option<Self> {
         let documents = parts.problem.documents.len();
         while usize::from(self.count) <= documents

@@ -1,22 +1,27 @@
-//! Few documents, everything at once: where each is, which groups there are, how many micro-batches and in which order.
+//! Search for few documents over all choices at once: places of documents, groups, number and order of micro-batches.
 //!
-//! The other ways decide one of these after the other, by an estimate. Of few documents a part of a second is much of
-//! a step, and each decision shows. So a walk (`anneal`) changes all of them, a little at a time, by the time of the
-//! step alone: from the plans that the other ways find, and from the documents dealt out anew. Most neighbours of a
-//! layout take longer on one rank alone than is allowed (`clock`), which is known before they are timed.
+//! The other ways of planning make these choices one after the other, by an estimate. With few documents, every choice
+//! is a
+//! noticeable part of a step. So a random walk (`anneal`) changes all of them in small moves, and judges only the exact
+//! time
+//! of the step. It begins with the plans of the other ways, and with documents dealt out anew. Most neighbours of a
+//! layout
+//! are rejected by a quick lower bound (`clock`) without being timed.
 //!
-//! What is found depends on the documents and the machine, not on the number of micro-batches that is asked for: the
-//! best of each number is kept, and the best of all is the free choice. So none is faster where it is forced.
+//! The result depends on the documents and the machine, but not on the number of micro-batches that is asked for: the
+//! best
+//! plan of each number is kept, and the best of all is the free choice. So no forced number is faster than the free
+//! choice.
 //!
-//! | part | what |
+//! | part | contents |
 //! | --- | --- |
 //! | `slots` | ranks that a group may have |
 //! | `layout` | groups with documents, in micro-batches |
-//! | `clock` | how long a layout takes, and at least |
-//! | `draw` | numbers that look drawn |
-//! | `moves` | what is one step away from a layout |
+//! | `clock` | exact time of a layout, and a lower bound |
+//! | `draw` | pseudo-random numbers |
+//! | `moves` | neighbours of a layout |
 //! | `anneal` | walks, and the best layouts on them |
-//! | `choose` | where walks begin, how much work they are, and which plan is taken |
+//! | `choose` | starts of walks, their amount of work, and the choice of the plan |
 
 mod anneal;
 mod choose;

@@ -7,13 +7,13 @@ use crate::dynamic_cp::problem::{Problem, at_most};
 use super::draw::Draw;
 use super::layout::{Layout, MOST, Parts, SAME, Set, documents_of};
 
-/// One in `LATEST` moved documents is drawn from all documents, the others from the rank with most work.
+/// One of this many moved documents is drawn from all documents, the others from the rank with the most work.
 const LATEST: usize = 5;
-/// Divisions of all ranks that are drawn for the documents of a micro-batch until they fit.
+/// Number of random divisions of all ranks that are tried for the documents of a micro-batch until they fit.
 const DEALS: usize = 8;
 const NOBODY: [usize; 2] = [MOST; 2];
 
-/// The ways to a neighbour; what stands there more often is drawn more often.
+/// The kinds of moves; a kind that is listed more often is drawn more often.
 const MOVES: [Move; 36] = {
     use Move::{
         Apart, Beside, Block, Cut, Joined, Mixed, Moved, Order, Own, Placed, Relaid, Resized, Shared, Split, Swapped,
@@ -27,45 +27,45 @@ const MOVES: [Move; 36] = {
 
 #[derive(Clone, Copy)]
 enum Move {
-    /// A document to another group.
+    /// A document goes to another group.
     Moved,
-    /// Two documents that change places.
+    /// Two documents change places.
     Swapped,
-    /// A document to ranks that are idle.
+    /// A document goes to idle ranks.
     Placed,
-    /// A micro-batch in other groups.
+    /// The documents of a micro-batch get new groups.
     Relaid,
-    /// A document to another micro-batch in other groups.
+    /// A document goes to another micro-batch, whose documents get new groups.
     Mixed,
-    /// A micro-batch to another place, or two that change places.
+    /// A micro-batch goes to another place, or two change places.
     Order,
-    /// A group on other ranks, next to its own.
+    /// A group gets other ranks that touch or overlap its own.
     Resized,
-    /// The ranks of two groups side by side, divided anew.
+    /// The ranks of two neighbouring groups are divided anew.
     Shared,
-    /// The documents of two micro-batches, divided anew.
+    /// The documents of two micro-batches are divided anew.
     Apart,
-    /// A micro-batch in two, or two in one.
+    /// A micro-batch is divided into two, or two are joined.
     Split,
-    /// A document to a micro-batch of its own.
+    /// A document gets a micro-batch of its own.
     Own,
-    /// Exchanges equally many ranks of two micro-batches, or of one, with their documents.
+    /// Two micro-batches exchange equally many ranks with their documents, or one reverses some of its ranks.
     Block,
-    /// A document to a part of a group's ranks.
+    /// A document gets a part of a group's ranks for itself.
     Beside,
-    /// A group in two.
+    /// A group is divided into two.
     Cut,
-    /// Two groups side by side in one.
+    /// Two neighbouring groups are joined.
     Joined,
 }
 
-/// Draws neighbours.
+/// Draws neighbours of a layout.
 pub(super) struct Neighbours<'a> {
     parts: &'a Parts<'a>,
     pub(super) draw: Draw,
-    /// The documents of the rank that has most to do.
+    /// The documents of the rank with the most work.
     pub(super) latest: Set,
-    /// Whether this number of micro-batches is allowed.
+    /// For each number of micro-batches, whether it is allowed.
     allowed: Vec<bool>,
 }
 
@@ -74,7 +74,7 @@ impl<'a> Neighbours<'a> {
         Self { parts, draw: Draw(0), latest: 0, allowed: Vec::new() }
     }
 
-    /// Allows these numbers of micro-batches.
+    /// Allows exactly these numbers of micro-batches.
     pub(super) fn allow(&mut self, counts: &[usize]) {
         self.allowed.clear();
         self.allowed.resize(counts.iter().fold(0, |most, &count| most.max(count + 1)), false);
@@ -89,7 +89,7 @@ impl<'a> Neighbours<'a> {
         self.parts.problem.documents.len()
     }
 
-    /// Makes `next`, which is the same as `from`, a neighbour of it. `None` if what was drawn is none.
+    /// Turns `next`, a copy of `from`, into a random neighbour of `from`. `None` if the drawn move is impossible.
     #[inline]
     pub(super) fn step(&mut self, from: &Layout, next: &mut Layout) -> Option<()> {
         let count = usize::from(from.count);
@@ -276,7 +276,7 @@ impl<'a> Neighbours<'a> {
         }
     }
 
-    /// A document, mostly of the rank that has most to do.
+    /// A random document, usually one of the rank with the most work.
     fn document(&mut self) -> usize {
         if self.latest != 0 && !self.draw.one_in(LATEST) {
             return self.draw.of_set(self.latest.into());
@@ -284,7 +284,7 @@ impl<'a> Neighbours<'a> {
         self.draw.below(self.documents())
     }
 
-    /// A document leaves its team, which may leave its micro-batch empty.
+    /// Removes a document from its team, which may leave its micro-batch empty.
     fn leave(&self, next: &mut Layout, left: usize, document: usize) -> Option<()> {
         let team = next.teams()[left];
         next.put(self.parts, left, team.slot, team.documents & !(1 << document))?;
@@ -292,7 +292,7 @@ impl<'a> Neighbours<'a> {
         self.close(next, team.micro_batch)
     }
 
-    /// A micro-batch without documents goes. `None` if it has to stay, but may not be without.
+    /// Removes an empty micro-batch. `None` if the number of micro-batches may not shrink but none may be empty.
     fn close(&self, next: &mut Layout, micro_batch: u16) -> Option<()> {
         let count = usize::from(next.count);
         if count > self.documents() || !next.is_empty(micro_batch) {
@@ -305,13 +305,13 @@ impl<'a> Neighbours<'a> {
         Some(())
     }
 
-    /// Some documents of a set, not all.
+    /// A random part of a set of documents, neither empty nor all.
     fn part(&mut self, all: Set) -> Option<Set> {
         let part = all & self.draw.bits() as Set;
         (part != 0 && part != all).then_some(part)
     }
 
-    /// The ranks of a slot in two, in any order.
+    /// Two slots that together have the ranks of a slot, in random order.
     fn halves(&mut self, slot: u16) -> Option<(u16, u16)> {
         let slot = *self.parts.slots.get(slot);
         if slot.size == 1 {
@@ -330,7 +330,7 @@ impl<'a> Neighbours<'a> {
         }
     }
 
-    /// Two teams of a micro-batch, one behind the other, none between them.
+    /// Two teams of a micro-batch without another team between them.
     fn beside(&mut self, from: &Layout) -> Option<(usize, usize)> {
         let a = self.draw.below(from.teams().len());
         let (end, j) = (self.parts.slots.get(from.teams()[a].slot).end(), from.teams()[a].micro_batch);
@@ -339,7 +339,7 @@ impl<'a> Neighbours<'a> {
         Some((a, behind.min_by_key(|&at| first(at))?))
     }
 
-    /// Divides the ranks of two teams side by side, and those between them, anew.
+    /// Divides the ranks of two neighbouring teams, and those between them, anew.
     fn share(&mut self, from: &Layout, next: &mut Layout) -> Option<()> {
         let (a, b) = self.beside(from)?;
         let slots = &self.parts.slots;
@@ -360,7 +360,8 @@ impl<'a> Neighbours<'a> {
         next.put(self.parts, b, right, second.documents)
     }
 
-    /// Two micro-batches exchange what is on as many ranks of each, or one has what is on them the other way round.
+    /// Two micro-batches exchange the contents of equally many ranks, or one micro-batch reverses the contents of some
+    /// ranks.
     fn exchange(&mut self, from: &Layout, next: &mut Layout) -> Option<()> {
         let count = usize::from(from.count);
         let slots = &self.parts.slots;
@@ -399,13 +400,14 @@ impl<'a> Neighbours<'a> {
         if !moved {
             return None;
         }
-        // None of both is left without documents.
+        // Neither of the two may become empty.
         let few = count <= self.documents();
         (!few || (!next.is_empty(i) && !next.is_empty(j))).then_some(())
     }
 
-    /// Gives a micro-batch these documents, in groups of sizes drawn at random, costliest first, each where it is done
-    /// first. `None` if one fits in none of them.
+    /// Gives a micro-batch these documents: groups of random sizes, documents costliest first, each where it finishes
+    /// first.
+    /// `None` if a document fits in none of the groups.
     fn lay_out(&mut self, next: &mut Layout, micro_batch: usize, documents: Set) -> Option<()> {
         let parts = self.parts;
         let &Problem { world_size, largest_group, .. } = parts.problem;
@@ -413,7 +415,7 @@ impl<'a> Neighbours<'a> {
         let many = documents.count_ones() as usize;
         let mut groups = [(0_u16, Set::default(), Load::default(), 0.0_f64); MOST];
         let mut len = 0;
-        // One more than there are documents: a document alone need not have all ranks.
+        // One piece more than documents: a single document need not have all ranks.
         let pieces = 1 + self.draw.below((many + 1).min(world_size));
         let mut first = 0;
         while first < world_size && len < MOST {
@@ -452,9 +454,9 @@ impl<'a> Neighbours<'a> {
         Some(())
     }
 
-    /// Documents in so many micro-batches: one for each, then to the one with the least work; costliest first, or in an
-    /// order drawn at random.
-    /// `None` if no groups were found that they fit in.
+    /// Deals the documents to `count` micro-batches: one for each, then to the one with the least work, costliest first
+    /// or in
+    /// random order. `None` if no groups were found in which they fit.
     pub(super) fn dealt(&mut self, count: usize) -> Option<Layout> {
         let mut dealt: Vec<(f64, Set)> = vec![(0.0, 0); count];
         let documents = &self.parts.problem.documents;

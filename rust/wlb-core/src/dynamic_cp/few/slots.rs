@@ -3,17 +3,17 @@
 use crate::dynamic_cp::options::GroupSizes;
 use crate::dynamic_cp::problem::Problem;
 
-/// Neighbouring ranks, as many as a group may have, from a rank on where it may begin.
+/// Neighbouring ranks that may be a group: an allowed size at an allowed first rank.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slot {
     pub(super) first: u32,
     pub(super) size: u32,
-    /// A bit for each of its ranks.
+    /// One bit for each of its ranks.
     pub(super) ranks: u64,
 }
 
 impl Slot {
-    /// One past its last rank.
+    /// End of its ranks (one past the last).
     pub(super) fn end(&self) -> u32 {
         self.first + self.size
     }
@@ -22,7 +22,7 @@ impl Slot {
 /// All slots of a world of at most 64 ranks.
 pub(super) struct Slots {
     all: Vec<Slot>,
-    /// The slot from `first` on of `size` ranks is `ids[first * (world_size + 1) + size]`, if there is one.
+    /// `ids[first * (world_size + 1) + size]` is the slot of `size` ranks that begins at `first`, if there is one.
     ids: Vec<Option<u16>>,
     world_size: usize,
 }
@@ -56,7 +56,7 @@ impl Slots {
         &self.all[usize::from(id)]
     }
 
-    /// The slot from one rank on up to another, if there is one.
+    /// The slot of the ranks `first..end`, if there is one.
     #[inline]
     pub(super) fn between(&self, first: u32, end: u32) -> Option<u16> {
         let size = end.checked_sub(first)? as usize;

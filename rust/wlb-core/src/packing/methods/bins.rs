@@ -9,16 +9,17 @@ use super::counts::Counts;
 pub(crate) struct Bins {
     pub(crate) placement: Placement,
     max_tokens: i64,
-    /// Number of documents in each bin, if it is limited.
+    /// Number of documents in each micro-batch, if it is limited.
     pub(crate) counts: Option<Counts>,
     by_cost: Ladder,
-    /// Built at the first document that does not fit where the cost is least: most batches never need it. By sizes,
-    /// where the number of documents is limited.
+    /// Micro-batches by tokens, or by sizes if the number of documents is limited. Built at the first document that
+    /// does not
+    /// fit where the cost is least: most batches never need it.
     by_tokens: Option<Ladder>,
 }
 
 impl Bins {
-    /// Goes on from micro-batches that may already hold documents.
+    /// Bins that may already hold documents.
     pub(crate) fn resume(placement: Placement, max_tokens: i32) -> Self {
         Self::limited(placement, i64::from(max_tokens), None)
     }
@@ -47,8 +48,9 @@ impl Bins {
 
     /// Puts a document where the tokens are fewest; else leaves it over.
     ///
-    /// Documents that all find room in this way find it too when some of them are taken away (no micro-batch gets
-    /// longer then); that does not hold of [`Bins::place`].
+    /// If a list of documents fits in this way, any part of the list fits too, since no micro-batch gets longer. That
+    /// is not
+    /// true of [`Bins::place`].
     pub(crate) fn place_by_tokens(&mut self, index: usize, length: i32, cost: f64) {
         let micro_batch = self.fewest_tokens();
         if self.has_room(micro_batch, length) {

@@ -1,9 +1,12 @@
 //! Algorithm 1 for documents whose costs are given, in one column or several.
 //!
-//! A step takes the sum over columns of the heaviest micro-batch in that column. A document is *led* by the column in
-//! which it is the greatest part of a mean micro-batch. Documents go by that part, greatest first, each to the
-//! micro-batch with the least cost in the leading column: it is there that it does the most harm. Many documents led by
-//! each column level them all. With one column that is Algorithm 1, by cost instead of by length.
+//! A step takes the sum over columns of the heaviest micro-batch in each column. The *leading* column of a document is
+//! the
+//! one in which its cost is the greatest part of a mean micro-batch. Documents are placed by that part, greatest first,
+//! each
+//! in the micro-batch with the least cost in the leading column, where the document does the most harm. If many
+//! documents
+//! lead in each column, all columns become level. With one column this is Algorithm 1, by cost instead of by length.
 
 use std::borrow::Cow;
 
@@ -25,47 +28,49 @@ pub(crate) struct Priced<'a> {
     pub(crate) costs: &'a DocumentCosts,
     pub(crate) num_micro_batches: usize,
     pub(crate) max_tokens: i32,
-    /// Most documents of a micro-batch; only with costs in one column.
+    /// Most documents of a micro-batch; only for costs in one column.
     pub(crate) max_documents: Option<usize>,
     /// The cost model, if the costs come from one.
     pub(crate) cost_model: Option<&'a CostModel>,
 }
 
-/// Documents put into micro-batches, and what these have in each column.
+/// Documents placed in micro-batches, and each micro-batch's cost in each column.
 #[derive(Clone)]
 pub(crate) struct Placed {
-    /// Costs are those of all columns that take time, together.
+    /// Its costs are sums over all columns that take time.
     pub(crate) placement: Placement,
-    /// Row by row.
+    /// Costs of the micro-batches, row by row.
     pub(crate) loads: Vec<f64>,
 }
 
 impl From<Placement> for Placed {
-    /// With costs in one column.
+    /// A placement with costs in one column.
     fn from(placement: Placement) -> Self {
         Self { loads: placement.costs.clone(), placement }
     }
 }
 
 impl Priced<'_> {
-    /// Cost of a micro-batch without documents; in the first column that takes time.
+    /// Cost of a micro-batch without documents; it counts in the first column that takes time.
     pub(crate) fn empty_cost(&self) -> f64 {
         self.cost_model.map_or(0.0, CostModel::micro_batch)
     }
 
-    /// Algorithm 1. Where documents are left over, the same from the document on that takes most of what is limited
-    /// (tokens, memory): whichever leaves fewer over, then the shorter step.
+    /// Algorithm 1. If documents are left over, it runs a second time with the documents first that take most of a
+    /// limit (tokens
+    /// or memory). The plan that leaves fewer over wins, then the plan with the shorter step.
     ///
     /// # Complexity
-    /// O(n) for the sort, and a few steps for each document and column; O(n N) at worst, and where memory is limited.
+    /// O(n) for the sort, and a few steps for each document and column; O(n N) in the worst case and if memory is
+    /// limited.
     pub(crate) fn place(&self) -> Placed {
         self.place_after(&[])
     }
 
-    /// Places the `urgent` documents first, as they are listed, and then the others.
+    /// Places the `urgent` documents first, in the order of the list, and then the others.
     pub(crate) fn place_after(&self, urgent: &[usize]) -> Placed {
         let (leading, parts) = self.parts();
-        // Where nothing is urgent the order needs no filter: a good part of the time of a document.
+        // Without urgent documents the order needs no filter, which saves much of the time of a document.
         let placed = match urgent {
             [] => self.place_in_order(costliest_first(&parts), &leading),
             _ => self.place_in_order(costliest_after(urgent, &parts), &leading),
@@ -84,9 +89,11 @@ impl Priced<'_> {
         costliest_after(urgent, &self.parts().1).collect()
     }
 
-    /// Each document, in the order given, to the micro-batch with the least cost in its leading column. If it does not
-    /// fit there: where the tokens are fewest, or, where memory is limited, to the first in order of that cost that has
-    /// room. Else it is left over.
+    /// Puts each document, in the order given, in the micro-batch with the least cost in its leading column. If the
+    /// document
+    /// does not fit there, it goes where the tokens are fewest; if memory is limited, to the first with room in
+    /// ascending order
+    /// of that cost. Else it is left over.
     pub(crate) fn place_in_order(&self, order: impl Iterator<Item = usize>, leading: &[u8]) -> Placed {
         match self.costs.columns() {
             1 => {
@@ -94,7 +101,7 @@ impl Priced<'_> {
                 order.for_each(|index| bins.place(index, self.lengths[index], self.costs.values()[index]));
                 bins.placement.into()
             }
-            // The same code, compiled for the number that is the rule: its loops over columns are none.
+            // Compiled for two columns, the usual number, so that loops over columns are unrolled.
             2 => self.place_by_leading(order, leading, 2),
             columns => self.place_by_leading(order, leading, columns),
         }
@@ -105,8 +112,9 @@ impl Priced<'_> {
     fn place_by_leading(&self, order: impl Iterator<Item = usize>, leading: &[u8], columns: usize) -> Placed {
         let values = self.costs.values();
         let mut placed = self.nothing();
-        // A document changes all columns of a micro-batch, and where it stands in the others is looked up only when it
-        // comes first there.
+        // A document changes all columns of a micro-batch. Only its leading column's ladder is updated at once; the
+        // others are
+        // when the micro-batch comes first there.
         let mut by_load: Vec<Ladder> =
             (0..columns).map(|column| Ladder::new(by_column(&placed.loads, columns, column))).collect();
         let mut by_tokens: Option<Ladder> = None;
@@ -139,12 +147,12 @@ impl Priced<'_> {
         placed
     }
 
-    /// Micro-batches without documents, for costs in one column.
+    /// Empty micro-batches, for costs in one column.
     pub(crate) fn bins(&self) -> Bins {
         Bins::limited(self.nothing().placement, i64::from(self.max_tokens), self.max_documents)
     }
 
-    /// Micro-batches without documents.
+    /// Empty micro-batches.
     pub(crate) fn nothing(&self) -> Placed {
         let placement = Placement::new(self.lengths.len(), self.num_micro_batches, self.empty_cost());
         let columns = self.costs.columns();
@@ -191,7 +199,7 @@ impl Priced<'_> {
             .all(|(limit, (load, cost))| load + cost <= *limit)
     }
 
-    /// Whether no micro-batch has more memory than its limit.
+    /// Whether every micro-batch keeps the memory limits.
     pub(crate) fn keeps_limits(&self, loads: &[f64]) -> bool {
         let mut limits = self.costs.limits().iter().cycle();
         loads.iter().all(|load| limits.next().copied().flatten().is_none_or(|limit| *load <= limit))
@@ -202,8 +210,9 @@ impl Priced<'_> {
         (0..self.costs.columns()).filter(|&column| self.costs.limits()[column].is_none())
     }
 
-    /// Factors that turn a cost into a part of its column: one over the column's sum, 0 for a column of zeros, minus
-    /// infinity for memory.
+    /// Factor of each column that turns a cost into a part of the column: one over the column's sum, 0 for a column of
+    /// zeros,
+    /// minus infinity for memory.
     pub(crate) fn scale(&self) -> Vec<f64> {
         let limits = self.costs.limits().iter();
         let scale = self.costs.sums().iter().zip(limits).map(|(&sum, limit)| match limit {
@@ -214,7 +223,7 @@ impl Priced<'_> {
         scale.collect()
     }
 
-    /// Leading column of each document, and the part that orders it. With one column the costs are the parts.
+    /// Leading column of each document, and the part that orders the documents. With one column the part is the cost.
     fn parts(&self) -> (Vec<u8>, Cow<'_, [f64]>) {
         if self.costs.columns() == 1 {
             return (Vec::new(), Cow::Borrowed(self.costs.values()));
@@ -223,7 +232,7 @@ impl Priced<'_> {
         (leading, Cow::Owned(parts))
     }
 
-    /// Leading column of each document, in which it is the largest part, the first of equals; and that part.
+    /// Leading column of each document (the first if several are equal), and the document's part there.
     pub(crate) fn leading(&self) -> (Vec<u8>, Vec<f64>) {
         match self.costs.columns() {
             2 => self.leading_of(2),
@@ -235,7 +244,7 @@ impl Priced<'_> {
     fn leading_of(&self, columns: usize) -> (Vec<u8>, Vec<f64>) {
         let scale = self.scale();
         let greatest = |row: &[f64]| {
-            // Memory leads nothing: its scale is none.
+            // Memory never leads: its scale is minus infinity.
             let mut greatest = (0, -1.0);
             for (column, (cost, scale)) in row.iter().zip(&scale).enumerate() {
                 let part = cost * scale;
@@ -246,7 +255,7 @@ impl Priced<'_> {
         self.costs.values().chunks_exact(columns).map(greatest).unzip()
     }
 
-    /// The greatest part that a document takes of what a micro-batch may have.
+    /// The greatest share of a limit (tokens or memory) that a document takes.
     fn bulk(&self, index: usize) -> f64 {
         let tokens = f64::from(self.lengths[index]) / f64::from(self.max_tokens);
         let memory = self.costs.row(index).iter().zip(self.costs.limits());
@@ -259,11 +268,11 @@ impl Priced<'_> {
         self.timed().map(|column| by_column(loads, columns, column).fold(0.0, f64::max)).sum()
     }
 
-    /// The packing of what was placed.
+    /// The packing of the placed documents.
     pub(crate) fn packing(&self, placed: Placed, method: Option<Method>, piece: impl Fn(usize) -> Piece) -> Packing {
         let Placed { placement, loads } = placed;
         let columns = self.costs.columns();
-        // In a stream some documents wait, which are not left over.
+        // In a stream, documents with -1 may be waiting instead of left over.
         let mut largest = if !placement.assignment.contains(&-1) {
             self.costs.largest().to_vec()
         } else {
@@ -284,7 +293,7 @@ impl Priced<'_> {
         Packing { columns, certificate, ..packing }
     }
 
-    /// Costs of a packing's pieces, in its order.
+    /// Costs of a packing's pieces, in the order of the packing.
     fn rows_of(&self, packing: &Packing) -> Vec<f64> {
         let columns = self.costs.columns();
         let (mut cursors, mut found) = (packing.offsets.clone(), vec![0.0; packing.pieces.len() * columns]);
@@ -304,7 +313,7 @@ pub(crate) fn by_column(loads: &[f64], columns: usize, column: usize) -> impl Ex
     loads.iter().skip(column).step_by(columns).copied()
 }
 
-/// The `urgent` documents as they are listed, then all others from the greatest weight to the least.
+/// The `urgent` documents in the order of the list, then all others from the greatest weight to the least.
 fn costliest_after<'a>(urgent: &'a [usize], weights: &[f64]) -> impl Iterator<Item = usize> + use<'a> {
     let mut is_urgent = vec![false; weights.len()];
     urgent.iter().for_each(|&index| is_urgent[index] = true);

@@ -1,4 +1,4 @@
-//! Plans of several columns made better: documents spread by all columns at once, and exchanged between micro-batches.
+//! Improves plans of several columns: documents are spread by all columns at once, and exchanged between micro-batches.
 
 use crate::costliest_first::costliest_first;
 use crate::longest_first::longest_first;
@@ -11,24 +11,26 @@ use super::refined::refine;
 struct Effort {
     /// Exchanges end once the step is this close to its lower bound.
     close: f64,
-    /// Partners of the heaviest micro-batch that are looked at, from the lightest on.
+    /// Number of partners of the heaviest micro-batch that are looked at, from the lightest on.
     partners: usize,
     /// Most exchanges that are looked at.
     looks: usize,
 }
 
-/// Effort for Algorithm 1: about a tenth of a millisecond; most plans are close already.
+/// Effort for Algorithm 1: about a tenth of a millisecond; most plans are close to the bound already.
 const LITTLE: Effort = Effort { close: 1.01, partners: 1, looks: 1 << 15 };
 /// Effort for `refined`: about half a millisecond.
 const MUCH: Effort = Effort { close: 1.0001, partners: 4, looks: 1 << 17 };
-/// Documents, times micro-batches, up to which a plan that is not close is made by [`Priced::spread`] too.
+/// Largest product of documents and micro-batches for which [`Priced::spread`] is tried, if a plan is far from its
+/// bound.
 const SPREAD: usize = 1 << 17;
 
 impl Priced<'_> {
-    /// [`Priced::level`], made better. Where one column never falls with the length, as with a cost model, as
-    /// [`refine`] does it: then lengths tell what costs more, and searches are shorter.
+    /// Improves a plan with much effort. With one column in which longer documents never cost less, as with a cost
+    /// model,
+    /// [`refine`] does it: its searches are shorter.
     ///
-    /// What is neither placed nor left over stays where it is.
+    /// A document that is neither placed nor left over keeps its place.
     pub(crate) fn refine_from(&self, start: Placed) -> Placed {
         let by_length = longest_first(self.lengths).map(|(_, index)| self.costs.values()[index]);
         if self.costs.columns() == 1 && by_length.is_sorted_by(|a, b| a >= b) {
@@ -40,12 +42,14 @@ impl Priced<'_> {
 
     /// A plan no worse than `start`: as many documents are placed, and the step is not longer.
     ///
-    /// With one column that is `start`. With several, Algorithm 1 looks at one of them at a time, and where documents
-    /// are large beside a micro-batch the others end uneven. There all documents are placed anew by [`Priced::spread`],
-    /// and of the better plan some are exchanged.
+    /// With one column this is `start`. With several, Algorithm 1 looks at one column at a time, and if documents are
+    /// large
+    /// beside a micro-batch, the other columns become uneven. In that case [`Priced::spread`] makes a second plan, and
+    /// documents
+    /// of the better plan are exchanged.
     ///
     /// # Complexity
-    /// O(N) where the step is close to the mean micro-batch; else O(n), and a bounded number of steps more.
+    /// O(N) if the step is close to the mean micro-batch; else O(n), and a bounded number of steps more.
     pub(crate) fn level(&self, start: Placed) -> Placed {
         let columns = self.costs.columns();
         let mean =
@@ -62,13 +66,14 @@ impl Priced<'_> {
         self.exchange(better.unwrap_or(start), &LITTLE)
     }
 
-    /// Documents by the greatest part that they are of a column, greatest first, each where it fits and the greatest
-    /// part that the micro-batch then has of a column is least. `None` where one fits nowhere.
+    /// Places documents by the greatest part that they are of any column, greatest first. Each goes where it fits and
+    /// where the
+    /// micro-batch's greatest part of any column stays least. `None` if a document fits nowhere.
     ///
     /// # Complexity
     /// O(n N columns).
     fn spread(&self) -> Option<Placed> {
-        // Memory has no part.
+        // Memory is no part.
         let scale: Vec<f64> = self.scale().into_iter().map(|scale| scale.max(0.0)).collect();
         let mut placed = self.nothing();
         for index in costliest_first(&self.leading().1) {
@@ -88,7 +93,7 @@ impl Priced<'_> {
         Some(placed)
     }
 
-    /// Least that the heaviest micro-batch of each column can have, whatever else is done with what is placed.
+    /// For each column, a lower bound on its heaviest micro-batch with the documents that are placed.
     fn bounds(&self, placed: &Placed) -> Vec<f64> {
         let columns = self.costs.columns();
         let mean = |k: usize| by_column(&placed.loads, columns, k).sum::<f64>() / self.num_micro_batches as f64;
@@ -104,13 +109,16 @@ impl Priced<'_> {
 
     /// A plan no worse than `start`: the same documents are placed, and the step is not longer.
     ///
-    /// The heaviest micro-batch of a column gives one document for at most one to one of its lightest partners in that
-    /// column: of all these exchanges, the one after which the step is shortest, the first of several. Columns are
-    /// tried from the one on that lacks most to its own bound. This ends where no column has an exchange that makes the
-    /// step shorter, or as the effort says.
+    /// The heaviest micro-batch of a column gives one document to one of its lightest partners in that column, for one
+    /// document
+    /// or none. Of all these exchanges the one with the shortest step is made, the first if several are equal. The
+    /// column
+    /// farthest from its own bound is tried first. The search ends if no column has an exchange that shortens the step,
+    /// or if
+    /// the effort is used up.
     ///
     /// # Complexity
-    /// O(n + N columns) an exchange, and [`Effort::looks`] in all.
+    /// O(n + N columns) for each exchange made, and at most [`Effort::looks`] exchanges looked at.
     fn exchange(&self, start: Placed, effort: &Effort) -> Placed {
         let mut search = ColumnExchangeSearch::new(self, &start, effort);
         let mut improved = false;
@@ -121,7 +129,7 @@ impl Priced<'_> {
         if !improved {
             return start;
         }
-        // Summed anew: rounding may have gathered.
+        // Summed anew, since rounding errors may have added up.
         let found = search.into_placed(&start.placement);
         let better = self.step_cost(&found.loads) <= self.step_cost(&start.loads) && self.keeps_limits(&found.loads);
         if better { found } else { start }
@@ -138,7 +146,7 @@ struct Exchange {
 struct ColumnExchangeSearch<'a, 'b> {
     priced: &'a Priced<'b>,
     columns: usize,
-    /// Documents of each micro-batch, ascending.
+    /// Documents of each micro-batch, in ascending order.
     contents: Vec<Vec<usize>>,
     tokens: Vec<i64>,
     loads: Vec<f64>,
@@ -188,7 +196,7 @@ impl<'a, 'b> ColumnExchangeSearch<'a, 'b> {
         let heavy = by_load.iter().copied().find(|&j| self.load(j, column) == most)?;
         let (mut best, mut least) = (None, step);
         for &partner in by_load.iter().filter(|&&j| j != heavy).take(self.effort.partners) {
-            // What the others have at most, whatever these two exchange.
+            // The heaviest of all other micro-batches, which this exchange does not change.
             let others: Vec<f64> = (0..self.columns)
                 .map(|k| {
                     let others = by_column(&self.loads, self.columns, k).enumerate();
@@ -213,7 +221,7 @@ impl<'a, 'b> ColumnExchangeSearch<'a, 'b> {
         best
     }
 
-    /// Time of the step after an exchange; none if there is no room for it.
+    /// Time of the step after an exchange; `None` if the exchange does not fit.
     #[inline]
     fn step_after(&self, exchange: &Exchange, others: &[f64]) -> Option<f64> {
         let &Exchange { heavy, partner, given, taken } = exchange;
@@ -258,7 +266,7 @@ impl<'a, 'b> ColumnExchangeSearch<'a, 'b> {
         }
     }
 
-    /// The contents, put into micro-batches in the order of documents.
+    /// Places the documents of each micro-batch in ascending order.
     fn into_placed(self, start: &Placement) -> Placed {
         let mut placed = self.priced.nothing();
         placed.placement.leftover.clone_from(&start.leftover);

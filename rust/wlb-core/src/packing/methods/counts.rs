@@ -1,8 +1,10 @@
-//! Numbers of documents in micro-batches, where they are limited.
+//! Numbers of documents in micro-batches, if they are limited.
 
-/// Size of a document where the number of documents is limited: its tokens, but at least its share of a full
-/// micro-batch. Documents whose sizes are at most `max_tokens` together keep both limits, and a micro-batch that is
-/// full of either has at least that size. So a proof about tokens holds for sizes.
+/// Size of a document if the number of documents is limited: its tokens, but at least `max_tokens / max_documents`.
+/// Documents
+/// whose sizes add up to at most `max_tokens` keep both limits, and a micro-batch with no token or no document left has
+/// at
+/// least that size. So a proof about tokens holds for sizes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
     least: i64,
@@ -20,7 +22,7 @@ impl Sizes {
     }
 }
 
-/// The documents of each micro-batch.
+/// The number of documents of each micro-batch, and their sizes.
 #[derive(Clone, Debug)]
 pub(crate) struct Counts {
     most: usize,
@@ -41,7 +43,7 @@ impl Counts {
         self.documents[micro_batch] < self.most
     }
 
-    /// Sizes of a micro-batch's documents, together.
+    /// Sum of the sizes of a micro-batch's documents.
     pub(crate) fn size(&self, micro_batch: usize) -> i64 {
         self.sizes[micro_batch]
     }

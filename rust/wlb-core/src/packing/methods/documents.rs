@@ -1,4 +1,4 @@
-//! The documents of a batch as plans that are made better look at them.
+//! The documents of a batch, in the order that improving a plan needs.
 
 use crate::longest_first::longest_first_of;
 

@@ -8,25 +8,29 @@ use super::documents::Documents;
 use super::steepest::ordered;
 use super::tournament::Tournament;
 
-/// Most steps of all searches: so many, and so many for each micro-batch, but no more than enough for the largest of
-/// tiny batches. Then, with the lightest micro-batch alone, as many again and one for each document: what one for one
-/// takes there.
+/// Most steps of all searches together: `STEPS`, and `STEPS_EACH` for each micro-batch, at most `STEPS_MOST`. After
+/// these,
+/// only the lightest micro-batch is tried as a partner, with `STEPS_MOST` further steps and one for each document.
 ///
-/// A step is some ten nanoseconds, and all of the first are about as long as Algorithm 1 takes for some hundred
-/// documents. More of them change the maximum by a hundredth of a percent on average.
+/// A step takes about ten nanoseconds; the first `STEPS_MOST` take about as long as Algorithm 1 for a few hundred
+/// documents.
+/// More steps would lower the maximum by a hundredth of a percent on average.
 const STEPS: usize = 96;
 const STEPS_EACH: usize = 40;
 const STEPS_MOST: usize = 256;
 
-/// Lowers the maximum cost, as far as exchanges between the heaviest micro-batch and one other do.
+/// Lowers the maximum cost by exchanges between the heaviest micro-batch and one other.
 ///
-/// The heaviest gives one document for at most one, or, where no partner has such an exchange, up to two for up to two.
-/// Partners are tried from the lightest on: the first that has an exchange after which both cost less than the heaviest
-/// did gets its best one. So the costs, sorted from the heaviest on, only descend, and this ends: where no exchange is
-/// left, where the maximum is `low_enough`, or where the steps are used up.
+/// The heaviest micro-batch gives one document for at most one. If no partner has such an exchange, it gives up to two
+/// for
+/// up to two. Partners are tried from the lightest on. The first partner with an exchange after which both cost less
+/// than
+/// the heaviest did makes its best exchange. So the costs, sorted from the heaviest on, only descend. The search ends
+/// if no
+/// exchange is left, if the maximum is `low_enough`, or if the steps are used up.
 ///
 /// # Complexity
-/// O(n + N), O(log N) a partner, and O(n) steps, of which every partner takes some.
+/// O(n + N), O(log N) for each partner, and O(n) steps, of which every partner takes some.
 pub(crate) fn exchange(documents: &Documents, start: Placement, low_enough: f64) -> Placement {
     if start.max_cost() <= low_enough {
         return start;
@@ -48,7 +52,7 @@ struct Exchange {
     costs: [f64; 2],
 }
 
-/// A document of a micro-batch: by its rank, longest first.
+/// A document of a micro-batch; `rank` is its place among all documents, longest first.
 #[derive(Clone, Copy)]
 struct Item {
     cost: f64,
@@ -62,7 +66,7 @@ impl Item {
     }
 }
 
-/// Number of documents that a micro-batch's list has spare room for.
+/// Spare room of a micro-batch's list, in documents.
 const SPARE: usize = 3;
 
 /// No document: 0 tokens that cost nothing.
@@ -71,23 +75,23 @@ const NONE: Item = Item { cost: 0.0, length: 0, rank: u32::MAX };
 /// Documents of each micro-batch, in the order that searches need.
 struct Contents<'a> {
     documents: &'a Documents,
-    /// Rank of the longest document that each micro-batch had at the start, and of each document's next there.
+    /// Rank of each micro-batch's longest document at the start, and for each document the rank of the next one there.
     first: Vec<u32>,
     next: Vec<u32>,
-    /// Items of micro-batches that were looked at, one micro-batch after the other; the last item is [`NONE`].
+    /// Items of micro-batches that were looked at, one micro-batch after the other; each list ends with [`NONE`].
     items: Vec<Item>,
-    /// Range of each micro-batch's items; empty for those that were never looked at.
+    /// Range of each micro-batch's items; empty for micro-batches that were never looked at.
     spans: Vec<Span>,
     tokens: Vec<i64>,
     costs: Vec<f64>,
-    /// Micro-batches by cost, ties by index, from either end.
+    /// Micro-batches by cost, lightest first and heaviest first; ties by index.
     lightest: Tournament,
     heaviest: Tournament,
-    /// Partners of the search under way; all but the last are taken out of the lightest.
+    /// Partners of the present search; all but the last are taken out of `lightest`.
     partners: Vec<usize>,
     /// Number of steps that searches may still take.
     steps: usize,
-    /// And after them those that try the lightest partner alone.
+    /// Steps after these, which try the lightest partner alone.
     last_steps: usize,
 }
 
@@ -105,9 +109,9 @@ struct Span {
 struct ExchangeSearch<'a> {
     has: &'a [Item],
     offers: &'a [Item],
-    /// Cost of both.
+    /// Costs of both micro-batches.
     costs: [f64; 2],
-    /// Tokens that both have left.
+    /// Tokens that both micro-batches have free.
     room: [i64; 2],
     /// Cost of the heavier micro-batch after the best exchange so far.
     least: f64,
@@ -130,8 +134,9 @@ impl ExchangeSearch<'_> {
         }
     }
 
-    /// One for at most one. The shorter the one, the shorter the other that lengths allow, and that makes both cost the
-    /// same.
+    /// Tries one document for at most one. The shorter the given document, the shorter the other must be: for the token
+    /// limits,
+    /// and for equal costs of both micro-batches.
     fn one_for_one(&mut self, left: &mut usize) {
         let (has, offers) = (self.has, self.offers);
         *left = left.saturating_sub(has.len() + offers.len());
@@ -154,7 +159,7 @@ impl ExchangeSearch<'_> {
         }
     }
 
-    /// Up to two for up to two. The shorter the third, the longer the fourth.
+    /// Tries up to two documents for up to two. As the third gets shorter, the fourth may get longer.
     fn two_for_two(&mut self, left: &mut usize) {
         let (has, offers) = (self.has, self.offers);
         let (given_none, none) = (has.len() - 1, offers.len() - 1);
@@ -167,7 +172,7 @@ impl ExchangeSearch<'_> {
                     return;
                 }
                 *left -= 1;
-                // With longer ones the heavy one stays too heavy.
+                // A longer third document leaves the heavy micro-batch too heavy.
                 first += offers[first..].partition_point(|third| self.after(cost, third.cost)[0] >= self.least);
                 for k in first..offers.len() {
                     if *left == 0 {
@@ -177,7 +182,7 @@ impl ExchangeSearch<'_> {
                     let third = offers[k];
                     let next = (k + 1).min(none);
                     if self.after(cost, third.cost + offers[next].cost)[1] >= self.least {
-                        // With shorter ones the light one gets too heavy.
+                        // A shorter third document makes the light micro-batch too heavy.
                         break;
                     }
                     let lacking = tokens - third.tokens();
@@ -201,12 +206,12 @@ impl ExchangeSearch<'_> {
     }
 }
 
-/// The places on both sides of `at`, within `from..to`.
+/// The indices next to `at` on both sides, within `from..to`.
 fn around(at: usize, from: usize, to: usize) -> Range<usize> {
     at.saturating_sub(1).max(from)..(at + 1).min(to)
 }
 
-/// [`slice::partition_point`] where it is near the end.
+/// [`slice::partition_point`] for a boundary that is near the end.
 #[inline]
 fn boundary(items: &[Item], is_before: impl Fn(&Item) -> bool) -> usize {
     let (mut end, mut step) = (items.len(), 1);
@@ -247,7 +252,7 @@ impl<'a> Contents<'a> {
         }
     }
 
-    /// The lightest partner that has an exchange, and its best one.
+    /// The first partner, from the lightest on, that has an exchange, and its best exchange.
     fn find(&mut self, heaviest: usize) -> Option<(usize, Exchange)> {
         let mut left = self.steps;
         if left == 0 && self.last_steps == 0 {
@@ -321,7 +326,7 @@ impl<'a> Contents<'a> {
         self.add_room(j);
     }
 
-    /// Room for some more after the last items.
+    /// Adds spare room after the last items.
     fn add_room(&mut self, j: usize) {
         self.items.extend([NONE; SPARE]);
         self.spans[j].room_end = self.items.len();
@@ -340,7 +345,7 @@ impl<'a> Contents<'a> {
         }
     }
 
-    /// The first of those that cost the most.
+    /// The heaviest micro-batch, the lowest index if several are equal.
     fn heaviest(&self) -> usize {
         self.heaviest.least().unwrap_or(0)
     }
@@ -348,7 +353,7 @@ impl<'a> Contents<'a> {
     fn take_out(&mut self, j: usize, places: [usize; 2]) -> [Item; 2] {
         let start = self.spans[j].start;
         let items = places.map(|place| self.items[start + place]);
-        // From the later place on, so that the other stays where it is; [`NONE`], the last, is never gone.
+        // The later place first, so that the earlier one stays valid. The last item is [`NONE`] and is never removed.
         for place in [places[0].max(places[1]), places[0].min(places[1])] {
             let (at, end) = (start + place, self.spans[j].end);
             let item = self.items[at];
@@ -379,7 +384,7 @@ impl<'a> Contents<'a> {
         }
     }
 
-    /// `start` with what was exchanged, unless rounding lifts the maximum: costs are summed anew.
+    /// `start` with all exchanges, unless rounding lifts the maximum: the costs are summed anew.
     fn into_placement(mut self, mut start: Placement) -> Placement {
         let max = start.max_cost();
         let changed: Vec<usize> = (0..self.spans.len()).filter(|&j| self.spans[j].changed).collect();

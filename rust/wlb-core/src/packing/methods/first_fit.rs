@@ -1,23 +1,25 @@
-//! The first document that a micro-batch may take.
+//! Finds the first document that a micro-batch may take.
 
 use super::documents::{Document, Documents};
 
-/// Below this number of documents halving is as fast as tables, which have to be filled first.
+/// With fewer documents, binary search is as fast as tables, which have to be filled first.
 const SMALL: usize = 1024;
 
-/// Binary orders of magnitude below the dearest document that rows by cost tell apart.
+/// Powers of two below the greatest cost that the rows of the cost table cover.
 const ORDERS: u64 = 24;
 
 /// Finds the first document, longest first, that fits. Four of five placements need it: after most documents a
-/// micro-batch waits for a much shorter one, and halving misses the caches. So tables by length and by cost give the
-/// answer; each row holds some documents.
+/// micro-batch
+/// waits for a much shorter one. Binary search would miss the caches, so tables by length and by cost lead to a row of
+/// a few
+/// documents.
 pub(crate) struct FirstFit<'a> {
     pub(crate) documents: &'a Documents,
-    /// First rank of a length of so much, shifted, or less.
+    /// First rank of a length of at most this many tokens (shifted by `length_shift`).
     by_length: Vec<u32>,
     length_shift: u32,
-    /// First rank of a cost of so much or less: of what its bits, shifted, are above those of a cheap one, so that rows
-    /// get wider with the cost.
+    /// First rank of a cost of at most this much. A row is the cost's float bits above those of `cheap`, shifted by
+    /// `cost_shift`, so rows get wider as costs grow.
     by_cost: Vec<u32>,
     cheap: u64,
     cost_shift: u32,
@@ -50,7 +52,7 @@ impl<'a> FirstFit<'a> {
         (cost.max(0.0).to_bits().saturating_sub(self.cheap) >> self.cost_shift) as usize
     }
 
-    /// The rank, `from` or more, of the first that a micro-batch may take which has so many tokens and costs so much.
+    /// Rank (at least `from`) of the first document that a micro-batch with these `tokens` and this `cost` may take.
     pub(crate) fn of(&self, from: usize, tokens: i64, cost: f64, target: f64) -> usize {
         let all = &self.documents.longest_first;
         let room = self.documents.max_tokens - tokens;
@@ -71,7 +73,7 @@ impl<'a> FirstFit<'a> {
         if !all.get(short).is_some_and(dear) {
             return short.max(from);
         }
-        // As much more and less as sums may be rounded: nearly always one row.
+        // A little more and less, as much as sums may be rounded: nearly always a single row.
         let (slack, rounding) = (target - cost, target * (2.0 * f64::EPSILON));
         let start = first(&self.by_cost, self.cost_row(slack + rounding)).max(short);
         let rest = &all[start..end(&self.by_cost, self.cost_row(slack - rounding)).max(start)];
@@ -79,7 +81,7 @@ impl<'a> FirstFit<'a> {
     }
 }
 
-/// For each row the first rank that is in it or in a row below.
+/// For each row, the first rank that is in this row or in a lower one.
 fn table(all: &[Document], row: impl Fn(&Document) -> usize) -> Vec<u32> {
     let mut table = vec![all.len() as u32; all.first().map_or(0, &row) + 1];
     let mut above = table.len();
@@ -104,7 +106,7 @@ mod tests {
         let lengths: Vec<i32> = (1..=SMALL as i32 + 100).collect();
         let costs: Vec<f64> = lengths.iter().map(|&length| f64::from(length) / 100.0).collect();
         let documents = Documents::new(&lengths, &costs, 1 << 20);
-        // Numbers that large are two apart: what costs a little less than 3 fits beside 2 that are left.
+        // Floats of this size are two apart: a document that costs a little less than 3 fits beside a rest of 2.
         let (held, target) = (1e16, 1e16 + 2.0);
         let looked = documents.longest_first.iter().position(|document| held + document.cost <= target).unwrap_or(0);
         assert!(documents.longest_first[looked].cost > target - held);
@@ -126,7 +128,7 @@ mod tests {
             let all = &documents.longest_first;
             let first_fit = FirstFit::new(&documents);
             for (at, from, tokens, target) in asked {
-                // Near what documents have, so that it matters which side of them it is.
+                // Values near a document's own, so that the side of the boundary matters.
                 let document = all[at.index(all.len())];
                 let tokens = documents.max_tokens - i64::from(document.length) - (3.0 * tokens) as i64 + 1;
                 let (from, target) = (from.index(all.len() + 1), target * 2.0 * document.cost);

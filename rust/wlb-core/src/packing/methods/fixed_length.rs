@@ -10,8 +10,8 @@ use crate::packing::plan::Packing;
 
 /// Longest first, each to the micro-batch with the least attention work that still has room (Fixed-4D).
 ///
-/// What fits nowhere whole is cut: it fills the micro-batch with the most room, and the rest is placed in the
-/// same way at once.
+/// A document that fits nowhere whole is cut: its first part fills the micro-batch with the most room, and the rest is
+/// placed in the same way at once.
 ///
 /// # Complexity
 /// O(n N).

@@ -1,4 +1,4 @@
-//! The ways to pack one global batch: one file each.
+//! The methods of packing one global batch, one file each.
 
 pub(crate) mod bins;
 pub(crate) mod columns;

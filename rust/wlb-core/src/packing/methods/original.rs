@@ -1,4 +1,4 @@
-//! The usual packing, and the baseline: concatenate, cut.
+//! The usual packing and the baseline: concatenate and cut.
 
 use crate::packing::options::Method;
 use crate::packing::piece::Piece;

@@ -1,4 +1,4 @@
-//! Algorithm 1's plan, made better where tokens run out before work does.
+//! Improves Algorithm 1's plan where tokens run out before work does.
 
 use crate::cost::CostModel;
 use crate::packing::options::Method;
@@ -11,17 +11,17 @@ use super::documents::Documents;
 use super::exchange::exchange;
 use super::steepest::steepest;
 
-/// A plan is left as it is once its maximum is this close to the lower bound.
+/// A plan stays as it is if its maximum is at most this multiple of the lower bound.
 const CLOSE: f64 = 1.0001;
-/// No documents are exchanged once the maximum is this close to the lower bound.
+/// Documents are exchanged until the maximum is at most this multiple of the lower bound.
 const NEAR: f64 = 1.0005;
-/// Position of the target between the lower bound and the maximum, if documents are left over.
+/// Target of [`steepest`] if documents are left over: this part of the way from the lower bound to the maximum.
 const RAISED: f64 = 0.75;
 
 /// Algorithm 1, then [`refine`].
 ///
 /// # Complexity
-/// As [`refine`].
+/// The time of [`refine`].
 pub(crate) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
     let documents = Documents::new(lengths, &cost_model.costs(lengths), max_tokens);
     let empty = Placement::new(lengths.len(), num_micro_batches, cost_model.micro_batch());
@@ -34,8 +34,9 @@ pub(crate) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, c
     placement.into_packing(Some(Method::Refined), max_tokens, cost_model, piece)
 }
 
-/// A plan no worse than `start`: every document placed there is placed, and the maximum cost is not higher. What was
-/// left over there may be placed as well; other documents of the batch are left alone.
+/// A plan no worse than `start`: every document placed there is placed, and the maximum cost is not higher. Documents
+/// that
+/// were left over may be placed as well; other documents of the batch are not touched.
 ///
 /// # Complexity
 /// O(n log N) for `n` documents and `N` micro-batches, and a bounded number of exchanges.
@@ -43,10 +44,12 @@ pub(crate) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_token
     improve(start, || Documents::new(lengths, costs, max_tokens))
 }
 
-/// Improves a placement. If every micro-batch has spare tokens, `start` is next to optimal, and only exchanges follow.
-/// If tokens run out, Algorithm 1 goes wrong early, because it looks at cost alone until a micro-batch is full;
-/// [`steepest`] looks at both from the first document on. Its target is the lower bound, or more if documents are left
-/// over, since more of them then find room and balance comes second. [`exchange`] then works on the heaviest
+/// Improves a placement. If every micro-batch has spare tokens, `start` is nearly optimal, and only exchanges follow.
+/// If
+/// tokens run out, Algorithm 1 goes wrong early, because it looks at cost alone until a micro-batch is full;
+/// [`steepest`]
+/// looks at both from the first document on. Its target is the lower bound, or more if documents are left over: with a
+/// higher target more of them find room, which matters more than balance. [`exchange`] then works on the heaviest
 /// micro-batch of the better plan.
 fn improve(start: Placement, documents: impl FnOnce() -> Documents) -> Placement {
     let ceiling = start.max_cost();
@@ -56,7 +59,7 @@ fn improve(start: Placement, documents: impl FnOnce() -> Documents) -> Placement
     }
     let documents = documents();
     let mut placed = documents.longest_first.iter().filter(|document| start.assignment[document.index as usize] >= 0);
-    // No plan that places as much has a lower maximum.
+    // A lower bound on the maximum of any plan that places the same documents.
     let bound = placed.next().map_or(mean, |longest| mean.max(start.empty_cost() + longest.cost));
     if start.leftover.is_empty() && ceiling <= bound * CLOSE {
         return start;
@@ -76,7 +79,7 @@ fn improve(start: Placement, documents: impl FnOnce() -> Documents) -> Placement
 }
 
 impl Placement {
-    /// Leaves fewer documents over, or as many at a lower maximum cost; and costs at most `ceiling`.
+    /// Whether it leaves fewer documents over, or as many at a lower maximum, and costs at most `ceiling`.
     fn is_better_than(&self, other: &Self, ceiling: f64) -> bool {
         let max = self.max_cost();
         max <= ceiling && (self.leftover.len(), max) < (other.leftover.len(), other.max_cost())

@@ -10,29 +10,34 @@ use super::documents::{Document, Documents};
 use super::first_fit::FirstFit;
 use super::tournament::Tournament;
 
-/// Documents in the mean micro-batch from which on slopes stand in a tree.
+/// Mean number of documents in a micro-batch from which on slopes are kept in a tree.
 const MANY: usize = 64;
 
-/// Longest first, each to the micro-batch that lacks the most cost per token of its room, among those with room for it
-/// whose cost stays within `target`; else to the least cost that has room.
+/// Fills micro-batches longest document first. Each document goes to the micro-batch with the steepest slope: the most
+/// cost
+/// still lacking to `target` per token of room. Only micro-batches with room whose cost stays within `target` count; if
+/// there
+/// are none, the document goes to the least cost that has room.
 ///
-/// Longer documents cost more per token. A micro-batch that has few tokens left but much cost to reach `target` must
-/// get long ones, one with a heavy document and room to spare can take the many short ones: so both run out together.
+/// Longer documents cost more per token. A micro-batch with few tokens left and much cost lacking must get long
+/// documents;
+/// a micro-batch with a heavy document and room to spare can take many short ones. So tokens and cost run out together.
 ///
-/// `None` where a document that `start` places finds no room. What `start` left over comes last, longest first again:
-/// to the least cost that has room, if that stays within `ceiling`.
+/// `None` if a document that `start` places finds no room. Documents that `start` left over are tried last, longest
+/// first:
+/// each goes to the least cost that has room, if the cost stays within `ceiling`.
 ///
 /// # Complexity
-/// O(n log N), as long as few documents share a row of [`FirstFit`]; else O(n log n).
+/// O(n log N) if few documents share a row of [`FirstFit`]; else O(n log n).
 pub(crate) fn steepest(documents: &Documents, start: &Placement, target: f64, ceiling: f64) -> Option<Placement> {
     let mut assignment = vec![-1; start.assignment.len()];
     let mut held = vec![Held { tokens: 0, cost: start.empty_cost() }; start.tokens.len()];
     let first_fit = FirstFit::new(documents);
     let slope = |held: &Held| (held.cost - target) / (documents.max_tokens - held.tokens) as f64;
     let cost = |held: &Held| held.cost;
-    let mut by_cost: Option<Takers<_, _>> = None; // most batches need it for a few documents at the end
+    let mut by_cost: Option<Takers<_, _>> = None; // most batches need it only for a few documents at the end
     let mut unplaced = Vec::new();
-    // As long as none of those that have one lacks as much as an empty one, each document goes to the next of these.
+    // While no micro-batch with a document lacks as much as an empty one, each document goes to the next empty one.
     let empty = held.first().map_or(0.0, slope);
     let (mut rank, mut filled) = (0, 0);
     while let Some(document) = documents.longest_first.get(rank)
@@ -54,7 +59,8 @@ pub(crate) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
         }
     }
     let ready = if documents.longest_first.len() < MANY * held.len() {
-        // Longest first is mostly also the least lack first; of equals the first comes first.
+        // Filled longest first, the micro-batches mostly also ascend by lack; equal ones stay in order of their
+        // indices.
         let mut order: Vec<(f64, u32)> = (filled..held.len()).map(|j| (empty, j as u32)).collect();
         for alike in held[..filled].chunk_by(|a, b| a.cost == b.cost && a.tokens == b.tokens).rev() {
             let first = held.len() - order.len() - alike.len();
@@ -103,11 +109,11 @@ pub(crate) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
 }
 
 /// Places the documents that `start` left over, longest first: each in the micro-batch with the least cost that has
-/// room, if it stays within `ceiling`. Micro-batches without room for the shortest document are skipped: mostly all of
-/// them.
+/// room, if
+/// the cost stays within `ceiling`. Micro-batches without room for the shortest document are skipped, usually all.
 ///
 /// # Complexity
-/// O(N), and O(log N) for each that there may be room for.
+/// O(N), and O(log N) for each document that there may be room for.
 fn place_left_over(
     documents: &Documents,
     unplaced: &[Document],
@@ -119,7 +125,7 @@ fn place_left_over(
     start.leftover.iter().for_each(|&index| left_over[index] = true);
     let shortest = unplaced.iter().rev().find(|document| left_over[document.index as usize]);
     let shortest = shortest.map_or(i64::MAX, |document| i64::from(document.length));
-    // By room; and, of those that have enough, by cost.
+    // Micro-batches by room; those with enough room are in a second heap by cost.
     let with_room = (0..placement.tokens.len()).map(|j| (room(placement, documents, j), j as u32));
     let mut lacking: BinaryHeap<(i64, u32)> = with_room.filter(|&(room, _)| room >= shortest).collect();
     let mut ready = BinaryHeap::new();
@@ -146,7 +152,7 @@ fn room(placement: &Placement, documents: &Documents, micro_batch: usize) -> i64
     documents.max_tokens - placement.tokens[micro_batch]
 }
 
-/// Tokens and cost of a micro-batch, side by side because both are read together.
+/// Tokens and cost of a micro-batch, stored together because they are read together.
 #[derive(Clone)]
 struct Held {
     tokens: i64,
@@ -160,18 +166,19 @@ impl Held {
     }
 }
 
-/// Micro-batches by weight, ties by index; some are out.
+/// Micro-batches by weight, ties by index; some are taken out.
 trait Ready {
     fn first(&self) -> Option<usize>;
     fn set(&mut self, j: usize, weight: f64);
     fn take_out(&mut self, j: usize);
-    /// Puts a micro-batch back that was taken out for lack of room or for too much work, and now takes a document.
+    /// Puts back a micro-batch that was taken out for lack of room or for too much work, and that can now take a
+    /// document.
     fn come_back(&mut self, j: usize, weight: f64, lacked_room: bool);
 }
 
-/// By slope: documents come longest first, and so do slopes change little from one micro-batch to the next, both of
-/// those that take one and of those that waited: in a list, from where the last one went. Where many documents share a
-/// micro-batch, each moves one slope far among few others, and a tree takes less.
+/// Micro-batches by slope. Documents come longest first, so slopes change little from one document to the next, both of
+/// micro-batches that take a document and of those that come back: a list searched from the last place is fast. If many
+/// documents share a micro-batch, each moves one slope far among few others, and a tree is faster.
 enum BySlope {
     List(Ladder),
     Tree(Tournament),
@@ -208,7 +215,7 @@ impl Ready for BySlope {
     }
 }
 
-/// By cost: most are out, and those that are not come in any order.
+/// Micro-batches by cost: most are taken out, and the others change in no order.
 impl Ready for Tournament {
     fn first(&self) -> Option<usize> {
         self.least()
@@ -227,32 +234,34 @@ impl Ready for Tournament {
     }
 }
 
-/// The micro-batches that may take a document, the one of least weight first, while documents come longest first.
+/// The micro-batches that may take a document, by weight, while documents come longest first.
 ///
-/// What may take a document may take all that are shorter, until it takes one. So a micro-batch that may not take the
-/// next one waits for a certain later one, and is not looked at until then.
+/// A micro-batch that may take a document may take all shorter ones, until it takes one. So a micro-batch that may not
+/// take
+/// the next document waits for one certain later document, and is not looked at until then.
 struct Takers<'a, W, R> {
     first_fit: &'a FirstFit<'a>,
     /// Most that a micro-batch may cost.
     target: f64,
     weight: W,
-    /// By weight.
+    /// Micro-batches that do not wait, by weight.
     ready: R,
-    /// For each document by rank, a micro-batch that waits for it; for each micro-batch, the next one that waits for
-    /// the same document.
+    /// `waits_for`: for each document's rank, a micro-batch that waits for it. `next`: for each micro-batch, the next
+    /// one that
+    /// waits for the same document.
     waits_for: Vec<u32>,
     next: Vec<u32>,
-    /// All documents before this rank were looked at.
+    /// All documents before this rank were handled.
     rank: usize,
 }
 
 /// No micro-batch.
 const NOBODY: u32 = u32::MAX;
-/// In [`Takers::next`], of a micro-batch that does not wait.
+/// Entry of [`Takers::next`] for a micro-batch that does not wait.
 const READY: u32 = u32::MAX - 1;
 
 impl<'a, W: Fn(&Held) -> f64, R: Ready> Takers<'a, W, R> {
-    /// `ready` has them all.
+    /// `ready` holds all micro-batches.
     fn new(first_fit: &'a FirstFit<'a>, held: &[Held], rank: usize, target: f64, weight: W, ready: R) -> Self {
         let num_micro_batches = held.len();
         let mut takers = Self {
@@ -279,7 +288,7 @@ impl<'a, W: Fn(&Held) -> f64, R: Ready> Takers<'a, W, R> {
         })
     }
 
-    /// The micro-batch of least weight that may take this document; ranks only ascend.
+    /// The lightest micro-batch that may take this document. Ranks must not decrease from call to call.
     fn first(&mut self, held: &[Held], rank: usize) -> Option<usize> {
         while self.rank <= rank {
             let mut j = self.waits_for[self.rank];
@@ -289,7 +298,7 @@ impl<'a, W: Fn(&Held) -> f64, R: Ready> Takers<'a, W, R> {
                 if self.fits(&held[waited], rank) {
                     let Documents { longest_first, max_tokens } = self.first_fit.documents;
                     let (document, held) = (&longest_first[rank], &held[waited]);
-                    // Of the document it can take so much more of the tokens, or of the work.
+                    // The part of the document that its free tokens hold, against the part that its free cost holds.
                     let room = (max_tokens - held.tokens) as f64 * document.cost;
                     let lacked_room = room <= (self.target - held.cost) * f64::from(document.length);
                     self.ready.come_back(waited, (self.weight)(held), lacked_room);
@@ -302,11 +311,11 @@ impl<'a, W: Fn(&Held) -> f64, R: Ready> Takers<'a, W, R> {
         self.ready.first()
     }
 
-    /// A micro-batch holds other documents than before. The next has this rank.
+    /// Updates a micro-batch whose documents changed; the next document has this rank.
     #[inline]
     fn changed(&mut self, held: &[Held], j: usize, rank: usize) {
         if self.next[j] != READY {
-            return; // it waits, and what it waited for is the earliest that it may take by now
+            return; // it still waits for the first document that it may take
         }
         if self.fits(&held[j], rank) {
             self.ready.set(j, (self.weight)(&held[j]));

@@ -7,25 +7,28 @@ const WIDTH: usize = 8;
 #[repr(align(64))]
 struct Node([u64; WIDTH]);
 
-/// The nodes of a level, and of each the child of the least key, the first of several.
+/// The nodes of a level, and for each node the child with the least key (the first if several are equal).
 struct Level {
     nodes: Vec<Node>,
     least: Vec<u8>,
 }
 
-/// One key for each of some indices, in a tree that is wide and so flat: a node has the least key of each of its
-/// children, and knows which is the least of these: the way down to it is one look a level.
+/// One key for each index, in a wide and flat tree. A node holds the least key of each of its children, and which child
+/// has
+/// the least of these; so the way down takes one look at each level.
 ///
-/// Keys stand where their index says: nothing moves, ties go to the lowest index by themselves, and most changes end at
-/// the first node, whose least key is as before. A binary heap goes through twice as many cache lines and more, and
-/// what it has of indices that changed must be told from what holds.
+/// A key's place is its index: nothing moves, ties go to the lowest index, and most changes end at the first node,
+/// because
+/// its least key stays. A binary heap would go through twice as many cache lines, and would have to tell stale entries
+/// from
+/// valid ones.
 pub(crate) struct Tournament {
-    /// From the keys up to a single node.
+    /// From the level of the keys up to a single node.
     levels: Vec<Level>,
 }
 
 impl Tournament {
-    /// The key of an index that has none: above all others.
+    /// Key of an index without one: above all other keys.
     pub(crate) const NONE: u64 = u64::MAX;
 
     pub(crate) fn new(keys: impl Iterator<Item = u64>) -> Self {
@@ -76,8 +79,9 @@ impl Level {
     }
 }
 
-/// The least key of a node, and its child, the first of several. Without a branch, since which it is cannot be
-/// predicted, and with few steps one after another.
+/// The least key of a node and its child, the first if several are equal. Written without a branch, since the result
+/// cannot
+/// be predicted, and with few steps that depend on each other.
 #[inline]
 fn least(node: &Node) -> (u64, u8) {
     let less = |a: (u64, u8), b: (u64, u8)| if b.0 < a.0 { b } else { a };

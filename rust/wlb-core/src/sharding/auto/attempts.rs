@@ -1,15 +1,15 @@
-//! One share after the other, until ranks are even.
+//! Tries one share after the other until ranks are even.
 
 use super::layer::Layer;
 use super::parts::{ATTEMPTS, Parts, shares};
 use super::runs::Runs;
 use super::word::Word;
 
-/// Lays documents under one share after the other.
+/// Lays documents on ranks under one share after the other.
 pub(super) struct Attempts<'a, W> {
     layer: Layer<'a, W>,
     parts: Parts<'a>,
-    /// Documents that the last attempt placed, and the pairs of its heaviest rank.
+    /// Number of documents that the last attempt placed, and the pairs of its heaviest rank.
     last: Option<(usize, u64)>,
 }
 
@@ -18,8 +18,9 @@ impl<'a, W: Word> Attempts<'a, W> {
         Self { layer, parts, last: None }
     }
 
-    /// The layout with the largest share under which no rank has more than `enough` pairs; else the evenest layout; or
-    /// none if `on_all`, the most pairs with every document on all ranks, is as even.
+    /// The layout with the largest share under which no rank has more than `enough` pairs; else the most even layout.
+    /// `None` if
+    /// `on_all`, the most pairs of a rank with every document on all ranks, is at least as even.
     pub(super) fn first_even(mut self, max_imbalance: f64, enough: u64, on_all: impl FnOnce() -> u64) -> Option<Runs> {
         let mut tried = Vec::with_capacity(ATTEMPTS);
         for share in shares(max_imbalance) {
@@ -29,7 +30,7 @@ impl<'a, W: Word> Attempts<'a, W> {
             }
             tried.push((share, heaviest));
         }
-        // Rare, so that it is no loss to have given up above before it was known how uneven an attempt is.
+        // Rare, so it does not matter that the attempts above gave up before they knew how uneven they were.
         self.last = None;
         let (mut evenest, mut least) = (None, on_all());
         for (share, at_least) in tried {
@@ -46,11 +47,13 @@ impl<'a, W: Word> Attempts<'a, W> {
         evenest
     }
 
-    /// The pairs of the heaviest rank, or of one that has more than `bound`, which is none that was larger before.
+    /// The pairs of the heaviest rank. An attempt stops as soon as a rank exceeds `bound`, and then returns that rank's
+    /// pairs.
     fn attempt(&mut self, share: f64, bound: u64) -> u64 {
         let alike = self.parts.set(share);
         match self.last {
-            // It would end as the last one did.
+            // The changed documents come after the place where the last attempt ended, so this attempt would end there,
+            // too.
             Some((laid, heaviest)) if alike.is_none_or(|alike| alike >= laid) => heaviest,
             _ => {
                 let (laid, heaviest) = self.layer.lay(&self.parts.now, bound);

@@ -1,4 +1,4 @@
-//! The strategy as a whole.
+//! The strategy [`Strategy::Auto`](crate::Strategy::Auto) as a whole.
 
 use crate::cost::Mask;
 use crate::longest_first::longest_first;
@@ -10,8 +10,9 @@ use super::layer::Layer;
 use super::parts::Parts;
 use super::word::Format;
 
-/// Lays every document on as few ranks as leave none with more than `max_imbalance` times the mean pairs. Where no
-/// share does that, the evenest way that was tried is taken; every document on all ranks is among them.
+/// Lays every document on as few ranks as possible without giving a rank more than `max_imbalance` times the mean
+/// pairs. If
+/// no share achieves that, the most even layout that was tried is taken; "every document on all ranks" is among them.
 pub(in super::super) fn cut(ranks: &mut impl Ranks, lengths: &[i32], mask: Mask, max_imbalance: f64) {
     let cp_size = ranks.cp_size();
     // Indices fit: each document has at least one token, and there are at most 2^31 - 1 tokens.

@@ -11,11 +11,11 @@ pub(super) struct Layer<'a, W> {
     pub(super) documents: &'a [(i32, u32)],
     mask: Mask,
     format: Format,
-    /// Ranks without anything.
+    /// The ranks before the first document.
     empty: Vec<W>,
-    /// Ranks with what they have so far, ascending.
+    /// The ranks with what they have so far, ascending.
     ranks: Vec<W>,
-    /// The ranks of the document at hand.
+    /// The ranks that were chosen for the present document.
     chosen: Vec<W>,
     /// Runs that were placed.
     pub(super) runs: Runs,
@@ -36,8 +36,9 @@ impl<'a, W: Word> Layer<'a, W> {
         }
     }
 
-    /// Lays all documents, the first of them on so many ranks as `parts` says and all others on one. Returns how many
-    /// were laid, and the pairs of the heaviest rank: as soon as some rank has more than `bound`, gives up.
+    /// Lays all documents, the first ones on the numbers of ranks in `parts` and all others on one rank. Returns how
+    /// many were
+    /// laid and the pairs of the heaviest rank. Gives up as soon as a rank has more than `bound` pairs.
     pub(super) fn lay(&mut self, parts: &[u32], bound: u64) -> (usize, u64) {
         self.runs.clear();
         self.ranks.copy_from_slice(&self.empty);
@@ -56,12 +57,13 @@ impl<'a, W: Word> Layer<'a, W> {
         (self.documents.len(), heaviest)
     }
 
-    /// Gives a document to the rank with the fewest pairs that has room for all of it; returns the rank's pairs.
+    /// Gives a document to the rank with the fewest pairs among those with room for all of it; returns the rank's
+    /// pairs.
     fn lay_whole(&mut self, length: i32) -> Option<u64> {
         let Self { ranks, format, .. } = self;
         let from = ranks.iter().position(|&rank| format.room(rank) >= length as u64)?;
         let word = ranks[from].plus(format.growth(self.mask.pairs(length), length));
-        // Those that come before it now move up. One by one: with so few a binary search takes longer.
+        // Ranks that now come before it move up, one by one: with so few ranks a binary search takes longer.
         let (mut at, mut next) = (from, from + 1);
         while next < ranks.len() && ranks[next] < word {
             ranks[at] = ranks[next];
@@ -72,8 +74,9 @@ impl<'a, W: Word> Layer<'a, W> {
         Some(format.pairs(word))
     }
 
-    /// Cuts a document for the `parts` ranks with the fewest pairs that have room for a part: of each rank's tokens,
-    /// half from the front of the document and half from its back, so that all have alike many pairs.
+    /// Cuts a document for the `parts` ranks with the fewest pairs that have room for a part. Each rank's part comes
+    /// half from
+    /// the front and half from the back of the document, so that all parts have about equally many pairs.
     fn lay_cut(&mut self, length: i32, parts: usize) -> Option<u64> {
         let Self { ranks, chosen, format, mask, .. } = self;
         let (each, longer) = (length / parts as i32, length as usize % parts);
@@ -81,7 +84,7 @@ impl<'a, W: Word> Layer<'a, W> {
         chosen.clear();
         chosen.extend(ranks.iter().copied().filter(|&rank| has_room(rank)).take(parts));
         let last = *chosen.last()?;
-        // The `length % parts` tokens that are left over go to those with the most room.
+        // The `length % parts` tokens that are left over go to the ranks with the most room.
         chosen.sort_unstable_by_key(|&rank| format.by_room(rank));
         if chosen.len() < parts || longer > 0 && format.room(chosen[longer - 1]) == each as u64 {
             return None;
@@ -101,7 +104,7 @@ impl<'a, W: Word> Layer<'a, W> {
             (*front, *back) = ((rank, before), (rank, after));
         }
 
-        // The others stay in order. Behind them is room for those that were chosen, which come between them.
+        // All other ranks stay in order. The chosen ranks are merged between them from behind, where there is room.
         chosen.sort_unstable();
         let mut others = 0;
         for index in 0..ranks.len() {
@@ -119,8 +122,9 @@ impl<'a, W: Word> Layer<'a, W> {
         chosen.last().map(|&heaviest| format.pairs(heaviest))
     }
 
-    /// Fills the rank with the most room, and goes on with the next: what is always possible, since ranks lack as many
-    /// tokens as are still to come.
+    /// Gives a document to the rank with the most room, and the rest of it to the next. This always succeeds, since the
+    /// ranks'
+    /// room equals the tokens that are still to come.
     fn lay_where_room_is(&mut self, length: i32) -> u64 {
         let Self { ranks, format, .. } = self;
         let (mut start, mut heaviest) = (0, 0);

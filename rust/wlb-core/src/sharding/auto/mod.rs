@@ -1,9 +1,12 @@
 //! Every document on as few ranks as balance allows, so that few keys have to be fetched and segments stay long.
 //!
-//! All ranks of a document but one fetch keys of it, and the one that holds its end fetches nearly all. Whole on one
-//! rank it costs nothing to fetch, but that rank has more pairs than others then, unless shorter documents even it out.
-//! So documents are laid, longest first, on just as many ranks as make the part of each a certain *share* of an even
-//! rank's work. The share begins at all that `max_imbalance` allows, and shrinks until the ranks come out even.
+//! A document on several ranks costs communication: all its ranks but one fetch keys of it, and the rank with its end
+//! fetches
+//! nearly all. Whole on one rank, it costs no communication, but that rank then has more pairs than others, unless
+//! shorter
+//! documents even this out. So documents are laid longest first, each on as few ranks as keep every part below a
+//! certain
+//! *share* of an even rank's work. The share begins at `max_imbalance`, and shrinks until the ranks are even.
 
 mod attempts;
 mod cut;

@@ -1,24 +1,25 @@
-//! On how many ranks each document is laid.
+//! The number of ranks for each document.
 
 use crate::cost::Mask;
 
-/// Each share that is tried is so much of the one before.
+/// Factor from one share that is tried to the next.
 const STEP: f64 = 0.85;
-/// Shares that are tried; the last is 1/150 of the first.
+/// Number of shares that are tried; the last is 1/150 of the first.
 pub(super) const ATTEMPTS: usize = 32;
 
-/// The shares that are tried, from the largest.
+/// The shares that are tried, largest first.
 pub(super) fn shares(max_imbalance: f64) -> impl Iterator<Item = f64> {
     std::iter::successors(Some(max_imbalance), |share| Some(share * STEP)).take(ATTEMPTS)
 }
 
-/// On how many ranks documents are laid under a share.
+/// The number of ranks for each document under a share.
 pub(super) struct Parts<'a> {
     documents: &'a [(i32, u32)],
     cp_size: usize,
-    /// Pairs and tokens of the longest, over those of an even rank; all others are whole whatever the share.
+    /// Pairs and tokens of the longest documents, over those of an even rank; all other documents are whole under every
+    /// share.
     work: Vec<(f64, f64)>,
-    /// Ranks of the longest documents under this share; all others stay whole.
+    /// Number of ranks of each of the longest documents under the present share; all others stay whole.
     pub(super) now: Vec<u32>,
     before: Vec<u32>,
 }
@@ -38,11 +39,11 @@ impl<'a> Parts<'a> {
         Self { documents, cp_size, work, now: Vec::new(), before: Vec::new() }
     }
 
-    /// Sets those of a share. Returns how many documents are laid on as many ranks as before; none: all.
+    /// Sets the share. Returns how many documents at the start keep their number of ranks; `None`: all.
     pub(super) fn set(&mut self, share: f64) -> Option<usize> {
         std::mem::swap(&mut self.now, &mut self.before);
         self.now.clear();
-        // Shorter documents have no more work: the first that is whole is the first of many.
+        // Shorter documents have no more work, so all documents after the first whole one are whole.
         let cut = self.work.iter().take_while(|&&work| !is_whole(work, share)).zip(self.documents);
         let most = self.cp_size;
         self.now.extend(cut.map(|(&work, &(length, _))| parts_of(work, share).min(most).min(length as usize) as u32));
@@ -51,16 +52,16 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// The fewest parts of a document of which none exceeds the share of an even rank's pairs or tokens.
+/// The smallest number of parts of which none exceeds the share of an even rank's pairs or tokens.
 #[inline]
 fn parts_of((pairs, tokens): (f64, f64), share: f64) -> usize {
     let parts = (pairs / share).max(tokens / share.min(1.0));
-    // `ceil` is a call on processors that may lack it.
+    // Instead of `ceil`, which is a function call on processors without the instruction.
     let below = parts as usize;
     below + usize::from((below as f64) < parts)
 }
 
-/// Whether that is one part, without a division: a quotient is rounded to 1 or less only where it is that.
+/// Whether that number is 1, computed without a division: a quotient is rounded to at most 1 only if it is at most 1.
 #[inline]
 fn is_whole((pairs, tokens): (f64, f64), share: f64) -> bool {
     pairs <= share && tokens <= share.min(1.0)

@@ -2,11 +2,12 @@
 
 use super::super::builder::Ranks;
 
-/// The runs of every document, in their order.
+/// The runs of every document, in the order of its tokens.
 pub(super) struct Runs {
-    /// Rank and tokens; a document's begin where `first` says, and end with its last token. Some are empty.
+    /// `(rank, tokens)` of each run. A document's runs begin at `first` and end with its last token. Some runs are
+    /// empty.
     list: Vec<(u32, i32)>,
-    /// By index of the document. There are at most twice as many runs as tokens.
+    /// Begin in `list` of each document's runs. There are at most twice as many runs as tokens.
     first: Vec<u32>,
 }
 
@@ -19,7 +20,7 @@ impl Runs {
         self.list.clear();
     }
 
-    /// The runs that are pushed next are of this document.
+    /// Begins the runs of this document.
     #[inline]
     pub(super) fn begin(&mut self, document: u32) {
         self.first[document as usize] = self.list.len() as u32;
@@ -30,7 +31,7 @@ impl Runs {
         self.list.push((rank, tokens));
     }
 
-    /// Room for so many runs, to be written in any order.
+    /// Adds this many runs, to be written in any order.
     #[inline]
     pub(super) fn push_empty(&mut self, count: usize) -> &mut [(u32, i32)] {
         let before = self.list.len();

@@ -1,7 +1,7 @@
-//! A rank in one word: its pairs, then the tokens that it has, then its number.
+//! A rank in one integer: its pairs, then its tokens, then its number.
 //!
-//! Words in ascending order are ranks in the order in which documents choose them: fewest pairs, then most room, then
-//! lowest number. One comparison tells, and one addition gives a rank more of both.
+//! Ascending integers are ranks in the order in which documents choose them: fewest pairs, then most room, then lowest
+//! number. So one comparison orders two ranks, and one addition gives a rank more pairs and tokens.
 
 /// An integer with enough bits for pairs, tokens and number.
 pub(super) trait Word: Copy + Ord {
@@ -38,13 +38,13 @@ macro_rules! words {
     };
 }
 
-// Up to two million tokens are always of the first kind; the other holds whatever a micro-batch may have.
+// `u64` is always enough for up to two million tokens; `u128` for any micro-batch.
 words!(u64, u128);
 
-/// Positions of the parts of a word.
+/// Bit positions of the parts of a word.
 #[derive(Clone, Copy)]
 pub(super) struct Format {
-    /// Tokens of the rank that gets the most: what a word counts up to.
+    /// Tokens of the rank that gets the most: the largest number of tokens in a word.
     pub(super) most_tokens: u64,
     rank_bits: u32,
     /// Number of bits below the pairs.
@@ -64,12 +64,12 @@ impl Format {
         self.shift <= all_pairs.leading_zeros()
     }
 
-    /// A rank that can still take `room` tokens, at most `most_tokens`.
+    /// The word of a rank that can take `room` tokens (at most `most_tokens`).
     pub(super) fn word<W: Word>(&self, room: u64, rank: usize) -> W {
         W::new(0, (self.most_tokens - room) << self.rank_bits | rank as u64, self.shift)
     }
 
-    /// Growth of a rank's word by pairs and tokens.
+    /// The number to add to a rank's word when it gets these pairs and tokens.
     #[inline]
     pub(super) fn growth<W: Word>(&self, pairs: u64, tokens: i32) -> W {
         W::new(pairs, (tokens as u64) << self.rank_bits, self.shift)
@@ -90,7 +90,7 @@ impl Format {
         (word.low(self.shift) & ((1 << self.rank_bits) - 1)) as u32
     }
 
-    /// Ascending: most room first, of equals the lowest rank.
+    /// A key that sorts by room, most room first, equal room by rank.
     #[inline]
     pub(super) fn by_room(&self, word: impl Word) -> u64 {
         word.low(self.shift)

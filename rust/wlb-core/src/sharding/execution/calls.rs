@@ -7,23 +7,23 @@ use crate::limits::MAX_TOKENS;
 
 use super::paths::{Reach, Run};
 
-/// Rows of queries against rows of keys. `left` and `right` are the window as a flash kernel means it.
+/// Rows of queries with the rows of keys that they see. `left` and `right` are the window in a flash kernel's meaning.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Span {
-    /// Index of the run, among the runs of the rank, that has the queries.
+    /// Index of the run with the queries, among the runs of the rank.
     pub(super) run: usize,
     pub(super) q_row: i64,
     pub(super) q_length: i64,
-    /// Range of its keys among the intervals that come with the spans, in the order of positions.
+    /// Range of its keys in `Spans::parts`, in the order of positions.
     pub(super) keys: (usize, usize),
-    /// Keys before the diagonal that a query sees; [`Reach::UNLIMITED`]: all.
+    /// Keys before the diagonal that a query sees; [`Reach::UNLIMITED`] for all.
     pub(super) left: i64,
     pub(super) right: i64,
-    /// Tokens from the last key to the last query: the true distance is the kernel's plus this.
+    /// Tokens from the last key to the last query: the true distance of a query from a key is the kernel's plus this.
     pub(super) shift: i64,
 }
 
-/// The queries of `run` at `q_from..q_to` against the keys at `k_from..k_to`, positions of one path.
+/// The span of the queries of `run` at `q_from..q_to` and the keys at `k_from..k_to`; all are positions of one path.
 pub(super) fn span(
     (index, run): (usize, &Run),
     reach: Reach,
@@ -33,8 +33,9 @@ pub(super) fn span(
 ) -> Span {
     let shift = q_to - k_to;
     let (begin, end) = (run.position, run.position + run.length);
-    // A mask that hides nothing is dropped, except where others share it (causal, on the diagonal: one call, not two)
-    // and where only some queries of the run are left, so that spans without a mask are of whole runs.
+    // A side of the window that hides nothing is dropped. It is kept on the causal diagonal, so that such spans form
+    // one call
+    // with others there, and for a part of a run, so that spans without a mask are always whole runs.
     let diagonal = shift == 0 && reach.right == 0;
     let cut_left = q_to - 1 - k_from > reach.left || q_to < end || diagonal;
     let cut_right = k_to - 1 - q_from > reach.right || q_from > begin || diagonal;
@@ -52,10 +53,10 @@ pub(super) fn span(
     }
 }
 
-/// Neighbouring rows of a tensor: the first, and how many.
+/// Neighbouring rows of a tensor: the first row and their number.
 pub(super) type Part = (i64, i64);
 
-/// Spans, and the rows that are their keys.
+/// Spans, and the rows of their keys.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Spans {
     pub(super) spans: Vec<Span>,
@@ -71,8 +72,9 @@ impl Spans {
         spans.iter().flat_map(|span| self.keys(span).iter().copied())
     }
 
-    /// Spans without a mask made fewer: a run's neighbouring keys joined, then neighbouring queries with the same keys.
-    /// Positions mean nothing without a mask.
+    /// Joins spans without a mask: first neighbouring keys of a run, then neighbouring queries with the same keys.
+    /// Without a
+    /// mask, positions do not matter.
     fn joined(&mut self, spans: &[Span]) -> Vec<Span> {
         let mut wide: Vec<Span> = Vec::with_capacity(spans.len());
         for span in spans {
@@ -80,7 +82,7 @@ impl Spans {
             if let Some(last) = wide.last_mut().filter(|last| last.run == span.run) {
                 let (row, length) = self.parts[last.keys.1 - 1];
                 if end == begin + 1 && last.keys.1 == last.keys.0 + 1 && row + length == self.parts[begin].0 {
-                    // A part of its own: those of others that begin at the same row stay as they are.
+                    // A new entry, since other spans may use the entry that begins at the same row.
                     self.parts.push((row, length + self.parts[begin].1));
                     last.keys = (self.parts.len() - 1, self.parts.len());
                     continue;
@@ -88,7 +90,7 @@ impl Spans {
             }
             wide.push(*span);
         }
-        // A run that has several spans left takes its turns alone.
+        // A run that still has several spans is not joined with others.
         let is_alone = |at: usize| {
             let is_of = |other: Option<&Span>| other.is_some_and(|other| other.run == wide[at].run);
             !is_of(wide.get(at + 1)) && (at == 0 || !is_of(wide.get(at - 1)))
@@ -109,14 +111,14 @@ impl Spans {
     }
 }
 
-/// Rows of a tensor: neighbours, or a list.
+/// Rows of a tensor: neighbouring rows or a list.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rows {
-    /// The first row; of a list, where it begins in [`Indices::rows`].
+    /// The first row; for a list, its begin in [`Indices::rows`].
     pub first: i64,
     /// Number of rows.
     pub count: i64,
-    /// Whether it is a list.
+    /// Whether the rows are a list.
     pub listed: bool,
 }
 
@@ -126,42 +128,44 @@ impl Rows {
     }
 }
 
-/// One kernel call over rows of a rank's queries and of a tensor of keys.
+/// One kernel call: rows of a rank's queries, and rows of a tensor of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
     /// Rows of the rank's queries.
     pub queries: Rows,
     /// Rows of the keys.
     pub keys: Rows,
-    /// Begin of this call's numbers in [`Indices::bounds`]: first query of each span, and the end of the last (rows of
-    /// the rank if these are neighbours, else places in the list); first key of each span and the end, counted from 0;
-    /// shift of each span.
+    /// Begin of this call's numbers in [`Indices::bounds`]. First, the first query of each span and the end of the last
+    /// (rows of
+    /// the rank if the queries are neighbours, else indices in the list). Second, the first key of each span and the
+    /// end of the
+    /// last, counted from 0. Third, the shift of each span.
     pub bounds: usize,
-    /// Spans.
+    /// Number of spans.
     pub spans: usize,
-    /// Queries of the longest.
+    /// Queries of the span with the most.
     pub max_queries: i64,
-    /// Keys of the longest.
+    /// Keys of the span with the most.
     pub max_keys: i64,
-    /// Keys before the bottom-right diagonal that are seen; -1: all.
+    /// Keys before the bottom-right diagonal that a query sees; -1 for all.
     pub left: i64,
-    /// After it.
+    /// Keys after the bottom-right diagonal that a query sees; -1 for all.
     pub right: i64,
-    /// No earlier call of the plan has any of these queries.
+    /// Whether no earlier call of the plan has any of these queries.
     pub fresh: bool,
 }
 
-/// The numbers of a plan that are as many as tokens or spans.
+/// The numbers of a plan whose count grows with tokens or spans.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Indices {
     /// Lists of rows.
     pub rows: Vec<i32>,
-    /// Numbers of all calls: see [`Call::bounds`].
+    /// Numbers of all calls; see [`Call::bounds`].
     pub bounds: Vec<i32>,
 }
 
 impl Indices {
-    /// Writes out neighbouring rows, part after part; a single part is not a list.
+    /// Lists neighbouring rows, part after part; a single part needs no list.
     pub(super) fn list(&mut self, parts: impl IntoIterator<Item = Part>) -> Rows {
         let mut parts = parts.into_iter().filter(|part| part.1 > 0);
         let Some(mut one) = parts.next() else { return Rows::default() };
@@ -182,11 +186,11 @@ impl Indices {
     }
 }
 
-/// Turns spans into the calls of one plan, in the order in which they will run.
+/// Turns spans into the calls of one plan, in the order in which they run.
 #[derive(Debug)]
 pub(super) struct Calls {
     seen: Vec<bool>,
-    /// Scores have a bias by position: spans keep their own shift and are not joined.
+    /// Whether scores have a bias by position: then spans keep their own shift and are not joined.
     biased: bool,
 }
 
@@ -195,13 +199,13 @@ impl Calls {
         Self { seen: vec![false; queries as usize], biased }
     }
 
-    /// Calls of one window each, and no query twice. Adds the rows of their keys, one behind the other, to `keys`.
+    /// The calls: each has one window, and no query twice. Appends the rows of their keys to `keys`.
     ///
     /// # Errors
-    /// [`Error::TotalTooLong`] when the keys of a call are more than int32 can count.
+    /// [`Error::TotalTooLong`] when a call has more keys than int32 can count.
     pub(super) fn add(&mut self, mut spans: Spans, indices: &mut Indices, keys: &mut Vec<Part>) -> Result<Vec<Call>> {
         let mut calls = Vec::new();
-        // Windows in the order in which they come, which the map is not read in.
+        // Windows in the order in which they first appear; the map is only searched, never iterated.
         let mut groups: Vec<Vec<Span>> = Vec::new();
         let mut by_window: BTreeMap<(i64, i64), usize> = BTreeMap::new();
         for span in &spans.spans {
@@ -215,7 +219,7 @@ impl Calls {
             if group[0].left == Reach::UNLIMITED && group[0].right == Reach::UNLIMITED && !self.biased {
                 group = spans.joined(&group);
             }
-            // The n-th span of every run.
+            // `turns[n]` has the `n`-th span of every run, so that no call has a query twice.
             let mut turns: Vec<Vec<Span>> = Vec::new();
             let (mut run, mut turn) = (usize::MAX, 0);
             for span in group {
@@ -239,7 +243,7 @@ impl Calls {
         if total > MAX_TOKENS {
             return Err(Error::TotalTooLong { argument: "cu_seqlens_k", total });
         }
-        // At once: numbers that outgrow their memory are copied.
+        // Reserved at once: a vector that grows is copied.
         indices.rows.reserve(total as usize);
         let bounds = indices.bounds.len();
         let longest = |first: i64, lengths: &mut dyn Iterator<Item = i64>, bounds: &mut Vec<i32>| {

@@ -1,26 +1,26 @@
-//! Plans in which neighbouring ranks exchange heads for tokens.
+//! Plans for ranks that exchange heads for tokens inside a block of neighbouring ranks.
 
 use super::calls::Indices;
 use super::intervals::sort;
 use super::paths::{Run, tokens};
 
-/// Plan of one rank in its block.
+/// Plan of one rank of a block.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HeadsPlan {
     /// Tokens of each rank of the block.
     pub counts: Vec<i64>,
-    /// Place of this rank in the block.
+    /// Position of this rank in the block.
     pub place: usize,
-    /// Lists of rows, one behind the other: the tokens of the block in packed order, from those in order of ranks; the
-    /// inverse.
+    /// Two lists of rows, one after the other: from the order of ranks to the packed order of the block's tokens, and
+    /// back.
     pub indices: Indices,
 }
 
 impl HeadsPlan {
-    /// The plan of the rank at `place` of a block.
+    /// The plan of the rank at position `place` of a block.
     ///
     /// # Complexity
-    /// O(tokens of the block), and O(s log s) in its segments.
+    /// O(tokens of the block), and O(s log s) for its `s` segments.
     pub fn of(block: &[Vec<Run>], place: usize) -> Self {
         let counts: Vec<i64> = block.iter().map(|held| tokens(held)).collect();
         let runs = in_packed_order(block);
@@ -39,7 +39,7 @@ impl HeadsPlan {
     }
 }
 
-/// The runs of a block, with rows counted through all of its ranks, by their place in the packed sequence.
+/// The runs of a block in packed order; rows are counted through all ranks of the block.
 fn in_packed_order(block: &[Vec<Run>]) -> Vec<Run> {
     let mut runs = Vec::with_capacity(block.iter().map(Vec::len).sum());
     let mut first = 0;
@@ -51,7 +51,7 @@ fn in_packed_order(block: &[Vec<Run>]) -> Vec<Run> {
     runs
 }
 
-/// Runs of a holder that has the tokens of a whole block in packed order; neighbours become one run.
+/// The runs of a holder that has the tokens of a whole block in packed order; neighbouring runs are joined.
 pub(super) fn together(block: &[Vec<Run>]) -> Vec<Run> {
     let mut joined: Vec<Run> = Vec::new();
     let mut row = 0;

@@ -1,11 +1,11 @@
-//! Sets of tokens as intervals, and where tokens lie in a tensor.
+//! Sets of tokens as intervals, and the rows of a tensor that hold them.
 
 use super::paths::{Paths, Reach, Run};
 
 /// Neighbouring tokens: the first, and one past the last.
 pub(super) type Interval = (i64, i64);
 
-/// Neighbouring tokens of the packed sequence that are neighbouring rows of a tensor.
+/// Neighbouring tokens of the packed sequence that are also neighbouring rows of a tensor.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     pub(super) token: i64,
@@ -13,7 +13,7 @@ pub(super) struct Place {
     pub(super) length: i64,
 }
 
-/// Places of the tokens of a holder, ascending.
+/// The places of a holder's tokens, ascending by token.
 pub(super) fn places(held: &[Run]) -> Vec<Place> {
     let mut places: Vec<Place> = Vec::with_capacity(held.len());
     for run in held {
@@ -28,7 +28,7 @@ pub(super) fn places(held: &[Run]) -> Vec<Place> {
     places
 }
 
-/// Sorts, stably; what is sorted already, or in a few ascending parts, takes linear time.
+/// A stable sort that takes linear time if the items are sorted already or consist of a few ascending parts.
 pub(super) fn sort<T>(items: &mut [T], key: impl Fn(&T) -> i64) {
     if !items.is_sorted_by_key(&key) {
         items.sort_by_key(key);
@@ -45,7 +45,7 @@ pub(super) fn seen(held: &[Run], paths: &Paths, reach: Reach) -> Vec<Interval> {
     union(all)
 }
 
-/// The intervals that cover the same tokens, ascending, without touching.
+/// Intervals that cover the same tokens, ascending and without touching.
 pub(super) fn union(mut all: Vec<Interval>) -> Vec<Interval> {
     sort(&mut all, |interval| interval.0);
     let mut joined: Vec<Interval> = Vec::with_capacity(all.len());
@@ -58,7 +58,7 @@ pub(super) fn union(mut all: Vec<Interval>) -> Vec<Interval> {
     joined
 }
 
-/// `some` without the tokens that lie in these places. Both ascend.
+/// The tokens in `some` that are not in `places`. Both must ascend.
 pub(super) fn without(some: &[Interval], places: &[Place]) -> Vec<Interval> {
     let mut left = Vec::with_capacity(some.len());
     let mut next = 0;
@@ -86,7 +86,7 @@ pub(super) fn without(some: &[Interval], places: &[Place]) -> Vec<Interval> {
     left
 }
 
-/// Places of those of `some` tokens that have one. `some` and `places` ascend, and so does the result.
+/// The places of the tokens in `some` that have one. `some`, `places` and the result ascend.
 pub(super) fn among<'a>(some: &'a [Interval], places: &'a [Place]) -> impl Iterator<Item = Place> + 'a {
     let (mut i, mut j) = (0, 0);
     std::iter::from_fn(move || {
@@ -106,7 +106,7 @@ pub(super) fn among<'a>(some: &'a [Interval], places: &'a [Place]) -> impl Itera
     })
 }
 
-/// Where a few tokens lie of which all or some have a place: as [`among`], found by bisection.
+/// The places of one interval's tokens that have one, like [`among`], found by binary search.
 pub(super) fn find(interval: Interval, places: &[Place]) -> impl Iterator<Item = Place> + '_ {
     let begin = places.partition_point(|place| place.token + place.length <= interval.0);
     places[begin..].iter().take_while(move |place| place.token < interval.1).map(move |place| {
@@ -116,12 +116,12 @@ pub(super) fn find(interval: Interval, places: &[Place]) -> impl Iterator<Item =
     })
 }
 
-/// Whether all of these tokens have a place.
+/// Whether all tokens of the interval have a place.
 pub(super) fn contain(places: &[Place], interval: Interval) -> bool {
     find(interval, places).map(|place| place.length).sum::<i64>() == interval.1 - interval.0
 }
 
-/// Their number.
+/// Number of tokens in these places.
 pub(super) fn count(places: &[Place]) -> i64 {
     places.iter().map(|place| place.length).sum()
 }

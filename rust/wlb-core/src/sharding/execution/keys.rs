@@ -1,9 +1,11 @@
-//! Plans in which keys come to the rank that needs them: by all-gather, or by all-to-all.
+//! Plans in which keys are sent to the ranks that need them, by all-gather or all-to-all.
 //!
-//! Paths of which a rank has all keys that its runs see form calls of their own, which run over the rank's own tensors
-//! while the others' keys arrive, if there are enough of them (see `pays_alone`). The other runs compute over a
-//! *buffer* of keys: the rank's own rows, from the first that these runs or other ranks see, then the keys that arrive.
-//! Gradients of others' keys go home by rank, each summed over this rank's runs, with either transport.
+//! If a rank holds all keys that its runs of a path see, these runs attend in *local* calls over the rank's own tensors
+//! while
+//! other ranks' keys arrive; but only if there are enough such runs (see `pays_alone`). All other runs attend over a
+//! *buffer* of keys: the rank's own rows, from the first that these runs or other ranks need, then the keys that
+//! arrive.
+//! With either transport, a rank sums its gradients of each other rank's keys and sends the sums home.
 
 use crate::error::Result;
 
@@ -18,43 +20,46 @@ use super::trunks::{copied, trunks};
 /// Transport of keys to the ranks that need them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
-    /// All ranks get the keys that some rank needs from another; all send equally many rows.
+    /// All ranks get every key that some rank needs from another; all ranks send equally many rows.
     AllGather,
-    /// Every rank gets what it needs.
+    /// Every rank gets only the keys that it needs.
     Fetch,
 }
 
 /// Plan of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeysPlan {
-    /// Calls over the rank's own keys, while others' arrive.
+    /// Calls over the rank's own keys, which run while others' keys arrive.
     pub local: Vec<Call>,
     /// Calls over the buffer. A query is in two calls only if it has a trunk, a part of its keys that is not copied for
     /// it (see `trunks`).
     pub remote: Vec<Call>,
-    /// The first of the rank's rows whose keys are in the buffer; those behind it are, too.
+    /// First of the rank's rows whose keys are in the buffer; all later rows are in it, too.
     pub first: i64,
-    /// Rows of the buffer before those that arrive: the rank's own keys, and what fills up what it sends.
+    /// Rows of the buffer before those that arrive: the rank's own keys, and filler up to the number of rows that it
+    /// sends.
     pub own_rows: i64,
-    /// Rows of the buffer that it sends; of `AllGather` as many as other ranks, of `Fetch` by destination.
+    /// Rows of the buffer that the rank sends: for `AllGather` as many as every other rank, for `Fetch` ordered by
+    /// destination.
     pub sent: Rows,
-    /// `Fetch`: how many rows go to each rank.
+    /// For `Fetch`: number of rows for each rank.
     pub sent_rows: Vec<i64>,
-    /// Rows that arrive from each rank.
+    /// Number of rows that arrive from each rank.
     pub arriving_rows: Vec<i64>,
-    /// Whether any rank sends anything.
+    /// Whether any rank sends any key.
     pub moves: bool,
     /// Rows of keys that are copied or brought together, at most, on any rank: those of all ranks, or those that the
     /// runs of a forest see.
     pub gathered: i64,
-    /// Sums of the gradients of other ranks' keys, which go to these ranks. The gradients of all calls stand one behind
-    /// the other, in the order of their keys.
+    /// Sums of the gradients of other ranks' keys, which are sent home. The summed tensor holds the gradients of all
+    /// calls' keys one after the other.
     pub going: Sum,
-    /// Rows that go to each rank.
+    /// Number of rows that go home to each rank.
     pub going_rows: Vec<i64>,
-    /// Gradients of own keys that come from each rank.
+    /// Number of rows with gradients of own keys that come from each rank.
     pub coming_rows: Vec<i64>,
-    /// The gradients of own keys, row by row, from those of all calls, and behind these what comes home.
+    /// Sums of the gradients of own keys, for each row. The summed tensor holds the gradients of all calls' keys,
+    /// followed by the rows that come home.
     pub own: Sum,
     /// Indices that calls and rows refer to.
     pub indices: Indices,
@@ -64,16 +69,16 @@ impl KeysPlan {
     /// The plan of `rank`.
     ///
     /// # Arguments
-    /// * `biased` - scores have a bias by position.
+    /// * `biased` - whether scores have a bias by position.
     ///
     /// # Errors
-    /// [`Error::TotalTooLong`](crate::Error::TotalTooLong) when the keys of a call are more than int32 can count.
+    /// [`Error::TotalTooLong`](crate::Error::TotalTooLong) when a call has more keys than int32 can count.
     ///
     /// # Complexity
-    /// O(s log s) in the segments `s` of all ranks, and O(rows) of what is written out.
+    /// O(s log s) for the segments `s` of all ranks, and O(rows) of the lists in the plan.
     pub fn of(layout: &Layout, rank: usize, transport: Transport, reach: Reach, biased: bool) -> Result<Self> {
         let held: Vec<Vec<Place>> = layout.held.iter().map(|held| places(held)).collect();
-        // What every rank has to get from others.
+        // Keys that each rank has to get from others.
         let lacks = |rank: usize| without(&seen(&layout.held[rank], &layout.paths, reach), &held[rank]);
         let lacking: Vec<Vec<Interval>> = (0..held.len()).map(lacks).collect();
         let mut plan = Self { moves: lacking.iter().any(|lacking| !lacking.is_empty()), ..Self::default() };
@@ -88,7 +93,8 @@ impl KeysPlan {
         }
 
         let local = attends_alone(layout, rank, reach, own);
-        // What others see of its keys, by rank; and all of its own that are read from the buffer.
+        // `wanted`: the rank's keys that each other rank needs. `first`: the first own row that is read from the
+        // buffer.
         let wanted: Vec<Vec<Place>> = lacking.iter().map(|lacking| among(lacking, own).collect()).collect();
         let mut first = wanted.iter().flatten().map(|place| place.row).min().unwrap_or(all_rows);
         for (run, _) in runs.iter().zip(&local).filter(|(_, local)| !**local) {
@@ -101,7 +107,7 @@ impl KeysPlan {
         plan.first = first;
         plan.own_rows = all_rows - first;
 
-        // Where in the buffer the keys of others will be.
+        // Places in the buffer of the keys of other ranks.
         let mut arrived: Vec<Place> = Vec::new();
         match transport {
             Transport::Fetch => {
@@ -118,7 +124,8 @@ impl KeysPlan {
                 let wanted = union(lacking.concat());
                 let sent: Vec<Vec<Place>> = held.iter().map(|own| among(&wanted, own).collect()).collect();
                 let rows = sent.iter().map(|places| count(places)).max().unwrap_or(0);
-                // What all rows between the first and the last that it sends are: no more than others send?
+                // If all rows from the first to the last that a rank sends are few enough, it sends that block as it
+                // is.
                 let block = |places: &[Place]| {
                     let from = places.iter().map(|place| place.row).min()?;
                     let to = places.iter().map(|place| place.row + place.length).max()?;
@@ -137,7 +144,7 @@ impl KeysPlan {
                     plan.own_rows = plan.own_rows.max(plan.sent.first + rows);
                 }
                 for (other, places) in sent.iter().enumerate() {
-                    // A rank's own keys come back to it, and are read where they were.
+                    // The rank's own keys come back as well, but are read where they were.
                     if other != rank {
                         let begin = plan.own_rows + other as i64 * rows;
                         match block(places) {
@@ -157,7 +164,7 @@ impl KeysPlan {
         }
         intervals::sort(&mut arrived, |place| place.token);
 
-        // Own keys by their place in the rank's tensors, and in the buffer.
+        // Own keys by their rows in the buffer.
         let in_buffer: Vec<Place> = own
             .iter()
             .filter(|place| place.row + place.length > first)
@@ -199,7 +206,7 @@ impl KeysPlan {
         Ok(plan)
     }
 
-    /// Plans the sums of gradients of keys, of this rank and of others.
+    /// Plans the sums of gradients of this rank's keys and of other ranks' keys.
     #[allow(clippy::too_many_arguments, reason = "all that a plan is made of")]
     fn add_gradients(
         &mut self,
@@ -217,7 +224,8 @@ impl KeysPlan {
             own.push(Share { to: row, from: gradient, length });
             gradient += length;
         }
-        // Where the gradient of an arrived key goes, by its row in the buffer: by rank, then by token.
+        // For each arrived key, by its row in the buffer, the row among the sums that go home: ordered by rank, then by
+        // token.
         let mut goes: Vec<Share> = Vec::new();
         let mut place = 0;
         for other in held {
@@ -263,7 +271,7 @@ impl KeysPlan {
     }
 }
 
-/// Gives parts of what others hold their rows, one behind the other; how many.
+/// Gives consecutive rows to parts that other ranks hold; returns the number of rows.
 fn arrive(arrived: &mut Vec<Place>, parts: impl Iterator<Item = Place>, first: i64) -> i64 {
     let mut row = first;
     for part in parts {
@@ -273,8 +281,9 @@ fn arrive(arrived: &mut Vec<Place>, parts: impl Iterator<Item = Place>, first: i
     row - first
 }
 
-/// For each run of a rank whether it needs no keys of other ranks, nor does any other run of its path; all false if
-/// such runs are too few for a call of their own.
+/// For each run of a rank, whether all runs of its path need no keys of other ranks. All false if such runs are too few
+/// for a
+/// call of their own.
 fn attends_alone(layout: &Layout, rank: usize, reach: Reach, own: &[Place]) -> Vec<bool> {
     let runs = &layout.held[rank];
     let here = |run: &Run| {
@@ -293,7 +302,7 @@ fn attends_alone(layout: &Layout, rank: usize, reach: Reach, own: &[Place]) -> V
     local
 }
 
-/// Rows of the buffer that hold these keys, in order; all of them have a place.
+/// The rows that hold these keys, in order; every key must have a place.
 fn rows(interval: Interval, own: &[Place], arrived: &[Place]) -> impl Iterator<Item = Part> {
     let mut parts: Vec<Place> = find(interval, own).collect();
     if count(&parts) < interval.1 - interval.0 {

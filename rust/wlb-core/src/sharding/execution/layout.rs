@@ -1,4 +1,4 @@
-//! From a shard to what its ranks hold and see.
+//! The tokens that ranks hold and the keys that they see, derived from a shard.
 
 use crate::cost::Mask;
 
@@ -17,7 +17,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// That of a shard: every document is a path.
+    /// The layout of a shard, in which every document is a path.
     ///
     /// # Complexity
     /// O(segments).
@@ -44,7 +44,7 @@ impl Layout {
         Self { paths, held: shard.rows().iter().map(of_rank).collect(), causal: shard.mask == Mask::Causal }
     }
 
-    /// Reach of a query with a window of this many tokens, itself included; `None`: its whole path.
+    /// The reach of a query with a window of this many tokens, itself included; `None` for its whole path.
     pub fn reach(&self, window: Option<i64>) -> Reach {
         let side = window.map_or(Reach::UNLIMITED, |window| (window - 1).min(Reach::UNLIMITED));
         Reach { left: side, right: if self.causal { 0 } else { side } }

@@ -1,31 +1,31 @@
-//! Paths of tokens, which say what queries can see, and runs of tokens, which ranks hold.
+//! Paths of tokens, which define what queries see, and runs of tokens, which ranks hold.
 
 /// Number of tokens before and after itself that a query sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reach {
-    /// Before; [`Reach::UNLIMITED`]: all.
+    /// Tokens before; [`Reach::UNLIMITED`] for all.
     pub left: i64,
-    /// After.
+    /// Tokens after; [`Reach::UNLIMITED`] for all.
     pub right: i64,
 }
 
 impl Reach {
-    /// Beyond any document, in tokens; far from the ends of i64, so that it can be added to.
+    /// More tokens than any document has; far from the ends of i64, so that it can be added to.
     pub const UNLIMITED: i64 = 1 << 40;
 }
 
-/// Neighbouring tokens of the packed sequence that stand at neighbouring positions of a path.
+/// Neighbouring tokens of the packed sequence at neighbouring positions of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// Position of the first token in the path.
     pub position: i64,
-    /// The first token, in the packed sequence.
+    /// First token, in the packed sequence.
     pub token: i64,
-    /// Tokens.
+    /// Number of tokens.
     pub length: i64,
 }
 
-/// The tokens that queries can see, by position. The pieces of a path follow each other from position 0 on.
+/// The tokens that queries can see, by position. The pieces of each path follow each other from position 0 on.
 #[derive(Clone, Debug, Default)]
 pub struct Paths {
     pieces: Vec<Piece>,
@@ -33,7 +33,7 @@ pub struct Paths {
 }
 
 impl Paths {
-    /// Adds a path, and gives its index: how many there were.
+    /// Adds a path and returns its index.
     pub fn push(&mut self, pieces: impl IntoIterator<Item = Piece>) -> usize {
         self.pieces.extend(pieces);
         self.ends.push(self.pieces.len());
@@ -51,7 +51,7 @@ impl Paths {
         self.pieces(path).last().map_or(0, |last| last.position + last.length)
     }
 
-    /// The pieces of a path cut to the positions `from..to`.
+    /// The pieces of a path, cut to the positions `from..to`.
     pub fn cut(&self, path: usize, from: i64, to: i64) -> impl Iterator<Item = Piece> {
         let pieces = self.pieces(path);
         let begin = pieces.partition_point(|piece| piece.position + piece.length <= from);
@@ -71,20 +71,20 @@ impl Paths {
 /// Tokens that a rank holds: neighbours in the packed sequence, in a path, and in the rank's tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Path on which the tokens see keys.
+    /// Path whose keys the tokens see.
     pub path: usize,
     /// Position of the first token in the path.
     pub position: i64,
-    /// The first token, in the packed sequence.
+    /// First token, in the packed sequence.
     pub token: i64,
-    /// The first token, in the rank's tensors.
+    /// Row of the first token in the rank's tensors.
     pub row: i64,
-    /// Tokens.
+    /// Number of tokens.
     pub length: i64,
 }
 
 impl Run {
-    /// The positions that some query of it sees.
+    /// The positions of the path that the queries of this run see.
     pub(super) fn sees(&self, paths: &Paths, reach: Reach) -> (i64, i64) {
         let from = (self.position - reach.left).max(0);
         let to = (self.position + self.length + reach.right).min(paths.length(self.path));
@@ -92,7 +92,7 @@ impl Run {
     }
 }
 
-/// Tokens of a holder.
+/// Number of tokens of a holder.
 pub(super) fn tokens(held: &[Run]) -> i64 {
     held.iter().map(|run| run.length).sum()
 }

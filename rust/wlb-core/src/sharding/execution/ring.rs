@@ -11,25 +11,26 @@ use super::paths::{Paths, Piece, Reach, Run, tokens};
 /// Plan of one position of the ring.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RingPlan {
-    /// Calls of step `s`, over the keys of position `self - s`.
+    /// `steps[s]`: the calls of step `s`, over the keys of position `self - s`.
     pub steps: Vec<Vec<Call>>,
-    /// Keys of every position.
+    /// Number of keys of every position.
     pub rows: Vec<i64>,
-    /// Last step in which any other position uses the keys of each position; 0: none does.
+    /// For each position, the last step in which another position uses its keys; 0 if none does.
     pub last: Vec<usize>,
     /// Indices that calls refer to.
     pub indices: Indices,
 }
 
 impl RingPlan {
-    /// The plan of `rank` where blocks of `degree` neighbouring ranks exchange heads, and a ring goes over the blocks;
-    /// beside it what it exchanges in its block, if that has other ranks.
+    /// The plan of `rank`, if blocks of `degree` neighbouring ranks exchange heads and a ring connects the blocks; also
+    /// the plan
+    /// of the exchange inside its block, if the block has several ranks.
     ///
     /// # Errors
-    /// [`Error::TotalTooLong`](crate::Error::TotalTooLong) when the keys of a call are more than int32 can count.
+    /// [`Error::TotalTooLong`](crate::Error::TotalTooLong) when a call has more keys than int32 can count.
     ///
     /// # Complexity
-    /// O(s log s) for the segments `s` of all ranks, times the positions; and O(rows) of what is written out.
+    /// O(s log s) for the segments `s` of all ranks, times the positions; and O(rows) of the lists in the plan.
     pub fn of(
         layout: &Layout,
         rank: usize,
@@ -61,7 +62,7 @@ impl RingPlan {
             let queries = &held[position];
             let mut spans = Spans::default();
             if step == 0 && reach.left == Reach::UNLIMITED && !biased && paths.are_single() {
-                // Among its own tokens only their order counts: one call, a square for each path.
+                // Among its own tokens only their order matters: one call with a square mask for each path.
                 let (closed, paths) = closed_up(queries);
                 for (index, run) in closed.iter().enumerate() {
                     let keys = (spans.parts.len(), spans.parts.len() + 1);
@@ -91,7 +92,7 @@ impl RingPlan {
     }
 }
 
-/// These rows with the gaps of each path closed: only the order of its tokens is kept.
+/// The same rows with the gaps of each path closed, so that only the order of tokens is kept.
 fn closed_up(held: &[Run]) -> (Vec<Run>, Paths) {
     let mut closed: Vec<Run> = Vec::with_capacity(held.len());
     let mut before = None;

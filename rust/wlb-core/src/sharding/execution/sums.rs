@@ -1,8 +1,8 @@
-//! Which rows are added up to which: the gradients of a key come from every span that sees it, and from other ranks.
+//! Plans for adding up rows: the gradients of a key come from every span that sees it, and from other ranks.
 
 use super::calls::{Indices, Rows};
 
-/// Neighbouring rows of a result, each of which gets one of so many neighbouring rows of what is summed.
+/// Neighbouring rows of a result, and the equally many neighbouring rows of the summed tensor that are added to them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Share {
     /// First row of the result.
@@ -12,30 +12,30 @@ pub(super) struct Share {
     pub(super) length: i64,
 }
 
-/// Every row of a result is a sum of rows of one tensor.
+/// Every row of the result is a sum of rows of one tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sum {
-    /// The rows that are summed, those of the first row of the result first.
+    /// Summed rows: first all rows for the first row of the result, then for the second, and so on.
     pub rows: Rows,
-    /// Where the summands of each row of the result begin in `rows`; a list without rows: one summand each, the row
-    /// itself.
+    /// Begin in `rows` of each result row's summands. Without rows, every result row has one summand, and `rows` lists
+    /// them.
     pub begins: Rows,
-    /// Rows of the result.
+    /// Number of rows of the result.
     pub count: i64,
 }
 
 impl Sum {
-    /// The sum of such shares, which together reach each of the `count` rows of the result.
+    /// The sum of these shares, which together must reach each of the `count` rows of the result.
     ///
     /// # Complexity
-    /// O(n log n) for `n` shares, and O(rows) of what is written out.
+    /// O(n log n) for `n` shares, and O(rows) of the lists.
     pub(super) fn of(mut shares: Vec<Share>, count: i64, indices: &mut Indices) -> Self {
         if !shares.is_sorted_by_key(|share| share.to) {
             shares.sort_by_key(|share| share.to);
         }
         let total: i64 = shares.iter().map(|share| share.length).sum();
         if total == count {
-            // Each is reached once.
+            // Each row of the result is reached exactly once.
             let rows = indices.list(shares.iter().map(|share| (share.from, share.length)));
             return Self { rows, begins: Rows::default(), count };
         }

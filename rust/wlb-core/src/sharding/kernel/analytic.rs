@@ -1,4 +1,4 @@
-//! Assumptions about a GPU's attention kernel for which nothing was measured.
+//! Assumed kernel times for GPUs that were not measured.
 
 use crate::cost::Mask;
 use crate::error::{Error, Result, check_range, named_choices};
@@ -8,7 +8,7 @@ use super::description::{KernelDescription, PassTable};
 use super::model::KernelModel;
 
 named_choices! {
-    /// GPUs with a documented default where nothing was measured.
+    /// GPUs with documented assumptions.
     Generation, "generation" {
         /// Ampere.
         A100 = "a100",
@@ -27,11 +27,11 @@ named_choices! {
     }
 }
 
-/// Assumptions of [`KernelModel::analytic`] about a GPU.
+/// What [`KernelModel::analytic`] assumes about a GPU.
 struct Assumption {
-    /// Share of the peak with unlimited keys, forward and backward.
+    /// Share of the peak rate with unlimited keys, forward and backward.
     efficiency: [f64; 2],
-    /// Rate below 256 queries, relative to the rate from there on.
+    /// Rate below 256 queries, relative to the rate from 256 queries on.
     without_multicast: f64,
 }
 
@@ -59,20 +59,29 @@ impl Generation {
 }
 
 impl KernelModel {
-    /// The documented default of a GPU generation where nothing was measured. An assumption, not a measurement.
+    /// The documented assumptions for a GPU generation that was not measured.
     ///
-    /// Rate = peak * efficiency * `m / (m + c)` * multicast, where `m` is the mean number of keys of a query, `c` the
-    /// keys that a tile's prologue, epilogue and masked corner cost (224 forward, 330 backward), and multicast 0.8
-    /// below 256 queries on Hopper and Blackwell, where a tile of keys is not shared between thread blocks. Backward
-    /// computes 2.5 times the FLOPs. On H100 `c` and the efficiencies follow FlashAttention-3's published rates (head
-    /// width 128, 16-bit: causal forward 423, 579 and 616 TFLOP/s at 1K, 4K and 16K tokens; backward without a mask
-    /// 424, 542 and 561). A100: FlashAttention-2's "50 to 73 %" of the peak forward; B200: FlashAttention-4's 71 %, and
-    /// backward below it as on H100. L40S and H20 are taken to reach the shares of A100 and H100; MI300X 0.40 and 0.30,
-    /// a guess from AMD's reports of FlashAttention-2 on composable kernels. That multicast costs 0.8 and a call 5 us
-    /// (10 us backward) is a guess.
+    /// Rate = peak * efficiency * `m / (m + c)` * multicast. `m` is the mean number of keys of a query. `c` is the
+    /// number of keys
+    /// that a tile's prologue, epilogue and masked corner cost (224 forward, 330 backward). Multicast is 0.8 below 256
+    /// queries
+    /// on Hopper and Blackwell, where thread blocks then cannot share a tile of keys, and 1 otherwise. The backward
+    /// pass
+    /// computes 2.5 times the FLOPs.
+    ///
+    /// Sources: on H100, `c` and the efficiencies follow FlashAttention-3's published rates (head width 128, 16-bit:
+    /// causal
+    /// forward 423, 579 and 616 TFLOP/s at 1K, 4K and 16K tokens; backward without a mask 424, 542 and 561). A100:
+    /// FlashAttention-2's "50 to 73 %" of the peak forward. B200: FlashAttention-4's 71 %, and a backward slower by the
+    /// same
+    /// ratio as on H100. L40S and H20 are assumed to reach the shares of A100 and H100. MI300X: 0.40 and 0.30, a guess
+    /// from AMD's
+    /// reports of FlashAttention-2 on composable kernels. The multicast factor of 0.8 and the time of a call, 5 us (10
+    /// us
+    /// backward), are guesses.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a size, [`Error::Combination`] for query heads that key/value heads do not divide.
+    /// [`Error::OutOfRange`] for a size, [`Error::Combination`] if `num_kv_heads` does not divide `num_heads`.
     pub fn analytic(
         generation: Generation,
         num_heads: i64,

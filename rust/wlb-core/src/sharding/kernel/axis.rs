@@ -1,6 +1,6 @@
-//! The grid of a kernel's tables: where a length lies between two that were measured.
+//! The grid of a kernel's tables: the place of a length between two measured lengths.
 
-/// Position of a length on an axis: two grid points, and the distance from the lower one.
+/// Place of a length on an axis: two grid points, and the distance from the lower one.
 #[derive(Clone, Copy)]
 pub(super) struct Point {
     pub(super) below: usize,
@@ -10,14 +10,16 @@ pub(super) struct Point {
 
 /// The grid lengths of queries or keys.
 ///
-/// Between two of them the reciprocal of a length counts: what a segment or a query takes whatever its keys is spread
-/// over its pairs, so that seconds per pair are a constant and a part that falls with the length.
+/// Between two grid lengths, interpolation is linear in the reciprocal of the length. A fixed time for each segment or
+/// query
+/// is spread over its pairs, so seconds per pair are a constant plus a part that falls with the length.
 #[derive(Clone, Debug)]
 pub(super) struct Axis {
     lengths: Vec<i32>,
-    /// One over each length, and over the step to the next of these.
+    /// One over each length, and one over the step to the next reciprocal.
     reciprocals: Vec<(f64, f64)>,
-    /// For every power of two, the last grid point that is not above it (or the first of all): where a search begins.
+    /// For every power of two, the last grid point that is not above it (or the first of all), from which a search
+    /// begins.
     starts: [usize; 32],
 }
 
@@ -35,12 +37,12 @@ impl Axis {
         Self { lengths, reciprocals, starts }
     }
 
-    /// Lengths of the grid.
+    /// Number of lengths in the grid.
     pub(super) fn len(&self) -> usize {
         self.lengths.len()
     }
 
-    /// The first length of the grid that is not below `length`; beyond the grid, the largest number.
+    /// The first grid length that is at least `length`; beyond the grid, the largest integer.
     #[inline]
     pub(super) fn next(&self, length: i32) -> i32 {
         let mut index = self.starts[length.ilog2() as usize];

@@ -1,9 +1,9 @@
-//! Checks of a kernel's description, entry by entry.
+//! Checks the entries of a kernel's description.
 
 use crate::error::{Error, Result};
 use crate::limits::MAX_TOKENS;
 
-/// Lengths of a grid: at least one, ascending, each a length.
+/// Checks the lengths of a grid: at least one, ascending, each a valid length.
 pub(crate) fn ascending(path: &str, values: &[i64]) -> Result<()> {
     if values.is_empty() {
         return wrong(path, "is empty");
@@ -25,7 +25,7 @@ pub(crate) fn check_count(path: &str, found: usize, other: &str, expected: usize
     if found == expected { Ok(()) } else { wrong(path, format!("has {found} entries, but {other} has {expected}")) }
 }
 
-/// A time, and one that arithmetic survives.
+/// Checks that a time is above 0 and neither infinite nor denormal.
 pub(crate) fn check_seconds(path: impl Fn() -> String, seconds: f64) -> Result<()> {
     if seconds.is_normal() && seconds > 0.0 { Ok(()) } else { wrong(path(), format!("{seconds} is no time above 0")) }
 }

@@ -1,4 +1,4 @@
-//! Latencies of many segments, summed so that equal plans take exactly equal times.
+//! Latencies of many segments, summed such that equal plans have exactly equal times.
 
 use crate::cost::{Mask, Passes};
 use crate::error::Result;
@@ -6,12 +6,13 @@ use crate::sharding::shard::{Segment, Shard};
 
 use super::model::{KernelModel, Query, Table};
 
-/// Sums of latencies are sums of integers, so that they do not depend on the order of the segments, and equal plans are
-/// exactly equal. One tick is 2^-44 s, or 57 femtoseconds.
+/// Sums of latencies are sums of integers, so they do not depend on the order of segments. One tick is 2^-44 s, or 57
+/// femtoseconds.
 const TICKS_PER_SECOND: f64 = (1_u64 << 44) as f64;
 
 impl KernelModel {
-    /// Seconds of each rank's call: its segments, each rounded to 2^-44 s, and the launch; 0 for a rank without any.
+    /// Seconds of each rank's call: its segments, each rounded to 2^-44 s, and the launch; 0 for a rank without
+    /// segments.
     ///
     /// # Errors
     /// [`crate::Error::Combination`] when the shard has another mask than the model.
@@ -32,7 +33,7 @@ impl KernelModel {
     }
 }
 
-/// Reads latencies of segments off a model, in ticks. Remembers the last number of queries: neighbours have the same.
+/// Gives latencies of segments in ticks. It remembers the last number of queries, since neighbours often have the same.
 pub(in crate::sharding) struct Clock<'a> {
     model: &'a KernelModel,
     tables: &'a [Table],
@@ -45,7 +46,7 @@ impl<'a> Clock<'a> {
         Self { model, tables, last: model.query(tables, 1) }
     }
 
-    /// Keys of a segment that ends at `end`.
+    /// Keys that a segment sees if it ends at `end`.
     #[inline]
     pub(in crate::sharding) fn keys(&self, lengths: &[i32], document: usize, end: i32) -> i32 {
         match self.model.mask {
@@ -65,6 +66,6 @@ impl<'a> Clock<'a> {
 
 #[inline]
 pub(in crate::sharding) fn whole_ticks(seconds: f64) -> i64 {
-    // The cast saturates; half a tick rounds.
+    // The cast saturates; adding 0.5 rounds to the nearest tick.
     (seconds * TICKS_PER_SECOND + 0.5) as i64
 }

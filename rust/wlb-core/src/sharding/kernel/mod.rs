@@ -1,8 +1,10 @@
 //! Time of an attention kernel for the segments of a rank (section 5.2 of WLB-LLM).
 //!
-//! A kernel computes whole tiles of queries, so a segment costs the pairs that it would have if its queries filled the
-//! last tile. How fast these are computed depends on how many queries share a load of keys and on how many keys there
-//! are to hide the prologue behind: that is a table over both, measured or assumed, forward and backward apart.
+//! A kernel computes whole tiles of queries, so a segment costs as many pairs as if its queries filled the last tile.
+//! The
+//! rate depends on the number of queries that share a load of keys, and on the number of keys, behind which the
+//! prologue is
+//! hidden. So there is a table over both numbers, measured or assumed, for each of forward and backward.
 
 mod analytic;
 mod axis;

@@ -1,4 +1,4 @@
-//! Seconds of a segment, read off the tables of a kernel.
+//! Seconds of a segment, from the tables of a kernel.
 
 use crate::cost::{Mask, Passes};
 use crate::error::{Error, Result, check_range};
@@ -11,25 +11,30 @@ use super::description::{KernelDescription, PassTable};
 
 /// Latency of segments of attention.
 ///
-/// A kernel computes whole tiles of queries. Under a causal mask all queries of a tile take as many keys as the last of
-/// them sees, so a segment of `l` queries that ends at key `k` of its document costs, with `s = k - l`,
-/// `sum over tiles t = 1.. of tile * min(k, s + tile * t)` pairs; under a full mask `tile * k` for each tile. A pair is
-/// `4 * num_heads * head_dim` FLOPs. Each pass has a tile of its own. The latency of a pass is these pairs times its
-/// seconds per pair, read at the query length `q` and the key length `k`, where `q` is the end of the last tile, or the
-/// next measured length if that comes before:
+/// A kernel computes whole tiles of queries. Under a causal mask all queries of a tile take as many keys as the tile's
+/// last
+/// query sees. So a segment of `l` queries that ends at key `k` of its document costs, with `s = k - l`,
+/// `sum over tiles t = 1.. of tile * min(k, s + tile * t)` pairs; under a full mask each tile costs `tile * k`. A pair
+/// is
+/// `4 * num_heads * head_dim` FLOPs. Each pass has its own tile. The latency of a pass is these pairs times its seconds
+/// per
+/// pair, read at the key length `k` and the query length `q`. Here `q` is the end of the last tile, or the next
+/// measured
+/// length if that is shorter. Seconds per pair are:
 ///
-/// - at a grid point, what was measured there over the same pairs, so that the model is exact there;
+/// - at a grid point, the measured time over the pairs there, so that the model is exact;
 /// - between grid points, bilinear in `(1 / q, 1 / k)`;
-/// - beyond the grid, as at its nearest edge, so that latency is in proportion to the pairs.
+/// - beyond the grid, the value at its nearest edge, so that latency is proportional to the pairs.
 ///
-/// A grid point with more queries than keys has the value to its right.
+/// A grid point with more queries than keys has the value of the point with the next larger number of keys.
 #[derive(Clone, Debug)]
 pub struct KernelModel {
     description: KernelDescription,
     pub(super) mask: Mask,
     queries: Axis,
     keys: Axis,
-    /// Tables of the forward pass, of the backward pass, and of both: one table, their sum, where the tiles are equal.
+    /// Tables of the forward pass, of the backward pass, and of both passes (one summed table if their tiles are
+    /// equal).
     tables: [Vec<Table>; 3],
 }
 
@@ -54,7 +59,7 @@ impl PartialEq for KernelModel {
 }
 
 impl KernelModel {
-    /// The model of a description.
+    /// The model with this data.
     ///
     /// # Errors
     /// [`Error::Profile`] naming the first entry that makes no sense.
@@ -96,10 +101,10 @@ impl KernelModel {
         })
     }
 
-    /// The kernel with another number of query heads on a GPU: times are in proportion, launches stay.
+    /// The kernel with another number of query heads on a GPU: times are proportional to it, launches stay.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a number of heads.
+    /// [`Error::OutOfRange`] for the number of heads.
     pub fn with_num_heads(&self, num_heads: i64) -> Result<Self> {
         check_range("num_heads", num_heads, 1, MAX_KERNEL_SIZE)?;
         let mut description = self.description.clone();
@@ -107,15 +112,16 @@ impl KernelModel {
         for table in [&mut description.forward, &mut description.backward] {
             table.median_seconds.iter_mut().flatten().flatten().for_each(|seconds| *seconds *= factor);
         }
-        // As many query heads for each key head as measured; a single key head where that does not divide the query
-        // heads, as when GPUs share a key head.
+        // Keep the measured number of query heads for each key head. If it does not divide `num_heads`, as when GPUs
+        // share a key
+        // head, take a single key head.
         let group = (description.num_heads / description.num_kv_heads).max(1);
         description.num_kv_heads = if num_heads % group == 0 { num_heads / group } else { 1 };
         description.num_heads = num_heads;
         Self::new(description)
     }
 
-    /// Description from which the model was made.
+    /// The data of the model.
     pub fn description(&self) -> &KernelDescription {
         &self.description
     }
@@ -125,7 +131,7 @@ impl KernelModel {
         self.mask
     }
 
-    /// All lengths of the grid, of queries and of keys, ascending.
+    /// All lengths of the grid, both of queries and of keys, ascending.
     pub(crate) fn lengths(&self) -> impl Iterator<Item = i32> + use<> {
         let mut lengths = [&self.description.query_lengths[..], &self.description.key_lengths[..]].concat();
         lengths.sort_unstable();
@@ -133,7 +139,7 @@ impl KernelModel {
         lengths.into_iter().map(|length| length as i32)
     }
 
-    /// Seconds of a segment of `queries` queries, the last of which sees `keys >= queries` keys.
+    /// Seconds of a segment of `queries` queries; the last query sees `keys >= queries` keys.
     ///
     /// # Complexity
     /// O(1) on a grid of powers of two.
@@ -145,8 +151,9 @@ impl KernelModel {
     /// Seconds of many segments, one by one.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] unless there are as many keys as queries, [`Error::Entry`] for a segment with more queries
-    /// than keys.
+    /// [`Error::Mismatch`] if `queries` and `keys` have different lengths, [`Error::Entry`] for a segment with more
+    /// queries than
+    /// keys.
     pub fn segments_seconds(&self, queries: &Lengths, keys: &Lengths, passes: Passes) -> Result<Vec<f64>> {
         if keys.len() != queries.len() {
             let (argument, other) = ("key_lengths", "query_lengths");
@@ -159,7 +166,7 @@ impl KernelModel {
         Ok(queries.iter().zip(keys.iter()).map(|(&l, &k)| self.segment_seconds(l, k, passes)).collect())
     }
 
-    /// Seconds that a call takes whatever its segments.
+    /// Seconds of a call besides its segments.
     pub fn launch_seconds(&self, passes: Passes) -> f64 {
         let KernelDescription { forward, backward, .. } = &self.description;
         match passes {
@@ -199,18 +206,18 @@ impl KernelModel {
         }
     }
 
-    /// A number of queries, located in the tables of this model.
+    /// Looks up a number of queries in the tables of this model.
     pub(super) fn query(&self, tables: &[Table], length: i32) -> Query {
         let read = |table: &Table| {
             let end = table.tile.end(length).min(self.queries.next(length));
             (table.tile.cut(length), self.queries.locate(end))
         };
-        // A slice of tables has one or two.
+        // A slice of tables has one or two entries.
         let first = read(&tables[0]);
         Query { length, read: [first, tables.get(1).map_or(first, read)] }
     }
 
-    /// Seconds of these queries, the last of which sees `keys`, in the same tables.
+    /// Seconds of these queries, the last of which sees `keys` keys, from the same tables.
     #[inline]
     pub(super) fn seconds(&self, query: &Query, keys: i32, tables: &[Table]) -> f64 {
         let key = self.keys.locate(keys);
@@ -218,7 +225,7 @@ impl KernelModel {
         let mut seconds = 0.0;
         for (table, (cut, point)) in tables.iter().zip(&query.read) {
             let rates = &table.seconds_per_pair;
-            // A grid of one row or column has its only one on both sides.
+            // In a grid of one row or column, both neighbours are the same.
             let along_keys = |row: usize| {
                 let (left, right) = (rates[row * width + key.below], rates[row * width + key.above]);
                 left + (right - left) * key.fraction
@@ -230,15 +237,14 @@ impl KernelModel {
     }
 }
 
-/// The queries of a segment, as far as nothing else needs to be known: what they cost and where they are read, in each
-/// of at most two tables.
+/// The part of a lookup that depends only on the number of queries, for each of at most two tables.
 #[derive(Clone, Copy)]
 pub(super) struct Query {
     pub(super) length: i32,
     read: [(Cut, Point); 2],
 }
 
-/// The table of a pass, checked.
+/// Checks the table of a pass and turns its seconds into seconds per pair.
 fn table(description: &KernelDescription, pass: &str, measured: &PassTable, mask: Mask) -> Result<Table> {
     let launch = measured.launch_seconds;
     if !(launch.is_finite() && launch >= 0.0) {
@@ -268,7 +274,8 @@ fn table(description: &KernelDescription, pass: &str, measured: &PassTable, mask
                     let rate = seconds / cut.pairs(keys as i32);
                     check_seconds(path, rate)?;
                     rates.push(rate);
-                    // A segment has no fewer keys than queries. For fewer, the rate of the fewest keys measured.
+                    // No segment has fewer keys than queries, so there is no measurement: take the rate of the fewest
+                    // keys measured.
                     rates[first..].iter_mut().filter(|rate| **rate == 0.0).for_each(|missing| *missing = rate);
                 }
             }
@@ -293,7 +300,7 @@ impl Tile {
         }
     }
 
-    /// End of the last tile of `queries` queries.
+    /// End of the last tile for this number of queries.
     #[inline]
     fn end(self, queries: i32) -> i32 {
         let end = (queries as u32).div_ceil(self.queries) * self.queries;
@@ -301,7 +308,7 @@ impl Tile {
     }
 }
 
-/// Pairs that a kernel computes of some queries: linear in the keys. Exact up to 2^53.
+/// Number of pairs that a kernel computes for some queries, as a linear function of the keys. Exact up to 2^53.
 #[derive(Clone, Copy)]
 struct Cut {
     per_key: f64,
