@@ -1,5 +1,6 @@
 """`collate` against the plainest possible reading of what it promises."""
 
+import dataclasses
 import functools
 import pickle
 from typing import Any
@@ -154,6 +155,31 @@ def test_to_and_pickle_keep_everything() -> None:
     there = batch.to("meta")
     tensors = [there.tokens, there.labels, there.position_ids, there.cu_seqlens, there.document_ids]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+def handed_over(documents: list[Any]) -> tuple[PackedBatch, bool, bool]:
+    """A batch of a worker, and whether it lies in memory that the trainer sees, and is handed over from there."""
+    batch = collate(documents, cp_rank=1, cp_size=2)
+    rows = batch.__reduce__()[1][0]
+    return batch, rows.is_shared(), rows.data_ptr() == batch.tokens.data_ptr()
+
+
+def test_workers_hand_batches_over_without_a_copy() -> None:
+    documents = make([5, 1, 9, 3])
+    loader: DataLoader[Any] = DataLoader(
+        Documents(documents), batch_sampler=[[0, 2, 3]], collate_fn=handed_over, num_workers=1, timeout=500
+    )
+    ((batch, shared, same),) = list(loader)
+    assert (shared, same) == (True, True)
+    alone, shared, same = handed_over([documents[0], documents[2], documents[3]])
+    assert (shared, same) == (False, True)  # nothing is shared where there is no worker
+    for name in ("tokens", "labels", "position_ids"):
+        assert torch.equal(getattr(batch, name), getattr(alone, name))
+    # Tensors that were replaced, moved or sliced are put together.
+    other = alone.to("cpu")
+    for changed in (other, dataclasses.replace(alone, labels=alone.labels.clone()), alone._map(torch.clone)):
+        rows = changed.__reduce__()[1][0]
+        assert torch.equal(rows, torch.stack([changed.tokens, changed.labels, changed.position_ids]))
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])

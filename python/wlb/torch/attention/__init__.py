@@ -197,15 +197,15 @@ def _attend(
         arguments.check_of_heads("sinks", sinks, q)
         sinks = sinks if degree == 1 else sinks[mine]
     assert chosen is not None
-    options: Any = (how.exchange, group, chosen, how.computed, sinks, return_lse or with_lse)
+    options = how.exchange, group, chosen, how.computed, sinks, return_lse or with_lse
     if how.heads is None:
-        out, lse = attention(q, k, v, *options, known)
+        out, lse = attention(q, k, v, *options, known=known)
     else:
         heads = HeadsExchange(how.heads, how.block, group)
         if known is not None:
             known = heads.split_heads(known[0]), heads.split_heads(known[1].unsqueeze(-1)).squeeze(-1)
         q, k, v = split_heads(q, k, v, heads)
-        out, lse = attention(q, k, v, *options, known)
+        out, lse = attention(q, k, v, *options, known=known)
         out = join_heads(out, heads)
         if lse is not None:
             lse = join_heads(lse.unsqueeze(-1).contiguous(), heads).squeeze(-1)

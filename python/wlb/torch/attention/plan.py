@@ -132,17 +132,22 @@ class _Tensors:
         same = not listed and rows == (0, summed, False)
         return Sum(self.rows(rows), self._rows[first : first + of_result] if listed else None, count, same)
 
-    def calls(self, plain: Iterable[Sequence[Any]], queries: int, keys: int | None) -> list[Call]:
-        """Calls over `queries` rows of queries and a tensor of `keys` rows."""
-        calls = []
-        for q_rows, k_rows, begin, spans, longest_q, longest_k, window, fresh in plain:
-            cu_q, cu_k = self._bounds[begin : begin + 2 * (spans + 1)].view(2, -1).unbind(0)
-            bounds = self._host_bounds[begin : begin + 3 * spans + 2]
-            rows = self.rows(q_rows, queries), self.rows(k_rows, keys)
-            if isinstance(rows[0], Tensor):  # `index_copy_` takes no int32
-                rows = rows[0].long(), rows[1]
-            calls.append(Call(*rows, cu_q, cu_k, longest_q, longest_k, window, bounds, fresh))
-        return calls
+    def calls(self, plain: Sequence[tuple[Iterable[Sequence[Any]], int, int]]) -> list[list[Call]]:
+        """Calls: of each tensor of keys those over it, in the order of the plan, its queries and its rows."""
+        flat = [(call, queries, keys) for of_keys, queries, keys in plain for call in of_keys]
+        sizes = [size for (_, _, _, spans, *_), _, _ in flat for size in (spans + 1, spans + 1, spans)]
+        bounds, host = iter(self._bounds.split_with_sizes(sizes)), self._host_bounds
+
+        def made(call: Sequence[Any], queries: int, keys: int) -> Call:
+            q_rows, k_rows, begin, spans, longest_q, longest_k, window, fresh = call
+            cu_q, cu_k, _ = next(bounds), next(bounds), next(bounds)
+            of_queries = self.rows(q_rows, queries)
+            if isinstance(of_queries, Tensor):  # `index_copy_` takes no int32
+                of_queries = of_queries.long()
+            on_host = host[begin : begin + 3 * spans + 2]
+            return Call(of_queries, self.rows(k_rows, keys), cu_q, cu_k, longest_q, longest_k, window, on_host, fresh)
+
+        return [[made(call, queries, keys) for call in of_keys] for of_keys, queries, keys in plain]
 
 
 @dataclass(frozen=True)
@@ -215,11 +220,11 @@ def keys_plan(
     queries = int(shard.tokens_per_rank[rank])
     rows = own_rows + sum(arriving_rows)
     of_going, going_rows, coming_rows = going
-    remote_calls, picked = tensors.calls(remote, queries, rows), None
+    local_calls, remote_calls = tensors.calls([(local, queries, queries), (remote, queries, rows)])
+    picked: Rows = None
     if len(remote_calls) == 1:
         # Picked before the call, so that the buffer is free while it runs.
         picked, remote_calls = remote_calls[0].k_rows, [replace(remote_calls[0], k_rows=None)]
-    local_calls = tensors.calls(local, queries, queries)
     of_local, of_remote = (sum(call.num_keys for call in calls) for calls in (local_calls, remote_calls))
     gradients = of_local, of_remote, sum(coming_rows)
     return KeysPlan(
@@ -274,9 +279,9 @@ def ring_plan(
     indices, steps, rows, last, heads = _core.ring_plan(shard, rank, degree, window=window, biased=biased)
     tensors = _Tensors(indices, device)
     position = rank // degree
-    calls = [
-        tensors.calls(plain, rows[position], rows[(position - step) % len(rows)]) for step, plain in enumerate(steps)
-    ]
+    calls = tensors.calls(
+        [(plain, rows[position], rows[(position - step) % len(rows)]) for step, plain in enumerate(steps)]
+    )
     ring = RingPlan(position, calls, rows, last)
     if heads is None:
         return None, ring

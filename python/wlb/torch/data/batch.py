@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 import wlb
 from wlb._errors import error
@@ -92,26 +93,26 @@ class PackedBatch:
         columns = dict(columns or {})
         if "position_ids" in columns:
             position_ids, own_positions = columns.pop("position_ids"), True
-        padded = shard.lengths.size > len(document_ids)
+        lengths = shard.lengths
+        padded = lengths.size > len(document_ids)
         if position_ids is None or (own_positions and padded):
-            mine = shard.rank(cp_rank)
-            positions = mine.position_ids.astype(np.int64)
-            filler = mine.token_indices >= int(shard.lengths[: len(document_ids)].sum())
-            positions[filler] %= int(shard.lengths[: len(document_ids)].max(initial=1))
-            counted = torch.from_numpy(positions).to(device)
-            if position_ids is None:
-                position_ids = counted
+            held = shard.rank(cp_rank)
+            counted = np.empty(held.num_tokens, np.int64)
+            filler = count_positions(held, lengths, len(document_ids), counted)
+            positions = torch.from_numpy(counted).to(device)
+            if position_ids is None or filler is None:
+                position_ids = positions if position_ids is None else position_ids
             else:
-                position_ids = position_ids.where(torch.from_numpy(~filler).to(device), counted)
+                position_ids = position_ids.where(torch.from_numpy(~filler).to(device), positions)
         return cls(
             tokens=tokens,
             labels=labels,
             position_ids=position_ids,
-            cu_seqlens=torch.from_numpy(cumulative(shard.lengths, cu_seqlens_size)).to(device),
-            max_seqlen=int(shard.lengths.max(initial=0)),
+            cu_seqlens=torch.from_numpy(cumulative(lengths, cu_seqlens_size)).to(device),
+            max_seqlen=int(lengths.max(initial=0)),
             shard=shard,
             cp_rank=cp_rank,
-            document_ids=torch.tensor(document_ids, dtype=torch.int64, device=device),
+            document_ids=torch.from_numpy(np.array(document_ids, np.int64)).to(device),
             num_valid_tokens=num_valid_tokens,
             cp_first_rank=cp_first_rank,
             columns=columns,
@@ -247,7 +248,7 @@ class PackedBatch:
     def __reduce__(self) -> tuple[Any, ...]:
         # A worker sends every tensor through a socket, half a millisecond each, so all are views of one.
         single = not self.own_positions
-        rows = torch.stack([self.tokens, self.labels, *([self.position_ids] if single else [])])
+        rows = together([self.tokens, self.labels, *([self.position_ids] if single else [])])
         more = dict(self.columns) | ({} if single else {"position_ids": self.position_ids})
         ids, valid = self.document_ids.tolist(), self.num_valid_tokens
         return _from_rows, (
@@ -298,12 +299,52 @@ def _from_rows(
     )
 
 
+def shared_rows(count: int, tokens: int) -> Tensor:
+    """Memory for int64 [count, tokens] of a batch: in a worker of a `DataLoader` it is shared with the trainer.
+
+    So the batch is not copied when it is handed over. torch's own `default_collate` does the same.
+    """
+    if get_worker_info() is None or not tokens:
+        return torch.empty((count, tokens), dtype=torch.int64)
+    storage = torch.UntypedStorage._new_shared(8 * count * tokens)  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=torch.int64).set_(storage, 0, (count, tokens))  # type: ignore[call-overload, no-any-return]
+
+
+def together(rows: Sequence[Tensor]) -> Tensor:
+    """Rows [tokens] as one tensor [rows, tokens]: a view if one memory has nothing but these, one after the other."""
+    first, size = rows[0], rows[0].numel()
+    memory = first.untyped_storage()
+    one = memory.nbytes() == len(rows) * size * first.element_size() and all(
+        row.untyped_storage().data_ptr() == memory.data_ptr() and row.storage_offset() == index * size
+        for index, row in enumerate(rows)
+    )
+    return first.as_strided((len(rows), size), (size, 1)) if one else torch.stack(list(rows))
+
+
+def count_positions(
+    held: wlb.RankShard, lengths: NDArray[np.int32], documents: int, out: NDArray[np.int64]
+) -> NDArray[np.bool_] | None:
+    """Writes the position of each of a rank's tokens in its document.
+
+    What is behind so many documents is padding: it counts anew as often as the longest document does.
+
+    Returns:
+        bool [tokens]: which tokens are padding; None without padding.
+    """
+    out[:] = held.position_ids
+    if lengths.size <= documents:
+        return None
+    filler: NDArray[np.bool_] = held.token_indices >= int(lengths[:documents].sum())
+    out[filler] %= int(lengths[:documents].max(initial=1))
+    return filler
+
+
 def cumulative(lengths: NDArray[Any], size: int | None = None) -> NDArray[np.int32]:
     """int32 [documents + 1]: where each document begins in the packed sequence, and where the last one ends.
 
     Of `size` entries, if that is given: documents without tokens at the end make up for it.
     """
-    result = np.full(lengths.size + 1 if size is None else size, lengths.sum(), np.int32)
-    result[0] = 0
+    result = np.zeros(lengths.size + 1 if size is None else size, np.int32)
     np.cumsum(lengths, out=result[1 : lengths.size + 1])
+    result[lengths.size + 1 :] = result[lengths.size]
     return result

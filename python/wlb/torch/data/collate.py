@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 import wlb
 from wlb._core import padded_tokens
 from wlb._errors import check_integer, error
-from wlb.torch.data.batch import IGNORE, PackedBatch
+from wlb.torch.data.batch import IGNORE, PackedBatch, count_positions, shared_rows
 from wlb.torch.data.documents import (
     Document,
     Layout,
@@ -110,19 +110,26 @@ def collate(
         raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)
 
     layout = common_layout([layout_of(document) for document in named], "documents")
-    runs = held_runs(shard.rank(cp_rank)) if cp_size > 1 or padding else None
-    tokens, labels = packed(named, runs)
+    held = shard.rank(cp_rank)
+    runs = held_runs(held) if cp_size > 1 or padding else whole_runs(named)
+    own_positions = any(name == "position_ids" for name, *_ in layout)
+    rows = shared_rows(2 if own_positions else 3, held.num_tokens)
+    on_host = rows.numpy()
+    pack(named, runs, on_host[0], on_host[1])
+    if not own_positions:
+        count_positions(held, shard.lengths, len(named), on_host[2])
     if named:
         further = joined(named, layout, runs)
     else:
-        further = {name: filled_up(name, values, tokens.size) for name, values in reader.nothing().items()}
+        further = {name: filled_up(name, values, held.num_tokens) for name, values in reader.nothing().items()}
     return PackedBatch.of(
-        torch.from_numpy(tokens),
-        torch.from_numpy(labels),
+        rows[0],
+        rows[1],
         document_ids=ids,
         shard=shard,
         cp_rank=cp_rank,
         num_valid_tokens=sum(num_labels(document) for document in named),
+        position_ids=None if own_positions else rows[2],
         cu_seqlens_size=None if max_documents is None else max_documents + 2,
         columns={name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in further.items()},
     )
@@ -153,8 +160,15 @@ def packed(
     By default all documents one after the other; a run of document `len(documents)` is padding.
     """
     runs = whole_runs(documents) if runs is None else runs
-    total = sum(end - start for _, start, end in runs)
-    tokens, labels = np.empty(total, np.int64), np.empty(total, np.int64)
+    tokens, labels = np.empty((2, sum(end - start for _, start, end in runs)), np.int64)
+    pack(documents, runs, tokens, labels)
+    return tokens, labels
+
+
+def pack(
+    documents: Sequence[Document], runs: Sequence[Run], tokens: NDArray[np.int64], labels: NDArray[np.int64]
+) -> None:
+    """See `packed`: writes tokens and labels of the runs one after the other."""
     row = 0
     for number, start, end in runs:
         behind = row + end - start
@@ -169,7 +183,6 @@ def packed(
             if end == document.tokens.size:
                 labels[behind - 1] = IGNORE if document.next_token is None else document.next_token
         row = behind
-    return tokens, labels
 
 
 def joined(documents: Sequence[Document], layout: Layout, runs: Sequence[Run] | None = None) -> dict[str, NDArray[Any]]:

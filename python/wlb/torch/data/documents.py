@@ -187,6 +187,8 @@ def as_arrays(document: Document, argument: str, index: int) -> Document:
         wlb.WlbError: As `token_array`, `label_array` and `column_array`.
     """
     tokens, labels = token_array(document.tokens, argument, index), document.labels
+    if tokens is document.tokens and labels is None and not document.columns:
+        return document
     if labels is not None:
         labels = label_array(labels, tokens.size, argument, index)
     columns = {
@@ -203,6 +205,8 @@ Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 def layout_of(document: Document) -> Layout:
     """The columns of a document of arrays."""
+    if not document.columns:
+        return ()
     columns = sorted(document.columns.items())
     return tuple((name, values.dtype.str[1:], values.shape[:-1]) for name, values in columns)
 
@@ -214,6 +218,8 @@ def common_layout(layouts: Sequence[Layout], argument: str) -> Layout:
         wlb.WlbError: Documents have another shape of a column; or one has no column that others have and that no rule
             makes up for: positions count from 0, weights are 1.
     """
+    if not any(layouts):
+        return ()
     found: dict[str, tuple[str, str, tuple[int, ...]]] = {}
     for index, layout in enumerate(layouts):
         for column in layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -95,7 +96,7 @@ class RowReader:
         object.__setattr__(self, "columns", tuple(self.columns))
         check_integer("labels_ahead", self.labels_ahead, minimum=1)
 
-    @property
+    @functools.cached_property
     def asked(self) -> tuple[str, ...]:
         """Columns that are carried because somebody asked for them."""
         handled = {*_TAKEN, *MASKS, *_WEIGHTS}
@@ -142,6 +143,8 @@ class RowReader:
             wlb.WlbError: The row cannot be read; the error names the column.
         """
         id = index if first_id is None else first_id
+        if type(row) is np.ndarray and self.labels_ahead == 1 and not self.asked:
+            return [Document(row, id)]
         if isinstance(row, Document):
             if self.labels_ahead > 1 and AHEAD not in row.columns:
                 return [self._ahead_of(as_arrays(row, argument, index), argument, index)]

@@ -109,12 +109,15 @@ impl KeysPlan {
 
         // Places in the buffer of the keys of other ranks.
         let mut arrived: Vec<Place> = Vec::new();
+        // Where those of each rank end among them; each rank's ascend.
+        let mut ends: Vec<usize> = Vec::with_capacity(held.len());
         match transport {
             Transport::Fetch => {
                 let mut row = plan.own_rows;
                 for own in &held {
                     let rows = arrive(&mut arrived, among(&lacking[rank], own), row);
                     plan.arriving_rows.push(rows);
+                    ends.push(arrived.len());
                     row += rows;
                 }
                 plan.sent_rows = wanted.iter().map(|places| count(places)).collect();
@@ -158,14 +161,23 @@ impl KeysPlan {
                             }
                         }
                     }
+                    ends.push(arrived.len());
                 }
                 plan.arriving_rows = vec![rows; held.len()];
             }
         }
-        intervals::sort(&mut arrived, |place| place.token);
+        // What it lacks, by the rank that has it, in the order in which gradients go there.
+        let mut others: Vec<Place> = Vec::with_capacity(arrived.len());
+        let mut begin = 0;
+        for end in ends {
+            let before = count(&others);
+            others.extend(among(&lacking[rank], &arrived[begin..end]));
+            plan.going_rows.push(count(&others) - before);
+            begin = end;
+        }
 
-        // Own keys by their rows in the buffer.
-        let in_buffer: Vec<Place> = own
+        // Own keys by their rows in the buffer, and those of others that this rank sees.
+        let mut in_buffer: Vec<Place> = own
             .iter()
             .filter(|place| place.row + place.length > first)
             .map(|place| {
@@ -173,7 +185,9 @@ impl KeysPlan {
                 Place { token: place.token + cut, row: place.row + cut - first, length: place.length - cut }
             })
             .collect();
-        let spans = |wanted: bool, own: &[Place]| {
+        in_buffer.extend(&others);
+        intervals::sort(&mut in_buffer, |place| place.token);
+        let spans = |wanted: bool, places: &[Place]| {
             let mut spans = Spans::default();
             let runs: Vec<Run> =
                 runs.iter().zip(&local).filter(|(_, local)| **local == wanted).map(|(run, _)| *run).collect();
@@ -184,7 +198,8 @@ impl KeysPlan {
                 let mut add = |from: i64, to: i64| {
                     let begin = spans.parts.len();
                     for piece in layout.paths.cut(run.path, from, to) {
-                        spans.parts.extend(rows((piece.token, piece.token + piece.length), own, &arrived));
+                        let found = find((piece.token, piece.token + piece.length), places);
+                        spans.parts.extend(found.map(|place| (place.row, place.length)));
                     }
                     let (q, keys) = ((run.position, run.position + run.length), (begin, spans.parts.len()));
                     spans.spans.push(span(of_run, reach, q, (from, to), keys));
@@ -197,25 +212,31 @@ impl KeysPlan {
             }
             spans
         };
+        let (alone, together) = (spans(true, own), spans(false, &in_buffer));
+        // At once what is written out at most: keys twice, and where the sums of gradients begin.
+        let picked = |spans: &Spans| spans.parts.iter().map(|part| part.1).sum::<i64>();
+        let summed = wanted.iter().map(|places| count(places)).sum::<i64>() + 2 * all_rows + count(&others);
+        let spans_of_runs = 3 * (runs.len() + 2);
+        plan.indices.rows.reserve((2 * picked(&together) + picked(&alone) + summed) as usize + spans_of_runs);
         let mut calls = Calls::new(all_rows, biased);
         let mut local_parts = Vec::new();
-        plan.local = calls.add(spans(true, own), &mut plan.indices, &mut local_parts)?;
+        plan.local = calls.add(alone, &mut plan.indices, &mut local_parts)?;
         let mut remote_parts = Vec::new();
-        plan.remote = calls.add(spans(false, &in_buffer), &mut plan.indices, &mut remote_parts)?;
-        plan.add_gradients(all_rows, &local_parts, &remote_parts, &lacking[rank], &held, &arrived, &wanted);
+        plan.remote = calls.add(together, &mut plan.indices, &mut remote_parts)?;
+        plan.add_gradients(all_rows, &local_parts, &remote_parts, &others, &wanted);
         Ok(plan)
     }
 
     /// Plans the sums of gradients of this rank's keys and of other ranks' keys.
-    #[allow(clippy::too_many_arguments, reason = "all that a plan is made of")]
+    ///
+    /// # Arguments
+    /// * `others` - places in the buffer of others' keys that this rank sees, in the order in which gradients go home.
     fn add_gradients(
         &mut self,
         all_rows: i64,
         local: &[Part],
         remote: &[Part],
-        lacking: &[Interval],
-        held: &[Vec<Place>],
-        arrived: &[Place],
+        others: &[Place],
         wanted: &[Vec<Place>],
     ) {
         let mut own = Vec::with_capacity(local.len() + remote.len());
@@ -224,19 +245,15 @@ impl KeysPlan {
             own.push(Share { to: row, from: gradient, length });
             gradient += length;
         }
-        // For each arrived key, by its row in the buffer, the row among the sums that go home: ordered by rank, then by
-        // token.
-        let mut goes: Vec<Share> = Vec::new();
+        // For each arrived key, by its row in the buffer, the row among the sums that go home.
+        let mut goes: Vec<Share> = Vec::with_capacity(others.len());
         let mut place = 0;
-        for other in held {
-            let before = place;
-            for part in among(lacking, other) {
-                for arrived in find((part.token, part.token + part.length), arrived) {
-                    goes.push(Share { to: place, from: arrived.row, length: arrived.length });
-                    place += arrived.length;
-                }
+        for other in others {
+            match goes.last_mut() {
+                Some(last) if last.from + last.length == other.row => last.length += other.length,
+                _ => goes.push(Share { to: place, from: other.row, length: other.length }),
             }
-            self.going_rows.push(place - before);
+            place += other.length;
         }
         intervals::sort(&mut goes, |share| share.from);
         let mut going = Vec::with_capacity(remote.len());
@@ -300,14 +317,4 @@ fn attends_alone(layout: &Layout, rank: usize, reach: Reach, own: &[Place]) -> V
         local.fill(false);
     }
     local
-}
-
-/// The rows that hold these keys, in order; every key must have a place.
-fn rows(interval: Interval, own: &[Place], arrived: &[Place]) -> impl Iterator<Item = Part> {
-    let mut parts: Vec<Place> = find(interval, own).collect();
-    if count(&parts) < interval.1 - interval.0 {
-        parts.extend(find(interval, arrived));
-        parts.sort_unstable_by_key(|place| place.token);
-    }
-    parts.into_iter().map(|place| (place.row, place.length))
 }

@@ -42,7 +42,7 @@ impl Sum {
         let begin = indices.rows.len();
         indices.rows.reserve((total + count) as usize);
         let mut begins: Vec<(i64, i64, i64)> = Vec::with_capacity(2 * shares.len());
-        let mut open: Vec<Share> = Vec::new();
+        let (mut open, mut first): (Vec<Share>, Vec<i32>) = (Vec::new(), Vec::new());
         let (mut row, mut next) = (0, 0);
         while row < count {
             while shares.get(next).is_some_and(|share| share.to == row) {
@@ -54,12 +54,23 @@ impl Sum {
             let end = shares.get(next).map_or(end, |share| share.to.min(end));
             debug_assert!(!open.is_empty() && end > row, "a row gets nothing");
             begins.push(((indices.rows.len() - begin) as i64, open.len() as i64, end - row));
-            let first: Vec<i32> = open.iter().map(|share| (share.from + row - share.to) as i32).collect();
-            let length = (end - row) as i32;
+            first.clear();
+            first.extend(open.iter().map(|share| (share.from + row - share.to) as i32));
+            let (before, width, length) = (indices.rows.len(), first.len(), (end - row) as i32);
             match first[..] {
                 [one] => indices.rows.extend(one..one + length),
-                [one, other] => indices.rows.extend((0..length).flat_map(|at| [one + at, other + at])),
-                _ => (0..length).for_each(|at| indices.rows.extend(first.iter().map(|first| first + at))),
+                [one, other] => {
+                    indices.rows.resize(before + 2 * length as usize, 0);
+                    for (pair, at) in indices.rows[before..].chunks_exact_mut(2).zip(0..) {
+                        pair.copy_from_slice(&[one + at, other + at]);
+                    }
+                }
+                _ => {
+                    indices.rows.resize(before + width * length as usize, 0);
+                    for (summed, at) in indices.rows[before..].chunks_exact_mut(width).zip(0..) {
+                        summed.iter_mut().zip(&first).for_each(|(summed, first)| *summed = first + at);
+                    }
+                }
             }
             row = end;
         }
