@@ -124,6 +124,20 @@ def test_cuda_paths_fit_and_wait_for_nothing(
     assert waits.found == []
 
 
+@pytest.mark.parametrize("transport", ["all_gather", "ring"])
+def test_a_prepared_plan_on_a_gpu_is_the_one_that_a_layer_takes(
+    transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in buckets, for which a layer has to know its kernel."""
+    shapes = [(int(SHARD.tokens_per_rank[1]), heads, 64) for heads in (8, 4, 4)]
+    with bench.world(1, 4) as group, bench.no_network(), fake_cuda(monkeypatch):
+        wt.prepare_attention(SHARD, rank=1, device="cuda:0", transport=transport)
+        q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="cuda:0") for shape in shapes)
+        wt.context_parallel_attention(q, k, v, SHARD, group=group, transport=transport)
+        made = [made.cache_info().misses for made in (attention.plan.keys_plan, attention.plan.ring_plan)]
+    assert sum(made) == 1
+
+
 def shapes_alone(version: int) -> ModuleType:
     """Flash-attn without its kernels: it checks what it is given as upstream does, and gives what is not filled."""
 

@@ -268,34 +268,17 @@ def _check_tokens(name: str, tokens: ArrayLike) -> NDArray[np.float64]:
 Floats = NDArray[np.float64]
 
 
-def parameters_per_rank(
-    model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
-) -> NDArray[np.float64]:
-    """Float64[pp]: parameters on a GPU of every pipeline rank, its share of the experts, before FSDP shares them out.
-
-    Norms and the router are not divided by tensor parallelism, and key heads no further than into single ones. The
-    embedding is on the rank of the first stage, the output projection on that of the last; a tied one has two copies
-    where these are two ranks.
-    """
-    return _parameters(model, layout, ranks_of_stages(layout, schedule=schedule))
-
-
-def experts_per_rank(
-    model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
-) -> NDArray[np.float64]:
-    """Float64[pp]: how many of these are of routed experts, which dp x cp / ep ranks hold alike."""
-    return _experts(model, layout, ranks_of_stages(layout, schedule=schedule))
-
-
 def trained_per_rank(
     model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
 ) -> tuple[Floats, Floats]:
-    """Parameters on a GPU of every pipeline rank that have gradients, apart from routed experts, and of these.
+    """Parameters that have gradients on a GPU of every pipeline rank, before FSDP shares them out.
 
-    Those of `parameters_per_rank` and `experts_per_rank`, or with LoRA the adapters, and no expert.
+    Norms and the router are not divided by tensor parallelism, and key heads no further than into single ones. The
+    embedding is on the rank of the first stage, the output projection on that of the last; a tied one has two copies
+    where these are two ranks. With LoRA only the adapters have gradients, and no routed expert.
 
     Returns:
-        float64[pp] and float64[pp].
+        float64[pp] of all but routed experts, and float64[pp] of routed experts, which dp x cp / ep ranks hold alike.
     """
     return _trained(model, layout, ranks_of_stages(layout, schedule=schedule))
 
@@ -354,8 +337,7 @@ def units_of_stages(
     """Units that ZeRO-3 gathers on every stage: layers of each kind, the embedding, the output projection.
 
     Returns:
-        of each stage, in the order of the model. Together their parameters are those of `parameters_per_rank`, but for
-        adapters.
+        of each stage, in the order of the model. Together they hold every parameter of the rank, but for adapters.
     """
     ranks = ranks_of_stages(layout, schedule=schedule)
     embedding = model.vocab_size * model.hidden_size / layout.tp

@@ -209,11 +209,21 @@ class KeysPlan:
 
 @functools.lru_cache(maxsize=KEPT)
 def keys_plan(
-    shard: AnyShard, rank: int, *, fetch: bool, window: int | None, biased: bool, device: torch.device
+    shard: AnyShard,
+    rank: int,
+    *,
+    fetch: bool,
+    window: int | None,
+    biased: bool,
+    device: torch.device,
+    buckets: bool = False,
 ) -> KeysPlan:
-    """Plan of `rank` for `all_gather`, or for `fetch`. `biased`: scores have a bias by position."""
+    """Plan of `rank` for `all_gather`, or for `fetch`.
+
+    `biased`: scores have a bias by position. `buckets`: calls are divided where the kernel gains by it.
+    """
     indices, local, remote, (first, own_rows), sent, sizes, gathers, going, own = _core.keys_plan(
-        shard, rank, fetch=fetch, window=window, biased=biased
+        shard, rank, fetch=fetch, window=window, biased=biased, buckets=buckets
     )
     (sent_rows, arriving_rows), (moves, gathered) = sizes, gathers
     tensors = _Tensors(indices, device)
@@ -273,10 +283,19 @@ class HeadsPlan:
 
 @functools.lru_cache(maxsize=KEPT)
 def ring_plan(
-    shard: AnyShard, rank: int, *, degree: int, window: int | None, biased: bool, device: torch.device
+    shard: AnyShard,
+    rank: int,
+    *,
+    degree: int,
+    window: int | None,
+    biased: bool,
+    device: torch.device,
+    buckets: bool = False,
 ) -> tuple[HeadsPlan | None, RingPlan]:
     """Plans of `rank` in blocks of `degree` ranks that exchange heads, with a ring over the blocks."""
-    indices, steps, rows, last, heads = _core.ring_plan(shard, rank, degree, window=window, biased=biased)
+    indices, steps, rows, last, heads = _core.ring_plan(
+        shard, rank, degree, window=window, biased=biased, buckets=buckets
+    )
     tensors = _Tensors(indices, device)
     position = rank // degree
     calls = tensors.calls(

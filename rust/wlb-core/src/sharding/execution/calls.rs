@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use crate::error::{Error, Result};
 use crate::limits::MAX_TOKENS;
 
+use super::buckets::Buckets;
 use super::paths::{Reach, Run};
 
 /// Rows of queries with the rows of keys that they see. `left` and `right` are the window in a flash kernel's meaning.
@@ -66,6 +67,10 @@ pub(super) struct Spans {
 impl Spans {
     fn keys(&self, span: &Span) -> &[Part] {
         &self.parts[span.keys.0..span.keys.1]
+    }
+
+    fn num_keys(&self, span: &Span) -> i64 {
+        self.keys(span).iter().map(|part| part.1).sum()
     }
 
     fn parts_of<'a>(&'a self, spans: &'a [Span]) -> impl Iterator<Item = Part> + 'a {
@@ -192,14 +197,16 @@ pub(super) struct Calls {
     seen: Vec<bool>,
     /// Whether scores have a bias by position: then spans keep their own shift and are not joined.
     biased: bool,
+    buckets: Option<Buckets>,
 }
 
 impl Calls {
-    pub(super) fn new(queries: i64, biased: bool) -> Self {
-        Self { seen: vec![false; queries as usize], biased }
+    pub(super) fn new(queries: i64, biased: bool, buckets: Option<Buckets>) -> Self {
+        Self { seen: vec![false; queries as usize], biased, buckets }
     }
 
-    /// The calls: each has one window, and no query twice. Appends the rows of their keys to `keys`.
+    /// The calls: each has one window, and no query twice. They are divided into buckets if these are asked for.
+    /// Appends the rows of their keys to `keys`.
     ///
     /// # Errors
     /// [`Error::TotalTooLong`] when a call has more keys than int32 can count.
@@ -231,11 +238,22 @@ impl Calls {
                 turns[turn].push(span);
             }
             for turn in turns {
-                calls.push(self.call(&turn, &spans, indices)?);
-                keys.extend(spans.parts_of(&turn));
+                let mut begin = 0;
+                for end in self.ends(&turn, &spans) {
+                    calls.push(self.call(&turn[begin..end], &spans, indices)?);
+                    keys.extend(spans.parts_of(&turn[begin..end]));
+                    begin = end;
+                }
             }
         }
         Ok(calls)
+    }
+
+    /// Ends of the buckets of these spans.
+    fn ends(&self, turn: &[Span], spans: &Spans) -> Vec<usize> {
+        let Some(buckets) = self.buckets else { return vec![turn.len()] };
+        let keys: Vec<i64> = turn.iter().map(|span| spans.num_keys(span)).collect();
+        buckets.ends(&keys)
     }
 
     fn call(&mut self, group: &[Span], spans: &Spans, indices: &mut Indices) -> Result<Call> {
@@ -256,11 +274,10 @@ impl Calls {
             }
             longest
         };
-        let of_keys = |span: &Span| spans.keys(span).iter().map(|part| part.1).sum();
         let queries = indices.list(group.iter().map(|span| (span.q_row, span.q_length)));
         let first = if queries.listed { 0 } else { queries.first };
         let max_queries = longest(first, &mut group.iter().map(|span| span.q_length), &mut indices.bounds);
-        let max_keys = longest(0, &mut group.iter().map(of_keys), &mut indices.bounds);
+        let max_keys = longest(0, &mut group.iter().map(|span| spans.num_keys(span)), &mut indices.bounds);
         indices.bounds.extend(group.iter().map(|span| span.shift as i32));
 
         let mut fresh = true;

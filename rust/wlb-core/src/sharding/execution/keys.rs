@@ -10,6 +10,7 @@
 use crate::error::Result;
 
 use super::super::shard::pays_alone;
+use super::buckets::Buckets;
 use super::calls::{Call, Calls, Indices, Part, Rows, Spans, span};
 use super::intervals::{self, Interval, Place, among, contain, count, find, places, seen, union, without};
 use super::layout::Layout;
@@ -70,13 +71,21 @@ impl KeysPlan {
     ///
     /// # Arguments
     /// * `biased` - whether scores have a bias by position.
+    /// * `buckets` - how the kernel starts its blocks, if it gains by calls that are divided into buckets.
     ///
     /// # Errors
     /// [`Error::TotalTooLong`](crate::Error::TotalTooLong) when a call has more keys than int32 can count.
     ///
     /// # Complexity
     /// O(s log s) for the segments `s` of all ranks, and O(rows) of the lists in the plan.
-    pub fn of(layout: &Layout, rank: usize, transport: Transport, reach: Reach, biased: bool) -> Result<Self> {
+    pub fn of(
+        layout: &Layout,
+        rank: usize,
+        transport: Transport,
+        reach: Reach,
+        biased: bool,
+        buckets: Option<Buckets>,
+    ) -> Result<Self> {
         let held: Vec<Vec<Place>> = layout.held.iter().map(|held| places(held)).collect();
         // Keys that each rank has to get from others.
         let lacks = |rank: usize| without(&seen(&layout.held[rank], &layout.paths, reach), &held[rank]);
@@ -218,7 +227,7 @@ impl KeysPlan {
         let summed = wanted.iter().map(|places| count(places)).sum::<i64>() + 2 * all_rows + count(&others);
         let spans_of_runs = 3 * (runs.len() + 2);
         plan.indices.rows.reserve((2 * picked(&together) + picked(&alone) + summed) as usize + spans_of_runs);
-        let mut calls = Calls::new(all_rows, biased);
+        let mut calls = Calls::new(all_rows, biased, buckets);
         let mut local_parts = Vec::new();
         plan.local = calls.add(alone, &mut plan.indices, &mut local_parts)?;
         let mut remote_parts = Vec::new();

@@ -14,6 +14,7 @@
 //! All
 //! spans with the same window form one call.
 
+mod buckets;
 mod calls;
 mod heads;
 mod intervals;
@@ -25,6 +26,7 @@ mod ring;
 mod sums;
 mod trunks;
 
+pub use buckets::{Buckets, LEVELS};
 pub use calls::{Call, Indices, Rows};
 pub use heads::HeadsPlan;
 pub use keys::{KeysPlan, Transport};
