@@ -2319,7 +2319,7 @@ _Call: TypeAlias = tuple[_Rows, _Rows, int, int, int, int, tuple[int, int], bool
 _Indices: TypeAlias = tuple[NDArray[np.int32], int]
 
 def keys_plan(
-    shard: Shard | ForestShard, rank: int, *, fetch: bool, window: int | None, biased: bool
+    shard: Shard | ForestShard, rank: int, *, fetch: bool, window: int | None, biased: bool, buckets: bool = False
 ) -> tuple[
     _Indices,
     list[_Call],
@@ -2332,7 +2332,7 @@ def keys_plan(
     _Sum,
 ]: ...
 def ring_plan(
-    shard: Shard | ForestShard, rank: int, degree: int, *, window: int | None, biased: bool
+    shard: Shard | ForestShard, rank: int, degree: int, *, window: int | None, biased: bool, buckets: bool = False
 ) -> tuple[_Indices, list[list[_Call]], list[int], list[int], tuple[list[int], int, NDArray[np.int32]] | None]: ...
 def moves_plan(
     before: Shard, after: Shard, rank: int
