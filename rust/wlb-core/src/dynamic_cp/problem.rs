@@ -267,8 +267,9 @@ impl Problem {
     }
 
     /// The group size, among sizes with one price of exchange, on which a load takes the least time. The time is the
-    /// larger of two functions of the ranks `c`: work over ranks, which falls; and work with exchange, `a / c + b c + d`
-    /// with `b` of at least 0, which first falls and then rises, or only rises. So the time first falls and then rises.
+    /// larger of two functions of the ranks `c`: work over ranks, which falls; and work with exchange,
+    /// `a / c + b c + d` with `b >= 0`, which first falls and then rises, or only rises. So the time first falls and
+    /// then rises.
     fn quickest(&self, load: &Load, least: usize, most: usize) -> usize {
         first_that(least, most, |size| self.cost.seconds(load, size + 1) >= self.cost.seconds(load, size))
     }
