@@ -209,8 +209,7 @@ pub(crate) fn ring_plan(
 ///
 /// Returns:
 ///     int32 numbers; rows sent, ordered by destination; number of rows for each rank; for each row afterwards, its
-///     index
-///     among the arriving rows; number of rows from each rank.
+///     index among the arriving rows; number of rows from each rank.
 #[pyfunction]
 pub(crate) fn moves_plan(
     py: Python<'_>,

@@ -1,11 +1,9 @@
 //! Plans in which keys are sent to the ranks that need them, by all-gather or all-to-all.
 //!
 //! If a rank holds all keys that its runs of a path see, these runs attend in *local* calls over the rank's own tensors
-//! while
-//! other ranks' keys arrive; but only if there are enough such runs (see `pays_alone`). All other runs attend over a
-//! *buffer* of keys: the rank's own rows, from the first that these runs or other ranks need, then the keys that
-//! arrive.
-//! With either transport, a rank sums its gradients of each other rank's keys and sends the sums home.
+//! while other ranks' keys arrive; but only if there are enough such runs (see `pays_alone`). All other runs attend
+//! over a *buffer* of keys: the rank's own rows, from the first that these runs or other ranks need, then the keys that
+//! arrive. With either transport, a rank sums its gradients of each other rank's keys and sends the sums home.
 
 use crate::error::Result;
 
@@ -308,8 +306,7 @@ fn arrive(arrived: &mut Vec<Place>, parts: impl Iterator<Item = Place>, first: i
 }
 
 /// For each run of a rank, whether all runs of its path need no keys of other ranks. All false if such runs are too few
-/// for a
-/// call of their own.
+/// for a call of their own.
 fn attends_alone(layout: &Layout, rank: usize, reach: Reach, own: &[Place]) -> Vec<bool> {
     let runs = &layout.held[rank];
     let here = |run: &Run| {
