@@ -97,9 +97,9 @@ impl<'a> Cut<'a> {
 /// Returns:
 ///     int32 numbers, and the index of the first bound among them; local calls; remote calls; the first of the rank's
 ///     rows in the buffer, and the buffer's rows before the arriving ones; rows sent; numbers of rows sent to and
-///     arriving
-///     from each rank; whether any rank sends; sums of gradients that go home, and numbers of rows that go to and come
-///     from each rank; sums of the gradients of own keys. See ``wlb_core::sharding::execution``.
+///     arriving from each rank; whether any rank sends, and rows of keys that are gathered; sums of gradients that go
+///     home, and numbers of rows that go to and come from each rank; sums of the gradients of own keys. See
+///     ``wlb_core::sharding::execution``.
 ///
 /// Raises:
 ///     WlbError: a call has more keys than int32 can count.
@@ -121,7 +121,7 @@ pub(crate) fn keys_plan(
     (i64, i64),
     PlainRows,
     (Vec<i64>, Vec<i64>),
-    bool,
+    (bool, i64),
     (PlainSum, Vec<i64>, Vec<i64>),
     PlainSum,
 )> {
@@ -146,7 +146,7 @@ pub(crate) fn keys_plan(
         (plan.first, plan.own_rows),
         rows(plan.sent),
         (plan.sent_rows, plan.arriving_rows),
-        plan.moves,
+        (plan.moves, plan.gathered),
         (sum(plan.going), plan.going_rows, plan.coming_rows),
         sum(plan.own),
     ))
@@ -209,8 +209,7 @@ pub(crate) fn ring_plan(
 ///
 /// Returns:
 ///     int32 numbers; rows sent, ordered by destination; number of rows for each rank; for each row afterwards, its
-///     index
-///     among the arriving rows; number of rows from each rank.
+///     index among the arriving rows; number of rows from each rank.
 #[pyfunction]
 pub(crate) fn moves_plan(
     py: Python<'_>,

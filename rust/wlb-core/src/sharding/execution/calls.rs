@@ -35,8 +35,7 @@ pub(super) fn span(
     let shift = q_to - k_to;
     let (begin, end) = (run.position, run.position + run.length);
     // A side of the window that hides nothing is dropped. It is kept on the causal diagonal, so that such spans form
-    // one call
-    // with others there, and for a part of a run, so that spans without a mask are always whole runs.
+    // one call with others there, and for a part of a run, so that spans without a mask are always whole runs.
     let diagonal = shift == 0 && reach.right == 0;
     let cut_left = q_to - 1 - k_from > reach.left || q_to < end || diagonal;
     let cut_right = k_to - 1 - q_from > reach.right || q_from > begin || diagonal;
@@ -78,8 +77,7 @@ impl Spans {
     }
 
     /// Joins spans without a mask: first neighbouring keys of a run, then neighbouring queries with the same keys.
-    /// Without a
-    /// mask, positions do not matter.
+    /// Without a mask, positions do not matter.
     fn joined(&mut self, spans: &[Span]) -> Vec<Span> {
         let mut wide: Vec<Span> = Vec::with_capacity(spans.len());
         for span in spans {
@@ -141,10 +139,8 @@ pub struct Call {
     /// Rows of the keys.
     pub keys: Rows,
     /// Begin of this call's numbers in [`Indices::bounds`]. First, the first query of each span and the end of the last
-    /// (rows of
-    /// the rank if the queries are neighbours, else indices in the list). Second, the first key of each span and the
-    /// end of the
-    /// last, counted from 0. Third, the shift of each span.
+    /// (rows of the rank if the queries are neighbours, else indices in the list). Second, the first key of each span
+    /// and the end of the last, counted from 0. Third, the shift of each span.
     pub bounds: usize,
     /// Number of spans.
     pub spans: usize,

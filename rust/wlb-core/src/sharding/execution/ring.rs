@@ -24,8 +24,7 @@ pub struct RingPlan {
 
 impl RingPlan {
     /// The plan of `rank`, if blocks of `degree` neighbouring ranks exchange heads and a ring connects the blocks; also
-    /// the plan
-    /// of the exchange inside its block, if the block has several ranks.
+    /// the plan of the exchange inside its block, if the block has several ranks.
     ///
     /// # Errors
     /// [`Error::TotalTooLong`](crate::Error::TotalTooLong) when a call has more keys than int32 can count.
