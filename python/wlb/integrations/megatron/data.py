@@ -59,10 +59,10 @@ def data_iterator(
                            packed_seq_params=batch.packed_seq_params, padding_mask=batch.padding_mask)
             return output, functools.partial(loss_func, batch.loss_mask)
 
-    **Padding.** Documents are padded to multiples of `2 * context_parallel_size`, because Megatron-Core cuts them so; with
-    `dynamic_cp` the size is that of the largest group, which `max_cp_size` limits; with a size of 1 they are not padded.
-    Rows are padded to the multiple that `row_multiple` returns: the tensor-parallel size for sequence parallelism, 16
-    or 32 for FP8, MXFP8 and FP4. The plan counts padding as tokens. A row without documents has padding of that size.
+    **Padding.** Documents are padded to multiples of `2 * context_parallel_size`, because Megatron-Core cuts them so.
+    With `dynamic_cp` the largest group counts, which `max_cp_size` limits; with a size of 1 they are not padded. Rows
+    are padded to the multiple that `row_multiple` returns: the tensor-parallel size for sequence parallelism, 16 or 32
+    for FP8, MXFP8 and FP4. The plan counts padding as tokens. A row without documents has padding of that size.
     `MegatronStep.padding_tokens` is the sum of all padding. Nothing learns from it: `loss_mask` excludes it from
     losses, also of multi-token prediction, and `padding_mask` from the routers of experts. A model that needs one of
     these masks and does not get it stops at its first forward pass. Experts that cannot leave padding out are refused
