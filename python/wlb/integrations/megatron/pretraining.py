@@ -62,8 +62,7 @@ def pretraining(
     args = get_args()
     _check(args, options)
     config = core_transformer_config_from_args(args)
-    config.finalize_model_grads_func = finalize_model_grads  # `pretrain` sets it in the model's configuration, but
-    later
+    config.finalize_model_grads_func = finalize_model_grads  # `pretrain` sets it in the model's, but later
     if options.get("cost_model") is None:
         options["cost_model"] = cost_of(config, vocab_size=args.padded_vocab_size)
     held = max_tokens_per_rank * args.context_parallel_size
