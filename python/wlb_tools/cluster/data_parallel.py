@@ -119,10 +119,11 @@ def micro_batch_seconds(
     return seconds
 
 
-"""Communication that remains if computation hides a share of it, but no more than the computation takes.
+def exposed(communication: Floats, computing: Floats, *, overlap: float) -> Floats:
+    """Communication that remains if computation hides a share of it, but no more than the computation takes.
 
-The two gradients of a backward pass count together: few schedules separate them, and the communication of one may
-overlap with the computation of the other.
+    The two gradients of a backward pass count together: few schedules separate them, and the communication of one may
+    overlap with the computation of the other.
 
     Args:
         communication: float64[stages, 3] seconds of forward pass, gradients of inputs and gradients of weights.
