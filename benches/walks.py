@@ -15,7 +15,7 @@ import os
 import shlex
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,7 +148,7 @@ def typed(command: str) -> str:
     return "\n".join(line.rstrip() for line in printed.getvalue().strip().splitlines())
 
 
-def walked(walk: Walk, folder: Path) -> Iterator[tuple[str, str]]:
+def walked(walk: Walk, folder: Path) -> list[tuple[str, str]]:
     """Each command of a walk with what it prints, in a folder with the files."""
     here = Path.cwd()
     width = os.environ.get("COLUMNS")
@@ -156,8 +156,7 @@ def walked(walk: Walk, folder: Path) -> Iterator[tuple[str, str]]:
     os.chdir(folder)
     try:
         walk.files()
-        for command in walk.commands:
-            yield command, typed(command)
+        return [(command, typed(command)) for command in walk.commands]
     finally:
         os.chdir(here)
         if width is None:

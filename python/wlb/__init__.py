@@ -14,8 +14,9 @@ ranks without padding (`shard`).
 The same lengths give the same plan, byte for byte, on every rank. Only numpy is required.
 """
 
+from typing import TYPE_CHECKING
+
 from wlb import _arrays, _core, _shown, profiles
-from wlb import timings as timings
 from wlb._core import (
     BUILD_PROFILE,
     BacklogWarning,
@@ -60,7 +61,29 @@ from wlb._results import (
     TunedPoint,
     TuneResult,
 )
-from wlb.models import ModelConfig
+
+if TYPE_CHECKING:
+    from wlb import models as models
+    from wlb import timings as timings
+    from wlb.models import ModelConfig
+else:  # a type checker would take any name for one of the package
+
+    def __getattr__(name: str) -> object:
+        """`ModelConfig`, `models` and `timings`: imported when first used, since planning needs none of them."""
+        if name == "ModelConfig":
+            from wlb.models import ModelConfig
+
+            globals()[name] = ModelConfig
+            return ModelConfig
+        if name in ("models", "timings"):
+            from importlib import import_module
+
+            return import_module(f"wlb.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, "models", "timings"})
+
 
 # The engine imports no Python modules and reads no files, so Python gives it the functions that it calls.
 _core.hand_down(_arrays.integers, _arrays.floats, profiles.read, _shown.summary, _shown.to_pandas, _shown.html)

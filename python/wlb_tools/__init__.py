@@ -52,9 +52,11 @@ _ROOMS = {"Scenario": "simulation", "Simulation": "simulation", "plot": "plottin
 """Modules of the public names that are not in `cluster`."""
 
 
-def __getattr__(name: str) -> Any:
-    """Loads a public name when it is first used, so that the command answers Ctrl-C before numpy is loaded."""
-    if name in __all__:
-        room = _ROOMS.get(name, "cluster")
-        return getattr(import_module(f"wlb_tools.{room}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take any name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        """Loads a public name when it is first used, so that the command answers Ctrl-C before numpy is loaded."""
+        if name in __all__:
+            room = _ROOMS.get(name, "cluster")
+            return getattr(import_module(f"wlb_tools.{room}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -97,7 +97,7 @@ def reproduce(options: argparse.Namespace, command: str) -> None:
         "sweep": options.sweep,
         "kernel": options.kernel_profile or "assumed",
     }
-    output.write(report(made, {result.name: draw(result) for result in made}, settings), command)
+    output.write(report(made, draw, settings), command)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from studies.paper import SWEEP, Result, Row
@@ -95,12 +95,18 @@ def _cells(row: Row, digits: int) -> tuple[str, ...]:
     return (row.name, published(row.paper), *ours, inside, recovered, row.kind)
 
 
-def report(made: Sequence[Result], figures: Mapping[str, Figure], settings: Mapping[str, Any]) -> Report:
-    """The report: of every result its figure by name, its notes and its tables."""
+def report(made: Sequence[Result], draw: Callable[[Result, bool], Figure], settings: Mapping[str, Any]) -> Report:
+    """The report: of every result its picture, its notes and its tables.
+
+    Args:
+        made: the results.
+        draw: draws one for a screen, or with True for a phone.
+        settings: of the study.
+    """
     blocks: list[Block] = []
     for result in made:
-        draw = functools.partial(_drawn, figures[result.name])
-        picture = Picture(draw, f"{result.name}, the paper's numbers beside ours", f"{result.name}.png")
+        label = f"{result.name}, the paper's numbers beside ours"
+        picture = Picture(functools.partial(draw, result), label, f"{result.name}.png")
         blocks += [picture, *tables(result), Paragraphs(result.notes, small=True)]
     return Report(
         command="reproduce",
@@ -118,11 +124,6 @@ def report(made: Sequence[Result], figures: Mapping[str, Figure], settings: Mapp
         numbers={"settings": settings, "results": [result.as_json() for result in made]},
         facts={"Settings": settings},
     )
-
-
-def _drawn(figure: Figure, narrow: bool) -> Figure:
-    """The figure as it is: pages of studies have no layout of their own for phones."""
-    return figure
 
 
 def inputs() -> Table:

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -311,7 +312,10 @@ def test_command(
     assert result["name"] == name
     assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     page = (folder / "reproduce.html").read_text()
-    assert "<svg" in page
+    widths = [float(width) for width in re.findall(r'<svg[^>]*viewBox="0 0 ([\d.]+)', page)]
+    assert len(widths) == 2, "one picture, for a screen and for a phone"
+    assert widths[1] <= 390 - 2 * 16
+    assert min(float(size) for size in re.findall(r"<text[^>]*font-size: ([\d.]+)px", page)) >= 11
     assert "Inputs that are not published" in page
     assert "http" not in page.replace("http://www.w3.org", "")
 

@@ -130,6 +130,90 @@ def test_its_count_of_tokens_is_that_of_documents(ranks: int, fill: int, tmp_pat
         assert found == np.cumsum(planned_tokens).tolist()
 
 
+# --- its own figures --------------------------------------------------------------------------------------------------
+
+WORDS = 203  # of a model that knows nothing, 5.31 is the entropy
+OF_A_RANK = 6
+
+
+def partly_masked(masked: int) -> Any:
+    """Documents of a micro-batch each, twelve a step, of which so many have no label."""
+    rows = np.random.default_rng(3).integers(3, WORDS, (4 * 2 * OF_A_RANK, 38)).tolist()
+    without = [number % (2 * OF_A_RANK) < masked for number in range(len(rows))]
+    return datasets.Dataset.from_list(
+        [
+            {"input_ids": row, "labels": [-100] * len(row) if none else row}
+            for row, none in zip(rows, without, strict=True)
+        ]
+    )
+
+
+def figures(rank: int, folder: Path, masked: int) -> tuple[Any, Any, Any]:
+    """Lines that TRL logs, those of its evaluation, and the documents of each step's micro-batches."""
+    options: dict[str, Any] = {
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "max_length": None,
+    }
+    options |= {"max_steps": 4, "logging_steps": 1, "learning_rate": 0.0, "disable_tqdm": True}
+    options |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+    options |= {"gradient_accumulation_steps": OF_A_RANK, "train_sampling_strategy": "sequential"}
+    data = partly_masked(masked)
+    trainer = trl.SFTTrainer(
+        llama(vocab_size=WORDS),
+        trl.SFTConfig(str(folder), **options),
+        train_dataset=data,
+        eval_dataset=data.select(range(12)),
+        processing_class=tokenizer(),
+    )
+    trainer = balance(trainer, max_tokens=48, max_delay=0)
+    batches = [list(batch) for batch in trainer._wlb_plan.sampler()]
+    trainer.train()
+    evaluated = trainer.evaluate()
+    lines = [line for line in trainer.state.log_history if "wlb/tokens" in line]
+    return lines, evaluated, [batches[first : first + OF_A_RANK] for first in range(0, len(batches), OF_A_RANK)]
+
+
+def alone(row: dict[str, list[int]]) -> np.ndarray:
+    """Sums over a document's labels: of the entropies, of right guesses, and how many there are."""
+    with torch.no_grad():
+        logits = llama(vocab_size=WORDS)(input_ids=torch.tensor(row["input_ids"])[None]).logits[0, :-1].double()
+    labels = torch.tensor(row["labels"][1:])
+    of = labels != -100
+    chances = logits.log_softmax(-1)
+    entropies = -(chances.exp() * chances).sum(-1)
+    return np.array([float(entropies[of].sum()), float((logits.argmax(-1) == labels)[of].sum()), float(of.sum())])
+
+
+@pytest.mark.parametrize("masked", [2, 3])
+def test_entropy_and_accuracy_are_those_of_labels(masked: int, tmp_path: Path) -> None:
+    """Micro-batches in which no rank has a label, or one rank has none: TRL's mean had a 0 for the former."""
+    found = processes.run(2, figures, tmp_path, masked)
+    data = partly_masked(masked)
+    sums = [alone(row) for row in data]
+    for step in range(4):
+        micro_batches = [
+            sum((sums[document] for _, _, plan in found for document in plan[step][place]), np.zeros(3))
+            for place in range(OF_A_RANK)
+        ]
+        ranks_with_labels = [
+            sum(any(sums[document][2] for document in plan[step][place]) for _, _, plan in found)
+            for place in range(OF_A_RANK)
+        ]
+        assert sorted(ranks_with_labels) == ([0, 2, 2, 2, 2, 2] if masked == 2 else [0, 1, 2, 2, 2, 2])
+        means = [each[:2] / each[2] for each in micro_batches if each[2]]
+        entropy, accuracy = np.mean(means, axis=0)
+        assert f"{entropy:.2f} {entropy * 5 / 6:.2f}" == "5.31 4.42"
+        for lines, _, _ in found:
+            assert lines[step]["entropy"] == pytest.approx(entropy, abs=1e-4)
+            assert lines[step]["mean_token_accuracy"] == pytest.approx(accuracy, abs=1e-4)
+            assert lines[step]["num_tokens"] == 38 * 12 * (step + 1)
+    for _, evaluated, _ in found:
+        assert f"{evaluated['eval_entropy']:.2f}" == "5.31"
+
+
 def run_page(rank: int, folder: Path) -> tuple[str, float]:
     tokenizer().save_pretrained(folder)
     llama().save_pretrained(folder)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import wlb
 from wlb._errors import error
 from wlb._warned import warn
+from wlb.torch.collectives import host_group
 from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.loss import count_valid_tokens
 
@@ -24,7 +25,8 @@ def labelled_steps(
 
     Steps in which all documents wait, or in which no token has a next one to predict, are left out, because a division
     by their 0 labels would make every weight NaN. If the reason is that all labels on all ranks are masked, it warns.
-    Ranks agree on this by an all-reduce in each step over `group`, the ranks that share it; None for all ranks.
+    Ranks agree on this by an all-reduce in each step over `group`, the ranks that share it; None for all ranks. It runs
+    on the host, so that no rank waits for its device. In the first step all ranks of the world communicate.
 
     Raises:
         wlb.WlbError: In two epochs, all documents that did not wait had only one token or only masked labels.
@@ -55,6 +57,8 @@ def _labels(step: Step[Any], group: dist.ProcessGroup | None) -> int | None:
         return None
     if step.num_ranks > 1 and not dist.is_initialized():  # one rank's part, read without the other ranks
         return None
+    if step.num_ranks > 1:
+        group = host_group(group, description="wlb: labels of steps")
     labels = count_valid_tokens(step, group=group)
     if not labels:
         warn(f"step {step.number} has no label that counts on any rank: it is passed over")

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -401,7 +401,7 @@ class _Reader:
             rest = [each for each in rest if not each.ids & streams]
             blocks.append(
                 CountedBlock(
-                    weights=tuple(each.matrix for each in mixing if each.matrix is not None),
+                    weights=_matrices(mixing),
                     other_parameters=_vectors(mixing),
                     streams=self._integer("hc_mult"),
                 )
@@ -438,7 +438,7 @@ class _Reader:
         self._assume("cross-attention has parameters and no work: there is nothing beside the document")
         weights = _weights(part, 1)
         return CountedBlock(
-            weights=tuple(dataclasses.replace(each.matrix, used=0) for each in weights if each.matrix is not None),
+            weights=tuple(dataclasses.replace(matrix, used=0) for matrix in _matrices(weights)),
             other_parameters=_vectors(weights),
         )
 
@@ -478,7 +478,7 @@ class _Reader:
         if exact is not None:
             return exact
         return CountedBlock(
-            weights=tuple(each.matrix for each in matrices if each.matrix is not None),
+            weights=_matrices(matrices),
             other_parameters=_vectors(weights),
             mask=mask,
             pair_flops=4 * heads * head_dim,
@@ -511,7 +511,7 @@ class _Reader:
             more.append((selected, round(flops / rate)))
             keys += -(-width // rate)
         return CountedBlock(
-            weights=tuple(each.matrix for each in weights if each.matrix is not None),
+            weights=_matrices(weights),
             other_parameters=_vectors(weights),
             mask=Mask("window", int(window)),
             pair_flops=flops,
@@ -538,7 +538,7 @@ class _Reader:
         )
         weights = _weights(part, 1)
         return CountedBlock(
-            weights=tuple(each.matrix for each in weights if each.matrix is not None),
+            weights=_matrices(weights),
             other_parameters=_vectors(weights),
             mask=Mask("window", (kept - 1) * block + (block + 1) // 2),
             pair_flops=4 * heads * width,
@@ -560,7 +560,7 @@ class _Reader:
         self, part: Any, weights: Sequence[_Weight], mask: Mask, heads: int, kv_heads: int, head_dim: int
     ) -> Attention | None:
         biases = {each.name: each.matrix.bias for each in weights if each.matrix is not None}
-        matrices = Counter((each.matrix.rows, each.matrix.columns) for each in weights if each.matrix is not None)
+        matrices = Counter((matrix.rows, matrix.columns) for matrix in _matrices(weights))
         if heads % kv_heads or any(each.state_flops for each in weights):
             return None
         q, kv = heads * head_dim, kv_heads * head_dim
@@ -634,7 +634,7 @@ class _Reader:
             pool = self._get("index_kpool") or 1
             mask = Mask("window", int(selected) + (pool // 2 if self._get("index_kpool_always_select_tail") else 0))
         return CountedBlock(
-            weights=tuple(each.matrix for each in weights if each.matrix is not None),
+            weights=_matrices(weights),
             other_parameters=_vectors(weights),
             mask=mask,
             pair_flops=2 * heads * (key + rope + value),
@@ -668,7 +668,7 @@ class _Reader:
         if states is None and not re.search(r"ShortConv|RecurrentGemma", name):  # the latter's is element-wise
             raise Refused(f"has {name}: what its state costs is not known to wlb", name)
         return CountedBlock(
-            weights=tuple(each.matrix for each in weights if each.matrix is not None),
+            weights=_matrices(weights),
             other_parameters=_vectors(weights),
             state_flops=convolutions + (states or 0),
         )
@@ -706,12 +706,12 @@ class _Reader:
         if exact is not None:
             return exact
         return CountedBlock(
-            weights=tuple(each.matrix for each in matrices if each.matrix is not None),
+            weights=_matrices(matrices),
             other_parameters=_vectors(matrices),
         )
 
     def _plain_feed_forward(self, matrices: Sequence[_Weight]) -> FeedForward | None:
-        shapes = [each.matrix for each in matrices if each.matrix is not None]
+        shapes = _matrices(matrices)
         counted = sum(each.count for each in matrices)
         bias = any(matrix.bias for matrix in shapes)
         experts = [matrix for matrix in shapes if matrix.copies > 1]
@@ -835,9 +835,7 @@ class _Reader:
             for each in _of_module(name, module, dict(module.named_parameters(recurse=False)), 1)
             if not each.ids & stack
         ]
-        return CountedBlock(
-            weights=tuple(each.matrix for each in found if each.matrix is not None), other_parameters=_vectors(found)
-        )
+        return CountedBlock(weights=_matrices(found), other_parameters=_vectors(found))
 
     def _run(self, path: str, tokens: int) -> tuple[Any, bool] | None:
         """Counts a forward of the model, else of what its layers are in; None: neither runs without data.
@@ -963,6 +961,11 @@ def _of_module(name: str, inner: Any, own: dict[str, Any], visited: int) -> Iter
         rest = {other: kept for other, kept in rest.items() if id(kept) not in ids}
     for each, value in rest.items():
         yield _Weight(f"{name}.{each}" if name else each, value.numel(), {id(value)})
+
+
+def _matrices(weights: Iterable[_Weight]) -> tuple[Matrix, ...]:
+    """The matrices of what is one."""
+    return tuple(each.matrix for each in weights if each.matrix is not None)
 
 
 def _vectors(weights: Sequence[_Weight]) -> int:

@@ -11,7 +11,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from wlb._core import WlbError
 from wlb._errors import error
-from wlb.models import built
 from wlb.models.image_families import IMAGE_FAMILIES, VISION_DEFAULTS
 from wlb.models.keys import Keys, Refused
 from wlb.models.text_families import DEFAULTS, FAMILIES
@@ -131,6 +130,8 @@ def _built(content: Mapping[str, Any], model_type: str, multi_token_prediction: 
         return _read({**content, "model_type": ALIASES[model_type]}, multi_token_prediction)
     if multi_token_prediction:
         raise Refused(f"has model_type {model_type!r}, whose heads of multi-token prediction are not known", model_type)
+    from wlb.models import built  # for types that no family here describes, and large
+
     found = built.read(content)
     return {
         "hidden_size": found.hidden_size,

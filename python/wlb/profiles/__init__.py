@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import os
-from importlib import resources
-from pathlib import Path
 
 from wlb._core import WlbError
 
@@ -16,6 +14,8 @@ __all__ = ["names", "read"]
 
 def names() -> list[str]:
     """Names of the profiles that come with wlb, sorted."""
+    from importlib import resources  # takes a hundredth of a second, and planning needs none
+
     files = resources.files(__name__).iterdir()
     return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
 
@@ -29,11 +29,14 @@ def read(path_or_name: str | os.PathLike[str]) -> str:
     Raises:
         WlbError: there is no such file, or it cannot be read as text.
     """
+    from importlib import resources
+
     name = os.fspath(path_or_name)
     try:
         if name in names():
             return resources.files(__name__).joinpath(f"{name}.json").read_text(encoding="utf-8")
-        return Path(name).read_text(encoding="utf-8")
+        with open(name, encoding="utf-8") as file:
+            return file.read()
     except (OSError, ValueError) as error:
         came_with_wlb = ", ".join(names()) or "none"
         refusal = WlbError(f"profile: cannot read {name!r} ({error}); profiles that came with wlb: {came_with_wlb}")

@@ -122,14 +122,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Names of :mod:`wlb.torch.pipeline`, imported when first asked for: torch's pipelining takes seconds."""
-    if name in ("PipelineMicroBatch", "VarlenPipelineStage", "pipeline_step", "stages_of_rank"):
-        from wlb.torch import pipeline
+if not TYPE_CHECKING:  # a type checker would take any name for one of the package
 
-        found = globals()[name] = getattr(pipeline, name)
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """Names of :mod:`wlb.torch.pipeline`, imported when first asked for: torch's pipelining takes seconds."""
+        if name in ("PipelineMicroBatch", "VarlenPipelineStage", "pipeline_step", "stages_of_rank"):
+            from wlb.torch import pipeline
+
+            found = globals()[name] = getattr(pipeline, name)
+            return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

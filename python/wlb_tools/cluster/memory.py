@@ -269,34 +269,17 @@ def _check_tokens(name: str, tokens: ArrayLike) -> NDArray[np.float64]:
 Floats = NDArray[np.float64]
 
 
-def parameters_per_rank(
-    model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
-) -> NDArray[np.float64]:
-    """Float64[pp]: parameters on a GPU of every pipeline rank, with its share of the experts, before FSDP shards them.
-
-    Tensor parallelism divides neither norms nor routers, and key heads only into single ones. The embedding is on the
-    rank of the first stage, the output projection on that of the last one. If they are tied and these are two ranks,
-    there are two copies.
-    """
-    return _parameters(model, layout, ranks_of_stages(layout, schedule=schedule))
-
-
-def experts_per_rank(
-    model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
-) -> NDArray[np.float64]:
-    """Float64[pp]: how many of these belong to routed experts, of which dp x cp / ep ranks have the same."""
-    return _experts(model, layout, ranks_of_stages(layout, schedule=schedule))
-
-
 def trained_per_rank(
     model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
 ) -> tuple[Floats, Floats]:
-    """Parameters with gradients on a GPU of every pipeline rank: those outside routed experts, and those of experts.
+    """Parameters with gradients on a GPU of every pipeline rank, before FSDP shards them.
 
-    All of `parameters_per_rank` and `experts_per_rank`, or with LoRA only the adapters, which experts do not have.
+    Tensor parallelism divides neither norms nor routers, and key heads only into single ones. The embedding is on the
+    rank of the first stage, the output projection on that of the last one. If they are tied and these are two ranks,
+    there are two copies. With LoRA only the adapters have gradients, and no routed expert.
 
     Returns:
-        float64[pp] and float64[pp].
+        float64[pp] of all but routed experts, and float64[pp] of routed experts, of which dp x cp / ep ranks have the same.
     """
     return _trained(model, layout, ranks_of_stages(layout, schedule=schedule))
 
@@ -355,7 +338,7 @@ def units_of_stages(
     """Units that ZeRO-3 gathers on every stage: layers of each kind, the embedding, the output projection.
 
     Returns:
-        of each stage, in the order of the model. Their parameters add up to `parameters_per_rank`, without adapters.
+        of each stage, in the order of the model. Together they have all parameters of a rank, without adapters.
     """
     ranks = ranks_of_stages(layout, schedule=schedule)
     embedding = model.vocab_size * model.hidden_size / layout.tp

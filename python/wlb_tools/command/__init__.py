@@ -1,7 +1,7 @@
 """The `wlb` command.
 
-Its packages (cyclopts, jinja2, matplotlib, rich) are optional and only imported when the command runs: `import wlb`
-needs none of them.
+Its packages (cyclopts, jinja2, matplotlib, plotly, rich) are optional and only imported when the command runs:
+`import wlb` needs none of them.
 """
 
 import sys
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 def load() -> Callable[[Sequence[str]], None]:
     """Imports what the command needs; returns the function that runs it on the words after `wlb`, and exits."""
-    missing = [name for name in ("cyclopts", "jinja2", "matplotlib", "rich") if find_spec(name) is None]
+    missing = [name for name in ("cyclopts", "jinja2", "matplotlib", "plotly", "rich") if find_spec(name) is None]
     if missing:
         print(f"wlb: {', '.join(missing)} not installed; run: pip install {' '.join(missing)}", file=sys.stderr)
         sys.exit(2)

@@ -29,7 +29,7 @@ from wlb_tools.cluster.parallel import ParallelLayout
 from wlb_tools.simulation.balance import Balance, Floats
 from wlb_tools.simulation.lockstep import Groups, in_lockstep
 from wlb_tools.simulation.methods import document_ids
-from wlb_tools.simulation.outcome import ATTRIBUTION, Outcome, RankPart, exposed_parts, noise_factors
+from wlb_tools.simulation.outcome import ATTRIBUTION, Contents, Outcome, RankPart, exposed_parts, noise_factors
 from wlb_tools.simulation.planner import of_size
 from wlb_tools.simulation.scenario import Scenario
 from wlb_tools.simulation.stream import GlobalBatches, Reading
@@ -358,6 +358,15 @@ class DynamicOutcome(Outcome):
             )
             for rank in range(self.run.world_size)
         ]
+
+    def contents(self, step: int) -> list[list[Contents]]:
+        """See `Outcome.contents`: of a rank's group."""
+        groups = self.run.groups(np.array([step]))[0]
+        first, last = int(groups.min()), int(groups.max())
+        lengths = itertools.islice(self.run.group_lengths(), first, last + 1)
+        sizes = self.run.cp_size[first : last + 1].tolist()
+        of_group = [Contents.of(each, size) for each, size in zip(lengths, sizes, strict=True)]
+        return [[of_group[group - first] for group in row] for row in groups.T.tolist()]
 
 
 def score_dynamic(

@@ -62,6 +62,26 @@ class RankPart:
     first_rank: int | None  # first rank of the group among the dp x cp ranks, if the plan chose it
 
 
+@dataclass(frozen=True)
+class Contents:
+    """Documents that a pipeline trains together in a micro-batch."""
+
+    tokens: int
+    documents: int
+    longest: int  # tokens
+    cp_size: int  # ranks that share them
+
+    @classmethod
+    def of(cls, lengths: NDArray[np.int64], cp_size: int) -> Contents:
+        """Counts documents.
+
+        Args:
+            lengths: int64[documents], maybe none.
+            cp_size: ranks that share them.
+        """
+        return cls(int(lengths.sum()), lengths.size, int(lengths.max(initial=0)), cp_size)
+
+
 @explained
 @dataclass(frozen=True)
 class Outcome(Shown, ABC):
@@ -145,6 +165,10 @@ class Outcome(Shown, ABC):
     @abstractmethod
     def timelines(self, step: int) -> list[PipelineTimeline]:
         """One step op by op, for each pipeline."""
+
+    @abstractmethod
+    def contents(self, step: int) -> list[list[Contents]]:
+        """What each pipeline of `timelines` trains, by the number of the micro-batch."""
 
     @property
     def tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from wlb_tools.cluster.overhead import copied
 from wlb_tools.cluster.step_time import StageSeconds
 from wlb_tools.simulation.balance import Balance, Floats
 from wlb_tools.simulation.lockstep import Replicas, in_lockstep
-from wlb_tools.simulation.outcome import ATTRIBUTION, Outcome, RankPart, exposed_parts, noise_factors
+from wlb_tools.simulation.outcome import ATTRIBUTION, Contents, Outcome, RankPart, exposed_parts, noise_factors
 from wlb_tools.simulation.scenario import Scenario
 from wlb_tools.simulation.trained import PackedRun
 from wlb_tools.simulation.variants import Strategy
@@ -156,6 +157,13 @@ class StaticOutcome(Outcome):
             )
             for replica in range(layout.dp)
         ]
+
+    def contents(self, step: int) -> list[list[Contents]]:
+        """See `Outcome.contents`."""
+        width = self.run.tokens.shape[1]
+        lengths = list(itertools.islice(self.run.micro_batch_lengths(), step * width, (step + 1) * width))
+        of_micro_batch = [Contents.of(each, self.scenario.layout.cp) for each in lengths]
+        return [[of_micro_batch[index] for index in row] for row in self.run.order[step].tolist()]
 
 
 def static(outcome: Outcome) -> StaticOutcome:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import wlb
 import wlb_tools
 from wlb_tools.cluster.collectives import Communicator
-from wlb_tools.cluster.memory import RankMemory, experts_per_rank, parameters_per_rank
+from wlb_tools.cluster.memory import RankMemory, trained_per_rank
 
 # 64 experts of 3 x 1024 x 512, and 8 of them for a token.
 SIZES: dict[str, Any] = {"hidden_size": 1024, "num_layers": 4, "num_heads": 16, "vocab_size": 1000}
@@ -42,11 +42,10 @@ def all_bytes(memory: RankMemory) -> np.ndarray:
 @given(layouts)
 def test_ranks_hold_every_expert(layout: wlb_tools.ParallelLayout) -> None:
     """Summed over the tp and ep ranks of all stages there is every expert once; of the rest ep changes nothing."""
-    experts = experts_per_rank(MOE, layout)
+    rest, experts = trained_per_rank(MOE, layout)
     assert experts.sum() * layout.tp * layout.ep == pytest.approx(4 * 64 * EXPERT, rel=1e-12)
     whole = dataclasses.replace(layout, ep=1)
-    rest = parameters_per_rank(MOE, layout) - experts
-    assert rest == pytest.approx(parameters_per_rank(MOE, whole) - experts_per_rank(MOE, whole), rel=1e-12)
+    assert rest == pytest.approx(trained_per_rank(MOE, whole)[0], rel=1e-12)
 
 
 def test_memory_by_hand() -> None:
@@ -150,10 +149,9 @@ def test_tensor_parallel_ranks_send_their_share_and_gather_what_arrived() -> Non
 
 def test_gradients_of_experts_are_summed_among_those_that_hold_them() -> None:
     layout = wlb_tools.ParallelLayout(dp=16, tp=4, ep=4)
-    experts, group = experts_per_rank(MOE, layout), Communicator.along("edp", layout, H100)
+    (rest, experts), group = trained_per_rank(MOE, layout), Communicator.along("edp", layout, H100)
     assert (group.size, group.nodes) == (4, 4)  # every 16th of 64 ranks, of which 8 are in a node
     both = Communicator.along("dp_cp", layout, H100)
-    rest = parameters_per_rank(MOE, layout) - experts
     expected = both.reduce_scatter(4 * rest) + both.all_gather(2 * rest)
     expected += group.reduce_scatter(4 * experts) + group.all_gather(2 * experts)
     assert wlb_tools.data_parallel_seconds(MOE, layout, H100) == pytest.approx(expected)

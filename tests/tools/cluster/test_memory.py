@@ -13,7 +13,7 @@ import wlb_tools
 from wlb._choices import Schedule
 from wlb.models import Attention, FeedForward, GatedDeltaNet, LatentAttention, Layer, Mamba2
 from wlb_tools.cluster.hardware import GIB
-from wlb_tools.cluster.memory import activation_bytes, exchanged_width, in_flight, parameters_per_rank, ranks_of_stages
+from wlb_tools.cluster.memory import activation_bytes, exchanged_width, in_flight, ranks_of_stages, trained_per_rank
 
 LLAMA = wlb.ModelConfig.preset("llama2-7b")
 SMALL = wlb.ModelConfig(
@@ -80,7 +80,7 @@ def test_ranks_share_out_all_parameters(layout: wlb_tools.ParallelLayout) -> Non
     norms = (2 * SMALL.num_layers + 1) * SMALL.hidden_size
     copies = max(0, layout.tp - SMALL.num_kv_heads)
     copied = copies * 2 * SMALL.num_layers * SMALL.hidden_size * SMALL.head_dim
-    total = parameters_per_rank(SMALL, layout).sum() * layout.tp
+    total = np.sum(trained_per_rank(SMALL, layout)) * layout.tp
     assert total == pytest.approx(SMALL.num_parameters + (layout.tp - 1) * norms + copied, rel=1e-12)
 
 
@@ -161,18 +161,18 @@ def test_interleaved_rounds_that_p_does_not_divide_hold_more() -> None:
 def test_zbv_has_both_ends_of_the_model_on_one_rank() -> None:
     layout = wlb_tools.ParallelLayout(tp=8, cp=2, pp=4, virtual_stages=2, stage_layers=(1, 2, 3, 4, 5, 6, 7, 4))
     assert ranks_of_stages(layout, schedule="zbv").tolist() == [0, 1, 2, 3, 3, 2, 1, 0]
-    parameters = parameters_per_rank(LLAMA, layout, schedule="zbv")
+    parameters = sum(trained_per_rank(LLAMA, layout, schedule="zbv"))
     assert parameters[1] == parameters[2] == parameters[3]  # nine layers each
     embeddings = 2 * LLAMA.vocab_size * LLAMA.hidden_size / 8 + LLAMA.hidden_size
     assert parameters[0] == pytest.approx(parameters[1] * 5 / 9 + embeddings)
-    assert parameters.sum() == pytest.approx(parameters_per_rank(LLAMA, layout).sum())
+    assert parameters.sum() == pytest.approx(np.sum(trained_per_rank(LLAMA, layout)))
     memory = wlb_tools.memory_per_rank(LLAMA, layout, 1000, schedule="zbv", num_micro_batches=12)
     assert memory.logits[0] > 0
     assert not memory.logits[1:].any()
 
     tied = dataclasses.replace(LLAMA, tied_embeddings=True)
-    one_copy = parameters_per_rank(tied, layout, schedule="zbv").sum()
-    assert parameters_per_rank(tied, layout).sum() - one_copy == tied.vocab_size * tied.hidden_size / 8
+    one_copy = np.sum(trained_per_rank(tied, layout, schedule="zbv"))
+    assert np.sum(trained_per_rank(tied, layout)) - one_copy == tied.vocab_size * tied.hidden_size / 8
 
 
 def test_a_schedule_that_holds_less_fits_more() -> None:
@@ -263,12 +263,12 @@ def test_every_kind_of_layer_is_shared_out() -> None:
     """Summed over ranks there is every parameter; what tensor parallelism does not divide as often as there are."""
     hybrid = wlb.ModelConfig(hidden_size=64, vocab_size=256, layers=HYBRID, prediction_layers=HYBRID[-1:])
     for pp in (1, 2, 4):
-        assert parameters_per_rank(hybrid, wlb_tools.ParallelLayout(pp=pp)).sum() == hybrid.num_parameters
+        assert np.sum(trained_per_rank(hybrid, wlb_tools.ParallelLayout(pp=pp))) == hybrid.num_parameters
     blocks = [block for layer in (*HYBRID, HYBRID[-1]) for block in layer.blocks]
     whole = sum(block.vectors(64) for block in blocks)
     whole += sum(m.parameters(m.copies) for block in blocks for m in block.matrices(64) if not m.split)
     norms = (sum(layer.norms for layer in (*HYBRID, HYBRID[-1])) + 1 + 3) * 64
-    split = parameters_per_rank(hybrid, wlb_tools.ParallelLayout(tp=2, pp=2)).sum() * 2
+    split = np.sum(trained_per_rank(hybrid, wlb_tools.ParallelLayout(tp=2, pp=2))) * 2
     assert split == hybrid.num_parameters + whole + norms
 
 

@@ -14,7 +14,7 @@ import wlb
 import wlb_tools
 from wlb.models import Attention, FeedForward, Layer, Mamba2
 from wlb_tools.cluster.collectives import Communicator
-from wlb_tools.cluster.memory import parameters_per_rank
+from wlb_tools.cluster.memory import trained_per_rank
 
 LLAMA = wlb.ModelConfig.preset("llama2-7b")
 H100 = wlb_tools.Hardware.preset("h100")
@@ -184,7 +184,7 @@ def test_the_receiving_stage_waits_for_what_nothing_hides_of_a_transfer() -> Non
 def test_data_parallel_seconds() -> None:
     layout = wlb_tools.ParallelLayout(dp=4, cp=2, tp=8)
     group = Communicator.along("dp_cp", layout, H100)
-    parameters = parameters_per_rank(LLAMA, layout)
+    parameters = sum(trained_per_rank(LLAMA, layout))
     sharded = wlb_tools.data_parallel_seconds(LLAMA, layout, H100)
     assert sharded == pytest.approx(group.reduce_scatter(4 * parameters) + group.all_gather(2 * parameters))
     whole = wlb_tools.data_parallel_seconds(LLAMA, dataclasses.replace(layout, fsdp="none"), H100)

@@ -548,7 +548,7 @@ def test_simulate_compares_methods_on_a_cluster(run: Any, npy: Path, tmp_path: P
     assert "analytic: h100 (an assumption, measured nowhere)" in result.out
     assert "llama2-7b, 1K context, 8 x h100" in result.out
     page = (tmp_path / "here/simulate.html").read_text(encoding="utf-8")
-    for loads in ("<script", "<link", "<img", "src=", "@import", "url(http"):
+    for loads in ("<script src", "<link", "<img", "src=", "@import", "url(http"):
         assert loads not in page
     assert "an assumption, measured nowhere" in page
     assert "(predicted)" in page

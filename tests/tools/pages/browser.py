@@ -41,21 +41,37 @@ class Browser:
         target = self._ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self._ask("Page.enable")
+        self._ask("Network.enable")
+        self.requests: list[str] = []
+        """Addresses that the page has asked for."""
 
-    def open(self, page: Path, *, width: int, dark: bool) -> None:
-        """Shows a file at a width in CSS pixels, in a light or dark scheme."""
+    def open(
+        self, page: Path, *, width: int, dark: bool, scripts: bool = True, media: str = "", waits: bool = True
+    ) -> None:
+        """Shows a file at a width in CSS pixels, in a light or dark scheme; interactive pictures are drawn."""
+        self._ask("Emulation.setScriptExecutionDisabled", value=not scripts)
         self._ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self._ask("Emulation.setEmulatedMedia", features=scheme)
+        self._ask("Emulation.setEmulatedMedia", features=scheme, media=media)
+        self.requests.clear()
         self._ask("Page.navigate", url=page.as_uri())
         while self._read().get("method") != "Page.loadEventFired":
             pass
+        if scripts and waits:
+            self.evaluate("typeof drawn === 'undefined' ? null : drawn")
 
     def evaluate(self, script: str) -> Any:
         """The value of an expression of JavaScript."""
         found = self._ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
+
+    def mouse(self, *moves: tuple[str, float, float]) -> None:
+        """Moves the mouse to points of the window, presses or releases its button there."""
+        for kind, x, y in moves:
+            button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+            held = {"buttons": 1} if kind == "mousePressed" else {}
+            self._ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button, **held)
 
     def screenshot(self, path: Path) -> None:
         """The whole page as a PNG."""
@@ -86,4 +102,7 @@ class Browser:
             assert found, "the browser is gone"
             self._rest += found
         message, _, self._rest = self._rest.partition(b"\0")
-        return json.loads(message)
+        said = json.loads(message)
+        if said.get("method") == "Network.requestWillBeSent":
+            self.requests.append(said["params"]["request"]["url"])
+        return said

@@ -23,12 +23,17 @@
     if (element instanceof SVGElement && element.tagName !== "svg") {
       if (element.tagName === "text" || element.tagName === "tspan" || style.fill === "none") return null;
       const found = parse(style.fill);
-      if (!found) return null;
+      const box = element.getBBox ? element.getBBox() : { width: 1, height: 1 };
+      if (!found || !box.width || !box.height) return null; // a line has no inside
       found[3] *= Number(style.fillOpacity) * Number(style.opacity);
       return found;
     }
     return parse(style.backgroundColor);
   };
+  // Plotly's elements let the mouse through, and then no point is on them.
+  const solid = document.createElement("style");
+  solid.textContent = "figure.interactive * { pointer-events: all !important; }";
+  document.head.append(solid);
   const behind = (node, x, y) => {
     let found = [255, 255, 255, 1];
     const stack = document.elementsFromPoint(x, y).filter((each) => each !== node && !node.contains(each));
@@ -40,12 +45,21 @@
   };
   if (document.documentElement.scrollWidth > width) faults.push(`the page is ${document.documentElement.scrollWidth} px wide in ${width}`);
   const shown = (element) => element.getClientRects().length && getComputedStyle(element).visibility !== "hidden";
-  for (const svg of document.querySelectorAll("svg")) {
+  const pictures = [...document.querySelectorAll("figure.wide svg, figure.narrow svg, figure.interactive .plot-container")];
+  for (const svg of pictures) {
     if (!shown(svg)) continue;
     const frame = svg.getBoundingClientRect();
     if (frame.left < -0.5 || frame.right > width + 0.5) faults.push(`a picture reaches from ${frame.left} to ${frame.right}`);
     if (!svg.querySelector("text")) faults.push("a picture has no text that can be read or searched");
   }
+  // A point on a shape: many bars of a static picture are one, and its middle may be beside them all.
+  const inside = (shape, frame) => {
+    const middle = [frame.left + frame.width / 2, frame.top + frame.height / 2];
+    if (shape.closest('[id*="-numbers-"]')) return middle; // which may be the hole of a 0: what is behind it counts
+    const start = shape.getPointAtLength(0).matrixTransform(shape.getScreenCTM());
+    const points = [-1, 1].flatMap((dx) => [-1, 1].map((dy) => [start.x + 1.5 * dx, start.y + 1.5 * dy]));
+    return [middle, ...points].find(([x, y]) => document.elementsFromPoint(x, y).includes(shape));
+  };
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   let looked = 0;
   while (walker.nextNode()) {
@@ -80,8 +94,32 @@
     const found = contrast(over(ink, ground), ground);
     if (found < 4.5) say("pale", element, `${found.toFixed(2)} ${svg ? style.fill : style.color} on ${ground.slice(0, 3).map(Math.round)}`);
   }
+  // Bars of timelines and the numbers on them, which are shapes.
+  const bars = [...document.querySelectorAll('figure [id*="-bars-"] path, figure [id*="-numbers-"] :is(path, use)')];
+  for (const picture of document.querySelectorAll("figure.interactive .js-plotly-plot"))
+    picture.querySelectorAll(".trace.bars").forEach((trace, index) => {
+      const { name } = picture.data.filter((each) => each.type === "bar")[index];
+      if (!/bubble|waits/.test(name)) bars.push(...trace.querySelectorAll(".point path"));
+    });
+  let bars_looked = 0;
+  for (const bar of bars) {
+    if (!shown(bar) || bar.closest("defs")) continue;
+    const whole = bar.getBoundingClientRect();
+    if (whole.width < 1 || whole.height < 1) continue;
+    bar.scrollIntoView({ block: "center" });
+    const frame = bar.getBoundingClientRect();
+    const point = inside(bar, frame);
+    if (!point) continue;
+    const [x, y] = point;
+    const ground = behind(bar, x, y);
+    const ink = parse(getComputedStyle(bar).fill);
+    ink[3] *= Number(getComputedStyle(bar).fillOpacity);
+    bars_looked += 1;
+    const found = contrast(over(ink, ground), ground);
+    if (found < 4.5) faults.push(`pale bar: ${found.toFixed(2)} ${getComputedStyle(bar).fill} on ${ground.slice(0, 3).map(Math.round)} at ${Math.round(x)}, ${Math.round(y)}`);
+  }
   // Texts of a picture that lie over each other.
-  for (const svg of document.querySelectorAll("svg")) {
+  for (const svg of pictures) {
     if (!shown(svg)) continue;
     const boxes = [...svg.querySelectorAll("text")].filter((each) => each.textContent.trim()).map((each) => [each, each.getBoundingClientRect()]);
     boxes.forEach(([a, p], i) => boxes.slice(i + 1).forEach(([b, q]) => {
@@ -91,5 +129,6 @@
     }));
   }
   const ground = luminance(parse(getComputedStyle(document.body).backgroundColor));
-  return { faults, looked, ground };
+  solid.remove();
+  return { faults, looked, bars: bars_looked, ground };
 })();

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -16,7 +18,6 @@ from tests.tools.pages.browser import Browser, installed
 pytest.importorskip("matplotlib")
 
 from wlb_tools.command.output.figures import style
-from wlb_tools.command.output.figures.timeline import legible
 
 LOOK = Path(__file__).with_name("look.js").read_text()
 READABLE = 4.5
@@ -32,16 +33,108 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     browser.close()
 
 
+INTERACTIVE = {"cluster", "simulate", "slower"}
+
+
+@pytest.mark.parametrize("scripts", [True, False], ids=["scripts", "no-scripts"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_pages_read_well(browser: Browser, pages: dict[str, Path], width: int, dark: bool) -> None:
-    """No text below 11 px or a contrast of 4.5, nothing cut, no text over another, tables scroll inside."""
+def test_pages_read_well(browser: Browser, pages: dict[str, Path], width: int, dark: bool, scripts: bool) -> None:
+    """No text below 11 px, no text and no bar of a contrast below 4.5, nothing cut or covered, tables scroll inside."""
     for name, page in pages.items():
-        browser.open(page, width=width, dark=dark)
+        if not scripts and name not in INTERACTIVE:
+            continue
+        browser.open(page, width=width, dark=dark, scripts=scripts)
         found: dict[str, Any] = browser.evaluate(LOOK)
         assert found["looked"] > 50, name
+        assert (found["bars"] > 100) == (name in INTERACTIVE), name
         assert (found["ground"] < 0.05) == dark, f"{name}: luminance of the page {found['ground']}"
         assert found["faults"] == [], f"{name}: {found['faults'][:10]}"
+        assert browser.requests == [page.as_uri()], "a page loads nothing"
+
+
+SHOWN = """[...document.querySelectorAll("figure")].filter((each) => each.getClientRects().length)
+  .map((each) => each.className)"""
+
+
+@pytest.mark.parametrize(
+    ("scripts", "media", "shown"),
+    [(True, "", {"wide", "interactive"}), (False, "", {"wide"}), (True, "print", {"wide"})],
+)
+def test_a_picture_is_shown_once(
+    browser: Browser, pages: dict[str, Path], scripts: bool, media: str, shown: set[str]
+) -> None:
+    """The interactive one where scripts run, else, and on paper, the static one."""
+    browser.open(pages["simulate"], width=1280, dark=False, scripts=scripts, media=media)
+    found = browser.evaluate(SHOWN)
+    assert (len(found), set(found)) == (5, shown), "the overview, and two steps of two methods"
+
+
+def test_a_picture_stays_where_plotly_does_not_run(browser: Browser, pages: dict[str, Path], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(pages["simulate"].read_text().replace('id="plotly">', 'id="plotly">AAAA'))
+    browser.open(page, width=1280, dark=False, waits=False)
+    assert browser.evaluate("drawn.then(() => 'drawn', () => 'failed')") == "failed"
+    assert set(browser.evaluate(SHOWN)) == {"wide"}
+
+
+FIRST_BAR = """(() => {
+  const picture = document.querySelector("figure.interactive .js-plotly-plot");
+  picture.scrollIntoView({ block: "center" });
+  const at = picture.data.filter((each) => each.type === "bar").findIndex((each) => each.name === "forward");
+  const bar = picture.querySelectorAll(".trace.bars")[at].querySelector(".point path").getBoundingClientRect();
+  const plot = picture.querySelector(".nsewdrag").getBoundingClientRect();
+  return [bar.x + bar.width / 2, bar.y + bar.height / 2, plot.x, plot.right];
+})()"""
+HOVER = "document.querySelector('figure.interactive .hoverlayer').textContent"
+RANGE = "document.querySelector('figure.interactive .js-plotly-plot').layout.xaxis.range"
+
+
+def test_a_bar_tells_what_it_is_and_a_time_can_be_zoomed_into(browser: Browser, pages: dict[str, Path]) -> None:
+    """With a real mouse."""
+    browser.open(pages["simulate"], width=1280, dark=False)
+    x, y, left, right = browser.evaluate(FIRST_BAR)
+    browser.mouse(("mouseMoved", x, y - 30), ("mouseMoved", x, y))
+    told = waited(browser, HOVER)
+    assert re.fullmatch(
+        r"DP \d · PP 0: forward of micro-batch 0[\d,]+ tokens in \d+ documents?(, the longest [\d,]+)?"
+        r"(, on \d CP ranks)?[\d.]+ ms of work on all stages, \d\.\d\d times the mean0 to [\d.]+ ms \([\d.]+ ms\)",
+        told,
+    ), told
+    before = browser.evaluate(RANGE)
+    begin, end = left + 0.25 * (right - left), left + 0.75 * (right - left)
+    browser.mouse(("mouseMoved", begin, y), ("mousePressed", begin, y), ("mouseMoved", (begin + end) / 2, y))
+    browser.mouse(("mouseMoved", end, y), ("mouseReleased", end, y))
+    after = browser.evaluate(RANGE)
+    assert before[0] == 0
+    assert after == pytest.approx([before[1] * 0.25, before[1] * 0.75], rel=0.02)
+
+
+def waited(browser: Browser, script: str) -> str:
+    """What an expression says as soon as it says something."""
+    until = f"new Promise((done) => {{ const look = () => {script} ? done({script}) : setTimeout(look, 20); look(); }})"
+    return str(browser.evaluate(until))
+
+
+def test_bars_tell_what_the_simulation_says(pages: dict[str, Path]) -> None:
+    """Rank, tokens and times of every bar, beside the trace of the same step."""
+    page = pages["simulate"]
+    texts = re.findall(r'<script type="application/json">(.*?)</script>', page.read_text())
+    assert len(texts) == 4
+    trace = json.loads((page.parent / "step-typical-baseline.trace.json").read_text())["traceEvents"]
+    ops = {
+        (event["pid"], event["tid"], event["cat"], event["args"]["micro_batch"]): (event["ts"], event["dur"])
+        for event in trace
+        if event["ph"] == "X"
+    }
+    told = {}
+    for bars in json.loads(texts[0])["data"]:
+        for text, base, width in zip(bars.get("hovertext", ()), bars["base"], bars["x"], strict=False):
+            dp, pp, cat, micro_batch = re.findall(r"DP (\d) · PP (\d): (\w+) of micro-batch (\d)", text)[0]
+            told[int(dp), int(pp), cat, int(micro_batch)] = (1000 * base, 1000 * width)
+    assert told.keys() == ops.keys()
+    for op, times in told.items():
+        assert times == pytest.approx(ops[op], rel=1e-4, abs=0.1), op
 
 
 @pytest.mark.parametrize(
@@ -52,20 +145,23 @@ def test_pages_read_well(browser: Browser, pages: dict[str, Path], width: int, d
         (".scroll { overflow: visible }", "the page is"),
         ("svg { width: 600px }", "cut"),
         ("figure.wide { display: block } figure.narrow { display: none }", "small"),
+        (f":root {{ --c{style.PASSES[0][0][1:]}: #5b9bc8 !important }}", "pale bar"),
     ],
 )
 def test_the_look_finds_faults(browser: Browser, pages: dict[str, Path], tmp_path: Path, fault: str, said: str) -> None:
     page = tmp_path / "page.html"
-    page.write_text(pages["demo"].read_text().replace("</style>", f"{fault}</style>"))
-    browser.open(page, width=390, dark=False)
-    assert any(said in line for line in browser.evaluate(LOOK)["faults"])
+    of_bars = said == "pale bar"
+    page.write_text(pages["slower" if of_bars else "demo"].read_text().replace("</style>", f"{fault}</style>"))
+    for scripts in {True, not of_bars}:
+        browser.open(page, width=390, dark=False, scripts=scripts)
+        assert any(said in line for line in browser.evaluate(LOOK)["faults"])
 
 
 def test_texts_of_pictures_are_large_enough(pages: dict[str, Path]) -> None:
     """Pictures have a layout for each of two widths, in which a point is a pixel and no text is below 11 of them."""
     for name, page in pages.items():
         html = page.read_text()
-        boxes = [float(width) for width in re.findall(r'<svg[^>]*viewBox="0 0 ([\d.]+)', html)]
+        boxes = [float(width) for width in re.findall(r'<svg[^>]*viewBox="0 0 ([\d.]+)', html)]  # static ones
         assert len(boxes) == 2 * html.count('<figure class="wide">')
         for wide, narrow in zip(boxes[::2], boxes[1::2], strict=True):
             assert wide <= 13 * 72 + 1, name  # from 980 px on
@@ -105,15 +201,23 @@ def test_colours_of_texts_have_contrast(dark: bool) -> None:
         assert contrast(shown(style.PAPER), shown(bar)) >= READABLE
 
 
-def test_numbers_on_bars_have_contrast() -> None:
-    """The colours of all passes, of up to eight stages of a rank."""
-    from wlb_tools.command.output.figures.timeline import colours_of
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_bars_of_passes_have_contrast(dark: bool) -> None:
+    """With the page, with what is idle, and with the numbers on them, which have the page's colour."""
+    for bar in itertools.chain(*style.PASSES):
+        for ground in (style.PAPER, style.IDLE):
+            shown = [style.DARK[colour] if dark else colour for colour in (bar, ground)]
+            assert contrast(*shown) >= READABLE, shown
 
-    kinds, paler = np.repeat(np.arange(4), 9), np.tile(np.linspace(0, 0.45, 9), 4)
-    colours = colours_of(kinds, paler)
-    for colour, ink in zip(colours, legible(colours), strict=True):
-        bar = "#" + "".join(f"{round(255 * part):02x}" for part in colour)
-        assert contrast(bar, str(ink)) >= READABLE, bar
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_marks_and_lines_have_contrast(dark: bool) -> None:
+    """At least 3, which is for what is no text (WCAG 2, 1.4.11); and no two kinds of plans look the same."""
+    marks = [*style.METHODS, style.WLB, style.ORIGINAL, style.ADAPTIVE]
+    shown = [style.DARK.get(mark, mark) if dark else mark for mark in marks]
+    paper = style.DARK[style.PAPER] if dark else style.PAPER
+    assert min(contrast(mark, paper) for mark in shown) >= 3
+    assert len({*shown[: len(style.METHODS)]}) == len(style.METHODS)
 
 
 class _Painted(HTMLParser):

@@ -19,11 +19,11 @@ _FIGURES = ("entropy", "mean_token_accuracy")
 def learnt_alone(trainer: Any, inputs: Any, training: bool) -> Iterator[None]:
     """Inside this context, TRL's `SFTTrainer` computes its figures of a micro-batch.
 
-    Ranks without a label add nothing to what is gathered. If no rank has a label, nothing is noted; TRL itself would
-    note 0, or the entropy of padding. Ranks agree on this by one gather.
+    Ranks without a label add no means to what is gathered; counts are gathered from all. If no rank has a label,
+    nothing is noted; TRL itself would note 0, or the entropy of padding. Ranks agree on this by one gather.
     """
     noted = getattr(trainer, "_metrics", None)
-    if noted is None or not training:
+    if noted is None:
         yield
         return
     accelerator, own = trainer.accelerator, trainer.accelerator.gather_for_metrics
@@ -33,12 +33,12 @@ def learnt_alone(trainer: Any, inputs: Any, training: bool) -> Iterator[None]:
 
     def gathered(value: Any, *args: Any, **kwargs: Any) -> Any:
         found = own(value, *args, **kwargs)
-        scalar = isinstance(value, Tensor) and value.ndim == 0 and isinstance(found, Tensor)
-        if scalar and found.numel() == learning.numel() and some:
+        mean = isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
+        if mean and isinstance(found, Tensor) and found.numel() == learning.numel() and some:
             return found.reshape(-1)[learning.to(found.device)]
         return found
 
-    figures = noted["train"]
+    figures = noted["train" if training else "eval"]
     before = {name: len(figures[name]) for name in _FIGURES if name in figures}
     accelerator.gather_for_metrics = gathered
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import os
 import platform
@@ -18,7 +20,7 @@ from rich.text import Text
 
 import wlb
 from wlb_tools.command.output.columns import Change
-from wlb_tools.command.output.report import Paragraphs, Picture, Report, Table
+from wlb_tools.command.output.report import Interactive, Paragraphs, Picture, Report, Table
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -135,6 +137,8 @@ def page(report: Report, command_line: str) -> str:
 
     from wlb_tools.command.output.figures.style import themes
 
+    blocks = [*report.blocks, *report.details]
+    interactive = any(isinstance(block, Picture) and block.interactive for block in blocks)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -142,13 +146,16 @@ def page(report: Report, command_line: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(svg=_svg, value=_value, painted=_painted, kind=lambda block: type(block).__name__)
+    environment.filters.update(
+        svg=_svg, figure=_figure, value=_value, painted=_painted, kind=lambda block: type(block).__name__
+    )
     return environment.get_template("page.html.jinja").render(
         report=report,
-        blocks=[*report.blocks, *report.details],
+        blocks=blocks,
         facts={**report.facts, "Machine": {"wlb": wlb.__version__, **machine()}},
         command_line=command_line,
         themes=themes(),
+        plotly=_plotly() if interactive else None,
     )
 
 
@@ -158,6 +165,19 @@ def _svg(picture: Picture, name: str, narrow: bool) -> str:
 
     figure = picture.draw(True) if narrow else picture.wide
     return style.svg(figure, f"{name}{'n' if narrow else 'w'}", picture.label)
+
+
+def _figure(interactive: Interactive) -> str:
+    """A picture to point at, as JSON that may stand inside an element."""
+    figure = {name: getattr(interactive, name) for name in ("data", "layout", "narrow")}
+    return json.dumps(figure, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _plotly() -> str:
+    """Plotly's script, which draws without a network: compressed, as text. A page holds it once."""
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
 def _painted(cell: str, table: Table, row: int, column: int) -> Markup:
@@ -172,7 +192,9 @@ def _value(value: Any) -> str:
     """A fact in a cell."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
-    return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int | float):
+        return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}"
+    return str(value) or "none"
 
 
 def machine() -> dict[str, str | int | None]:

@@ -39,6 +39,25 @@ class Code:
 
 
 @dataclass(frozen=True)
+class Interactive:
+    """A picture to point at and to zoom into, as plotly takes it. Colours are those of the light scheme.
+
+    Args:
+        title: Over it.
+        data: Plotly's traces.
+        layout: Plotly's layout for a screen.
+        narrow: Entries of the layout that are other ones on a phone.
+        hint: What can be done with it.
+    """
+
+    title: str
+    data: Sequence[Mapping[str, Any]]
+    layout: Mapping[str, Any]
+    narrow: Mapping[str, Any]
+    hint: str
+
+
+@dataclass(frozen=True)
 class Picture:
     """A figure of matplotlib; with a file name it is also written by itself, as a PNG. A terminal shows none.
 
@@ -46,16 +65,23 @@ class Picture:
         draw: Draws it for a screen, or with True for a phone.
         label: What it shows, for whom does not see it.
         file: Name of the PNG.
+        interactively: Makes the same to point at, for browsers that run scripts; or None, of too many things.
     """
 
     draw: Callable[[bool], Figure]
     label: str
     file: str | None = None
+    interactively: Callable[[], Interactive | None] | None = None
 
     @cached_property
     def wide(self) -> Figure:
         """The picture for a screen: on the page, and by itself."""
         return self.draw(False)
+
+    @cached_property
+    def interactive(self) -> Interactive | None:
+        """The picture to point at, on the page."""
+        return None if self.interactively is None else self.interactively()
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,7 @@ def _steps(outcomes: Mapping[str, Outcome]) -> tuple[list[Block], dict[str, Any]
         for name, outcome in outcomes.items():
             ranked = np.argsort(outcome.idle[: outcome.run.streamed], kind="stable")
             step = int(ranked[min(int(place * ranked.size), ranked.size - 1)])
-            draw = draw_step(outcome, step, which)
-            label = f"Pipelines of {outcome.title} in {which} step"
-            details.append(Paragraphs([_TOO_DEEP], small=True) if draw is None else Picture(draw, label))
+            details.append(draw_step(outcome, step, which) or Paragraphs([_TOO_DEEP], small=True))
             traces[f"step-{kind}-{name}.trace.json"] = functools.partial(_write_trace, outcome, step)
     details.append(Paragraphs([f"Traces to look into, at ui.perfetto.dev: {', '.join(traces)}."], small=True))
     return details, traces

@@ -109,7 +109,8 @@ def tuning_report(
         model: a preset's name or a path.
         profile: of the kernel, if it was measured.
     """
-    from wlb_tools.command.output.figures.tuning import draw_choices
+    from wlb_tools.command.output.figures.interactive import interactive_choices
+    from wlb_tools.command.output.figures.tuning import KIND_COLOURS, draw_choices
 
     scenario = tuning.scenario
     simulation = simulation_report(tuning.simulation, stream, shown=tuning.best.kind, settings=settings)
@@ -136,6 +137,7 @@ def tuning_report(
                 lambda narrow: draw_choices(tuning, narrow=narrow),
                 "Predicted speed against memory with queues, and against mean delay for every plan",
                 "tune.png",
+                interactively=lambda: interactive_choices(tuning, KIND_COLOURS),
             ),
             *_tables(tuning),
             Heading("What this rests on"),

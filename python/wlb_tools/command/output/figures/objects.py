@@ -56,7 +56,9 @@ def draw_front(found: wlb.TuneResult) -> Figure:
     with style.drawing(9, 5) as figure:
         ax = figure.subplots()
         delay = [point.delay_mean for point in found.pareto]
-        ax.plot(delay, [point.imbalance_p95 for point in found.pareto], "o--", color=style.WLB_PALE, label="p95")
+        ax.plot(
+            delay, [point.imbalance_p95 for point in found.pareto], "o--", color=style.WLB, lw=1.2, ms=4, label="p95"
+        )
         ax.plot(delay, [point.imbalance_mean for point in found.pareto], "o-", color=style.WLB, label="mean")
         ax.plot(found.best.delay_mean, found.best.imbalance_mean, mec=style.ORIGINAL, label="chosen", **style.RING)
         ax.set(xlabel="mean delay of a token (iterations)", ylabel="imbalance", xlim=(0, None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import wlb_tools
+from wlb_tools.command.output.figures.interactive import interactive_timelines
 from wlb_tools.command.output.figures.style import INK, NARROW, ORIGINAL, SANDS, WAITING, WIDE, WLB, drawing, named_rows
 from wlb_tools.command.output.figures.timeline import MAX_ROWS, draw_timelines
+from wlb_tools.command.output.report import Picture
 from wlb_tools.simulation import ATTRIBUTION, Outcome
 
 # Work is blue, communication sand, waiting rust.
@@ -96,17 +97,21 @@ def _idle(ax: Axes, simulation: wlb_tools.Simulation, shown: str) -> None:
     ax.legend(loc="upper left")
 
 
-def draw_step(outcome: Outcome, step: int, kind: str) -> Callable[[bool], Figure] | None:
-    """Draws the pipelines of one step, for a screen or a phone; of many those that take longest.
-
-    None where not even one fits into a picture.
-    """
+def draw_step(outcome: Outcome, step: int, kind: str) -> Picture | None:
+    """The pipelines of one step; of many those that take longest. None where not even one fits into a picture."""
     shown = min(_SHOWN_PIPELINES, MAX_ROWS // outcome.scenario.layout.pp)
     if not shown:
         return None
-    timelines = sorted(outcome.timelines(step), key=lambda timeline: -timeline.seconds)[:shown]
+    every = outcome.timelines(step)
+    numbers = sorted(range(len(every)), key=lambda number: -every[number].seconds)[:shown]
+    timelines = [every[number] for number in numbers]
     title = f"{outcome.title}, {kind} step: idle {outcome.idle[step]:.0%} of {outcome.seconds[step]:.3g} s"
-    return lambda narrow: draw_timelines(timelines, title=title, pipelines=outcome.pipelines, narrow=narrow)
+    style: Any = {"pipelines": outcome.pipelines, "numbers": numbers}
+    return Picture(
+        lambda narrow: draw_timelines(timelines, title=title, narrow=narrow, **style),
+        f"Pipelines of {outcome.title} in {kind} step",
+        interactively=lambda: interactive_timelines(every, outcome.contents(step), title=title, **style),
+    )
 
 
 def _thousands(number: float) -> str:

@@ -18,12 +18,32 @@ INK, SOFT, BARS, LINE = "#24292f", "#57606a", "#c3d3e0", "#d8dee4"
 ORIGINAL, ORIGINAL_PALE = "#c2482e", "#e8b4a4"
 WLB, WLB_PALE = "#0a5c91", "#a9cbe2"
 BLUES = ("#7fb4d8", WLB, "#062f4c")  # more queues, darker
-ADAPTIVE, ADAPTIVE_PALE = "#2f8f5b", "#a8d5bc"
+ADAPTIVE = "#2f8f5b"
 SANDS = ("#e3bd6b", "#c9942f", "#8f641a")  # wider windows, darker
 WAITING = (ORIGINAL_PALE, "#e19680", "#d9775f", "#a3361f")
 IDLE, STRIPES = "#f3f5f7", "#b6bec7"
 PAPER, AXIS, GRID = "#ffffff", "#8c959f", "#eaeef2"
-ON_DARK, ON_PALE = "#fffffe", "#000000"  # texts on bars that have one colour in both schemes
+
+_SHADES = 8
+
+
+def _shades(base: str, towards: int) -> tuple[str, ...]:
+    """A colour, and ever nearer to black (0) or white (255)."""
+    parts = [int(base[at : at + 2], 16) for at in (1, 3, 5)]
+    shares = [0.6 * step / (_SHADES - 1) for step in range(_SHADES)]
+    return tuple("#" + "".join(f"{round(part + share * (towards - part)):02x}" for part in parts) for share in shares)
+
+
+PASSES = tuple(_shades(base, 0) for base in ("#1f6aa5", "#b8432a", "#8a6100", "#7d4aa8"))
+"""Bars of forward, backward, input gradient and weight gradient, each in shades for the stages of a rank.
+
+Bars, and texts in `PAPER` on them, have a contrast of at least 4.5 in both schemes.
+"""
+_PASSES_IN_DARK = tuple(_shades(base, 255) for base in ("#6db5e6", "#f2917a", "#d9b25c", "#c3a1ea"))
+
+METHODS = ("#c2482e", "#9c6b6b", "#7d7446", "#4f7d5c", "#57606a", "#3f7fb0", "#0a5c91", "#8056ad", "#a8761b", "#b0127b")
+"""Marks of the ten kinds of plans: a contrast of at least 3 with the page in both schemes."""
+_METHODS_IN_DARK = ("#d3a3a3", "#c4ba86", "#8fc49f", "#4d8fc2", "#b794e0", "#e3bd6b", "#f06bc4")
 
 DARK = {
     PAPER: "#12171d",
@@ -40,13 +60,14 @@ DARK = {
     BLUES[0]: "#3f7fab",
     BLUES[2]: "#c9e5f8",
     ADAPTIVE: "#5cc98d",
-    ADAPTIVE_PALE: "#2f6a48",
     SANDS[0]: "#8f6f2e",
     SANDS[2]: "#f0d495",
     WAITING[1]: "#a85a46",
     WAITING[3]: "#ff8a6e",
     IDLE: "#1d242c",
     STRIPES: "#66717d",
+    **dict(zip([name for name in METHODS if name not in (ORIGINAL, SOFT, WLB)], _METHODS_IN_DARK, strict=True)),
+    **dict(zip(sum(PASSES, ()), sum(_PASSES_IN_DARK, ()), strict=True)),
 }
 """Colours of the dark scheme, by those of the light one. A colour without an entry is the same in both."""
 
@@ -54,6 +75,8 @@ WIDE, NARROW = 13.0, 4.6
 """Inches of a picture for a screen and for a phone: at either, a point is about a pixel of the page."""
 SMALLEST = 11.0
 """Points of the smallest text."""
+_MOST_PIXELS = 90
+"""Of a page for an inch of a picture for a screen: a small one is not blown up to the width of the page."""
 
 STYLE: Any = {  # matplotlib's own type for it changes from version to version
     "font.family": "sans-serif",
@@ -144,7 +167,9 @@ def svg(figure: Figure, name: str, label: str) -> str:
     text = re.sub(r"(?<=: )#[0-9a-f]{6}\b", lambda found: _variable(found[0]), text)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
+    width = figure.get_figwidth()
+    most = "" if width <= NARROW else f' style="max-width: {round(_MOST_PIXELS * width)}px"'
+    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"{most}', 1)
 
 
 def _variable(colour: str) -> str:

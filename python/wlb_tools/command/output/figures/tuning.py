@@ -11,18 +11,7 @@ from wlb_tools.command.words import waits
 from wlb_tools.simulation import KINDS, Choice, Tuning
 from wlb_tools.simulation.tuning import Kind
 
-_KIND_COLOURS: dict[Kind, str] = {
-    "plain": style.ORIGINAL,
-    "fixed": "#c9a0a0",
-    "per_document": "#b8b08a",
-    "adaptive_cp": "#7fa38a",
-    "no_waiting": style.SOFT,
-    "queues": "#5b9bc8",
-    "adaptive_release": style.WLB,
-    "early": "#8e6bb3",
-    "dynamic_cp": style.SANDS[0],
-    "wlb_dynamic_cp": style.WAITING[3],
-}
+KIND_COLOURS: dict[Kind, str] = dict(zip(KINDS, style.METHODS, strict=True))
 
 
 def draw_waiting(
@@ -31,13 +20,10 @@ def draw_waiting(
     """The Pareto fronts: imbalance against mean delay."""
     with style.drawing(style.NARROW if narrow else 9, 6.5 if narrow else 5.5) as figure:
         ax = figure.subplots()
-        for name, found, color, pale in (
-            ("queues", queued, style.WLB, style.WLB_PALE),
-            ("adaptive release", adaptive, style.ADAPTIVE, style.ADAPTIVE_PALE),
-        ):
+        for name, found, color in (("queues", queued, style.WLB), ("adaptive release", adaptive, style.ADAPTIVE)):
             delay = [point.delay_mean for point in found.pareto]
             p95, mean = ([getattr(point, f"imbalance_{key}") for point in found.pareto] for key in ("p95", "mean"))
-            ax.plot(delay, p95, "o--", color=pale, lw=1.5, label=f"{name}, p95")
+            ax.plot(delay, p95, "o--", color=color, lw=1.2, ms=4, label=f"{name}, p95")
             ax.plot(delay, mean, "o-", color=color, lw=2, label=f"{name}, mean")
             chosen = f"chosen: {'thresholds' if found.delay_price is None else 'price'} {waits(found.best)}"
             ax.plot(found.best.delay_mean, found.best.imbalance_mean, label=chosen, mec=color, **style.RING)
@@ -81,7 +67,7 @@ def draw_choices(tuning: Tuning, *, narrow: bool = False) -> Figure:
 
         delay.axvline(tuning.scenario.max_mean_delay, color=style.SOFT, **style.DASHED)
         delay.axhline(1, color=style.SOFT, lw=0.8, zorder=1)
-        for kind, colour in _KIND_COLOURS.items():
+        for kind, colour in KIND_COLOURS.items():
             tried = [(choice.delay, speed(choice)) for choice in tuning.tried if choice.kind == kind]
             if tried:
                 points_of_kind = zip(*tried, strict=True)

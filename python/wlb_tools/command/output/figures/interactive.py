@@ -1,0 +1,276 @@
+"""Pictures to point at, as plotly takes them: a step op by op, and the choices that tuning tried."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import wlb
+from wlb_tools.cluster.hardware import GIB
+from wlb_tools.command.output.figures.style import AXIS, GRID, IDLE, INK, PAPER, SOFT, STRIPES, WLB
+from wlb_tools.command.output.figures.timeline import BARS, CRITICAL, GAP, LABELS, colours_of, unit_of
+from wlb_tools.command.output.report import Interactive
+from wlb_tools.command.words import counted, thresholds
+from wlb_tools.simulation import KINDS, Choice, Tuning
+from wlb_tools.simulation.outcome import Contents
+from wlb_tools.simulation.tuning import Kind
+
+MOST_OPS = 4000
+"""A browser draws no more of them in a second."""
+
+_ROW = 26  # pixels of a rank
+_AXIS: dict[str, Any] = {"gridcolor": GRID, "linecolor": AXIS, "tickcolor": AXIS, "zeroline": False, "automargin": True}
+_CLEAR = "rgba(0,0,0,0)"
+
+
+def _layout(height: int, **more: Any) -> dict[str, Any]:
+    """What all pictures have; texts have at least 12 px."""
+    return {
+        "height": height,
+        "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},
+        "paper_bgcolor": _CLEAR,
+        "plot_bgcolor": _CLEAR,
+        "margin": {"l": 8, "r": 8, "t": 36, "b": 8},  # buttons are at the top, the legend at the bottom
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "y": 0,
+            "yref": "container",
+            "yanchor": "bottom",
+            "font": {"color": SOFT},
+        },
+        "hoverlabel": {"bgcolor": PAPER, "bordercolor": AXIS, "font": {"color": INK, "size": 13}, "align": "left"},
+        "modebar": {"bgcolor": _CLEAR, "color": SOFT, "activecolor": INK},
+        **more,
+    }
+
+
+def interactive_timelines(
+    every: Sequence[wlb.PipelineTimeline],
+    contents: Sequence[Sequence[Contents]],
+    *,
+    title: str,
+    pipelines: str,
+    numbers: Sequence[int],
+) -> Interactive | None:
+    """A bar per op, which tells its rank, its micro-batch with its documents and work, and when it runs.
+
+    Args:
+        every: timelines of all pipelines of a step.
+        contents: what each of them trains, by micro-batch.
+        title: over it.
+        pipelines: what each is of.
+        numbers: those that are shown, in this order.
+
+    Returns:
+        None: there are too many ops.
+    """
+    if sum(len(every[number]) for number in numbers) > MOST_OPS:
+        return None
+    step = max(timeline.seconds for timeline in every)
+    scale, unit = unit_of(step)
+    work = [_work(timeline) for timeline in every]
+    mean = float(np.concatenate(work).mean()) or 1.0
+    traces: dict[str, dict[str, Any]] = {
+        "bubble": _bars("pipeline bubble", color=IDLE),
+        "wait": _bars("waits for DP", color=_CLEAR, pattern={"shape": "/", "fgcolor": STRIPES, "size": 6}),
+        **{str(kind): _bars(label, color=[], named=True) for kind, label in enumerate(LABELS)},
+        "critical": _bars("critical path", color=INK, row=CRITICAL),
+    }
+
+    def add(name: str, row: float, start: float, end: float) -> None:
+        trace = traces[name]
+        trace["base"].append(_rounded(start * scale))
+        trace["x"].append(_rounded((end - start) * scale))
+        trace["y"].append(row)
+
+    ticks: dict[float, str] = {}
+    top = 0.0
+    slowest = max(numbers, key=lambda number: every[number].seconds)
+    for number in numbers:
+        timeline = every[number]
+        ranks = timeline.num_stages
+        for rank in range(ranks):
+            name = f"{pipelines} {number} · PP {rank}" if len(every) > 1 else f"PP {rank}"
+            ticks[top + rank + sum(BARS) / 2] = name
+            add("bubble", top + rank, 0.0, timeline.seconds)
+            if timeline.seconds < step:
+                add("wait", top + rank, timeline.seconds, step)
+        shares = work[number] / mean
+        about = [
+            f"{_documents(each)}<br>{seconds * scale:.3g} {unit} of work on all stages, {share:.2f} times the mean"
+            for each, seconds, share in zip(contents[number], work[number].tolist(), shares.tolist(), strict=True)
+        ]
+        columns = (timeline.ranks, timeline.kinds, timeline.micro_batches, timeline.stages)
+        times = (timeline.starts, timeline.ends)
+        rows = zip(*(column.tolist() for column in (*columns, *times)), colours_of(timeline).tolist(), strict=True)
+        for rank, kind, micro_batch, stage, start, end, colour in rows:
+            add(str(kind), top + rank, start, end)
+            trace = traces[str(kind)]
+            trace["marker"]["color"].append(colour)
+            trace["text"].append(str(micro_batch))
+            of_stage = f", stage {stage}" if timeline.num_virtual_stages > 1 else ""
+            trace["hovertext"].append(
+                f"<b>{html.escape(ticks[top + rank + sum(BARS) / 2])}: {LABELS[kind]} of micro-batch {micro_batch}</b>"
+                f"{of_stage}<br>{about[micro_batch]}<br>{start * scale:.4g} to {end * scale:.4g} {unit}"
+                f" ({(end - start) * scale:.3g} {unit})"
+            )
+        if number == slowest:
+            starts, ends = times
+            for op in timeline.critical_path.tolist():
+                add("critical", top + float(timeline.ranks[op]), float(starts[op]), float(ends[op]))
+        top += ranks + GAP
+    height = round(_ROW * top) + 110
+    return Interactive(
+        title=title,
+        data=[trace for trace in traces.values() if trace["x"]],
+        layout=_layout(
+            height,
+            barmode="overlay",
+            bargap=0,
+            uniformtext={"minsize": 11, "mode": "hide"},
+            xaxis=_AXIS
+            | {"title": {"text": f"time since the step began ({unit})"}, "range": [0, _rounded(step * scale) or 1]},
+            yaxis=_AXIS
+            | {
+                "tickvals": list(ticks),
+                "ticktext": list(ticks.values()),
+                "range": [top - GAP, 0],
+                "fixedrange": True,
+                "showgrid": False,
+                "showline": False,
+            },
+            dragmode="zoom",
+        ),
+        narrow={"height": height + 70, "dragmode": False},  # a finger scrolls the page
+        hint="Point at a bar for its micro-batch. Drag over a time, or press +, to zoom in; a double-click shows all.",
+    )
+
+
+def _bars(label: str, *, color: Any, row: tuple[float, float] = BARS, named: bool = False, **marker: Any) -> Any:
+    """A trace of bars at these heights of their rows, to be filled; those that are named tell what they are."""
+    low, high = row
+    text: dict[str, Any] = {
+        "text": [],
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "textangle": 0,
+        "textfont": {"color": PAPER, "size": 11},
+        "hovertext": [],
+        "hoverinfo": "text",
+        "constraintext": "none",
+    }
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": label,
+        "base": [],
+        "x": [],
+        "y": [],
+        "offset": low,
+        "width": high - low,
+        "marker": {"color": color, "line": {"color": PAPER, "width": 0.6 if named else 0}, **marker},
+        **(text if named else {"hoverinfo": "skip"}),
+    }
+
+
+def _work(timeline: wlb.PipelineTimeline) -> Any:
+    """float64[micro-batches]: seconds of all ops of each."""
+    return np.bincount(
+        timeline.micro_batches, weights=timeline.ends - timeline.starts, minlength=timeline.num_micro_batches
+    )
+
+
+def _documents(contents: Contents) -> str:
+    if not contents.documents:
+        return "no documents"
+    longest = f", the longest {contents.longest:,}" if contents.documents > 1 else ""
+    ranks = f", on {contents.cp_size} CP ranks" if contents.cp_size > 1 else ""
+    return f"{contents.tokens:,} tokens in {counted(contents.documents, 'document')}{longest}{ranks}"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def interactive_choices(tuning: Tuning, colours: Mapping[Kind, str]) -> Interactive:
+    """What memory buys with queues, and what waiting buys with any plan; a point tells its settings."""
+
+    def speed(choice: Choice) -> float:
+        return choice.speedup(tuning.baseline, tuning.by)
+
+    def about(choice: Choice) -> str:
+        outcome = choice.outcome
+        price = choice.delay_price
+        waiting = f"thresholds {thresholds(choice.outlier_thresholds)}" if price is None else f"delay price {price:g}"
+        lines = (
+            f"<b>{KINDS[choice.kind]}</b>: {speed(choice):.3f} times the speed of Plain-4D (predicted)",
+            f"S_max {choice.max_tokens:,}, {waiting}, {choice.strategy} sharding",
+            f"imbalance of micro-batches {outcome.imbalance.mean():.3f}",
+            f"mean delay {choice.delay:.2f}, at most {outcome.run.tokens_by_delay.size - 1}",
+            f"{memory(choice):.1f} GiB on the fullest GPU",
+        )
+        return "<br>".join(lines)
+
+    def memory(choice: Choice) -> float:
+        return float(choice.outcome.memory.total.max()) / GIB
+
+    def points(choices: Sequence[Choice], along: Any, axis: str, **more: Any) -> dict[str, Any]:
+        return {
+            "type": "scatter",
+            "x": [_rounded(along(choice)) for choice in choices],
+            "y": [_rounded(speed(choice)) for choice in choices],
+            "hovertext": [about(choice) for choice in choices],
+            "hoverinfo": "text",
+            "xaxis": f"x{axis}",
+            "yaxis": f"y{axis}",
+            **more,
+        }
+
+    def delay(choice: Choice) -> float:
+        return choice.delay
+
+    kinds = {kind: [choice for choice in tuning.tried if choice.kind == kind] for kind in colours}
+    ring = {"size": 16, "color": _CLEAR, "line": {"color": INK, "width": 2}}
+    vertical = {"type": "line", "yref": "paper", "line": {"color": SOFT, "width": 1.4, "dash": "dash"}}
+    has = tuning.scenario.hardware.memory_bytes / GIB
+    limit = tuning.scenario.max_mean_delay
+
+    def shapes(first: tuple[float, float], second: tuple[float, float]) -> list[dict[str, Any]]:
+        return [
+            {**vertical, "xref": "x", "x0": has, "x1": has, "y0": first[0], "y1": first[1]},
+            {**vertical, "xref": "x2", "x0": limit, "x1": limit, "y0": second[0], "y1": second[1]},
+        ]
+
+    def axes(xs: Sequence[tuple[float, float]], ys: Sequence[tuple[float, float]]) -> dict[str, Any]:
+        texts = ("GiB of the fullest GPU (dashed: what it has)", "mean delay in iterations (dashed: the limit)")
+        made: dict[str, Any] = {}
+        for number, (text, x, y) in enumerate(zip(texts, xs, ys, strict=True), 1):
+            name = "" if number == 1 else str(number)
+            made[f"xaxis{name}"] = _AXIS | {"title": {"text": text}, "domain": x, "anchor": f"y{name}"}
+            made[f"yaxis{name}"] = _AXIS | {"title": {"text": "speed over Plain-4D"}, "domain": y, "anchor": f"x{name}"}
+        return made
+
+    whole = (0.0, 1.0)
+    beside = axes([(0, 0.38), (0.47, 1)], [whole, whole]) | {"shapes": shapes(whole, whole)}
+    low, high = (0.0, 0.42), (0.58, 1.0)
+    under = axes([whole, whole], [high, low]) | {"shapes": shapes(high, low)}
+    line: dict[str, Any] = {"mode": "lines+markers", "line": {"color": WLB, "width": 2}, "marker": {"size": 8}}
+    return Interactive(
+        title="What memory buys with queues, and what waiting buys with every plan that was tried",
+        data=[
+            points(tuning.by_memory, memory, "", name="S_max, with queues", **line),
+            *(
+                points(of, delay, "2", name=KINDS[kind], mode="markers", marker={"size": 8, "color": colours[kind]})
+                for kind, of in kinds.items()
+                if of
+            ),
+            points([tuning.best], delay, "2", name="chosen", mode="markers", marker=ring),
+        ],
+        layout=_layout(460, hovermode="closest", dragmode="zoom", **beside),
+        narrow={"height": 900, "dragmode": False, **under},
+        hint="Point at a plan for its settings. Drag over a part, or press +, to zoom in; a double-click shows all.",
+    )
