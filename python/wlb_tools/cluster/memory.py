@@ -279,7 +279,7 @@ def trained_per_rank(
     there are two copies. With LoRA only the adapters have gradients, and no routed expert.
 
     Returns:
-        float64[pp] of all but routed experts, and float64[pp] of routed experts, of which dp x cp / ep ranks have the same.
+        float64[pp] outside routed experts, and float64[pp] of routed experts, which dp x cp / ep ranks have alike.
     """
     return _trained(model, layout, ranks_of_stages(layout, schedule=schedule))
 
