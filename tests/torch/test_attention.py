@@ -912,6 +912,8 @@ def test_flash_attn_by_name_refuses_alibi_that_it_has_not(flash: FlashStandIn) -
 
 INTERFACES = {
     "flash-attn 4": ("cute/interface.py", ""),
+    "an older flash-attn 4": ("cute/interface.py", "def _flash_attn_bwd(q, k, v, out, dout, lse): ..."),
+    "flash-attn 4 without its compiler": ("cute/interface.py", "raise RuntimeError('no driver')"),
     "a build for another torch": ("flash_attn_interface.py", "raise ImportError('undefined symbol')"),
 }
 
@@ -925,8 +927,10 @@ def test_flash_attn_without_a_usable_interface_is_not_chosen(
     file.parent.mkdir(parents=True)
     file.write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
-        monkeypatch.delitem(sys.modules, name)
+    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.cute", kernels.FLASH_ATTN_4):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if "flash-attn 4" in installed:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     q = torch.zeros(4, 2, 8)
     chosen = kernels.choose("auto", q, scale=1.0, alibi_slopes=None, alibi_aligned=True)
     assert isinstance(chosen, kernels.VarlenKernel)

@@ -25,9 +25,9 @@ class Overhead:
             its tokens, and seconds for each token of a rank. They may be negative if a profile has too long times of
             layers.
         backward: the same for the backward pass.
-        copies: for forward and backward pass, seconds in a layer for each token of a rank that attends to its own keys
-            while others are gathered (`wlb.Shard.tokens_split`), because queries are picked for two calls and results
-            are put together; and for each key that it picks from the gathered ones (`wlb.Shard.keys_picked`).
+        copies: for forward and backward pass, seconds in a layer for each token of a rank that exchanges keys with
+            others, because its key is copied into the buffer to send and its gradients are added; and for each key that
+            the rank picks from the gathered ones (`wlb.Shard.keys_picked`).
         gather: seconds of each pass of a micro-batch whose group gathers keys, for starting and awaiting collectives,
             besides the link's latency.
         step: of every step: the optimizer, clipping, counting tokens, waiting until all ranks begin.
@@ -88,8 +88,9 @@ class Overhead:
 
 
 def copied(shard: Shard) -> NDArray[np.int64]:
-    """int64[cp, 2]: tokens of each rank that attend in two calls, and keys that it picks from gathered ones."""
-    return np.stack([shard.tokens_split, shard.keys_picked], axis=1)
+    """int64[cp, 2]: for each rank its tokens, or 0 if it exchanges no keys, and the keys that it picks."""
+    exchanges = (shard.keys_moved > 0) | (shard.keys_gathered > 0)
+    return np.stack([shard.tokens_per_rank * exchanges, shard.keys_picked], axis=1)
 
 
 NO_OVERHEAD = Overhead()

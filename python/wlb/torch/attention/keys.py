@@ -118,7 +118,7 @@ class KeysExchange:
         plan = self.plan
         if home is None:
             return lambda: plan.own.of(flat)
-        going = plan.going.of(flat) if plan.going.count else flat[:0]
+        going = (plan.going.of(flat) if plan.going.count else flat[:0]).view(-1, *home.shape[1:])
         work = dist.all_to_all_single(home, going, plan.coming_rows, plan.going_rows, group=group, async_op=True)
 
         def finish() -> Tensor:

@@ -17,6 +17,9 @@ from wlb.torch.attention.plan import Call, Rows, add, pick, put, queries_of
 LSE_CHANNELS = 8
 """Channels that a head gets in its backward for the gradient of the log-sum-exp: flash kernels take multiples of 8."""
 
+_ROWS_OF_SINKS = 4096
+"""Queries whose part of the sinks' gradient is computed at once: it takes their outputs in the dtype of sums."""
+
 Keys = Tensor | tuple[Tensor, Tensor]
 """Keys with their values: `[keys, 2, kv_heads, head_dim]`, or two tensors `[keys, kv_heads, head_dim]`."""
 
@@ -341,9 +344,13 @@ class _Attention(torch.autograd.Function):
 
 def _of_sinks(sinks: Tensor, lse: Tensor, out: Tensor, d_out: Tensor) -> Tensor:
     """The gradient of the sinks, keys whose value is 0. `lse` is `[queries, heads]` and includes them."""
-    wide = accumulator(out.dtype)
-    d_score = (d_out.to(wide) * out).sum(-1).mul_(torch.sub(sinks.to(lse.dtype), lse).exp_())
-    return d_score.sum(0).neg_().to(sinks.dtype)
+    sinks_of_lse = sinks.to(lse.dtype)
+    total = torch.zeros_like(sinks_of_lse)
+    for rows in zip(*(torch.split(x, _ROWS_OF_SINKS) for x in (lse, out, d_out)), strict=True):
+        part_lse, part_out, part_d_out = rows
+        d_score = (part_d_out.to(lse.dtype) * part_out).sum(-1)
+        total.sub_(d_score.mul_(torch.sub(sinks_of_lse, part_lse).exp_()).sum(0))
+    return total.to(sinks.dtype)
 
 
 def _with_lse(
