@@ -819,7 +819,8 @@ def test_flash_adapters_pass_caps_sinks_and_widths(flash: FlashStandIn, cp_size:
     )
     assert cp_size > 1 or min(flash.calls["forward"], flash.calls["backward"]) >= 24
     narrow = flash.version in (3, 4)
-    assert cp_size > 1 or flash.widths == {(16, 16), (24, 24)} | ({(16, 8)} if narrow else set())
+    # With the log-sum-exp 8 channels more; values of 8 with it are those of a forest.
+    assert cp_size > 1 or flash.widths == {(16, 16), (24, 24)} | ({(16, 8), (24, 16)} if narrow else set())
 
 
 LONG_BESIDE_SHORT = (*[3] * 30, *[2] * 30, 4096)
