@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import itertools
 import json
 import re
@@ -119,8 +121,8 @@ def waited(browser: Browser, script: str) -> str:
 def test_bars_tell_what_the_simulation_says(pages: dict[str, Path]) -> None:
     """Rank, tokens and times of every bar, beside the trace of the same step."""
     page = pages["simulate"]
-    texts = re.findall(r'<script type="application/json">(.*?)</script>', page.read_text())
-    assert len(texts) == 4
+    packed = re.findall(r'<script type="application/gzip">(.*?)</script>', page.read_text())
+    assert len(packed) == 4
     trace = json.loads((page.parent / "step-typical-baseline.trace.json").read_text())["traceEvents"]
     ops = {
         (event["pid"], event["tid"], event["cat"], event["args"]["micro_batch"]): (event["ts"], event["dur"])
@@ -128,7 +130,7 @@ def test_bars_tell_what_the_simulation_says(pages: dict[str, Path]) -> None:
         if event["ph"] == "X"
     }
     told = {}
-    for bars in json.loads(texts[0])["data"]:
+    for bars in json.loads(gzip.decompress(base64.b64decode(packed[0])))["data"]:
         for text, base, width in zip(bars.get("hovertext", ()), bars["base"], bars["x"], strict=False):
             dp, pp, cat, micro_batch = re.findall(r"DP (\d) · PP (\d): (\w+) of micro-batch (\d)", text)[0]
             told[int(dp), int(pp), cat, int(micro_batch)] = (1000 * base, 1000 * width)
