@@ -143,12 +143,10 @@ class CostModel:
     """Cost of documents: ``cost(d) = attention * pairs(d) + linear * d`` and a few further terms, all in one unit.
 
     Attention is quadratic in a document's length, everything else (GEMMs, collectives, element-wise work) is linear.
-    Layers
-    of windowed or chunked attention have pairs of their own, which are exact functions of the length. Take the cost
-    from
-    your model and GPU: a wrong cost model can lose a hundred times more balance than greedy packing does. Make one from
-    rates, ``from_flops``, ``from_tables``, ``from_profile`` or ``fit``. Immutable and picklable; equal models compare
-    equal.
+    Layers of windowed or chunked attention have pairs of their own, which are exact functions of the length. Take the
+    cost from your model and GPU: a wrong cost model can lose a hundred times more balance than greedy packing does.
+    Make one from rates, ``from_flops``, ``from_tables``, ``from_profile`` or ``fit``. Immutable and picklable; equal
+    models compare equal.
 
     Args:
         attention: cost of one (query, key) pair; 0 or above.
@@ -166,8 +164,7 @@ class CostModel:
 
     Raises:
         WlbError: a rate is negative or not finite; documents cost nothing; a window or chunk is below 1, or used
-            without
-            a causal mask.
+            without a causal mask.
 
     Examples:
         >>> import wlb
@@ -208,8 +205,7 @@ class CostModel:
         """Cost from the FLOPs of a decoder-only transformer.
 
         Forward: ``4 * num_heads * head_dim`` FLOPs per (query, key) pair and layer, and 2 per parameter and token.
-        Backward: 2.5
-        times as many per pair (flash attention recomputes the scores), and 2 times as many per token.
+        Backward: 2.5 times as many per pair (flash attention recomputes the scores), and 2 times as many per token.
 
         Args:
             hidden_size, ffn_hidden_size, num_layers, num_heads, vocab_size: as in the model's configuration.
@@ -244,8 +240,8 @@ class CostModel:
         """Cost from times measured at some document lengths.
 
         Between two of the lengths, attention is linear in the pairs, so it is exact wherever it is quadratic in the
-        length; the
-        rest is linear in the tokens. Both are 0 at length 0, and proportional to pairs (tokens) beyond the last length.
+        length; the rest is linear in the tokens. Both are 0 at length 0, and proportional to pairs (tokens) beyond the
+        last length.
 
         Args:
             lengths: int[k], tokens, strictly ascending.
@@ -325,13 +321,10 @@ class CostModel:
         """The cost model, in seconds, that explains measured times of micro-batches.
 
         The fit minimises the sum of ``rho((seconds - predicted) / predicted)`` over rates that are never negative.
-        Errors
-        are relative, and ``rho`` (Huber's, then Tukey's bisquare) ignores rows that the other rows contradict. A term
-        that the
-        times do not need gets no rate. Of terms that the times cannot tell apart, the last in this order gets no rate:
-        tokens, pairs, windows, chunks, documents, micro-batches. The result names such terms; time is never split
-        between
-        them. Deterministic.
+        Errors are relative, and ``rho`` (Huber's, then Tukey's bisquare) ignores rows that the other rows contradict. A
+        term that the times do not need gets no rate. Of terms that the times cannot tell apart, the last in this order
+        gets no rate: tokens, pairs, windows, chunks, documents, micro-batches. The result names such terms; time is
+        never split between them. Deterministic.
 
         Args:
             micro_batches: list of int[documents], tokens of the documents in each; at least eight, and two for each
@@ -344,8 +337,7 @@ class CostModel:
             causal: whether queries see only keys before them.
             ranks: int[micro-batches], number of context-parallel ranks that shared each micro-batch, if it differs
                 (Dynamic-CP). Pairs and tokens are divided by it, as in ``plan_dynamic_cp``. Default 1: the rates are
-                then
-                those of a whole group of ranks.
+                then those of a whole group of ranks.
 
         Returns:
             CostFit
@@ -429,8 +421,7 @@ class PrefixForest:
 
         Args:
             tokens: int[R], tokens of all samples, one sample after the other; int32 and int64 arrays are read in place.
-                For
-                an Arrow list array: its ``values``.
+                For an Arrow list array: its ``values``.
             offsets: int[n + 1], index of each sample's first token, and at the end ``R``. For an Arrow list array: its
                 ``offsets``.
             groups: int[n]: only samples with the same number can share (the completions of one prompt).
@@ -445,8 +436,7 @@ class PrefixForest:
                 length.
 
         O(R + n log n) in the worst case: shared tokens are compared once or twice, and the rest of a sample is not
-        read. No
-        copy.
+        read. No copy.
 
         Examples:
             >>> import wlb
@@ -505,8 +495,7 @@ class PrefixForest:
 
         Raises:
             WlbError: another number of samples, a sample of another length, or the first token in which two samples
-                differ
-                that should share it; the message names both samples and the token.
+                differ that should share it; the message names both samples and the token.
 
         O(R).
 
@@ -588,10 +577,8 @@ class ForestPlan:
     @property
     def lower_bound(self) -> float:
         """Lower bound on ``step_cost`` for any plan of these samples into as many micro-batches: the largest of an equal
-        share of
-        all nodes (with what ``max_tokens`` and ``max_documents`` force to be computed twice), the heaviest sample, and
-        the
-        heaviest group.
+        share of all nodes (with what ``max_tokens`` and ``max_documents`` force to be computed twice), the heaviest
+        sample, and the heaviest group.
         """
     @property
     def dp_size(self) -> int | None:
@@ -601,8 +588,7 @@ class ForestPlan:
         """Where these ranks wait for each other, "step" or "micro_batch"; None without ranks."""
     def digest(self) -> str:
         """Hex hash of the place of every token: equal on two ranks if and only if their plans are. If nothing is shared it
-        is the
-        digest of the plan of ``pack``. O(samples and nodes).
+        is the digest of the plan of ``pack``. O(samples and nodes).
         """
     def deal(self, dp_size: int) -> NDArray[np.int64]:
         """Deals the micro-batches to data-parallel ranks: equal counts, balanced costs, in schedule order.
@@ -639,8 +625,7 @@ class ForestMicroBatch:
     @property
     def nodes(self) -> NDArray[np.int64]:
         """int64[m]: nodes of these samples in the plan's forest, in memory order: depth-first, the longest of siblings
-        first, so
-        that it follows its parent.
+        first, so that it follows its parent.
         """
     @property
     def forest(self) -> PrefixForest:
@@ -680,13 +665,10 @@ def pack_forest(
     """Packs the samples of a forest into micro-batches, each of which computes a shared token once.
 
     A node of ``n`` tokens at depth ``p`` costs ``c(p + n) - c(p)``, where ``c`` is the cost model without constants.
-    That is
-    exact for causal pairs, windows and chunks; for measured tables it is the definition. The constant of a document
-    counts
-    once for each sample, that of a micro-batch once for each micro-batch. If a tree is cut between two micro-batches,
-    both
-    compute the tokens that the parts share. A tree is cut where that costs less than the imbalance that it removes, or
-    where ``max_tokens`` requires it.
+    That is exact for causal pairs, windows and chunks; for measured tables it is the definition. The constant of a
+    document counts once for each sample, that of a micro-batch once for each micro-batch. If a tree is cut between two
+    micro-batches, both compute the tokens that the parts share. A tree is cut where that costs less than the imbalance
+    that it removes, or where ``max_tokens`` requires it.
 
     Args:
         forest: the samples.
@@ -710,8 +692,7 @@ def pack_forest(
 
     Raises:
         WlbError: a sample over ``max_tokens``, a cost model with ``causal=False``, ``groups`` of another length, an
-            option
-            that needs ``dp_size`` without it, or samples that do not fit into the micro-batches.
+            option that needs ``dp_size`` without it, or samples that do not fit into the micro-batches.
 
     O(n log n), O(micro-batches) for each tree or part of one, and a bounded number of exchanges. Releases the GIL from
     1,024 samples on.
@@ -731,11 +712,9 @@ def shard_forest(micro_batch: ForestMicroBatch | PrefixForest, *, cp_size: int) 
     """Cuts a micro-batch of a forest for the ranks of a context-parallel group, without padding.
 
     Long nodes are cut like documents, into ``2 * cp_size`` chunks, two for each rank with equal pairs; tokens left over
-    go
-    to ranks in turn. Short nodes stay whole on one rank. Several least lengths of cut nodes are tried. Of those with
-    all
-    ranks within 1 % of the mean pairs, the one that moves the fewest keys is chosen; if there is none, the most even
-    one.
+    go to ranks in turn. Short nodes stay whole on one rank. Several least lengths of cut nodes are tried. Of those with
+    all ranks within 1 % of the mean pairs, the one that moves the fewest keys is chosen; if there is none, the most
+    even one.
 
     Args:
         micro_batch: a micro-batch of a ``ForestPlan``; or a ``PrefixForest``, for all of its samples.
@@ -783,8 +762,7 @@ class ForestShard:
     @property
     def restore_indices(self) -> NDArray[np.int32]:
         """int32[num_tokens]: ``rank_major[restore_indices] == packed``, where ``rank_major`` has the ranks' tokens one
-        rank after
-        the other.
+        rank after the other.
         """
     def rank(self, rank: int) -> ForestRankShard:
         """The arrays of one rank.
@@ -810,10 +788,8 @@ class ForestRankShard:
 
     Segment ``i`` has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1`` of the rank. Its keys are in the
     intervals ``j`` with ``cu_intervals[i] <= j < cu_intervals[i + 1]``, one interval after the other; interval ``j``
-    has the
-    packed indices ``key_starts[j]`` to ``key_ends[j] - 1``. The last query sees all of these keys, and each query
-    before it
-    one less (a causal mask aligned at the end).
+    has the packed indices ``key_starts[j]`` to ``key_ends[j] - 1``. The last query sees all of these keys, and each
+    query before it one less (a causal mask aligned at the end).
     """
     @property
     def token_indices(self) -> NDArray[np.int32]:
@@ -833,8 +809,7 @@ class ForestRankShard:
     @property
     def cu_seqlens_k(self) -> NDArray[np.int64]:
         """int64[s + 1]: index of each segment's first key if the keys of all segments are copied one after the other, and
-        at the
-        end their number.
+        at the end their number.
         """
     @property
     def cu_intervals(self) -> NDArray[np.int32]:
@@ -909,8 +884,7 @@ class Packing:
     @property
     def costs(self) -> NDArray[np.float64]:
         """float64[M]: cost of each micro-batch, in the cost model's unit; with several columns, the sum of all columns
-        that
-        take time.
+        that take time.
         """
     @property
     def padded_tokens(self) -> NDArray[np.int64]:
@@ -921,14 +895,12 @@ class Packing:
     @property
     def step_cost(self) -> float:
         """Time of the step: cost of the heaviest micro-batch; with several columns, the sum over columns of the heaviest
-        in
-        each.
+        in each.
         """
     @property
     def leftover(self) -> NDArray[np.int64]:
         """int64[l]: ids of the documents that did not fit, in the order in which they were tried. Empty for ``pack``,
-        unless
-        ``leftover="return"``. A ``Packer`` carries them over to the next step.
+        unless ``leftover="return"``. A ``Packer`` carries them over to the next step.
         """
     @property
     def leftover_starts(self) -> NDArray[np.int32]:
@@ -950,21 +922,18 @@ class Packing:
     @property
     def rank_imbalance(self) -> float:
         """How much longer a step takes than with equal ranks. Under "step" a step takes as long as the heaviest rank,
-        under
-        "micro_batch" the sum of the heaviest micro-batch of each round. Without ranks it is the ``imbalance``.
+        under "micro_batch" the sum of the heaviest micro-batch of each round. Without ranks it is the ``imbalance``.
         """
     @property
     def lower_bound(self) -> float:
         """Lower bound on ``step_cost`` for any packing of the placed documents into as many micro-batches of
-        ``max_tokens``:
-        ``max(total cost / M, largest document)``, or the optimum of a linear program if tokens are scarce; summed over
-        columns. O(n log n) at the first call.
+        ``max_tokens``: ``max(total cost / M, largest document)``, or the optimum of a linear program if tokens are
+        scarce; summed over columns. O(n log n) at the first call.
         """
     @property
     def length_fallbacks(self) -> int:
         """Documents that Algorithm 1 placed by token count instead of by cost. If it is 0 with "var_length", ``max cost <=
-        total
-        / M + (1 - 1/M) * w``, where ``w`` is the cost of the last document put into the heaviest micro-batch.
+        total / M + (1 - 1/M) * w``, where ``w`` is the cost of the last document put into the heaviest micro-batch.
         """
     @property
     def global_batches(self) -> int:
@@ -1011,8 +980,7 @@ class Packing:
         """Deals the micro-batches of each step to data-parallel ranks: equal counts, balanced costs, in schedule order.
 
         Inside a rank the lightest micro-batches are at both ends, where a pipeline fills and drains. A packing that was
-        made
-        for ranks (``pack(dp_size=...)``) keeps its order.
+        made for ranks (``pack(dp_size=...)``) keeps its order.
 
         Returns:
             int64[dp_size, M / dp_size]: micro-batch indices of each rank; with several global batches
@@ -1020,8 +988,7 @@ class Packing:
 
         Raises:
             WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not the ``dp_size`` that
-                the
-                packing was made for.
+                the packing was made for.
 
         Examples:
             >>> import wlb
@@ -1075,10 +1042,9 @@ def pack(
             limit is memory and takes no time.
         method: "var_length" (WLB-LLM's Algorithm 1): longest document first, each to the micro-batch with the least
             cost. "refined": no worse than "var_length", and nearly optimal if ``max_tokens`` leaves little room; it
-            takes
-            1.3 times as long in the median, about three times as long if few pieces fill a micro-batch to the brim.
-            "fixed_length": longest first, each to the micro-batch with room and the least attention work; a document
-            that fits nowhere is cut. "original": arrival order, cut every ``max_tokens`` tokens.
+            takes 1.3 times as long in the median, about three times as long if few pieces fill a micro-batch to the
+            brim. "fixed_length": longest first, each to the micro-batch with room and the least attention work; a
+            document that fits nowhere is cut. "original": arrival order, cut every ``max_tokens`` tokens.
         global_batches: with "fixed_length", the number of global batches in ``lengths``. They are packed together into
             ``global_batches * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
         multiple_of: with ``num_micro_batches=None``: the number of micro-batches is a multiple of this, usually the
@@ -1087,21 +1053,18 @@ def pack(
             ``packing.deal(dp_size)`` gives each rank its micro-batches. All ranks have the same number; the packing
             lists them rank by rank. For "var_length" and "refined", with ``costs`` of at most one column.
         sync: where these ranks wait for each other. "step" (default): once a step, as under DDP, ZeRO-1 and 2,
-            Megatron.
-            Then the sums of ranks are made equal first, the micro-batches of each rank second. "micro_batch": in every
-            micro-batch, as under FSDP, ZeRO-3. Then the micro-batches of each round are made equal first, the sums of
-            ranks second.
+            Megatron. Then the sums of ranks are made equal first, the micro-batches of each rank second. "micro_batch":
+            in every micro-batch, as under FSDP, ZeRO-3. Then the micro-batches of each round are made equal first, the
+            sums of ranks second.
         groups: int[n], with ``dp_size``: documents with the same number stay on one rank (one prompt's rollouts).
         equal_documents: with ``dp_size``, all ranks get equally many documents (they differ by at most one). Groups
-            whose
-            sizes do not allow that are refused.
+            whose sizes do not allow that are refused.
         max_documents: most documents of a micro-batch.
         multiple_of_tokens: micro-batches are padded to a multiple of this number (MXFP8 needs 32, HybridEP 128), and
             ``max_tokens`` counts the padding: the plan's ``max_tokens`` is the largest multiple within it.
             ``padded_tokens`` has the padded sizes; whoever makes the tensors adds the padding.
         token_buckets: int[b], ascending: the only sizes of padded micro-batches, for steps that are compiled or
-            captured
-            once for each size. ``max_tokens`` counts the padding, as above.
+            captured once for each size. ``max_tokens`` counts the padding, as above.
         leftover: what happens if documents do not fit: "error"; or "return": ``Packing.leftover`` lists them. They are
             then in no micro-batch and are not trained unless you pass them again.
 
@@ -1113,9 +1076,8 @@ def pack(
             whole); an unknown method; a cost that is negative or not finite; a column of zeros, or limits on all
             columns; both or none of ``cost_model`` and ``costs``; several ``global_batches`` without "fixed_length";
             ``multiple_of`` beside ``num_micro_batches``; an option that needs ``dp_size`` without it. If documents do
-            not
-            fit, the message says how many, and names a ``max_tokens`` that holds all of them (the least one for methods
-            that cut documents).
+            not fit, the message says how many, and names a ``max_tokens`` that holds all of them (the least one for
+            methods that cut documents).
 
     O(n) for a radix sort and, on average, a few steps for each document; O(n N) in the worst case, and always for
     "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, or once if a number derived from the tokens is
@@ -1144,8 +1106,7 @@ class Packer:
     plan, and each loads the documents of its own micro-batches::
 
         for lengths, ids in global_batches:
-            packing = packer.push(lengths, ids)
-            for index in packing.deal(dp_size)[dp_rank]:
+            packing = packer.push(lengths, ids) for index in packing.deal(dp_size)[dp_rank]:
                 micro_batch = packing.micro_batches[index]  # document_ids, starts, lengths, cu_seqlens
         for packing in packer.flush():
             ...  # the documents that still wait
@@ -1535,8 +1496,7 @@ class Packer:
     def fingerprint(self) -> str:
         """Hex hash of the configuration under the present cost model, without ``num_micro_batches``, ``dp_size`` and
         ``tokens_per_batch``. Two packers give the same plans if their fingerprints, these three values, and their
-        waiting
-        documents are equal.
+        waiting documents are equal.
         """
     def metrics(self) -> PackerMetrics:
         """Figures since the stream began: imbalance, waits, tokens and work of steps (``PackerMetrics``)."""
@@ -1664,14 +1624,11 @@ def tune_delay_price(
     """Finds the price of delay for a ``Packer`` with ``release="adaptive"`` on a sample of lengths.
 
     Runs the packer over the sample at geometrically spaced prices and at the default, then at prices near the one where
-    the
-    mean delay passes the limit. The best of many prices on the same steps is merely the luckiest, so each half of the
-    documents judges the prices found on the other. The prices that lose the least time on both halves and the default
-    are
-    then judged on three other orders of all documents. If a half has less than twelve global batches, the prices that
-    lose
-    the least time on all documents are judged on the other orders alone; such a price may suit only these documents.
-    Deterministic. Documents over ``max_document_tokens`` are split.
+    the mean delay passes the limit. The best of many prices on the same steps is merely the luckiest, so each half of
+    the documents judges the prices found on the other. The prices that lose the least time on both halves and the
+    default are then judged on three other orders of all documents. If a half has less than twelve global batches, the
+    prices that lose the least time on all documents are judged on the other orders alone; such a price may suit only
+    these documents. Deterministic. Documents over ``max_document_tokens`` are split.
 
     Args:
         lengths: int[n], tokens, in arrival order; some tens of global batches or more.
@@ -1686,19 +1643,16 @@ def tune_delay_price(
     Returns:
         TuneResult: the price that loses the least time on the other orders, within the delay limit there and on the
         sample. It is the default (0.03) unless another price saves 0.01 of lost time in every order, is no worse on a
-        half,
-        and has no worse a worst step there and on the sample. If the default exceeds the delay limit, the bound on the
-        worst
-        step holds if any price keeps it. If no price keeps the limit, it is the price with the least delay. ``judged``
-        has
-        all judged prices, the default among them; ``pareto`` has the Pareto front of balance and delay on the sample.
+        half, and has no worse a worst step there and on the sample. If the default exceeds the delay limit, the bound
+        on the worst step holds if any price keeps it. If no price keeps the limit, it is the price with the least
+        delay. ``judged`` has all judged prices, the default among them; ``pareto`` has the Pareto front of balance and
+        delay on the sample.
 
     Raises:
         WlbError: wrong lengths, costs or options, or no documents; several columns of costs.
 
     One run of the packer for each of about 32 prices, another for each price within the limit, and three for each
-    judged
-    price (nine or more). Releases the GIL.
+    judged price (nine or more). Releases the GIL.
 
     Examples:
         >>> import numpy as np
@@ -1757,11 +1711,11 @@ def split_documents(
 class RankShard:
     """The tokens of one rank of a context-parallel group, and the arrays for its varlen attention kernel.
 
-    Rows have an order of their own: first the documents of which the rank has all keys that it sees, then the
-    others (``docs/semantics.md``). A segment is a contiguous run of one document. The queries of segment ``i`` are
-    ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of the rank's tokens, and its keys are
-    ``packed[k_starts[i] : k_starts[i] + cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its
-    document up to the segment's end, which is what a kernel with bottom-right causal alignment expects.
+    Rows have an order of their own: first the documents of which the rank has all keys that it sees, then the others
+    (``docs/semantics.md``). A segment is a contiguous run of one document. The queries of segment ``i`` are
+    ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of the rank's tokens, and its keys are ``packed[k_starts[i] : k_starts[i] +
+    cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its document up to the segment's end, which
+    is what a kernel with bottom-right causal alignment expects.
 
     Examples:
         >>> import wlb
@@ -1800,8 +1754,7 @@ class RankShard:
     @property
     def cu_seqlens_k(self) -> NDArray[np.int32]:
         """int32[s + 1]: index of each segment's first key if the keys of all segments are copied one after the other, and
-        at the
-        end their number.
+        at the end their number.
         """
     @property
     def max_seqlen_q(self) -> int:
@@ -1867,31 +1820,25 @@ class Shard:
     @property
     def keys_gathered(self) -> NDArray[np.int64]:
         """int64[cp_size]: keys of each rank that an all-gather has to send, because a query on another rank sees them.
-        Equally
-        many values go with them. Every rank sends as many keys as the rank with the most. Counted without a window;
-        O(segments).
+        Equally many values go with them. Every rank sends as many keys as the rank with the most. Counted without a
+        window; O(segments).
         """
     @property
     def tokens_split(self) -> NDArray[np.int64]:
         """int64[cp_size]: tokens of each rank that attends in two calls, else 0. A rank attends in two calls if it lacks
-        keys for
-        some of its documents, and the documents for which it has all keys are at least an eighth of its tokens: these
-        attend
-        while keys arrive. Counted without a window; O(segments).
+        keys for some of its documents, and the documents for which it has all keys are at least an eighth of its
+        tokens: these attend while keys arrive. Counted without a window; O(segments).
         """
     @property
     def keys_picked(self) -> NDArray[np.int64]:
         """int64[cp_size]: keys (own and fetched ones) that each rank copies for the call that needs keys of other ranks:
-        for
-        every segment of a document of which the rank lacks keys, all keys that the segment sees. Counted without a
-        window;
-        O(segments).
+        for every segment of a document of which the rank lacks keys, all keys that the segment sees. Counted without a
+        window; O(segments).
         """
     @property
     def restore_indices(self) -> NDArray[np.int32]:
         """int32[num_tokens]: ``rank_major[restore_indices]`` is the packed sequence, where ``rank_major`` has the ranks'
-        tokens one
-        rank after the other. O(tokens).
+        tokens one rank after the other. O(tokens).
         """
     def rank(self, rank: int) -> RankShard:
         """The tokens of one rank and the arrays for its attention kernel.
@@ -1918,8 +1865,7 @@ class Shard:
 
         Returns:
             dict: strategy, cp_size, documents, tokens, imbalance (pairs of the rank with the most over the mean),
-                keys_moved
-                (of the rank with the most).
+                keys_moved (of the rank with the most).
 
         Complexity:
             O(documents * cp_size).
@@ -1969,28 +1915,25 @@ def shard(
     """Shards one micro-batch over the ranks of a context-parallel group, without padding.
 
     Any lengths and any ``cp_size`` are allowed, also a document of 1 token and a rank without tokens. Ranks differ by
-    at
-    most one token.
+    at most one token.
 
     Args:
         lengths: int[n], tokens of the documents, in packed order.
         cp_size: number of ranks of the group.
         strategy: "auto": every document on as few ranks as possible, while no rank has more than ``max_imbalance``
-            times
-            the mean pairs (if that is impossible, as evenly as possible): few keys to fetch, long segments.
-            "per_document": every document in ``2 * cp_size`` chunks; rank ``i`` gets chunks ``i`` and
-            ``2 * cp_size - 1 - i``: equal work. "per_sequence": the packed sequence in such chunks: fewer and longer
-            segments, unequal work. "hybrid": documents of at least ``hybrid_threshold`` tokens per document, shorter
-            ones whole on one rank. "adaptive": the one of these four that ``kernel_model`` predicts to be fastest, by
-            the latency of the slowest rank, forward and backward; equally fast ones in the order "per_sequence",
-            "per_document", "auto", "hybrid". The result's ``strategy`` and ``hybrid_threshold`` say which it is.
-            "contiguous": rank ``i`` gets the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that
-            mix neighbouring tokens; attention is uneven under it, see ``wlb.torch.recut``.
+            times the mean pairs (if that is impossible, as evenly as possible): few keys to fetch, long segments.
+            "per_document": every document in ``2 * cp_size`` chunks; rank ``i`` gets chunks ``i`` and ``2 * cp_size - 1
+            - i``: equal work. "per_sequence": the packed sequence in such chunks: fewer and longer segments, unequal
+            work. "hybrid": documents of at least ``hybrid_threshold`` tokens per document, shorter ones whole on one
+            rank. "adaptive": the one of these four that ``kernel_model`` predicts to be fastest, by the latency of the
+            slowest rank, forward and backward; equally fast ones in the order "per_sequence", "per_document", "auto",
+            "hybrid". The result's ``strategy`` and ``hybrid_threshold`` say which it is. "contiguous": rank ``i`` gets
+            the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that mix neighbouring tokens; attention
+            is uneven under it, see ``wlb.torch.recut``.
         causal: whether queries see only keys before them; it decides pairs and key ranges, not the rank of a token.
         hybrid_threshold: tokens; with "hybrid" only.
         max_imbalance: with "auto", and with "adaptive" when it tries "auto": most pairs of a rank over the mean, at
-            least
-            1; default 1.01.
+            least 1; default 1.01.
         kernel_model: for "adaptive", and for "hybrid" without a threshold, which then gets the best threshold. All
             distinct lengths are tried as thresholds (of more than 64 only some, see docs/semantics.md).
         cp_seconds_per_key: with a ``kernel_model``: seconds that a rank takes for each key that it fetches
@@ -2021,10 +1964,8 @@ class KernelModel:
     """Latency of an attention kernel for the segments of a context-parallel rank, in seconds per transformer layer.
 
     A kernel computes whole tiles of queries. Their FLOPs are divided by the rate at this query length and key length,
-    from
-    a table that was measured (``from_profile``) or assumed (``analytic``); docs/semantics.md has the formulas.
-    Immutable and
-    picklable; equal models compare equal. WLB-LLM, section 5.2.
+    from a table that was measured (``from_profile``) or assumed (``analytic``); docs/semantics.md has the formulas.
+    Immutable and picklable; equal models compare equal. WLB-LLM, section 5.2.
 
     Examples:
         >>> import wlb
@@ -2194,12 +2135,9 @@ def simulate_pipeline(
 
     Args:
         costs: seconds; float64[m], micro-batches through the whole model, forward and backward (``Packing.costs``):
-            every
-            stage takes an equal part, and in each stage forward, input gradient and weight gradient take a third each.
-            Or
-            float64[m, stages], with ``stages = num_stages * num_virtual_stages``. Or float64[m, stages, 3], with
-            forward,
-            input gradient and weight gradient given separately.
+            every stage takes an equal part, and in each stage forward, input gradient and weight gradient take a third
+            each. Or float64[m, stages], with ``stages = num_stages * num_virtual_stages``. Or float64[m, stages, 3],
+            with forward, input gradient and weight gradient given separately.
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv" or
             "dualpipev".
         num_stages: pipeline ranks, p.
@@ -2241,8 +2179,7 @@ def simulate_steps(
     """Simulates many steps of data-parallel replicas of a pipeline, which wait for each other at the end of each step.
 
     Like ``simulate_pipeline`` with two more dimensions before that of the micro-batches. It returns a few numbers for
-    each
-    step instead of single ops, and simulates tens of millions of ops a second.
+    each step instead of single ops, and simulates tens of millions of ops a second.
 
     Args:
         costs: seconds; float64[steps, dp, m], [steps, dp, m, stages] or [steps, dp, m, stages, 3].
@@ -2280,8 +2217,7 @@ def order_micro_batches(
     p2p_seconds: ArrayLike = 0.0,
 ) -> NDArray[np.int64]:
     """Deals the micro-batches of a step to data-parallel ranks in equal counts, ordered for the schedule, so that the
-    slowest
-    rank finishes early.
+    slowest rank finishes early.
 
     It deals by cost, then tries sorted orders, swaps and moves in the simulator. The result is never slower than
     ``Packing.deal``, which ignores the schedule.
@@ -2297,8 +2233,7 @@ def order_micro_batches(
 
     Returns:
         int64[dp_size, M / dp_size]: indices of each rank's micro-batches in the order of running. ``costs[order]`` are
-        the
-        costs in this order. Ranks that pass the same costs get the same result.
+        the costs in this order. Ranks that pass the same costs get the same result.
 
     Raises:
         WlbError: ``dp_size`` does not divide M; otherwise as for ``simulate_pipeline``.
@@ -2319,7 +2254,7 @@ _Call: TypeAlias = tuple[_Rows, _Rows, int, int, int, int, tuple[int, int], bool
 _Indices: TypeAlias = tuple[NDArray[np.int32], int]
 
 def keys_plan(
-    shard: Shard | ForestShard, rank: int, *, fetch: bool, window: int | None, biased: bool
+    shard: Shard | ForestShard, rank: int, *, fetch: bool, window: int | None, biased: bool, buckets: bool = False
 ) -> tuple[
     _Indices,
     list[_Call],
@@ -2327,12 +2262,12 @@ def keys_plan(
     tuple[int, int],
     _Rows,
     tuple[list[int], list[int]],
-    bool,
+    tuple[bool, int],
     tuple[_Sum, list[int], list[int]],
     _Sum,
 ]: ...
 def ring_plan(
-    shard: Shard | ForestShard, rank: int, degree: int, *, window: int | None, biased: bool
+    shard: Shard | ForestShard, rank: int, degree: int, *, window: int | None, biased: bool, buckets: bool = False
 ) -> tuple[_Indices, list[list[_Call]], list[int], list[int], tuple[list[int], int, NDArray[np.int32]] | None]: ...
 def moves_plan(
     before: Shard, after: Shard, rank: int
@@ -2383,15 +2318,13 @@ def plan_dynamic_cp(
     documents need.
 
     A long document gets as many ranks as it needs to finish with the others; short documents share few ranks. Groups
-    are
-    aligned powers of two inside any ``world_size``, so that all of them can be built once; or groups of any size. All
-    ranks have the same number of micro-batches.
+    are aligned powers of two inside any ``world_size``, so that all of them can be built once; or groups of any size.
+    All ranks have the same number of micro-batches.
 
     On a group of ``c`` ranks, documents with ``T`` tokens together take ``micro_batch_seconds + cost / c + max(0,
-    exchange -
-    cp_overlap * attention_cost / c)`` seconds through the whole model, forward and backward, with
-    ``exchange = (c - 1) * cp_seconds_per_exchange + T * (c - 1) / c * cp_seconds_per_token``. Each rank holds at most
-    ``ceil(T / c)`` of the tokens (documents are sharded "per_document").
+    exchange - cp_overlap * attention_cost / c)`` seconds through the whole model, forward and backward, with ``exchange
+    = (c - 1) * cp_seconds_per_exchange + T * (c - 1) / c * cp_seconds_per_token``. Each rank holds at most ``ceil(T /
+    c)`` of the tokens (documents are sharded "per_document").
 
     Args:
         lengths: int[n], tokens of the documents of the step.
@@ -2404,8 +2337,7 @@ def plan_dynamic_cp(
         costs: float64[n], cost of each document on one rank, in seconds for the whole model, if the length does not
             tell the work. The ranks of a group share the cost; memory is counted in tokens.
         attention_costs: float64[n], the part of each of ``costs`` that is attention, which hides exchange. Required
-            with
-            ``costs`` if exchange has a price and ``cp_overlap`` is above 0.
+            with ``costs`` if exchange has a price and ``cp_overlap`` is above 0.
         num_virtual_stages: parts of the model on each stage.
         schedule: "1f1b" or "interleaved_1f1b"; or "zbv" or "dualpipev", with ``num_virtual_stages=2``. None: "1f1b", or
             "interleaved_1f1b" with several virtual stages. "dualpipev" needs at least two micro-batches for each stage.
@@ -2420,15 +2352,13 @@ def plan_dynamic_cp(
         max_documents: most documents of a group in a micro-batch, so that its ``cu_seqlens`` have a fixed number of
             entries (CUDA graphs); padding counts as one more.
         multiple_of_tokens: each rank's tokens in a micro-batch are padded to a multiple of this (MXFP8 needs 32,
-            HybridEP
-            128), by one more document of the whole group. ``max_tokens_per_rank`` counts the padding: the plan's is the
-            largest multiple within it. Padding takes no time in a plan.
+            HybridEP 128), by one more document of the whole group. ``max_tokens_per_rank`` counts the padding: the
+            plan's is the largest multiple within it. Padding takes no time in a plan.
         token_buckets: int[b], ascending, multiples of ``multiple_of_tokens``: the only padded sizes of a rank's tokens;
             a group without documents has the smallest.
         num_micro_batches: micro-batches of the step; None tries several numbers and takes the fastest.
         min_micro_batches: least number that is tried, for schedules that need more: torch's 1F1B one for each stage,
-            its
-            DualPipeV two.
+            its DualPipeV two.
         max_micro_batches: largest number that is tried; default 4 times the first, or more if the documents do not fit.
             The first is ``num_stages``, or more if memory or ``min_micro_batches`` needs more; with
             ``micro_batch_seconds``, as few as memory allows.
@@ -2449,9 +2379,8 @@ def plan_dynamic_cp(
 
     O(n log world_size) for each of about ten numbers of micro-batches (several times as many attempts if exchange
     costs), and O(num_stages * micro-batches * world_size) to simulate the best. In a world that is no power of two, up
-    to
-    O(n * micro-batches * log world_size) for each number, and O(n * micro-batches * world_size) if memory
-    binds. Releases the GIL from 1,024 documents on.
+    to O(n * micro-batches * log world_size) for each number, and O(n * micro-batches * world_size) if memory binds.
+    Releases the GIL from 1,024 documents on.
 
     Examples:
         >>> import wlb

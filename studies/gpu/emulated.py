@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import wlb
+from wlb.torch.attention import kernels
 from wlb.torch.attention.merge import ALL_HEADS, Attend, AttendBackward
 from wlb.torch.attention.plan import Call, KeysPlan, keys_plan, pick
 
@@ -60,6 +61,7 @@ class Rank:
     def of(cls, shard: wlb.Shard, rank: int, *, window: int | None, device: torch.device) -> Rank:
         """What it holds and what it would be sent."""
         options = {"fetch": False, "window": window, "biased": False, "device": device}
+        options["buckets"] = kernels.is_prepared_in_buckets(device)
         made = [keys_plan(shard, r, **options) for r in range(len(shard))]  # type: ignore[arg-type]
         held = [torch.from_numpy(shard.rank(r).token_indices.astype(np.int64)).to(device) for r in range(len(shard))]
         parts = []

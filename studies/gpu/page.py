@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 import wlb
 from studies.gpu import parity, step
 from studies.gpu.items import Row
+from wlb.torch.attention.plan import keys_plan
 from wlb_tools.profiling import held_out_errors
 
 COMMAND = "python -m studies.gpu --report benches/records/gpu --page docs/results/gpu.md"
@@ -185,6 +187,44 @@ def _predicted(rows: list[Row], profile: str | Path) -> Iterator[str]:
     yield "segment is read) was chosen with the errors of these same segments in view, and the price of an empty block"
     yield "is fitted to the same ranks that it is judged on. New lengths on a GPU would tell."
     yield ""
+    yield from _in_buckets(rows, each, model.num_heads)
+
+
+def _in_buckets(rows: list[Row], each: float, heads: int) -> Iterator[str]:
+    """What blocks without work took of these kernels' time, and what they would take of calls that are divided."""
+    yield "### Calls in buckets"
+    yield ""
+    yield "Attention divides a call between neighbouring segments where the blocks without work that this saves take"
+    yield "longer than another call. Counted for these micro-batches in shares of their kernels' time, not measured; a"
+    yield "call takes 0.1 to 0.3 % of it:"
+    yield ""
+    yield "| tokens | CP ranks | strategy | calls of a rank | their blocks without work | in buckets: calls | blocks |"
+    yield "| ---: | ---: | --- | ---: | ---: | ---: | ---: |"
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        _, tokens, _, cp, strategy = row["item"].split(", ")
+        if strategy in ("per_document", "auto"):
+            groups.setdefault((tokens, cp[3:], strategy), []).append(row)
+    for (tokens, cp, strategy), found in groups.items():
+        took, counted = 0.0, np.zeros((2, 2))
+        for row in found:
+            word: Any = strategy
+            shard = wlb.shard(row["lengths"], cp_size=int(cp), strategy=word)
+            took += sum(row["kernels"])
+            for index, buckets in enumerate((False, True)):
+                counted[index] += np.sum([calls_of(shard, rank, buckets) for rank in range(len(shard))], axis=0)
+        ranks = int(cp) * len(found)
+        cells = (f"{calls / ranks:.1f} | {blocks * heads * each / took:.1%}" for calls, blocks in counted)
+        yield f"| {int(tokens):,} | {cp} | {strategy} | {' | '.join(cells)} |"
+    yield ""
+
+
+def calls_of(shard: wlb.Shard, rank: int, buckets: bool) -> tuple[int, int]:
+    """Calls of a rank in `all_gather`, and the thread blocks without work in their backward, of each head."""
+    made = keys_plan(shard, rank, fetch=False, window=None, biased=False, device=torch.device("cpu"), buckets=buckets)
+    calls = [*made.local, *made.remote]
+    blocks = [-(-np.diff(call.spans[:, 2:], axis=1) // 128) for call in calls]
+    return len(calls), sum(int(len(of_call) * of_call.max() - of_call.sum()) for of_call in blocks)
 
 
 def empty_blocks(shard: wlb.Shard, rank: int, model: wlb.KernelModel) -> int:

@@ -24,7 +24,7 @@ from wlb.models import ModelConfig
 from wlb_tools.cluster.collectives import Communicator
 from wlb_tools.cluster.data_parallel import data_parallel_seconds
 from wlb_tools.cluster.hardware import Hardware
-from wlb_tools.cluster.memory import KEY_GRADIENT_BYTES, kv_width
+from wlb_tools.cluster.memory import kv_width
 from wlb_tools.cluster.parallel import ParallelLayout
 from wlb_tools.cluster.step_time import stage_seconds
 
@@ -285,10 +285,10 @@ def _exchange(cluster: _Cluster) -> tuple[float, float]:
     group = Communicator.along("cp", layout, near)
     link = near.inter_node if group.nodes > 1 else near.intra_node
     width = 2 * kv_width(cluster.model.attention, layout)
-    gathers, scatters = 3, 1  # forward, recomputed forward, backward; gradients
+    exchanges = 4  # keys of the forward, of the forward again, of the backward; gradients
     layers = cluster.model.num_layers
-    per_token = layers * width * (gathers * layout.number_bytes + scatters * KEY_GRADIENT_BYTES) / link.bandwidth
-    return per_token, layers * (gathers + scatters) * link.latency
+    per_token = layers * width * exchanges * layout.number_bytes / link.bandwidth
+    return per_token, layers * exchanges * link.latency
 
 
 def _factors(cluster: _Cluster, shape: tuple[int, ...], noise: Seed) -> Floats:

@@ -135,8 +135,8 @@ def fit(measured: Floats, predicted: Floats, terms: Floats, layers: NDArray[np.i
     Args:
         measured: float64[parts, stages, 2] seconds of forward and backward.
         predicted: float64[parts, stages, 2] of layers and output projection by the profile.
-        terms: float64[parts, 2, 4] by pass: tokens of the rank; of a layer seconds of attention, tokens that attend in
-            two calls, and keys that are picked.
+        terms: float64[parts, 2, 4] by pass: tokens of the rank; of a layer seconds of attention, tokens whose keys are
+            exchanged, and keys that are picked.
         layers: int64[stages].
     """
     width = measured.shape[1]
@@ -210,11 +210,15 @@ def pass_seconds(scenario: wlb_tools.Scenario, lengths: list[int]) -> Passes:
     """Of a micro-batch of these documents, which a group of context-parallel ranks shares."""
     shard = _sharded(scenario, lengths)
     attention = _attention(scenario, shard)
-    tokens, keys = int(shard.tokens_per_rank.max()), scenario.keys_gathered(shard)
+    tokens, keys = int(shard.tokens_per_rank.max()), scenario.keys_exchanged(shard)
 
     def of(forward: Floats, backward: Floats) -> StageSeconds:
         return scenario.stage_seconds(
-            [tokens], attention_forward=forward[None], attention_backward=backward[None], keys_gathered=[keys]
+            [tokens],
+            attention_forward=forward[None],
+            attention_backward=backward[None],
+            keys_gathered=[keys[0]],
+            keys_moved=[keys[1]],
         )
 
     slowest = of(*attention.max(axis=1))

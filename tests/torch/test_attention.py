@@ -203,15 +203,15 @@ def test_as_many_heads_come_together_as_memory_has_room_for() -> None:
 
 
 def test_as_many_heads_of_a_forest_come_together_as_memory_has_room_for() -> None:
-    """Each completion has a copy of its prompt's keys; alone on a rank, documents need none."""
-    forest = wlb.PrefixForest.from_prompts([1 << 16], 8, [1024] * 8)
+    """Each long completion has a copy of its prompt's keys; alone on a rank, documents need none."""
+    forest = wlb.PrefixForest.from_prompts([1 << 13], 16, [1 << 12] * 16)
     for size in (1, 2, 4):
         shard = wlb.shard_forest(forest, cp_size=size)
         plans = [keys_plan(shard, rank) for rank in range(size)]
         copied = max(sum(call.num_keys for call in (*plan.local, *plan.remote)) for plan in plans)
         assert len({plan.gathered for plan in plans}) == 1
-        assert (8 << 16) / size <= copied <= plans[0].gathered <= forest.raw_tokens
-    assert keys.head_parts(keys_plan(wlb.shard_forest(forest, cp_size=1), 0), 8, 2 * 128 * 2) == 8
+        assert (16 << 13) / size <= copied <= plans[0].gathered <= forest.raw_tokens
+    assert keys.head_parts(keys_plan(wlb.shard_forest(forest, cp_size=1), 0), 8, 2 * 128 * 2) == 4
     assert keys.head_parts(keys_plan(wlb.shard([1 << 17], cp_size=1), 0), 8, 2 * 128 * 2) == 1
 
 
@@ -822,6 +822,50 @@ def test_flash_adapters_pass_caps_sinks_and_widths(flash: FlashStandIn, cp_size:
     assert cp_size > 1 or flash.widths == {(16, 16), (24, 24)} | ({(16, 8)} if narrow else set())
 
 
+LONG_BESIDE_SHORT = (*[3] * 30, *[2] * 30, 4096)
+"""A backward starts 32 blocks of keys for each of these documents, if they are one call: 1,860 without work."""
+
+
+@pytest.mark.parametrize("flash", [2, 3, 4], indirect=True)
+def test_calls_are_divided_for_kernels_that_gain_by_it(flash: FlashStandIn) -> None:
+    shard = wlb.shard(LONG_BESIDE_SHORT, cp_size=1)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(shard.num_tokens, heads, 8, generator=generator) for heads in (2, 1, 1))
+    found = []
+    for kernel in ("flash_attn", "reference"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out: Any = context_parallel_attention(*leaves, shard, kernel=kernel)  # type: ignore[call-overload]
+        found.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+        if kernel == "flash_attn":
+            assert flash.calls == Counter(dict.fromkeys(("forward", "backward"), 1 if flash.version == 4 else 2))
+    for ours, right in zip(*found, strict=True):
+        assert (ours - right).abs().max() < 1e-5 * right.abs().max()
+
+
+@pytest.mark.parametrize("transport", ["all_gather", "fetch", "ring"])
+@pytest.mark.parametrize("cp_size", [1, 8])
+def test_buckets_are_the_same_spans_in_few_calls(cp_size: int, transport: str) -> None:
+    lengths = np.random.default_rng(0).permutation([60000, 9000, *[700] * 40, *[60] * 300])
+    shard = wlb.shard(lengths, cp_size=cp_size, strategy="per_document")
+    empty = [0, 0]
+    for rank in range(cp_size):
+        spans = []
+        for index, buckets in enumerate((False, True)):
+            options: dict[str, Any] = {"window": None, "biased": False, "device": torch.device("cpu")}
+            if transport == "ring":
+                calls = plan.ring_plan(shard, rank, degree=1, buckets=buckets, **options)[1].steps
+            else:
+                made = plan.keys_plan(shard, rank, fetch=transport == "fetch", buckets=buckets, **options)
+                calls = [made.local, made.remote]
+            sizes = [np.diff(call.spans.reshape(-1, 2, 2), axis=2)[..., 0] for of_keys in calls for call in of_keys]
+            spans.append(np.concatenate(sizes))
+            blocks = [-(-keys // 128) for _, keys in (size.T for size in sizes)]
+            empty[index] += sum(int(len(of) * of.max() - of.sum()) for of in blocks)
+            assert len(sizes) <= 5 * len(calls)
+        assert np.array_equal(*spans)
+    assert 4 * empty[1] < empty[0]
+
+
 def test_what_has_no_softcap_is_refused_by_name(flash_modules: dict[str, Any]) -> None:
     q = torch.zeros(4, 2, 8)
     options: dict[str, Any] = {"scale": 1.0, "alibi_slopes": None, "alibi_aligned": True, "softcap": 2.0}
@@ -868,6 +912,8 @@ def test_flash_attn_by_name_refuses_alibi_that_it_has_not(flash: FlashStandIn) -
 
 INTERFACES = {
     "flash-attn 4": ("cute/interface.py", ""),
+    "an older flash-attn 4": ("cute/interface.py", "def _flash_attn_bwd(q, k, v, out, dout, lse): ..."),
+    "flash-attn 4 without its compiler": ("cute/interface.py", "raise RuntimeError('no driver')"),
     "a build for another torch": ("flash_attn_interface.py", "raise ImportError('undefined symbol')"),
 }
 
@@ -881,8 +927,10 @@ def test_flash_attn_without_a_usable_interface_is_not_chosen(
     file.parent.mkdir(parents=True)
     file.write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
-        monkeypatch.delitem(sys.modules, name)
+    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.cute", kernels.FLASH_ATTN_4):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if "flash-attn 4" in installed:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     q = torch.zeros(4, 2, 8)
     chosen = kernels.choose("auto", q, scale=1.0, alibi_slopes=None, alibi_aligned=True)
     assert isinstance(chosen, kernels.VarlenKernel)

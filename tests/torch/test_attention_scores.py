@@ -19,7 +19,7 @@ from torch import Tensor
 import wlb
 import wlb.torch as wt
 from tests.torch import processes
-from wlb.torch.attention import keys
+from wlb.torch.attention import keys, merge
 
 HEADS, KV_HEADS, KEY_DIM = 8, 2, 16
 LENGTHS = (1, 37, 2, 50, 3, 24)
@@ -38,6 +38,7 @@ class Case:
     causal: bool = True
     alibi: bool = False
     forest: bool = False
+    trunk: bool = False  # a forest whose siblings see their long prompt in one span
     return_lse: bool = False
     prepared: bool = False
 
@@ -48,6 +49,8 @@ class Case:
 
 
 def shard_of(case: Case, size: int) -> wlb.Shard | wlb.ForestShard:
+    if case.trunk:
+        return wlb.shard_forest(wlb.PrefixForest.from_prompts([150, 70], 3, [2, 1, 4, 2, 1, 1]), cp_size=size)
     if case.forest:
         return wlb.shard_forest(wlb.PrefixForest.from_prompts([30, 7], 3, [20, 1, 9, 2, 13, 5]), cp_size=size)
     return wlb.shard(LENGTHS, cp_size=size, causal=case.causal, strategy="per_document")
@@ -183,6 +186,7 @@ CASES += [Case(transport, 2.0, sinks=False, value_dim=7) for transport in TRANSP
 CASES += [Case(transport, 1.5, causal=False, window=6, alibi=True, return_lse=True) for transport in TRANSPORTS]
 CASES += [Case(transport, 3.0, value_dim=5, forest=True, return_lse=True) for transport in TRANSPORTS]
 CASES += [Case(transport, forest=True, window=6) for transport in TRANSPORTS]
+CASES += [Case(transport, 2.0, value_dim=8, trunk=True, return_lse=True) for transport in TRANSPORTS]
 CASES += [Case(t, 2.0, value_dim=5, prepared=True, return_lse=lse) for t, lse in zip(TRANSPORTS, [True, False] * 3)]  # noqa: B905
 
 
@@ -204,4 +208,5 @@ def test_every_score_on_every_transport(size: int) -> None:
 
 def test_heads_that_come_in_parts_have_their_own_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "GATHERED", 1)
+    monkeypatch.setattr(merge, "_ROWS_OF_SINKS", 7)
     hold(2, [case for case in CASES if case.transport in ("all_gather", "fetch")])

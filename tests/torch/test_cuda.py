@@ -8,6 +8,8 @@ import torch
 import wlb
 import wlb.torch as wt
 from studies.gpu import parity
+from wlb.torch import attention
+from wlb.torch.attention import kernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -34,6 +36,21 @@ def test_caps_sinks_and_narrow_values_are_right_on_each_rank(scores: str, mask: 
         if parity.runs(kernel, problem):
             found = parity.one(kernel, problem, 4)
             assert found["ok"], (name, found)
+
+
+def test_buckets_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = wlb.shard([*[3] * 60, 4096], cp_size=1)
+    q, k, v = (torch.randn(shard.num_tokens, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    found = []
+    for gains in (True, False):
+        monkeypatch.setattr(kernels, "gains_by_buckets", lambda kernel, gains=gains: gains)
+        attention.forget()
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = wt.context_parallel_attention(*leaves, shard)
+        found.append([out.detach(), *torch.autograd.grad(out.sum(), leaves)])
+    attention.forget()
+    for ours, right in zip(*found, strict=True):
+        torch.testing.assert_close(ours, right, atol=1e-2, rtol=1e-2)
 
 
 def test_the_host_does_not_wait() -> None:

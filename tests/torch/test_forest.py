@@ -21,6 +21,7 @@ from wlb.torch.attention import keys
 from wlb.torch.attention.plan import keys_plan
 
 VOCABULARY, HEAD_DIM = 11, 4
+CPU = torch.device("cpu")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -55,6 +56,13 @@ CASES = {
     "no sharing": Case(((1, 2, 3), (2, 3, 4, 5), (3,))),
     "window": Case((*GROUPS, *grown(12, 1)), window=4),
     "all heads": Case(GROUPS, heads=(4, 4)),
+    "long prompts": Case(
+        tuple(
+            (*(token % 9 for token in range(begin, begin + 100)), 9, *completion)
+            for begin in (0, 1)
+            for completion in ((1, 2), (2,), (3, 4), (6,), (7, 1), (8,), (0,), (5,), (4,))
+        )
+    ),
     "equal samples": Case(((1, 2, 3), (1, 2, 3), (1, 2))),
 }
 
@@ -234,7 +242,20 @@ def _work(rank: int, runs: list[tuple[str, str]]) -> list[tuple[float, list[Any]
     return found
 
 
-@pytest.mark.parametrize("name", ["groups", "one root for all", "window"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_keys_of_a_long_prompt_are_not_copied_for_short_completions(size: int) -> None:
+    samples = CASES["long prompts"].samples
+    forest = wlb.PrefixForest.from_tokens(np.concatenate(samples), np.cumsum([0, *map(len, samples)]))
+    for rank in range(size):
+        plan = keys_plan(
+            wlb.shard_forest(forest, cp_size=size), rank, fetch=False, window=None, biased=False, device=CPU
+        )
+        calls = (*plan.local, *plan.remote)
+        assert not plan.once
+        assert sum(call.num_keys for call in calls) <= plan.gathered < forest.raw_tokens / 3
+
+
+@pytest.mark.parametrize("name", ["groups", "one root for all", "window", "long prompts"])
 def test_heads_in_parts_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "GATHERED", 1)
     assert_equal(as_a_forest(CASES[name]), CASES[name])

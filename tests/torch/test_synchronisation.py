@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,9 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wlb
 import wlb.torch as wt
 from benches import attention as bench
+from tests.torch import processes
 from tests.torch.upstream import UPSTREAM, bound
+from wlb.integrations.labelled import labelled_steps
+from wlb.integrations.megatron.sharing import Sharing
 from wlb.torch import attention
 from wlb.torch.attention import kernels
+from wlb.torch.collectives import device_of, host_group
 
 READ = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
 
@@ -124,6 +129,20 @@ def test_cuda_paths_fit_and_wait_for_nothing(
     assert waits.found == []
 
 
+@pytest.mark.parametrize("transport", ["all_gather", "ring"])
+def test_a_prepared_plan_on_a_gpu_is_the_one_that_a_layer_takes(
+    transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in buckets, for which a layer has to know its kernel."""
+    shapes = [(int(SHARD.tokens_per_rank[1]), heads, 64) for heads in (8, 4, 4)]
+    with bench.world(1, 4) as group, bench.no_network(), fake_cuda(monkeypatch):
+        wt.prepare_attention(SHARD, rank=1, device="cuda:0", transport=transport)
+        q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="cuda:0") for shape in shapes)
+        wt.context_parallel_attention(q, k, v, SHARD, group=group, transport=transport)
+        made = [made.cache_info().misses for made in (attention.plan.keys_plan, attention.plan.ring_plan)]
+    assert sum(made) == 1
+
+
 def shapes_alone(version: int) -> ModuleType:
     """Flash-attn without its kernels: it checks what it is given as upstream does, and gives what is not filled."""
 
@@ -194,3 +213,39 @@ def test_flash_attn_gets_what_it_takes(
             assert (x.shape, x.dtype, x.device) == (gradient.shape, gradient.dtype, gradient.device)
         assert (d_sinks.shape, d_sinks.dtype) == (node.saved_tensors[3].shape, sinks.dtype)
     assert waits.found == []
+
+
+def on_the_host(rank: int) -> tuple[int, bool, int | None, str | None]:
+    """Over groups that have no backend for the host, as with NCCL alone; there is no GPU that could help."""
+    group = dist.new_group(backend="cuda:gloo")
+    assert group is not None
+    with pytest.raises((RuntimeError, AssertionError)):
+        dist.all_reduce(torch.zeros(1, device=device_of(group)), group=group)
+    made = host_group(group, description="test")
+    loader = wt.balanced_loader(
+        [np.arange(1, 9), np.arange(1, 5)] * 4,
+        max_tokens=16,
+        tokens_per_batch=32,
+        cost_model=wlb.CostModel(attention=1.0, linear=1.0),
+        group=dist.group.WORLD,
+    )
+    _, labels = next(labelled_steps(loader, group=group))
+    one = dist.new_group([rank], use_local_synchronization=True)
+    assert one is not None
+    header = Sharing[str](tp=group, pp=one, device=torch.device("cuda")).header("known" if rank == 0 else None)
+    return made.size(), made is host_group(group, description="again"), labels, header
+
+
+def test_what_a_step_is_divided_by_waits_for_no_device() -> None:
+    found = processes.run(2, on_the_host)
+    assert found == [(2, True, found[0][2], "known")] * 2
+    assert found[0][2] is not None
+    assert found[0][2] > 0
+
+
+def test_a_group_that_talks_on_the_host_is_its_own() -> None:
+    assert processes.run(2, is_its_own) == [True, True]
+
+
+def is_its_own(rank: int) -> bool:
+    return host_group(description="test") is dist.group.WORLD

@@ -30,6 +30,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import wlb
 from tests.torch import processes
+from tests.trainers.reads import reads
 from tests.trainers.small_corpus import (
     CONTEXT,
     LENGTHS,
@@ -167,6 +168,16 @@ def test_a_killed_run_goes_on_bit_for_bit(before: int, after: int, tmp_path: Pat
     np.testing.assert_allclose(found[0], whole[0], rtol=0 if before == after else 1e-5)
     if before == after:
         np.testing.assert_array_equal(found[1], whole[1])
+
+
+def waits(rank: int, folder: Path) -> dict[str, int]:
+    with reads() as found:
+        balanced(folder, dist.get_world_size(), data=documents()[::2], eval_strategy="epoch").train()
+    return dict(found)
+
+
+def test_no_step_waits_for_a_device(tmp_path: Path) -> None:
+    assert processes.run(2, waits, tmp_path) == [{}, {}]
 
 
 # --- epochs, evaluation, other arguments ------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import wlb
 from tests.torch import processes
+from tests.trainers.reads import reads
 from tests.trainers.small_corpus import (
     CONTEXT,
     LENGTHS,
@@ -123,6 +124,16 @@ def fit(
 
 def train(rank: int, folder: Path, resume: bool = False) -> Any:
     return fit(folder, resume=resume)
+
+
+def waits(rank: int, folder: Path) -> dict[str, int]:
+    with reads() as found:
+        fit(folder, stop=6)
+    return dict(found)
+
+
+def test_no_step_waits_for_a_device(tmp_path: Path) -> None:
+    assert processes.run(2, waits, tmp_path) == [{}, {}]
 
 
 def reference() -> tuple[list[float], np.ndarray]:

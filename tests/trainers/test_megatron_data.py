@@ -518,25 +518,42 @@ def test_steps_without_a_label_are_passed_over() -> None:
     assert warned == [f"step {number} has no label that counts on any rank: it is passed over" for number in (2, 3, 4)]
 
 
-def scores(rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """What the attention of the third layer gives, ours and Megatron-Core's own."""
-    with on_cpu():
+def scores(rank: int, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """What the attention of the third layer gives, ours and Megatron-Core's own; and the gradients of its offsets."""
+    with on_cpu(), mock.patch.object(torch.cuda, "current_device", return_value="cpu"):
         initialize(Run())
-        config = configuration(Run(config={"apply_query_key_layer_scaling": True}))
+        config = configuration(Run(config=options))
         make = {"layer_number": 3, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
         shape = (12, 1, config.num_attention_heads, config.kv_channels)
         q, k, v = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
         hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, None]
-        own = DotProductAttention(config, **make)(q, k[:, :, :2], v[:, :, :2], hidden)
+        theirs, mine = (kind(config, **make) for kind in (DotProductAttention, megatron.PackedCoreAttention))
+        assert theirs.state_dict().keys() == mine.state_dict().keys()
+        mine.load_state_dict(theirs.state_dict())
+        own = theirs(q, k[:, :, :2], v[:, :, :2], hidden)
         ends = torch.tensor([0, 12], dtype=torch.int32)
         packed = PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=12, max_seqlen_kv=12)
         rows = q.squeeze(1), k[:, 0, :2], v[:, 0, :2]
-        ours = megatron.PackedCoreAttention(config, **make)(*rows, packed_seq_params=packed)
-        return ours.detach().reshape(12, -1).numpy(), own.detach()[:, 0].numpy()
+        ours = mine(*rows, packed_seq_params=packed)
+        found = []
+        for made, result in ((mine, ours.reshape(12, -1)), (theirs, own[:, 0])):
+            gradients = (
+                torch.autograd.grad(result.sin().sum(), parameters) if (parameters := [*made.parameters()]) else ()
+            )
+            found.append(np.concatenate([result.detach().numpy().ravel(), *(x.numpy() for x in gradients)]))
+        assert mine.sharded_state_dict("at.", metadata={"dp_cp_group": None}).keys() == {
+            f"at.{name}" for name in mine.state_dict()
+        }
+        return found[0], found[1]
 
 
-def test_scores_are_megatrons_with_scaling_by_layers() -> None:
-    [(ours, own)] = run_processes(1, scores)
+@pytest.mark.parametrize(
+    "options", [{"apply_query_key_layer_scaling": True}, {"softmax_type": "off-by-one"}, {"softmax_type": "learnable"}]
+)
+def test_scores_are_megatrons(options: dict[str, Any]) -> None:
+    """With scaling by layers, and with logits that take a share of the softmax."""
+    [(ours, own)] = run_processes(1, scores, options)
+    assert ours.size == 12 * 32 + (options.get("softmax_type") == "learnable") * 4
     np.testing.assert_allclose(ours, own, atol=1e-6)
 
 

@@ -18,6 +18,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 from megatron.core import utils as megatron_utils
 
 from tests.trainers.megatron_run import Result, Run, alone, documents, hybrid, hybrid_pieces, reference, train
+from tests.trainers.reads import reads
 
 Layout = tuple[int, Run]
 
@@ -74,6 +75,16 @@ def test_losses_are_those_of_one_document_at_a_time(name: str) -> None:
             np.testing.assert_allclose(result.losses, expected, atol=1e-5, rtol=0)
     assert expected[-1] < expected[0] - 0.01  # something is learnt, so that wrong gradients would show
     assert sum(result.losses[0] is not None for result in results) == len(results) // LAYOUTS[name][1].pp
+
+
+def waits(rank: int, run: Run) -> dict[str, int]:
+    with reads() as found:
+        train(rank, run)
+    return dict(found)
+
+
+def test_no_step_waits_for_a_device() -> None:
+    assert run_processes(2, waits, Run(pp=2, steps=3)) == [{}, {}]
 
 
 def test_ranks_are_given_what_their_stage_takes() -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import wlb
 from wlb._errors import error
 from wlb._warned import warn
+from wlb.torch.collectives import host_group
 from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.loss import count_valid_tokens
 
@@ -24,7 +25,8 @@ def labelled_steps(
 
     A step in which all documents wait, or no token has another to predict, is passed over: who divides by its labels,
     of which there are none, makes every weight NaN. If that is because all labels on all ranks are masked, it warns.
-    Ranks agree on it by an all-reduce a step, over `group`, those that share it; None for all.
+    Ranks agree on it by an all-reduce a step, over `group`, those that share it; None for all. It runs on the host, so
+    that no rank waits for its device. The first step is a collective of the whole world.
 
     Raises:
         wlb.WlbError: In two epochs all documents that were not waiting had one token, or masked labels.
@@ -55,6 +57,8 @@ def _labels(step: Step[Any], group: dist.ProcessGroup | None) -> int | None:
         return None
     if step.num_ranks > 1 and not dist.is_initialized():  # one rank's part, read without the other ranks
         return None
+    if step.num_ranks > 1:
+        group = host_group(group, description="wlb: labels of steps")
     labels = count_valid_tokens(step, group=group)
     if not labels:
         warn(f"step {step.number} has no label that counts on any rank: it is passed over")

@@ -1,11 +1,16 @@
-"""Facts about a process group that torch does not give: the device of its collectives, and their timeout."""
+"""What torch does not give for a process group: the device of its collectives, their timeout, its like on the host."""
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+GLOO_WAITS = timedelta(minutes=30)
+"""How long gloo waits if nobody says otherwise."""
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -30,3 +35,43 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device | str) -> t
         return group._get_backend(torch.device(device)).options._timeout
     except (RuntimeError, AttributeError):
         return None
+
+
+_HOSTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def host_group(group: dist.ProcessGroup | None = None, *, description: str) -> dist.ProcessGroup:
+    """A group of the same ranks whose collectives run on the host: nobody waits for what a device still computes.
+
+    It is the group itself, if its backend works on the host. Else it is a gloo group, which is made once. Making it is
+    a collective of the whole world: every rank calls this with its own group.
+
+    Args:
+        group: None for all ranks.
+        description: What the new group is for.
+    """
+    group = group or dist.distributed_c10d._get_default_group()
+    if device_of(group).type == "cpu":
+        return group
+    if group not in _HOSTS:
+        _HOSTS[group] = on_host(group, description=description)
+    return _HOSTS[group]
+
+
+def on_host(group: dist.ProcessGroup, *, description: str) -> dist.ProcessGroup:
+    """A gloo group of the same ranks. A collective of the whole world: every rank calls it with its own group.
+
+    All ranks make the groups of all: `use_local_synchronization` would spare that, but in some versions of torch a
+    group's name then depends on how many the rank was in before, which differs after `ContextParallelGroups`.
+    """
+    mine = tuple(dist.get_process_group_ranks(group))
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    longest = max(timeout_of(group, device_of(group)) or GLOO_WAITS, GLOO_WAITS)
+    result = None
+    for ranks in sorted(set(of_ranks)):
+        made = dist.new_group(list(ranks), backend="gloo", timeout=longest, group_desc=description)
+        if ranks == mine:
+            result = made
+    assert isinstance(result, dist.ProcessGroup)
+    return result

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from wlb._choices import Schedule
 from wlb._core import WlbError
@@ -60,7 +60,7 @@ def max_tokens(
         )
         raise error("reserved_bytes", message, value=reserved_bytes)
 
-    def memory(layout: ParallelLayout, tokens: int, schedule: Schedule | None = schedule) -> RankMemory:
+    def memory(layout: ParallelLayout, tokens: ArrayLike, schedule: Schedule | None = schedule) -> RankMemory:
         return memory_per_rank(
             model,
             layout,
@@ -124,12 +124,20 @@ def lacking_bytes(
 
 
 def _most_tokens(
-    memory: Callable[[int], RankMemory], hardware: Hardware, tokens: int
+    memory: Callable[[ArrayLike], RankMemory], hardware: Hardware, tokens: int
 ) -> tuple[int, NDArray[np.float64]]:
     """Most tokens that fit, below 0 if not even the parameters fit, and float64[pp], the bytes of so many tokens."""
-    one = memory(1)
+    one, needed = memory(1), memory(tokens).total
     room = hardware.memory_bytes - memory(0).total
-    return int(np.floor((room / (one.activations + one.workspace + one.logits)).min())), memory(tokens).total
+    # The workspace grows ever slower, so that as many fit as if it grew as from the first token on, and maybe more.
+    most = int(np.floor((room / (one.activations + one.workspace + one.logits)).min()))
+    beyond = int(np.floor((room / (one.activations + one.logits)).min())) + 1 if most >= 0 else most
+    while beyond - most > 1:
+        tried = np.unique(np.linspace(most, beyond, 66).astype(np.int64))[1:-1]
+        fit = (memory(tried).total <= hardware.memory_bytes).all(axis=-1)
+        most = int(tried[fit][-1]) if fit.any() else most
+        beyond = int(tried[~fit][0]) if not fit.all() else beyond
+    return most, needed
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ micro-batch at a time, which takes for each token
 
 =========================================  ====================================================
 gradients in the feed-forward block        a (3 f experts_per_token / tp + h)
-gathered keys and values, their gradients  2 (a + 4) cp kv / tp, with cp above 1
+gathered keys and values, their gradients  8 a cp kv / tp at most, with cp above 1; see below
 a layer again, if recompute is full        the table above
 rows to experts and back, with ep above 1  2 a h experts_per_token, times expert_tp / tp
 logits, on the rank of the last stage      (a + 4) vocab / tp, unless `fused_loss`
@@ -44,8 +44,13 @@ each, beside the parameters, as Transformer Engine caches them; kept in FP8, the
 shares parameters out, FP8 makes what is gathered smaller, and copies live no longer than a layer. The optimizer's state
 that is offloaded is in host memory.
 
-Logits are the values and a float32 softmax, which becomes their gradient in place. The gradients of gathered keys are
-summed in float32, as `wlb.torch` does.
+Logits are the values and a float32 softmax, which becomes their gradient in place.
+
+Keys and values are gathered as `wlb.torch.context_parallel_attention` does, for as many heads at a time as have
+`GATHERED` bytes of them at most; the most that a layer holds at once was counted (`python -m benches.attention`). Of
+heads that come together it holds four times the gathered bytes: those that arrive, those that segments pick, and the
+gradients of these, which go home in the same dtype. Of heads that come in parts it holds six and a half times the bytes
+of a part, because the next keys arrive and the gradients before go home meanwhile.
 """
 
 from __future__ import annotations
@@ -69,8 +74,11 @@ from wlb_tools.cluster.parallel import GRADIENT_BYTES, ParallelLayout, Recompute
 RESERVED_BYTES = 4 * GIB
 """Left free by default: CUDA's context and kernels, NCCL's buffers, what the allocator cannot use."""
 
-KEY_GRADIENT_BYTES = 4
-"""Width of the gradients of keys and values while they are summed over context-parallel ranks."""
+GATHERED = 1 << 28
+"""Bytes of keys and values that context-parallel ranks gather at a time at most; of one head, if it has more."""
+
+TOGETHER, IN_PARTS = 4.0, 6.5
+"""Bytes that a layer holds for each byte that is gathered at a time: of all heads together, or of a part of them."""
 
 
 @explained
@@ -250,9 +258,10 @@ def memory_per_rank(
     check_integer("reserved_bytes", reserved_bytes, minimum=0)
     reserved = np.full(layout.pp, float(reserved_bytes))
     ranks = ranks_of_stages(layout, schedule=schedule)
-    activations, workspace, logits = _per_token(model, layout, ranks)
+    activations, logits = _per_token(model, layout, ranks)
+    working = np.max([_working(model, layout, layer, per_rank) for layer in model.kinds], axis=0)
     constant = _constant(model, layout, ranks)
-    return RankMemory(*constant, reserved, held * activations, per_rank * workspace, per_rank * logits)
+    return RankMemory(*constant, reserved, held * activations, working + np.zeros(layout.pp), per_rank * logits)
 
 
 def _check_tokens(name: str, tokens: ArrayLike) -> NDArray[np.float64]:
@@ -487,10 +496,10 @@ def _gathered(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int6
     return largest
 
 
-def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> tuple[Floats, Floats, Floats]:
+def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> tuple[Floats, Floats]:
     """Bytes for each token of a rank; each float64[pp].
 
-    Activations of a micro-batch under way, workspace and logits of the one at work.
+    Activations of a micro-batch under way, logits of the one at work.
     """
     # Stages under way are counted as the rank's largest.
     saving, whole = (
@@ -503,24 +512,28 @@ def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int
     of_stages[-1] += sum(activation_bytes(model, layout, layer) for layer in model.prediction_layers)
     np.maximum.at(largest_stage, ranks, of_stages)
     activations = largest_stage * layout.virtual_stages
-    working = max(_working(model, layout, layer) for layer in model.kinds)
     a, tp = layout.number_bytes, layout.tp
     logits = np.zeros(layout.pp)
     if not layout.fused_loss:
         logits[ranks[-1]] = (a + 4) * model.vocab_size / tp
-    return activations, np.full(layout.pp, working), logits
+    return activations, logits
 
 
-def _working(model: ModelConfig, layout: ParallelLayout, layer: Layer) -> float:
-    """Bytes for each token of a rank while a layer is at work."""
+def _working(model: ModelConfig, layout: ParallelLayout, layer: Layer, tokens: Floats) -> Floats:
+    """Bytes while a layer is at work on so many tokens of a rank."""
     a = layout.number_bytes
     widest = max((block.inner for block in layer.of_kind(FeedForward)), default=0)
     working = a * (3 * widest / layout.tp + model.hidden_size)
-    if layout.cp > 1:
-        # Windows need less, but all keys are gathered alike.
-        working += (a + KEY_GRADIENT_BYTES) * layout.cp * exchanged_width(layer, layout)
     if layout.ep > 1 or layout.tp_of_experts != layout.tp:
         working += 2 * a * visit_width(model, layer) * layout.tp_of_experts / layout.tp
     if layout.recompute == "full":
         working += _layer_bytes(model, layout, layer, "none")
-    return working
+    return working * tokens + (_gathering(layout, layer, tokens) if layout.cp > 1 else 0.0)
+
+
+def _gathering(layout: ParallelLayout, layer: Layer, tokens: Floats) -> Floats:
+    """Bytes of gathered keys and values, and of what is made of them. Windows need less, but are gathered alike."""
+    whole = layout.number_bytes * exchanged_width(layer, layout) * layout.cp * tokens
+    heads = max((max(1, block.num_kv_heads // layout.tp) for block in layer.of_kind(Attention)), default=1)
+    part = np.maximum(GATHERED, whole / heads)
+    return np.asarray(np.minimum(TOGETHER * whole, IN_PARTS * part))

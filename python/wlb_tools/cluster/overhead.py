@@ -24,9 +24,9 @@ class Overhead:
         forward: of each stage in the order of the model, seconds of a micro-batch's forward whatever its tokens, and
             those for each token of a rank. They may be below 0 where a profile takes layers for slower than they are.
         backward: the same of the backward.
-        copies: of forward and backward, seconds in a layer for each token of a rank that attends to its own keys while
-            others' are gathered (`wlb.Shard.tokens_split`): queries are picked for two calls, and their results
-            put together; and those for each key that it picks from the gathered ones (`wlb.Shard.keys_picked`).
+        copies: of forward and backward, seconds in a layer for each token of a rank that exchanges keys with others:
+            its key is put into the buffer that is sent, and its gradients are added up; and those for each key that
+            the rank picks from the gathered ones (`wlb.Shard.keys_picked`).
         gather: seconds of each pass of a micro-batch whose group gathers keys, however many: what starting and awaiting
             collectives takes beside the link's latency.
         step: of every step: the optimizer, clipping, counting tokens, waiting for all ranks to begin.
@@ -87,8 +87,9 @@ class Overhead:
 
 
 def copied(shard: Shard) -> NDArray[np.int64]:
-    """int64[cp, 2]: of each rank the tokens that attend in two calls, and the keys that it picks from gathered ones."""
-    return np.stack([shard.tokens_split, shard.keys_picked], axis=1)
+    """int64[cp, 2]: of each rank its tokens if it exchanges keys with others, and the keys that it picks."""
+    exchanges = (shard.keys_moved > 0) | (shard.keys_gathered > 0)
+    return np.stack([shard.tokens_per_rank * exchanges, shard.keys_picked], axis=1)
 
 
 NO_OVERHEAD = Overhead()

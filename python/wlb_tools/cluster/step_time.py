@@ -17,9 +17,10 @@ Assumptions, all of them inputs of `stage_seconds` or of the layout and hardware
 - Tensor parallelism: a layer's forward gathers the tokens before QKV and before the feed-forward block and
   reduce-scatters after each (two all-reduces without sequence parallelism); its backward does the same. Exposed, except
   for `tp_overlap` of it. The gather that the weights' gradient repeats runs beside the inputs' gradient.
-- Context parallelism: the forward gathers keys and values; the backward gathers them again and reduce-scatters their
-  gradients in float32, those of all tokens or of fewer (`keys_gathered`). All of it is exposed except for `cp_overlap`
-  of it, as the paper has it and as Llama 3 does.
+- Context parallelism: the forward gathers keys and values, those of all tokens or of fewer (`keys_gathered`); the
+  backward gathers them again, and an all-to-all in their dtype brings their gradients home, from every rank those of
+  the keys that it saw (`keys_moved`). All of it is exposed except for `cp_overlap` of it, as the paper has it and as
+  Llama 3 does.
 - Expert parallelism: in a layer with experts an all-to-all brings every token's row to each expert that it visits, and
   another one brings the answers back; the backward sends their gradients both ways again. Exposed, except for
   `ep_overlap` of it. Tensor-parallel ranks each send their share of the tokens, gather the rows that arrived and
@@ -47,7 +48,7 @@ from wlb._shown import explained
 from wlb.models import FeedForward, ModelConfig
 from wlb_tools.cluster.collectives import Communicator
 from wlb_tools.cluster.hardware import Hardware
-from wlb_tools.cluster.memory import KEY_GRADIENT_BYTES, adapter_parameters, exchanged_width, visit_width
+from wlb_tools.cluster.memory import adapter_parameters, exchanged_width, visit_width
 from wlb_tools.cluster.parallel import ParallelLayout
 
 Floats = NDArray[np.float64]
@@ -92,6 +93,7 @@ def stage_seconds(
     visiting_tokens: ArrayLike | None = None,
     fullest_tokens: ArrayLike | None = None,
     keys_gathered: ArrayLike | None = None,
+    keys_moved: ArrayLike | None = None,
     expert_imbalance: float = 1.0,
     cp_overlap: float = 0.0,
     tp_overlap: float = 0.0,
@@ -120,6 +122,8 @@ def stage_seconds(
             `tokens`.
         keys_gathered: float64[m] keys that every context-parallel rank sends to the others (the most in
             `Shard.keys_gathered`, where the attention sends no others); default: `tokens`, all of them.
+        keys_moved: float64[m] keys of other ranks whose gradients the rank with most of them sends home (the most in
+            `Shard.keys_moved`); default: all that the other ranks send.
         expert_imbalance: visits to the experts of the busiest of these ranks over those to the mean one's, at least 1.
         cp_overlap: share of the context-parallel communication that computation hides.
         tp_overlap: share of the tensor-parallel communication that computation hides.
@@ -150,12 +154,19 @@ def stage_seconds(
     visiting, fullest, sent_keys = (
         count if given is None else _entries(name, given, count.size) for name, given in given_counts.items()
     )
+    others = sent_keys * (layout.cp - 1)
+    returned = others if keys_moved is None else _entries("keys_moved", keys_moved, count.size)
 
     over = np.flatnonzero(sent_keys > count)
     if over.size:
         index = int(over[0])
         message = f"= {sent_keys[index]:g}: a rank has {count[index]:g} tokens"
         raise error("keys_gathered", message, index=index, value=float(sent_keys[index]))
+    over = np.flatnonzero(returned > others)
+    if over.size:
+        index = int(over[0])
+        message = f"= {returned[index]:g}: other ranks send {others[index]:g} keys"
+        raise error("keys_moved", message, index=index, value=float(returned[index]))
 
     hidden_size = model.hidden_size
     flops = np.array([float(kind.token_flops(hidden_size)) for kind in kinds])
@@ -173,9 +184,10 @@ def stage_seconds(
 
     cp, tp = Communicator.along("cp", layout, hardware), Communicator.along("tp", layout, hardware)
     widths = np.array([exchanged_width(kind, layout) for kind in kinds])
-    keys = widths * sent_keys[:, None] * layout.cp
-    gather = (1 - cp_overlap) * cp.all_gather(keys * layout.number_bytes)
-    scatter = (1 - cp_overlap) * cp.reduce_scatter(keys * KEY_GRADIENT_BYTES)
+    key_bytes = widths * layout.number_bytes
+    gather = (1 - cp_overlap) * cp.all_gather(key_bytes * sent_keys[:, None] * layout.cp)
+    # Of what an all-to-all exchanges, a rank keeps its own share.
+    home = (1 - cp_overlap) * cp.all_to_all(key_bytes * returned[:, None] * layout.cp / max(layout.cp - 1, 1))
     hidden = count * model.hidden_size * layout.number_bytes
     one_block = tp.all_gather(hidden) + tp.reduce_scatter(hidden) if layout.sequence_parallel else tp.all_reduce(hidden)
     blocks = np.array([float(len(kind.sublayers)) for kind in kinds])
@@ -197,7 +209,7 @@ def stage_seconds(
     exchange = (1 - tp_overlap) * (blocks * one_block[:, None] + among_experts)
 
     zero = np.zeros_like(layer)
-    layer_cp = np.stack([gather, gather + scatter, zero], axis=-1)
+    layer_cp = np.stack([gather, gather + home, zero], axis=-1)
     layer_tp = np.stack([exchange, exchange, zero], axis=-1)
     layer_ep = np.stack([to_experts, to_experts, zero], axis=-1)
     linear = np.stack([layer, layer_gradient, layer_gradient], axis=-1)

@@ -174,7 +174,7 @@ class Attention:
     seconds: Floats  # [2, ranks of all groups, kinds] forward and backward
     copied: Integers  # [ranks of all groups, 2] see wlb_tools.cluster.overhead.copied
     sizes: Integers  # [groups] ranks
-    keys: Integers  # [groups] that every rank sends to the others
+    keys: Integers  # [groups, 2] see Scenario.keys_exchanged
 
     def at_rate(self, rate: float) -> Attention:
         """Were it `rate` times as fast."""
@@ -215,13 +215,13 @@ def attention_of_groups(run: DynamicCpRun, scenario: Scenario) -> Attention:
     firsts = np.cumsum(sizes) - sizes
     of_ranks = np.zeros((2, int(sizes.sum()), scenario.layer_shares.size))
     rows = np.zeros((int(sizes.sum()), 2), dtype=np.int64)
-    keys = np.zeros(sizes.size, dtype=np.int64)
+    keys = np.zeros((sizes.size, 2), dtype=np.int64)
     for index, (first, size, lengths) in enumerate(
         zip(firsts.tolist(), sizes.tolist(), run.group_lengths(), strict=True)
     ):
         if lengths.size:
             cut = shard(lengths, cp_size=size, strategy="per_document")
-            keys[index] = scenario.keys_gathered(cut)
+            keys[index] = scenario.keys_exchanged(cut)
             of_ranks[0, first : first + size] = scenario.rank_seconds(cut, passes="forward")
             of_ranks[1, first : first + size] = scenario.rank_seconds(cut, passes="backward")
             rows[first : first + size] = copied(cut)
@@ -256,7 +256,8 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
                 layout=layout,
                 visiting_tokens=visiting[rows],
                 fullest_tokens=fullest[rows],
-                keys_gathered=attention.keys[rows],
+                keys_gathered=attention.keys[rows, 0],
+                keys_moved=attention.keys[rows, 1],
             )
 
         made = stages(slowest)

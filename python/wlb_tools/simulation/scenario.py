@@ -357,6 +357,7 @@ class Scenario:
         visiting_tokens: ArrayLike | None = None,
         fullest_tokens: ArrayLike | None = None,
         keys_gathered: ArrayLike | None = None,
+        keys_moved: ArrayLike | None = None,
     ) -> StageSeconds:
         """`wlb_tools.stage_seconds` on this cluster; another layout has groups of another size."""
         forward = backward = None
@@ -375,6 +376,7 @@ class Scenario:
             visiting_tokens=visiting_tokens,
             fullest_tokens=fullest_tokens,
             keys_gathered=keys_gathered,
+            keys_moved=keys_moved,
             expert_imbalance=self.expert_imbalance,
             cp_overlap=self.cp_overlap,
             tp_overlap=self.tp_overlap,
@@ -422,9 +424,15 @@ class Scenario:
         of_masks = [rank_seconds(kernel or self.attention, shard, mask, passes=passes) for mask in masks]
         return np.asarray(np.stack(of_masks, axis=1) @ weights)
 
-    def keys_gathered(self, shard: Shard) -> int:
-        """Keys that every rank sends to the others, by `cp_keys`: as many as the one with most of them."""
-        return int((shard.tokens_per_rank if self.cp_keys == "all" else shard.keys_gathered).max())
+    def keys_exchanged(self, shard: Shard) -> tuple[int, int]:
+        """Keys that every rank sends to the others, and that the rank with most of them gets, by `cp_keys`.
+
+        Gradients go the other way.
+        """
+        if self.cp_keys == "all":
+            most = int(shard.tokens_per_rank.max())
+            return most, most * (shard.cp_size - 1)
+        return int(shard.keys_gathered.max()), int(shard.keys_moved.max())
 
     @property
     def layer_shares(self) -> Floats:

@@ -33,7 +33,7 @@ class Sharded:
     backward: Floats  # [micro-batches, cp, kinds]
     shares: Floats  # [kinds] of the layers
     tokens: NDArray[np.int64]  # [micro-batches] of the fullest rank
-    keys: NDArray[np.int64]  # [micro-batches] that every rank sends to the others
+    keys: NDArray[np.int64]  # [micro-batches, 2] see Scenario.keys_exchanged
     copied: NDArray[np.int64]  # [micro-batches, cp, 2] see wlb_tools.cluster.overhead.copied
     strategies: dict[str, int]  # how many micro-batches each was chosen for
     choice: tuple[Strategy, ...]  # among which
@@ -74,7 +74,7 @@ def shard_run(run: PackedRun, scenario: Scenario, strategies: tuple[Strategy, ..
     """Shards every micro-batch. O(micro-batches), some tens of microseconds each."""
     cp, shares = scenario.layout.cp, scenario.layer_shares
     forward, backward = np.zeros((2, run.tokens.size, cp, shares.size))
-    tokens, keys = np.zeros((2, run.tokens.size), dtype=np.int64)
+    tokens, keys = np.zeros(run.tokens.size, dtype=np.int64), np.zeros((run.tokens.size, 2), dtype=np.int64)
     rows = np.zeros((run.tokens.size, cp, 2), dtype=np.int64)
     counts: Counter[str] = Counter()
     for index, lengths in enumerate(run.micro_batch_lengths()):
@@ -84,7 +84,7 @@ def shard_run(run: PackedRun, scenario: Scenario, strategies: tuple[Strategy, ..
         counts[best.strategy] += 1
         forward[index] = scenario.rank_seconds(best, passes="forward")
         backward[index] = scenario.rank_seconds(best, passes="backward")
-        tokens[index], keys[index] = best.tokens_per_rank.max(), scenario.keys_gathered(best)
+        tokens[index], keys[index] = best.tokens_per_rank.max(), scenario.keys_exchanged(best)
         rows[index] = copied(best)
     return Sharded(forward, backward, shares, tokens, keys, rows, dict(sorted(counts.items())), strategies)
 
@@ -201,7 +201,8 @@ def score(
             attention_backward=backward,
             visiting_tokens=visiting,
             fullest_tokens=fullest,
-            keys_gathered=sharded.keys,
+            keys_gathered=sharded.keys[:, 0],
+            keys_moved=sharded.keys[:, 1],
         )
 
     copying = scenario.overhead.copying(sharded.copied)[..., None]

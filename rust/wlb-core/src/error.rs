@@ -14,8 +14,7 @@ pub enum Error {
     Length { argument: &'static str, index: usize, value: i64 },
 
     /// A document is longer than a limit that the caller set. `given` names that limit as the caller wrote it (the
-    /// limit may
-    /// have been derived from another argument).
+    /// limit may have been derived from another argument).
     #[error("{argument}[{index}] = {value} exceeds {given}{hint}")]
     #[allow(missing_docs)]
     TooLong { argument: &'static str, index: usize, value: i64, given: String, limit: i64, hint: &'static str },
@@ -105,9 +104,7 @@ pub enum Error {
     /// Not all documents fit, where all have to be packed.
     ///
     /// `given` is the caller's `max_tokens` in words, `enough` a `max_tokens` that holds all documents, and `whole`
-    /// says what
-    /// `num_micro_batches=None` does.
-    /// `num_micro_batches=None` does.
+    /// says what `num_micro_batches=None` does. `num_micro_batches=None` does.
     #[error(
         "lengths: {documents} of {all} documents ({tokens} tokens) do not fit into {micro_batches} micro-batches of \
          {given}, the first of them lengths[{index}] = {value}; {}leftover=\"return\" packs the others, and lists what \

@@ -3,8 +3,7 @@
 use std::cmp::Ordering;
 
 /// Number of micro-batches from which on a search counts its steps. With fewer micro-batches a search is short, and
-/// counting
-/// would be a tenth of all work.
+/// counting would be a tenth of all work.
 const COUNTED_FROM: usize = 1024;
 
 /// Steps after which a counted search goes on from a sample.
@@ -13,16 +12,13 @@ const FAR: usize = 64;
 /// Micro-batches in a list sorted by weight, ties by index.
 ///
 /// Documents come longest first, so the next micro-batch that takes a document is close to the last one that took one.
-/// A
-/// search that starts at the last place takes 1 to 4 steps on average, for 4 micro-batches as for 1,024; a tournament
-/// tree
-/// or a heap always pays log N. If documents come in another order, a search takes up to N steps; with many
-/// micro-batches a
-/// long search goes on from the nearest of a sample of sqrt(N) micro-batches, usually about sqrt(N) steps away.
+/// A search that starts at the last place takes 1 to 4 steps on average, for 4 micro-batches as for 1,024; a tournament
+/// tree or a heap always pays log N. If documents come in another order, a search takes up to N steps; with many
+/// micro-batches a long search goes on from the nearest of a sample of sqrt(N) micro-batches, usually about sqrt(N)
+/// steps away.
 pub(crate) struct Ladder {
     /// One rung for each micro-batch, and a last rung that closes the list to a ring: its weight is infinite and its
-    /// index
-    /// the highest.
+    /// index the highest.
     rungs: Vec<Rung>,
     /// Place where the last search ended.
     finger: u32,
@@ -76,8 +72,7 @@ impl Ladder {
     }
 
     /// [`Ladder::lightest`] for weights that may have grown since they were set: stale weights that the search meets
-    /// are set
-    /// first. `None` if all indices are taken out.
+    /// are set first. `None` if all indices are taken out.
     #[inline]
     pub(crate) fn lightest_by(&mut self, weight: impl Fn(usize) -> f64) -> Option<usize> {
         loop {
@@ -136,8 +131,7 @@ impl Ladder {
     }
 
     /// Sets the weight of an index that was taken out. Indices of one kind come back in an order of their own, so the
-    /// search
-    /// starts at the place of the last one of that kind.
+    /// search starts at the place of the last one of that kind.
     #[inline]
     pub(crate) fn come_back(&mut self, index: usize, weight: f64, kind: bool) {
         std::mem::swap(&mut self.finger, &mut self.back[usize::from(kind)]);

@@ -4,8 +4,8 @@
 //! an overflow. Every limit stands here and nowhere else; the Python package reads them from here.
 
 /// Most tokens of a document and of a packed sequence: `cu_seqlens` are int32 in every varlen attention kernel. A
-/// window or
-/// chunk of at least this many tokens hides no key, so wherever a window or chunk is given, this size means "none".
+/// window or chunk of at least this many tokens hides no key, so wherever a window or chunk is given, this size means
+/// "none".
 pub const MAX_TOKENS: i64 = i32::MAX as i64;
 
 /// Most micro-batches of one global batch, or of several global batches that are packed together.

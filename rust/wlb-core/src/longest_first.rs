@@ -27,8 +27,7 @@ where
 }
 
 /// Sorts keys by the `bits` bits above the lowest 32; higher bits must agree. Keys that agree in these bits must
-/// already be
-/// in ascending order.
+/// already be in ascending order.
 pub(crate) fn sort(mut keys: Vec<u64>, bits: u32) -> Vec<u64> {
     if keys.len() < SMALL {
         keys.sort_unstable();

@@ -130,9 +130,8 @@ impl CostModel {
     /// The cost of documents on the GPU of a measured profile. `json` is the text of a profile with a `linear` part.
     ///
     /// Costs are for one transformer layer. Attention is the time of a document on one rank by the profile's
-    /// [`KernelModel`], at
-    /// all lengths of the profile; a longer document that was measured faster than a shorter one costs as much as the
-    /// shorter.
+    /// [`KernelModel`], at all lengths of the profile; a longer document that was measured faster than a shorter one
+    /// costs as much as the shorter.
     ///
     /// # Errors
     /// [`Error::Profile`] naming the place in the file.

@@ -6,7 +6,8 @@
 use std::collections::BTreeMap;
 
 use wlb_core::sharding::execution::{
-    Call, HeadsPlan, Indices, KeysPlan, Layout, MovesPlan, Paths, Piece, Reach, RingPlan, Rows, Run, Sum, Transport,
+    Buckets, Call, HeadsPlan, Indices, KeysPlan, LEVELS, Layout, MovesPlan, Paths, Piece, Reach, RingPlan, Rows, Run,
+    Sum, Transport,
 };
 use wlb_core::{Lengths, Mask, ShardOptions, Strategy, shard};
 
@@ -46,8 +47,9 @@ fn forest(dice: &mut Dice, cp_size: usize) -> Layout {
     let mut layout = Layout { paths: Paths::default(), held: vec![Vec::new(); cp_size], causal: true };
     let mut nodes: Vec<Vec<Piece>> = Vec::new();
     let mut token = 0;
-    for node in 0..1 + dice.below(6) {
-        let length = 1 + dice.below(8) as i64;
+    for node in 0..1 + dice.below(10) {
+        let longest = if dice.below(6) == 0 { 150 } else { 8 }; // some so long that their keys are not copied
+        let length = 1 + dice.below(longest) as i64;
         let mut path = if node > 0 && dice.below(4) > 0 { nodes[dice.below(node)].clone() } else { Vec::new() };
         let position = path.last().map_or(0, |last| last.position + last.length);
         path.push(Piece { position, token, length });
@@ -190,10 +192,20 @@ fn summed(sum: &Sum, indices: &Indices, of: &[i64]) -> Vec<i64> {
     ends.windows(2).map(|pair| rows[pair[0]..pair[1]].iter().map(|&row| of[row]).sum()).collect()
 }
 
-fn keys_transports_are_the_mask(layout: &Layout, transport: Transport, reach: Reach, biased: bool) {
+/// Whether the parts of some query are merged.
+fn keys_transports_are_the_mask(
+    layout: &Layout,
+    transport: Transport,
+    reach: Reach,
+    biased: bool,
+    buckets: Option<Buckets>,
+) -> bool {
     let size = layout.held.len();
+    let is_tree = layout.held.iter().flatten().any(|run| layout.paths.pieces(run.path).len() > 1);
+    let merges = is_tree && !biased && reach.left == Reach::UNLIMITED;
+    let mut merged = false;
     let plans: Vec<KeysPlan> =
-        (0..size).map(|rank| KeysPlan::of(layout, rank, transport, reach, biased).unwrap()).collect();
+        (0..size).map(|rank| KeysPlan::of(layout, rank, transport, reach, biased, buckets).unwrap()).collect();
     // What is in every rank's buffer, by tokens.
     let own = |rank: usize| rows_of(layout, rank);
     let mut buffers: Vec<Vec<i64>> = Vec::new();
@@ -234,7 +246,8 @@ fn keys_transports_are_the_mask(layout: &Layout, transport: Transport, reach: Re
         let mut seen = Seen::of(layout, own(rank), reach, biased);
         let mut gradients: Vec<i64> = Vec::new();
         for (place, call) in plan.local.iter().chain(&plan.remote).enumerate() {
-            assert!(call.fresh, "a query is in two calls");
+            assert!(call.fresh || merges, "a query is in two calls");
+            merged |= !call.fresh;
             let of_call = gradients.len();
             gradients.resize(of_call + call.keys.count as usize, 0);
             let token = |row: usize| if place < plan.local.len() { own(rank)[row].2 } else { buffers[rank][row] };
@@ -265,12 +278,13 @@ fn keys_transports_are_the_mask(layout: &Layout, transport: Transport, reach: Re
         let expected: Vec<i64> = own(rank).iter().map(|row| right.get(&row.2).copied().unwrap_or(0)).collect();
         assert_eq!(found, expected);
     }
+    merged
 }
 
-fn rings_are_the_mask(layout: &Layout, degree: usize, reach: Reach, biased: bool) {
+fn rings_are_the_mask(layout: &Layout, degree: usize, reach: Reach, biased: bool, buckets: Option<Buckets>) {
     let size = layout.held.len();
     let made: Vec<(Option<HeadsPlan>, RingPlan)> =
-        (0..size).map(|rank| RingPlan::of(layout, rank, degree, reach, biased).unwrap()).collect();
+        (0..size).map(|rank| RingPlan::of(layout, rank, degree, reach, biased, buckets).unwrap()).collect();
     // The rows of each position.
     let mut positions: Vec<Vec<(usize, i64, i64)>> = Vec::new();
     for block in (0..size).collect::<Vec<_>>().chunks(degree) {
@@ -336,18 +350,23 @@ fn tokens_move_to_their_place(before: &Layout, after: &Layout) {
 #[test]
 fn plans_compute_every_pair_of_the_mask_once_and_bring_every_gradient_home() {
     let cases = std::env::var("WLB_EXECUTION_CASES").map_or(3000, |cases| cases.parse().unwrap());
+    let mut merged = 0;
     for case in 0..cases {
         let dice = &mut Dice(case);
         let cp_size = 1 + dice.below(6);
         let layout = if dice.below(3) == 0 { forest(dice, cp_size) } else { documents(dice, cp_size) };
         let window = (dice.below(2) == 0).then(|| 1 + dice.below(12) as i64);
         let (reach, biased) = (layout.reach(window), dice.below(3) == 0);
+        let buckets =
+            (dice.below(2) == 0).then(|| Buckets { block: 1 + dice.below(3) as i64, call: dice.below(8) as i64 });
         match dice.below(4) {
-            0 => keys_transports_are_the_mask(&layout, Transport::AllGather, reach, biased),
-            1 => keys_transports_are_the_mask(&layout, Transport::Fetch, reach, biased),
+            0 | 1 => {
+                let transport = if dice.below(2) == 0 { Transport::AllGather } else { Transport::Fetch };
+                merged += u64::from(keys_transports_are_the_mask(&layout, transport, reach, biased, buckets));
+            }
             2 => {
                 let degrees: Vec<usize> = (1..=cp_size).filter(|&degree| cp_size.is_multiple_of(degree)).collect();
-                rings_are_the_mask(&layout, degrees[dice.below(degrees.len())], reach, biased);
+                rings_are_the_mask(&layout, degrees[dice.below(degrees.len())], reach, biased, buckets);
             }
             _ => {
                 let lengths = Lengths::new("lengths", &[1 + dice.below(30) as i64, 1 + dice.below(9) as i64]).unwrap();
@@ -360,5 +379,65 @@ fn plans_compute_every_pair_of_the_mask_once_and_bring_every_gradient_home() {
                 tokens_move_to_their_place(&cut(), &cut());
             }
         }
+    }
+    assert!(merged > 0 || cases < 3000, "no case has a trunk");
+}
+
+/// Thread blocks that the calls start, another call counting as some: counted one by one.
+fn started(buckets: Buckets, keys: &[i64], ends: &[usize]) -> i64 {
+    let mut begin = 0;
+    let mut total = 0;
+    for &end in ends {
+        let blocks = |keys: i64| (0..keys).step_by(buckets.block as usize).count() as i64;
+        let longest = keys[begin..end].iter().map(|&keys| blocks(keys)).max().unwrap();
+        total += buckets.call + longest * (end - begin) as i64;
+        begin = end;
+    }
+    assert_eq!(begin, keys.len());
+    total
+}
+
+#[test]
+fn buckets_are_the_best_of_all_partitions() {
+    for case in 0..3000 {
+        let dice = &mut Dice(case);
+        let buckets = Buckets { block: 1 + dice.below(4) as i64, call: dice.below(30) as i64 };
+        let largest = 1 + dice.below(40);
+        let keys: Vec<i64> = (0..1 + dice.below(9)).map(|_| 1 + dice.below(largest) as i64).collect();
+        let all = (0..1_usize << (keys.len() - 1)).map(|cuts| {
+            let inner = (1..keys.len()).filter(|at| cuts >> (at - 1) & 1 == 1);
+            let ends: Vec<usize> = inner.chain([keys.len()]).collect();
+            started(buckets, &keys, &ends)
+        });
+        let found = buckets.ends(&keys);
+        let cost = started(buckets, &keys, &found);
+        assert_eq!(cost, all.min().unwrap(), "{buckets:?} {keys:?} {found:?}");
+    }
+}
+
+#[test]
+fn buckets_of_many_lengths_are_near_the_best() {
+    for case in 0..20 {
+        let dice = &mut Dice(case);
+        let buckets = Buckets { block: 128, call: 1024 };
+        let keys: Vec<i64> = (0..1000)
+            .map(|_| {
+                let most = 1 << dice.below(17);
+                1 + dice.below(most) as i64
+            })
+            .collect();
+        let ends = buckets.ends(&keys);
+        // Of any partition in order, by the plain recursion.
+        let mut best = vec![0; keys.len() + 1];
+        for end in 1..=keys.len() {
+            let mut longest = 0;
+            best[end] = i64::MAX;
+            for begin in (0..end).rev() {
+                longest = longest.max((keys[begin] + 127) / 128);
+                best[end] = best[end].min(best[begin] + 1024 + longest * (end - begin) as i64);
+            }
+        }
+        let cost = started(buckets, &keys, &ends);
+        assert!(cost <= best[keys.len()] * 102 / 100, "{cost} for {}, {LEVELS} levels", best[keys.len()]);
     }
 }

@@ -18,8 +18,7 @@ use crate::convert::{
 pub(crate) type Table = (Vec<f64>, usize, usize);
 
 /// `name: Type = reader(limits)` makes a function `name` for `from_py_with`, whose errors name the argument, and one of
-/// the
-/// same name in [`optional`] for an argument that may be None.
+/// the same name in [`optional`] for an argument that may be None.
 macro_rules! arguments {
     ($($name:ident: $type:ty = $reader:ident($($limit:expr),*);)+) => {
         $(

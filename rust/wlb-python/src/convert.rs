@@ -17,8 +17,7 @@ use crate::results::declaration;
 const PART: usize = 1 << 16;
 
 /// Lengths of documents. They are copied and the copy is checked, because other threads may write to the array: numpy
-/// does
-/// that without the GIL.
+/// does that without the GIL.
 pub(crate) fn read_lengths(argument: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Lengths> {
     match object.cast_exact::<PyArrayDyn<i32>>() {
         // A micro-batch's lengths have this dtype.

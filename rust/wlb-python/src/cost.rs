@@ -57,12 +57,10 @@ pub(crate) fn mask(causal: bool) -> Mask {
 /// Cost of documents: ``cost(d) = attention * pairs(d) + linear * d`` and a few further terms, all in one unit.
 ///
 /// Attention is quadratic in a document's length, everything else (GEMMs, collectives, element-wise work) is linear.
-/// Layers
-/// of windowed or chunked attention have pairs of their own, which are exact functions of the length. Take the cost
-/// from
-/// your model and GPU: a wrong cost model can lose a hundred times more balance than greedy packing does. Make one from
-/// rates, ``from_flops``, ``from_tables``, ``from_profile`` or ``fit``. Immutable and picklable; equal models compare
-/// equal.
+/// Layers of windowed or chunked attention have pairs of their own, which are exact functions of the length. Take the
+/// cost from your model and GPU: a wrong cost model can lose a hundred times more balance than greedy packing does.
+/// Make one from rates, ``from_flops``, ``from_tables``, ``from_profile`` or ``fit``. Immutable and picklable; equal
+/// models compare equal.
 ///
 /// Args:
 ///     attention: cost of one (query, key) pair; 0 or above.
@@ -80,8 +78,7 @@ pub(crate) fn mask(causal: bool) -> Mask {
 ///
 /// Raises:
 ///     WlbError: a rate is negative or not finite; documents cost nothing; a window or chunk is below 1, or used
-///         without
-///         a causal mask.
+///         without a causal mask.
 ///
 /// Examples:
 ///     >>> import wlb
@@ -191,8 +188,7 @@ impl CostModel {
     /// Cost from the FLOPs of a decoder-only transformer.
     ///
     /// Forward: ``4 * num_heads * head_dim`` FLOPs per (query, key) pair and layer, and 2 per parameter and token.
-    /// Backward: 2.5
-    /// times as many per pair (flash attention recomputes the scores), and 2 times as many per token.
+    /// Backward: 2.5 times as many per pair (flash attention recomputes the scores), and 2 times as many per token.
     ///
     /// Args:
     ///     hidden_size, ffn_hidden_size, num_layers, num_heads, vocab_size: as in the model's configuration.
@@ -271,8 +267,8 @@ impl CostModel {
     /// Cost from times measured at some document lengths.
     ///
     /// Between two of the lengths, attention is linear in the pairs, so it is exact wherever it is quadratic in the
-    /// length; the
-    /// rest is linear in the tokens. Both are 0 at length 0, and proportional to pairs (tokens) beyond the last length.
+    /// length; the rest is linear in the tokens. Both are 0 at length 0, and proportional to pairs (tokens) beyond the
+    /// last length.
     ///
     /// Args:
     ///     lengths: int[k], tokens, strictly ascending.
@@ -355,13 +351,10 @@ impl CostModel {
     /// The cost model, in seconds, that explains measured times of micro-batches.
     ///
     /// The fit minimises the sum of ``rho((seconds - predicted) / predicted)`` over rates that are never negative.
-    /// Errors
-    /// are relative, and ``rho`` (Huber's, then Tukey's bisquare) ignores rows that the other rows contradict. A term
-    /// that the
-    /// times do not need gets no rate. Of terms that the times cannot tell apart, the last in this order gets no rate:
-    /// tokens, pairs, windows, chunks, documents, micro-batches. The result names such terms; time is never split
-    /// between
-    /// them. Deterministic.
+    /// Errors are relative, and ``rho`` (Huber's, then Tukey's bisquare) ignores rows that the other rows contradict. A
+    /// term that the times do not need gets no rate. Of terms that the times cannot tell apart, the last in this order
+    /// gets no rate: tokens, pairs, windows, chunks, documents, micro-batches. The result names such terms; time is
+    /// never split between them. Deterministic.
     ///
     /// Args:
     ///     micro_batches: list of int[documents], tokens of the documents in each; at least eight, and two for each
@@ -374,8 +367,7 @@ impl CostModel {
     ///     causal: whether queries see only keys before them.
     ///     ranks: int[micro-batches], number of context-parallel ranks that shared each micro-batch, if it differs
     ///         (Dynamic-CP). Pairs and tokens are divided by it, as in ``plan_dynamic_cp``. Default 1: the rates are
-    ///         then
-    ///         those of a whole group of ranks.
+    ///         then those of a whole group of ranks.
     ///
     /// Returns:
     ///     CostFit

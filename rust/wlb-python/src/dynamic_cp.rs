@@ -33,15 +33,13 @@ impl Sizes {
 /// documents need.
 ///
 /// A long document gets as many ranks as it needs to finish with the others; short documents share few ranks. Groups
-/// are
-/// aligned powers of two inside any ``world_size``, so that all of them can be built once; or groups of any size. All
-/// ranks have the same number of micro-batches.
+/// are aligned powers of two inside any ``world_size``, so that all of them can be built once; or groups of any size.
+/// All ranks have the same number of micro-batches.
 ///
 /// On a group of ``c`` ranks, documents with ``T`` tokens together take ``micro_batch_seconds + cost / c + max(0,
-/// exchange -
-/// cp_overlap * attention_cost / c)`` seconds through the whole model, forward and backward, with
-/// ``exchange = (c - 1) * cp_seconds_per_exchange + T * (c - 1) / c * cp_seconds_per_token``. Each rank holds at most
-/// ``ceil(T / c)`` of the tokens (documents are sharded "per_document").
+/// exchange - cp_overlap * attention_cost / c)`` seconds through the whole model, forward and backward, with ``exchange
+/// = (c - 1) * cp_seconds_per_exchange + T * (c - 1) / c * cp_seconds_per_token``. Each rank holds at most ``ceil(T /
+/// c)`` of the tokens (documents are sharded "per_document").
 ///
 /// Args:
 ///     lengths: int[n], tokens of the documents of the step.
@@ -54,8 +52,7 @@ impl Sizes {
 ///     costs: float64[n], cost of each document on one rank, in seconds for the whole model, if the length does not
 ///         tell the work. The ranks of a group share the cost; memory is counted in tokens.
 ///     attention_costs: float64[n], the part of each of ``costs`` that is attention, which hides exchange. Required
-///         with
-///         ``costs`` if exchange has a price and ``cp_overlap`` is above 0.
+///         with ``costs`` if exchange has a price and ``cp_overlap`` is above 0.
 ///     num_virtual_stages: parts of the model on each stage.
 ///     schedule: "1f1b" or "interleaved_1f1b"; or "zbv" or "dualpipev", with ``num_virtual_stages=2``. None: "1f1b", or
 ///         "interleaved_1f1b" with several virtual stages. "dualpipev" needs at least two micro-batches for each stage.
@@ -70,15 +67,13 @@ impl Sizes {
 ///     max_documents: most documents of a group in a micro-batch, so that its ``cu_seqlens`` have a fixed number of
 ///         entries (CUDA graphs); padding counts as one more.
 ///     multiple_of_tokens: each rank's tokens in a micro-batch are padded to a multiple of this (MXFP8 needs 32,
-///         HybridEP
-///         128), by one more document of the whole group. ``max_tokens_per_rank`` counts the padding: the plan's is the
-///         largest multiple within it. Padding takes no time in a plan.
+///         HybridEP 128), by one more document of the whole group. ``max_tokens_per_rank`` counts the padding: the
+///         plan's is the largest multiple within it. Padding takes no time in a plan.
 ///     token_buckets: int[b], ascending, multiples of ``multiple_of_tokens``: the only padded sizes of a rank's tokens;
 ///         a group without documents has the smallest.
 ///     num_micro_batches: micro-batches of the step; None tries several numbers and takes the fastest.
 ///     min_micro_batches: least number that is tried, for schedules that need more: torch's 1F1B one for each stage,
-///         its
-///         DualPipeV two.
+///         its DualPipeV two.
 ///     max_micro_batches: largest number that is tried; default 4 times the first, or more if the documents do not fit.
 ///         The first is ``num_stages``, or more if memory or ``min_micro_batches`` needs more; with
 ///         ``micro_batch_seconds``, as few as memory allows.
@@ -99,9 +94,8 @@ impl Sizes {
 ///
 /// O(n log world_size) for each of about ten numbers of micro-batches (several times as many attempts if exchange
 /// costs), and O(num_stages * micro-batches * world_size) to simulate the best. In a world that is no power of two, up
-/// to
-/// O(n * micro-batches * log world_size) for each number, and O(n * micro-batches * world_size) if memory
-/// binds. Releases the GIL from 1,024 documents on.
+/// to O(n * micro-batches * log world_size) for each number, and O(n * micro-batches * world_size) if memory binds.
+/// Releases the GIL from 1,024 documents on.
 ///
 /// Examples:
 ///     >>> import wlb

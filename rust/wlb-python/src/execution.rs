@@ -6,7 +6,7 @@ use std::num::NonZeroI64;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use wlb_core::sharding::execution::{
-    Call, HeadsPlan, Indices, KeysPlan, Layout, MovesPlan, RingPlan, Rows, Sum, Transport,
+    Buckets, Call, HeadsPlan, Indices, KeysPlan, Layout, MovesPlan, RingPlan, Rows, Sum, Transport,
 };
 
 use crate::error::raise;
@@ -92,18 +92,19 @@ impl<'a> Cut<'a> {
 ///     fetch: True: every rank gets just the keys that it needs. False: all ranks get every key that some rank needs.
 ///     window: a token sees tokens less than this many positions away; None: any.
 ///     biased: whether scores have a bias by position.
+///     buckets: whether to divide calls where that pays: the kernel starts thread blocks for a call's longest span.
 ///
 /// Returns:
 ///     int32 numbers, and the index of the first bound among them; local calls; remote calls; the first of the rank's
 ///     rows in the buffer, and the buffer's rows before the arriving ones; rows sent; numbers of rows sent to and
-///     arriving
-///     from each rank; whether any rank sends; sums of gradients that go home, and numbers of rows that go to and come
-///     from each rank; sums of the gradients of own keys. See ``wlb_core::sharding::execution``.
+///     arriving from each rank; whether any rank sends, and rows of keys that are gathered; sums of gradients that go
+///     home, and numbers of rows that go to and come from each rank; sums of the gradients of own keys. See
+///     ``wlb_core::sharding::execution``.
 ///
 /// Raises:
 ///     WlbError: a call has more keys than int32 can count.
 #[pyfunction]
-#[pyo3(signature = (shard, rank, *, fetch, window, biased))]
+#[pyo3(signature = (shard, rank, *, fetch, window, biased, buckets=false))]
 #[allow(clippy::type_complexity, reason = "plain numbers, which a dataclass of Python names")]
 pub(crate) fn keys_plan(
     py: Python<'_>,
@@ -112,6 +113,7 @@ pub(crate) fn keys_plan(
     fetch: bool,
     window: Option<NonZeroI64>,
     biased: bool,
+    buckets: bool,
 ) -> PyResult<(
     PlainIndices,
     Vec<PlainCall>,
@@ -119,7 +121,7 @@ pub(crate) fn keys_plan(
     (i64, i64),
     PlainRows,
     (Vec<i64>, Vec<i64>),
-    bool,
+    (bool, i64),
     (PlainSum, Vec<i64>, Vec<i64>),
     PlainSum,
 )> {
@@ -127,7 +129,14 @@ pub(crate) fn keys_plan(
     let cut = Cut::of(shard)?;
     let plan = py.detach(|| {
         let layout = cut.layout();
-        KeysPlan::of(&layout, rank, transport, layout.reach(window.map(NonZeroI64::get)), biased)
+        KeysPlan::of(
+            &layout,
+            rank,
+            transport,
+            layout.reach(window.map(NonZeroI64::get)),
+            biased,
+            buckets.then_some(Buckets::FLASH),
+        )
     });
     let plan = plan.map_err(raise)?;
     Ok((
@@ -137,7 +146,7 @@ pub(crate) fn keys_plan(
         (plan.first, plan.own_rows),
         rows(plan.sent),
         (plan.sent_rows, plan.arriving_rows),
-        plan.moves,
+        (plan.moves, plan.gathered),
         (sum(plan.going), plan.going_rows, plan.coming_rows),
         sum(plan.own),
     ))
@@ -151,6 +160,7 @@ pub(crate) fn keys_plan(
 ///     degree: ranks of a block.
 ///     window: a token sees tokens less than this many positions away; None: any.
 ///     biased: whether scores have a bias by position.
+///     buckets: whether to divide calls where that pays: the kernel starts thread blocks for a call's longest span.
 ///
 /// Returns:
 ///     int32 numbers, and the index of the first bound among them; calls of each step; number of keys of each position;
@@ -161,7 +171,7 @@ pub(crate) fn keys_plan(
 /// Raises:
 ///     WlbError: a call has more keys than int32 can count.
 #[pyfunction]
-#[pyo3(signature = (shard, rank, degree, *, window, biased))]
+#[pyo3(signature = (shard, rank, degree, *, window, biased, buckets=false))]
 #[allow(clippy::type_complexity, reason = "plain numbers, which a dataclass of Python names")]
 pub(crate) fn ring_plan(
     py: Python<'_>,
@@ -170,11 +180,19 @@ pub(crate) fn ring_plan(
     degree: usize,
     window: Option<NonZeroI64>,
     biased: bool,
+    buckets: bool,
 ) -> PyResult<(PlainIndices, Vec<Vec<PlainCall>>, Vec<i64>, Vec<usize>, Option<(Vec<i64>, usize, Array<Vec<i32>>)>)> {
     let cut = Cut::of(shard)?;
     let plan = py.detach(|| {
         let layout = cut.layout();
-        RingPlan::of(&layout, rank, degree, layout.reach(window.map(NonZeroI64::get)), biased)
+        RingPlan::of(
+            &layout,
+            rank,
+            degree,
+            layout.reach(window.map(NonZeroI64::get)),
+            biased,
+            buckets.then_some(Buckets::FLASH),
+        )
     });
     let (heads, plan) = plan.map_err(raise)?;
     let heads = heads.map(|HeadsPlan { counts, place, indices }| (counts, place, Array(indices.rows)));
@@ -191,8 +209,7 @@ pub(crate) fn ring_plan(
 ///
 /// Returns:
 ///     int32 numbers; rows sent, ordered by destination; number of rows for each rank; for each row afterwards, its
-///     index
-///     among the arriving rows; number of rows from each rank.
+///     index among the arriving rows; number of rows from each rank.
 #[pyfunction]
 pub(crate) fn moves_plan(
     py: Python<'_>,

@@ -37,8 +37,7 @@ fn tokens<'py>(object: &Bound<'py, PyAny>) -> PyResult<Tokens<'py>> {
 }
 
 /// `with_tokens!(tokens, |slice| work)` runs `work` on tokens of either width. `work` must terminate and stay in bounds
-/// even
-/// if another thread of numpy writes to the array meanwhile.
+/// even if another thread of numpy writes to the array meanwhile.
 macro_rules! with_tokens {
     ($tokens:ident, |$slice:ident| $work:expr) => {
         // SAFETY: the GIL is held and no Python code runs meanwhile; `as_slice` checks that memory is aligned and
@@ -95,8 +94,7 @@ impl PrefixForest {
     ///
     /// Args:
     ///     tokens: int[R], tokens of all samples, one sample after the other; int32 and int64 arrays are read in place.
-    ///         For
-    ///         an Arrow list array: its ``values``.
+    ///         For an Arrow list array: its ``values``.
     ///     offsets: int[n + 1], index of each sample's first token, and at the end ``R``. For an Arrow list array: its
     ///         ``offsets``.
     ///     groups: int[n]: only samples with the same number can share (the completions of one prompt).
@@ -111,8 +109,7 @@ impl PrefixForest {
     ///         length.
     ///
     /// O(R + n log n) in the worst case: shared tokens are compared once or twice, and the rest of a sample is not
-    /// read. No
-    /// copy.
+    /// read. No copy.
     ///
     /// Examples:
     ///     >>> import wlb
@@ -202,8 +199,7 @@ impl PrefixForest {
     ///
     /// Raises:
     ///     WlbError: another number of samples, a sample of another length, or the first token in which two samples
-    ///         differ
-    ///         that should share it; the message names both samples and the token.
+    ///         differ that should share it; the message names both samples and the token.
     ///
     /// O(R).
     ///
@@ -299,13 +295,10 @@ impl From<core::PrefixForest> for PrefixForest {
 /// Packs the samples of a forest into micro-batches, each of which computes a shared token once.
 ///
 /// A node of ``n`` tokens at depth ``p`` costs ``c(p + n) - c(p)``, where ``c`` is the cost model without constants.
-/// That is
-/// exact for causal pairs, windows and chunks; for measured tables it is the definition. The constant of a document
-/// counts
-/// once for each sample, that of a micro-batch once for each micro-batch. If a tree is cut between two micro-batches,
-/// both
-/// compute the tokens that the parts share. A tree is cut where that costs less than the imbalance that it removes, or
-/// where ``max_tokens`` requires it.
+/// That is exact for causal pairs, windows and chunks; for measured tables it is the definition. The constant of a
+/// document counts once for each sample, that of a micro-batch once for each micro-batch. If a tree is cut between two
+/// micro-batches, both compute the tokens that the parts share. A tree is cut where that costs less than the imbalance
+/// that it removes, or where ``max_tokens`` requires it.
 ///
 /// Args:
 ///     forest: the samples.
@@ -329,8 +322,7 @@ impl From<core::PrefixForest> for PrefixForest {
 ///
 /// Raises:
 ///     WlbError: a sample over ``max_tokens``, a cost model with ``causal=False``, ``groups`` of another length, an
-///         option
-///         that needs ``dp_size`` without it, or samples that do not fit into the micro-batches.
+///         option that needs ``dp_size`` without it, or samples that do not fit into the micro-batches.
 ///
 /// O(n log n), O(micro-batches) for each tree or part of one, and a bounded number of exchanges. Releases the GIL from
 /// 1,024 samples on.
@@ -449,10 +441,8 @@ impl ForestPlan {
     }
 
     /// Lower bound on ``step_cost`` for any plan of these samples into as many micro-batches: the largest of an equal
-    /// share of
-    /// all nodes (with what ``max_tokens`` and ``max_documents`` force to be computed twice), the heaviest sample, and
-    /// the
-    /// heaviest group.
+    /// share of all nodes (with what ``max_tokens`` and ``max_documents`` force to be computed twice), the heaviest
+    /// sample, and the heaviest group.
     #[getter]
     fn lower_bound(&self) -> f64 {
         self.0.lower_bound
@@ -471,8 +461,7 @@ impl ForestPlan {
     }
 
     /// Hex hash of the place of every token: equal on two ranks if and only if their plans are. If nothing is shared it
-    /// is the
-    /// digest of the plan of ``pack``. O(samples and nodes).
+    /// is the digest of the plan of ``pack``. O(samples and nodes).
     fn digest(&self, py: Python<'_>) -> String {
         run(py, self.0.samples.len(), || self.0.digest())
     }
@@ -575,8 +564,7 @@ impl ForestMicroBatch {
     }
 
     /// int64[m]: nodes of these samples in the plan's forest, in memory order: depth-first, the longest of siblings
-    /// first, so
-    /// that it follows its parent.
+    /// first, so that it follows its parent.
     #[getter]
     fn nodes(&self) -> Array<Vec<i64>> {
         let nodes = self.plan.0.forest.nodes_of(self.samples());
@@ -638,11 +626,9 @@ impl ForestMicroBatch {
 /// Cuts a micro-batch of a forest for the ranks of a context-parallel group, without padding.
 ///
 /// Long nodes are cut like documents, into ``2 * cp_size`` chunks, two for each rank with equal pairs; tokens left over
-/// go
-/// to ranks in turn. Short nodes stay whole on one rank. Several least lengths of cut nodes are tried. Of those with
-/// all
-/// ranks within 1 % of the mean pairs, the one that moves the fewest keys is chosen; if there is none, the most even
-/// one.
+/// go to ranks in turn. Short nodes stay whole on one rank. Several least lengths of cut nodes are tried. Of those with
+/// all ranks within 1 % of the mean pairs, the one that moves the fewest keys is chosen; if there is none, the most
+/// even one.
 ///
 /// Args:
 ///     micro_batch: a micro-batch of a ``ForestPlan``; or a ``PrefixForest``, for all of its samples.
@@ -728,8 +714,7 @@ impl ForestShard {
     }
 
     /// int32[num_tokens]: ``rank_major[restore_indices] == packed``, where ``rank_major`` has the ranks' tokens one
-    /// rank after
-    /// the other.
+    /// rank after the other.
     #[getter]
     fn restore_indices(&self) -> Array<Vec<i32>> {
         let mut restore = vec![0; self.0.num_tokens() as usize];
@@ -798,10 +783,8 @@ impl ForestShard {
 ///
 /// Segment ``i`` has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1`` of the rank. Its keys are in the
 /// intervals ``j`` with ``cu_intervals[i] <= j < cu_intervals[i + 1]``, one interval after the other; interval ``j``
-/// has the
-/// packed indices ``key_starts[j]`` to ``key_ends[j] - 1``. The last query sees all of these keys, and each query
-/// before it
-/// one less (a causal mask aligned at the end).
+/// has the packed indices ``key_starts[j]`` to ``key_ends[j] - 1``. The last query sees all of these keys, and each
+/// query before it one less (a causal mask aligned at the end).
 #[pyclass(frozen, module = "wlb")]
 pub(crate) struct ForestRankShard {
     shard: ForestShard,
@@ -861,8 +844,7 @@ impl ForestRankShard {
     }
 
     /// int64[s + 1]: index of each segment's first key if the keys of all segments are copied one after the other, and
-    /// at the
-    /// end their number.
+    /// at the end their number.
     #[getter]
     fn cu_seqlens_k(&self) -> Array<Vec<i64>> {
         let shard = &self.shard.0;

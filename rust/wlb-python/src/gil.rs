@@ -3,8 +3,7 @@
 use pyo3::prelude::*;
 
 /// Number of documents, micro-batches and the like from which on the GIL is released. With fewer, the work takes less
-/// time
-/// than another thread needs to wake up.
+/// time than another thread needs to wake up.
 pub(crate) const RELEASE_FROM: usize = 1024;
 
 /// Runs work of the core, without the GIL if there is enough of it.

@@ -14,10 +14,8 @@ use crate::plain::{Array, hashed_by, pickled_as_json};
 /// Latency of an attention kernel for the segments of a context-parallel rank, in seconds per transformer layer.
 ///
 /// A kernel computes whole tiles of queries. Their FLOPs are divided by the rate at this query length and key length,
-/// from
-/// a table that was measured (``from_profile``) or assumed (``analytic``); docs/semantics.md has the formulas.
-/// Immutable and
-/// picklable; equal models compare equal. WLB-LLM, section 5.2.
+/// from a table that was measured (``from_profile``) or assumed (``analytic``); docs/semantics.md has the formulas.
+/// Immutable and picklable; equal models compare equal. WLB-LLM, section 5.2.
 ///
 /// Examples:
 ///     >>> import wlb

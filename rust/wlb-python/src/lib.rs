@@ -1,10 +1,8 @@
 //! `wlb._core`: numpy in, plans out. Conversion only; every decision is made in `wlb-core`.
 //!
 //! Packings, shards and other objects that functions take as arguments stay objects of the core; their arrays are
-//! copied to
-//! numpy when they are read. Results that are only read (Dynamic-CP plans, bounds, metrics, tuning, simulated
-//! pipelines)
-//! become dataclasses of `wlb._results`: see [`results`].
+//! copied to numpy when they are read. Results that are only read (Dynamic-CP plans, bounds, metrics, tuning, simulated
+//! pipelines) become dataclasses of `wlb._results`: see [`results`].
 
 use pyo3::prelude::*;
 
@@ -28,8 +26,7 @@ mod tune;
 /// The engine of wlb. Private: import its names from `wlb`.
 ///
 /// It needs the GIL, so a free-threaded Python turns the GIL on again, with a warning. Shared data are guarded by locks
-/// that
-/// are held only together with the GIL; that keeps forked processes safe.
+/// that are held only together with the GIL; that keeps forked processes safe.
 ///
 /// Its constants are the core's choices and limits, for Python code that checks them early or lists them.
 #[pymodule(gil_used = true)]

@@ -34,8 +34,7 @@ use crate::results::answer;
 /// plan, and each loads the documents of its own micro-batches::
 ///
 ///     for lengths, ids in global_batches:
-///         packing = packer.push(lengths, ids)
-///         for index in packing.deal(dp_size)[dp_rank]:
+///         packing = packer.push(lengths, ids) for index in packing.deal(dp_size)[dp_rank]:
 ///             micro_batch = packing.micro_batches[index]  # document_ids, starts, lengths, cu_seqlens
 ///     for packing in packer.flush():
 ///         ...  # the documents that still wait
@@ -192,8 +191,7 @@ impl Packer {
     }
 
     /// Takes over a changed copy. Returns false if another thread changed the core since it was copied: the change must
-    /// then be
-    /// made again.
+    /// then be made again.
     fn replace(&self, before: &Arc<Core>, after: Core) -> bool {
         let mut core = self.lock();
         let is_latest = Arc::ptr_eq(&core, before);
@@ -406,8 +404,7 @@ impl Packer {
 
     /// Hex hash of the configuration under the present cost model, without ``num_micro_batches``, ``dp_size`` and
     /// ``tokens_per_batch``. Two packers give the same plans if their fingerprints, these three values, and their
-    /// waiting
-    /// documents are equal.
+    /// waiting documents are equal.
     #[getter]
     fn fingerprint(&self) -> String {
         self.lock().fingerprint()

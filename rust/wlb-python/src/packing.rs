@@ -37,10 +37,9 @@ use crate::results::declaration;
 ///         limit is memory and takes no time.
 ///     method: "var_length" (WLB-LLM's Algorithm 1): longest document first, each to the micro-batch with the least
 ///         cost. "refined": no worse than "var_length", and nearly optimal if ``max_tokens`` leaves little room; it
-///         takes
-///         1.3 times as long in the median, about three times as long if few pieces fill a micro-batch to the brim.
-///         "fixed_length": longest first, each to the micro-batch with room and the least attention work; a document
-///         that fits nowhere is cut. "original": arrival order, cut every ``max_tokens`` tokens.
+///         takes 1.3 times as long in the median, about three times as long if few pieces fill a micro-batch to the
+///         brim. "fixed_length": longest first, each to the micro-batch with room and the least attention work; a
+///         document that fits nowhere is cut. "original": arrival order, cut every ``max_tokens`` tokens.
 ///     global_batches: with "fixed_length", the number of global batches in ``lengths``. They are packed together into
 ///         ``global_batches * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
 ///     multiple_of: with ``num_micro_batches=None``: the number of micro-batches is a multiple of this, usually the
@@ -49,21 +48,18 @@ use crate::results::declaration;
 ///         ``packing.deal(dp_size)`` gives each rank its micro-batches. All ranks have the same number; the packing
 ///         lists them rank by rank. For "var_length" and "refined", with ``costs`` of at most one column.
 ///     sync: where these ranks wait for each other. "step" (default): once a step, as under DDP, ZeRO-1 and 2,
-///         Megatron.
-///         Then the sums of ranks are made equal first, the micro-batches of each rank second. "micro_batch": in every
-///         micro-batch, as under FSDP, ZeRO-3. Then the micro-batches of each round are made equal first, the sums of
-///         ranks second.
+///         Megatron. Then the sums of ranks are made equal first, the micro-batches of each rank second. "micro_batch":
+///         in every micro-batch, as under FSDP, ZeRO-3. Then the micro-batches of each round are made equal first, the
+///         sums of ranks second.
 ///     groups: int[n], with ``dp_size``: documents with the same number stay on one rank (one prompt's rollouts).
 ///     equal_documents: with ``dp_size``, all ranks get equally many documents (they differ by at most one). Groups
-///         whose
-///         sizes do not allow that are refused.
+///         whose sizes do not allow that are refused.
 ///     max_documents: most documents of a micro-batch.
 ///     multiple_of_tokens: micro-batches are padded to a multiple of this number (MXFP8 needs 32, HybridEP 128), and
 ///         ``max_tokens`` counts the padding: the plan's ``max_tokens`` is the largest multiple within it.
 ///         ``padded_tokens`` has the padded sizes; whoever makes the tensors adds the padding.
 ///     token_buckets: int[b], ascending: the only sizes of padded micro-batches, for steps that are compiled or
-///         captured
-///         once for each size. ``max_tokens`` counts the padding, as above.
+///         captured once for each size. ``max_tokens`` counts the padding, as above.
 ///     leftover: what happens if documents do not fit: "error"; or "return": ``Packing.leftover`` lists them. They are
 ///         then in no micro-batch and are not trained unless you pass them again.
 ///
@@ -75,9 +71,8 @@ use crate::results::declaration;
 ///         whole); an unknown method; a cost that is negative or not finite; a column of zeros, or limits on all
 ///         columns; both or none of ``cost_model`` and ``costs``; several ``global_batches`` without "fixed_length";
 ///         ``multiple_of`` beside ``num_micro_batches``; an option that needs ``dp_size`` without it. If documents do
-///         not
-///         fit, the message says how many, and names a ``max_tokens`` that holds all of them (the least one for methods
-///         that cut documents).
+///         not fit, the message says how many, and names a ``max_tokens`` that holds all of them (the least one for
+///         methods that cut documents).
 ///
 /// O(n) for a radix sort and, on average, a few steps for each document; O(n N) in the worst case, and always for
 /// "fixed_length". ``num_micro_batches=None`` takes O(log n) times that, or once if a number derived from the tokens is
@@ -248,8 +243,7 @@ impl Packing {
     }
 
     /// float64[M]: cost of each micro-batch, in the cost model's unit; with several columns, the sum of all columns
-    /// that
-    /// take time.
+    /// that take time.
     #[getter]
     fn costs(&self) -> Array<&[f64]> {
         Array(&self.0.costs)
@@ -270,16 +264,14 @@ impl Packing {
     }
 
     /// Time of the step: cost of the heaviest micro-batch; with several columns, the sum over columns of the heaviest
-    /// in
-    /// each.
+    /// in each.
     #[getter]
     fn step_cost(&self) -> f64 {
         self.0.step_cost()
     }
 
     /// int64[l]: ids of the documents that did not fit, in the order in which they were tried. Empty for ``pack``,
-    /// unless
-    /// ``leftover="return"``. A ``Packer`` carries them over to the next step.
+    /// unless ``leftover="return"``. A ``Packer`` carries them over to the next step.
     #[getter]
     fn leftover(&self) -> Array<Vec<i64>> {
         Array(ids(&self.0.leftover))
@@ -317,16 +309,14 @@ impl Packing {
     }
 
     /// How much longer a step takes than with equal ranks. Under "step" a step takes as long as the heaviest rank,
-    /// under
-    /// "micro_batch" the sum of the heaviest micro-batch of each round. Without ranks it is the ``imbalance``.
+    /// under "micro_batch" the sum of the heaviest micro-batch of each round. Without ranks it is the ``imbalance``.
     #[getter]
     fn rank_imbalance(&self) -> f64 {
         self.0.rank_imbalance()
     }
 
     /// Documents that Algorithm 1 placed by token count instead of by cost. If it is 0 with "var_length", ``max cost <=
-    /// total
-    /// / M + (1 - 1/M) * w``, where ``w`` is the cost of the last document put into the heaviest micro-batch.
+    /// total / M + (1 - 1/M) * w``, where ``w`` is the cost of the last document put into the heaviest micro-batch.
     #[getter]
     fn length_fallbacks(&self) -> usize {
         self.0.length_fallbacks
@@ -336,9 +326,8 @@ impl Packing {
 #[pymethods]
 impl Packing {
     /// Lower bound on ``step_cost`` for any packing of the placed documents into as many micro-batches of
-    /// ``max_tokens``:
-    /// ``max(total cost / M, largest document)``, or the optimum of a linear program if tokens are scarce; summed over
-    /// columns. O(n log n) at the first call.
+    /// ``max_tokens``: ``max(total cost / M, largest document)``, or the optimum of a linear program if tokens are
+    /// scarce; summed over columns. O(n log n) at the first call.
     #[getter]
     fn lower_bound(&self, py: Python<'_>) -> f64 {
         run(py, self.0.pieces.len(), || self.0.lower_bound())
@@ -463,8 +452,7 @@ impl Packing {
     /// Deals the micro-batches of each step to data-parallel ranks: equal counts, balanced costs, in schedule order.
     ///
     /// Inside a rank the lightest micro-batches are at both ends, where a pipeline fills and drains. A packing that was
-    /// made
-    /// for ranks (``pack(dp_size=...)``) keeps its order.
+    /// made for ranks (``pack(dp_size=...)``) keeps its order.
     ///
     /// Returns:
     ///     int64[dp_size, M / dp_size]: micro-batch indices of each rank; with several global batches
@@ -472,8 +460,7 @@ impl Packing {
     ///
     /// Raises:
     ///     WlbError: ``dp_size`` does not divide the number of micro-batches of a step, or is not the ``dp_size`` that
-    ///         the
-    ///         packing was made for.
+    ///         the packing was made for.
     ///
     /// Examples:
     ///     >>> import wlb

@@ -146,12 +146,9 @@ impl Question {
 ///
 /// Args:
 ///     costs: seconds; float64[m], micro-batches through the whole model, forward and backward (``Packing.costs``):
-///         every
-///         stage takes an equal part, and in each stage forward, input gradient and weight gradient take a third each.
-///         Or
-///         float64[m, stages], with ``stages = num_stages * num_virtual_stages``. Or float64[m, stages, 3], with
-///         forward,
-///         input gradient and weight gradient given separately.
+///         every stage takes an equal part, and in each stage forward, input gradient and weight gradient take a third
+///         each. Or float64[m, stages], with ``stages = num_stages * num_virtual_stages``. Or float64[m, stages, 3],
+///         with forward, input gradient and weight gradient given separately.
 ///     schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv" or
 ///         "dualpipev".
 ///     num_stages: pipeline ranks, p.
@@ -226,8 +223,7 @@ pub(crate) fn simulate_pipeline<'py>(
 /// Simulates many steps of data-parallel replicas of a pipeline, which wait for each other at the end of each step.
 ///
 /// Like ``simulate_pipeline`` with two more dimensions before that of the micro-batches. It returns a few numbers for
-/// each
-/// step instead of single ops, and simulates tens of millions of ops a second.
+/// each step instead of single ops, and simulates tens of millions of ops a second.
 ///
 /// Args:
 ///     costs: seconds; float64[steps, dp, m], [steps, dp, m, stages] or [steps, dp, m, stages, 3].
@@ -303,8 +299,7 @@ pub(crate) fn simulate_steps<'py>(
 }
 
 /// Deals the micro-batches of a step to data-parallel ranks in equal counts, ordered for the schedule, so that the
-/// slowest
-/// rank finishes early.
+/// slowest rank finishes early.
 ///
 /// It deals by cost, then tries sorted orders, swaps and moves in the simulator. The result is never slower than
 /// ``Packing.deal``, which ignores the schedule.
@@ -320,8 +315,7 @@ pub(crate) fn simulate_steps<'py>(
 ///
 /// Returns:
 ///     int64[dp_size, M / dp_size]: indices of each rank's micro-batches in the order of running. ``costs[order]`` are
-///     the
-///     costs in this order. Ranks that pass the same costs get the same result.
+///     the costs in this order. Ranks that pass the same costs get the same result.
 ///
 /// Raises:
 ///     WlbError: ``dp_size`` does not divide M; otherwise as for ``simulate_pipeline``.

@@ -1,7 +1,6 @@
 //! Classes and functions that Python hands to the engine, so that the engine imports no Python module: the frozen
 //! dataclasses of `wlb._results`, and functions that read arrays (`wlb._arrays`), read profiles (`wlb.profiles`) and
-//! show
-//! objects (`wlb._shown`).
+//! show objects (`wlb._shown`).
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -39,8 +38,7 @@ pub(crate) fn declaration<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'p
 }
 
 /// `answer!(py, "Class", source { field, method(), ...; field: value, ... })`: an instance of the class. Its fields are
-/// the
-/// fields and methods of `source` with the same name, and the given values, each converted by itself.
+/// the fields and methods of `source` with the same name, and the given values, each converted by itself.
 macro_rules! answer {
     ($py:expr, $class:literal, $source:ident {
         $($same:ident $(($($none:tt)*))?),+ $(; $($field:ident: $value:expr),+ $(,)?)?

@@ -23,28 +23,25 @@ use crate::results::declaration;
 /// Shards one micro-batch over the ranks of a context-parallel group, without padding.
 ///
 /// Any lengths and any ``cp_size`` are allowed, also a document of 1 token and a rank without tokens. Ranks differ by
-/// at
-/// most one token.
+/// at most one token.
 ///
 /// Args:
 ///     lengths: int[n], tokens of the documents, in packed order.
 ///     cp_size: number of ranks of the group.
 ///     strategy: "auto": every document on as few ranks as possible, while no rank has more than ``max_imbalance``
-///         times
-///         the mean pairs (if that is impossible, as evenly as possible): few keys to fetch, long segments.
-///         "per_document": every document in ``2 * cp_size`` chunks; rank ``i`` gets chunks ``i`` and
-///         ``2 * cp_size - 1 - i``: equal work. "per_sequence": the packed sequence in such chunks: fewer and longer
-///         segments, unequal work. "hybrid": documents of at least ``hybrid_threshold`` tokens per document, shorter
-///         ones whole on one rank. "adaptive": the one of these four that ``kernel_model`` predicts to be fastest, by
-///         the latency of the slowest rank, forward and backward; equally fast ones in the order "per_sequence",
-///         "per_document", "auto", "hybrid". The result's ``strategy`` and ``hybrid_threshold`` say which it is.
-///         "contiguous": rank ``i`` gets the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that
-///         mix neighbouring tokens; attention is uneven under it, see ``wlb.torch.recut``.
+///         times the mean pairs (if that is impossible, as evenly as possible): few keys to fetch, long segments.
+///         "per_document": every document in ``2 * cp_size`` chunks; rank ``i`` gets chunks ``i`` and ``2 * cp_size - 1
+///         - i``: equal work. "per_sequence": the packed sequence in such chunks: fewer and longer segments, unequal
+///         work. "hybrid": documents of at least ``hybrid_threshold`` tokens per document, shorter ones whole on one
+///         rank. "adaptive": the one of these four that ``kernel_model`` predicts to be fastest, by the latency of the
+///         slowest rank, forward and backward; equally fast ones in the order "per_sequence", "per_document", "auto",
+///         "hybrid". The result's ``strategy`` and ``hybrid_threshold`` say which it is. "contiguous": rank ``i`` gets
+///         the ``i``-th of ``cp_size`` runs of the packed sequence, for layers that mix neighbouring tokens; attention
+///         is uneven under it, see ``wlb.torch.recut``.
 ///     causal: whether queries see only keys before them; it decides pairs and key ranges, not the rank of a token.
 ///     hybrid_threshold: tokens; with "hybrid" only.
 ///     max_imbalance: with "auto", and with "adaptive" when it tries "auto": most pairs of a rank over the mean, at
-///         least
-///         1; default 1.01.
+///         least 1; default 1.01.
 ///     kernel_model: for "adaptive", and for "hybrid" without a threshold, which then gets the best threshold. All
 ///         distinct lengths are tried as thresholds (of more than 64 only some, see docs/semantics.md).
 ///     cp_seconds_per_key: with a ``kernel_model``: seconds that a rank takes for each key that it fetches
@@ -204,37 +201,31 @@ impl Shard {
     }
 
     /// int64[cp_size]: keys of each rank that an all-gather has to send, because a query on another rank sees them.
-    /// Equally
-    /// many values go with them. Every rank sends as many keys as the rank with the most. Counted without a window;
-    /// O(segments).
+    /// Equally many values go with them. Every rank sends as many keys as the rank with the most. Counted without a
+    /// window; O(segments).
     #[getter]
     fn keys_gathered(&self) -> Array<Vec<i64>> {
         Array(self.plan.keys_gathered())
     }
 
     /// int64[cp_size]: tokens of each rank that attends in two calls, else 0. A rank attends in two calls if it lacks
-    /// keys for
-    /// some of its documents, and the documents for which it has all keys are at least an eighth of its tokens: these
-    /// attend
-    /// while keys arrive. Counted without a window; O(segments).
+    /// keys for some of its documents, and the documents for which it has all keys are at least an eighth of its
+    /// tokens: these attend while keys arrive. Counted without a window; O(segments).
     #[getter]
     fn tokens_split(&self) -> Array<Vec<i64>> {
         Array(self.ranks().map(|rank| self.plan.tokens_split(rank)).collect())
     }
 
     /// int64[cp_size]: keys (own and fetched ones) that each rank copies for the call that needs keys of other ranks:
-    /// for
-    /// every segment of a document of which the rank lacks keys, all keys that the segment sees. Counted without a
-    /// window;
-    /// O(segments).
+    /// for every segment of a document of which the rank lacks keys, all keys that the segment sees. Counted without a
+    /// window; O(segments).
     #[getter]
     fn keys_picked(&self) -> Array<Vec<i64>> {
         Array(self.ranks().map(|rank| self.plan.keys_picked(rank)).collect())
     }
 
     /// int32[num_tokens]: ``rank_major[restore_indices]`` is the packed sequence, where ``rank_major`` has the ranks'
-    /// tokens one
-    /// rank after the other. O(tokens).
+    /// tokens one rank after the other. O(tokens).
     #[getter]
     fn restore_indices(&self) -> Array<Vec<i32>> {
         Array(self.plan.restore_indices())
@@ -318,11 +309,11 @@ impl Shard {
 
 /// The tokens of one rank of a context-parallel group, and the arrays for its varlen attention kernel.
 ///
-/// Rows have an order of their own: first the documents of which the rank has all keys that it sees, then the
-/// others (``docs/semantics.md``). A segment is a contiguous run of one document. The queries of segment ``i`` are
-/// ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of the rank's tokens, and its keys are
-/// ``packed[k_starts[i] : k_starts[i] + cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its
-/// document up to the segment's end, which is what a kernel with bottom-right causal alignment expects.
+/// Rows have an order of their own: first the documents of which the rank has all keys that it sees, then the others
+/// (``docs/semantics.md``). A segment is a contiguous run of one document. The queries of segment ``i`` are
+/// ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of the rank's tokens, and its keys are ``packed[k_starts[i] : k_starts[i] +
+/// cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its document up to the segment's end, which
+/// is what a kernel with bottom-right causal alignment expects.
 ///
 /// Examples:
 ///     >>> import wlb
@@ -394,8 +385,7 @@ impl RankShard {
     }
 
     /// int32[s + 1]: index of each segment's first key if the keys of all segments are copied one after the other, and
-    /// at the
-    /// end their number.
+    /// at the end their number.
     #[getter]
     fn cu_seqlens_k(&self) -> Array<&[i32]> {
         Array(&self.held.cu_seqlens_k)
@@ -438,8 +428,7 @@ impl Shard {
     ///
     /// Returns:
     ///     dict: strategy, cp_size, documents, tokens, imbalance (pairs of the rank with the most over the mean),
-    ///         keys_moved
-    ///         (of the rank with the most).
+    ///         keys_moved (of the rank with the most).
     ///
     /// Complexity:
     ///     O(documents * cp_size).

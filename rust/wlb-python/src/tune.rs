@@ -91,14 +91,11 @@ pub(crate) fn tune_outlier_thresholds<'py>(
 /// Finds the price of delay for a ``Packer`` with ``release="adaptive"`` on a sample of lengths.
 ///
 /// Runs the packer over the sample at geometrically spaced prices and at the default, then at prices near the one where
-/// the
-/// mean delay passes the limit. The best of many prices on the same steps is merely the luckiest, so each half of the
-/// documents judges the prices found on the other. The prices that lose the least time on both halves and the default
-/// are
-/// then judged on three other orders of all documents. If a half has less than twelve global batches, the prices that
-/// lose
-/// the least time on all documents are judged on the other orders alone; such a price may suit only these documents.
-/// Deterministic. Documents over ``max_document_tokens`` are split.
+/// the mean delay passes the limit. The best of many prices on the same steps is merely the luckiest, so each half of
+/// the documents judges the prices found on the other. The prices that lose the least time on both halves and the
+/// default are then judged on three other orders of all documents. If a half has less than twelve global batches, the
+/// prices that lose the least time on all documents are judged on the other orders alone; such a price may suit only
+/// these documents. Deterministic. Documents over ``max_document_tokens`` are split.
 ///
 /// Args:
 ///     lengths: int[n], tokens, in arrival order; some tens of global batches or more.
@@ -113,19 +110,16 @@ pub(crate) fn tune_outlier_thresholds<'py>(
 /// Returns:
 ///     TuneResult: the price that loses the least time on the other orders, within the delay limit there and on the
 ///     sample. It is the default (0.03) unless another price saves 0.01 of lost time in every order, is no worse on a
-///     half,
-///     and has no worse a worst step there and on the sample. If the default exceeds the delay limit, the bound on the
-///     worst
-///     step holds if any price keeps it. If no price keeps the limit, it is the price with the least delay. ``judged``
-///     has
-///     all judged prices, the default among them; ``pareto`` has the Pareto front of balance and delay on the sample.
+///     half, and has no worse a worst step there and on the sample. If the default exceeds the delay limit, the bound
+///     on the worst step holds if any price keeps it. If no price keeps the limit, it is the price with the least
+///     delay. ``judged`` has all judged prices, the default among them; ``pareto`` has the Pareto front of balance and
+///     delay on the sample.
 ///
 /// Raises:
 ///     WlbError: wrong lengths, costs or options, or no documents; several columns of costs.
 ///
 /// One run of the packer for each of about 32 prices, another for each price within the limit, and three for each
-/// judged
-/// price (nine or more). Releases the GIL.
+/// judged price (nine or more). Releases the GIL.
 ///
 /// Examples:
 ///     >>> import numpy as np

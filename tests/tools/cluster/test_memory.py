@@ -10,10 +10,19 @@ from hypothesis import strategies as st
 
 import wlb
 import wlb_tools
+from benches import attention as bench
 from wlb._choices import Schedule
 from wlb.models import Attention, FeedForward, GatedDeltaNet, LatentAttention, Layer, Mamba2
+from wlb.torch.attention import keys
 from wlb_tools.cluster.hardware import GIB
-from wlb_tools.cluster.memory import activation_bytes, exchanged_width, in_flight, ranks_of_stages, trained_per_rank
+from wlb_tools.cluster.memory import (
+    GATHERED,
+    activation_bytes,
+    exchanged_width,
+    in_flight,
+    ranks_of_stages,
+    trained_per_rank,
+)
 
 LLAMA = wlb.ModelConfig.preset("llama2-7b")
 SMALL = wlb.ModelConfig(
@@ -110,7 +119,43 @@ def test_linear_in_tokens_and_of_any_shape(layout: wlb_tools.ParallelLayout, a: 
     assert memory.total.shape == (2, 2, layout.pp)
     assert memory.parameters.shape == (layout.pp,)
     growth = memory.total - memory.total[0, 0]
-    assert growth[0, 1] + growth[1, 0] == pytest.approx(growth[1, 1], rel=1e-9, abs=1)
+    parts = growth[0, 1] + growth[1, 0]
+    if layout.cp == 1:
+        assert parts == pytest.approx(growth[1, 1], rel=1e-9, abs=1)
+    else:  # of many keys only some heads are gathered at a time
+        assert (growth[1, 1] <= parts * (1 + 1e-9) + 1).all()
+
+
+def test_gathered_keys_by_hand() -> None:
+    """Llama's 8 key heads of 128: a token's keys and values have 4 KiB in bfloat16, a head's 512 bytes."""
+    model = wlb.ModelConfig.preset("llama3-8b")
+    layout = wlb_tools.ParallelLayout(cp=4)
+
+    def gathered(tokens: int, layout: wlb_tools.ParallelLayout = layout) -> float:
+        without = wlb_tools.memory_per_rank(model, dataclasses.replace(layout, cp=1), tokens // layout.cp).workspace
+        return float((wlb_tools.memory_per_rank(model, layout, tokens).workspace - without)[0])
+
+    assert gathered(32_768) == 4 * 32_768 * 4096  # all heads together: 128 MiB arrive
+    assert gathered(131_072) == pytest.approx(6.5 * 2**28)  # two parts of 4 heads
+    assert gathered(1 << 20) == pytest.approx(6.5 * 2**29)  # head by head, of 512 MiB each
+    assert gathered(131_072, wlb_tools.ParallelLayout(cp=4, tp=8)) == 4 * 131_072 * 512  # one head a rank
+
+
+@pytest.mark.parametrize(("cp", "kv_heads"), [(4, 32), (8, 8), (8, 4), (2, 8)])
+def test_gathered_keys_take_what_attention_was_counted_to_hold(cp: int, kv_heads: int) -> None:
+    """Beside the gradients of this rank's own queries, keys and values; every document cut for all ranks."""
+    lengths = bench.context(1 << 17)
+    shard = wlb.shard(lengths, cp_size=cp, strategy="per_document")
+    layer = bench.Layer("all_gather", kv_heads=kv_heads)
+    tokens = (1 << 17) // cp
+    own = 2 * 128 * tokens * (layer.heads + 2 * kv_heads)
+    counted = max(bench.counted(layer, shard, rank)["backward"]["peak"] for rank in (0, cp - 1)) - own
+    attention = Attention(num_heads=32, num_kv_heads=kv_heads, head_dim=128)
+    one = wlb.ModelConfig(hidden_size=4096, vocab_size=256, layers=(Layer((attention,)),))
+    said = wlb_tools.memory_per_rank(one, wlb_tools.ParallelLayout(cp=cp), 1 << 17).workspace[0]
+    said -= wlb_tools.memory_per_rank(one, wlb_tools.ParallelLayout(), tokens).workspace[0]
+    assert 0.99 * counted <= said <= 1.3 * counted
+    assert GATHERED == keys.GATHERED
 
 
 def test_in_flight() -> None:

@@ -125,11 +125,11 @@ def test_communication_is_exposed_unless_hidden() -> None:
     half = times(layout, tokens, cp_overlap=0.5)
     assert half.exposed_cp == pytest.approx(full.exposed_cp / 2)
 
-    # 8 layers a stage; keys and values of 4 heads of 128 in bf16, their gradients in float32.
+    # 8 layers a stage; keys and values of 4 heads of 128 in bf16, and so are their gradients.
     cp = Communicator.along("cp", layout, H100)
     keys = 2 * 2 * tokens * 4 * 128
     assert full.exposed_cp[:, 0, 0] == pytest.approx(8 * cp.all_gather(keys * 2))
-    assert full.exposed_cp[:, 0, 1] == pytest.approx(8 * (cp.all_gather(keys * 2) + cp.reduce_scatter(keys * 4)))
+    assert full.exposed_cp[:, 0, 1] == pytest.approx(8 * (cp.all_gather(keys * 2) + cp.all_to_all(keys * 2)))
     tp = Communicator.along("tp", layout, H100)
     hidden = tokens * 4096 * 2
     assert full.exposed_tp[:, 0, 0] == pytest.approx(8 * 2 * (tp.all_gather(hidden) + tp.reduce_scatter(hidden)))
@@ -164,6 +164,20 @@ def test_keys_that_are_not_gathered_take_nothing() -> None:
         times(layout, keys_gathered=[1, 2])
     with pytest.raises(wlb.WlbError, match=r"keys_gathered\[0\] = 1001: a rank has 1000 tokens"):
         times(layout, keys_gathered=[1001])
+
+
+def test_gradients_go_home_of_the_keys_that_were_seen() -> None:
+    """Of a micro-batch of 1,000 tokens a rank, by all-to-all: a rank keeps a quarter of what it exchanges."""
+    layout = wlb_tools.ParallelLayout(pp=2, cp=4)
+    cp = Communicator.along("cp", layout, H100)
+    width = 2 * LLAMA.num_kv_heads * LLAMA.head_dim
+    found = [times(layout, keys_gathered=[500], keys_moved=of).exposed_cp[0, 0] for of in (None, [1500], [600], [0])]
+    assert found[0].tolist() == found[1].tolist()
+    for moved, exposed in zip((1500, 1500, 600, 0), found, strict=True):
+        home = cp.all_to_all(2 * width * moved * 4 / 3)
+        assert exposed[1] - exposed[0] == pytest.approx(16 * home)
+    with pytest.raises(wlb.WlbError, match=r"keys_moved\[0\] = 1501: other ranks send 1500 keys"):
+        times(layout, keys_gathered=[500], keys_moved=[1501])
 
 
 def test_the_receiving_stage_waits_for_what_nothing_hides_of_a_transfer() -> None:

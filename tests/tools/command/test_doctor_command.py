@@ -135,3 +135,22 @@ def test_flash_attn_4_is_no_broken_flash_attn_2(tmp_path: Path, monkeypatch: pyt
         monkeypatch.delitem(sys.modules, name)
     assert not list(checkup.broken_kernels())
     sys.modules.pop("flash_attn", None)
+
+
+def test_flash_attn_4_without_its_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it gives alone: flash-attn 2 has a part of it that does not run, and is no fault."""
+    pytest.importorskip("torch")
+    interface = tmp_path / "flash_attn" / "cute" / "interface.py"
+    interface.parent.mkdir(parents=True)
+    interface.write_text("import a_compiler_that_is_not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert not list(checkup.broken_kernels())
+    found = tmp_path / "flash_attn_4-4.0.0b36.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0b36\n")
+    [named] = checkup.broken_kernels()
+    assert named.startswith("flash_attn.cute.interface is installed and cannot be imported: No module named 'a_comp")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        sys.modules.pop(name)

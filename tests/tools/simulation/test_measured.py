@@ -100,6 +100,17 @@ def test_whole_documents_as_they_arrive(layout: wlb_tools.ParallelLayout) -> Non
     assert run.streamed == len(expected) // width
 
 
+def gives(shard: wlb.Shard, rank: int) -> bool:
+    """Whether another rank sees a key of this one: it has a later token of the same document."""
+    first, last = [np.full(shard.lengths.size, end) for end in (shard.num_tokens, -1)]
+    held = shard.rank(rank)
+    np.minimum.at(first, np.repeat(held.documents, np.diff(held.cu_seqlens_q)), held.position_ids)
+    for other in set(range(shard.cp_size)) - {rank}:
+        theirs = shard.rank(other)
+        np.maximum.at(last, np.repeat(theirs.documents, np.diff(theirs.cu_seqlens_q)), theirs.position_ids)
+    return bool((first < last).any())
+
+
 def copies_beside(shard: wlb.Shard, case: Scenario, copies: Any) -> float:
     """How much longer a micro-batch takes that copies, in all layers and on its slowest rank; segment by segment."""
     more = 0.0
@@ -116,7 +127,7 @@ def copies_beside(shard: wlb.Shard, case: Scenario, copies: Any) -> float:
             if own and 8 * own < queries.sum():  # so few tokens are not worth a call of their own
                 apart = apart | apart.any()
             copying[rank] = of_key * keys[apart].sum()
-            if apart.any() and not apart.all():
+            if apart.any() or gives(shard, rank):
                 copying[rank] += of_token * queries.sum()
         more += (attention + copying).max() - attention.max()
     return case.model.num_layers * float(more)

@@ -160,6 +160,7 @@ def test_steps_recomputed_one_by_one(name: str, keys: Any) -> None:
                     layout=case.layout,
                     hardware=case.hardware,
                     keys_gathered=None if keys == "all" else [made.keys_gathered.max()],
+                    keys_moved=None if keys == "all" else [made.keys_moved.max()],
                     tp_overlap=0.5,
                 )
                 costs.append(stages.seconds[0])

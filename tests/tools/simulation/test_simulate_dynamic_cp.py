@@ -117,6 +117,7 @@ def test_steps_recomputed_group_by_group(keys: Any) -> None:
                         layout=layout,
                         hardware=case.hardware,
                         keys_gathered=None if keys == "all" else [cut.keys_gathered.max()],
+                        keys_moved=None if keys == "all" else [cut.keys_moved.max()],
                         cp_overlap=0.5,
                     ).seconds.sum()
                 # Its forward and backward both wait for all of its ranks.

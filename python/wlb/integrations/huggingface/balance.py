@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, has_length
@@ -153,7 +153,7 @@ class _Balanced(Trainer):
     _wlb_plain: bool
     _wlb_callback: MicroBatchCallback
     _wlb_resumed: Resumed | None = None  # while it trains
-    _wlb_losses: list[tuple[float, int]] | None = None  # sums of losses and numbers of labels of the running evaluation
+    _wlb_losses: list[tuple[Tensor, Tensor]] | None = None  # losses and numbers of labels of the running evaluation
 
     def _wlb_take(self, planned: Planned) -> None:
         self._wlb_planner.set_arguments(self, planned.arguments)
@@ -230,7 +230,7 @@ class _Balanced(Trainer):
             losses, self._wlb_losses = self._wlb_losses, None
         name = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
         if output.metrics is not None and name in output.metrics:
-            total = torch.tensor(losses, dtype=torch.float64).reshape(-1, 2).sum(0)
+            total = _sums(losses)
             if dist.is_initialized():
                 total = total.to(meeting_place(dist.group.WORLD, self.args.device))
                 dist.all_reduce(total)
@@ -266,8 +266,7 @@ class _Balanced(Trainer):
             shifted = inputs["labels"][..., 1:]
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and shifted is not None and self._wlb_losses is not None:
-            count = int((shifted != IGNORE).sum())
-            self._wlb_losses.append((loss.item() * count if count else 0.0, count))
+            self._wlb_losses.append((loss.detach(), (shifted != IGNORE).sum()))  # read when the evaluation is over
         return loss, logits, labels
 
     def _wlb_once(self, inputs: Any) -> Any:
@@ -306,3 +305,16 @@ def _labels_to_count(batch: dict[str, Any]) -> dict[str, Any]:
     """
     shifted = batch.get("shift_labels")
     return batch if shifted is None else {"labels": torch.nn.functional.pad(shifted, (1, 0), value=IGNORE)}
+
+
+def _sums(losses: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Sum of the losses of all labels, and the number of labels: float64 [2] on the host.
+
+    Args:
+        losses: Of batches, the mean loss and the number of labels. Without labels a mean is NaN, and counts 0.
+    """
+    if not losses:
+        return torch.zeros(2, dtype=torch.float64)
+    of_batches, of_labels = zip(*losses, strict=True)
+    means, counts = torch.stack(of_batches).cpu().double(), torch.stack(of_labels).cpu().double()
+    return torch.stack([torch.where(counts > 0, means * counts, 0.0).sum(), counts.sum()])

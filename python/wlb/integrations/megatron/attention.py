@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -13,7 +14,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 import wlb
@@ -101,11 +102,8 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        softmax = getattr(config, "softmax_type", "vanilla")
         if dropout:
             raise error("attention_dropout", f"= {dropout}: wlb's attention has none; give 0.0", value=dropout)
-        if softmax != "vanilla":
-            raise error("softmax_type", f"= {softmax!r}: wlb's attention has 'vanilla' alone", value=softmax)
         if getattr(attn_mask_type, "name", "causal") not in ("causal", "padding_causal"):
             raise error("attn_mask_type", f"= {attn_mask_type.name}: must be causal", value=attn_mask_type.name)
         # With apply_query_key_layer_scaling Megatron-Core divides the scores by the layer's number, for the range of
@@ -118,6 +116,36 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             if right not in (0, -1):
                 raise error("window_size", f"= {sizes}: causal attention sees nothing to the right", value=sizes)
             self._window = left + 1 if left >= 0 else None
+        self._tp_group = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
+        self.softmax_offset: Tensor | None = None
+        self._has_sinks(config)
+
+    def _has_sinks(self, config: TransformerConfig) -> None:
+        """Makes the logits that Megatron-Core's softmax has beside the scores, by its own names."""
+        softmax = getattr(config, "softmax_type", "vanilla")
+        if softmax == "vanilla":
+            return
+        if softmax not in ("off-by-one", "learnable"):
+            raise error("softmax_type", f"= {softmax!r}: 'vanilla', 'off-by-one' or 'learnable'", value=softmax)
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        offset = torch.zeros(
+            config.num_attention_heads // self._tp_group.size(), dtype=config.params_dtype, device=device
+        )
+        if softmax == "learnable":
+            offset = torch.nn.Parameter(offset)
+            if config.perform_initialization:
+                config.init_method(offset)
+        self.softmax_offset = offset
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
+    ) -> Any:
+        """The learnt logits for a distributed checkpoint, as Megatron-Core's own attention has them."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        if not state:
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        groups = {"tp_group": self._tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
     def forward(
         self,
@@ -153,7 +181,8 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             raise error("attention_bias", "is not taken by wlb's attention")
         shard, ranks = self._row(packed_seq_params)
         q, k, v = (tensor.squeeze(1) if tensor.dim() == 4 else tensor for tensor in (query, key, value))
-        output = context_parallel_attention(q, k, v, shard, group=ranks, softmax_scale=self._scale, window=self._window)
+        options: Any = {"softmax_scale": self._scale, "window": self._window, "sinks": self.softmax_offset}
+        output: Tensor = context_parallel_attention(q, k, v, shard, group=ranks, **options)
         return output.flatten(1).unsqueeze(1) if query.dim() == 4 else output
 
     def _row(self, params: PackedSeqParams) -> tuple[wlb.Shard, dist.ProcessGroup | None]:

@@ -186,6 +186,8 @@ def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[s
 def mean_loss(reports: list[dict[str, Tensor]], *, group: dist.ProcessGroup | None = None) -> float | None:
     """The mean loss over the labels of a step, from what Megatron-Core's `forward_backward_func` returns.
 
+    It waits for the device: call it for the steps that are logged.
+
     Args:
         reports: of `loss_func`, one for each micro-batch; empty but on the last stage.
         group: the data x context ranks, over which it is summed; by default those of Megatron-Core.

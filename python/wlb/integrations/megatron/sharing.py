@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from wlb.torch.collectives import host_group
 
 T = TypeVar("T")
 
@@ -34,6 +37,15 @@ class Sharing(Generic[T]):
     predicts: bool = False
     each: bool = False
 
+    @functools.cached_property
+    def _hosts(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Groups for headers on the host, where no rank waits for its device: stages, and tensor-parallel ranks.
+
+        The first use is a collective of the whole world.
+        """
+        made = [host_group(group, description="wlb: headers of steps") for group in (self.pp, self.tp)]
+        return made[0], made[1]
+
     @property
     def leads(self) -> bool:
         """Whether this rank is the first of those that train the same documents."""
@@ -59,10 +71,10 @@ class Sharing(Generic[T]):
         if self.each and mine is not None:
             return mine
         box: list[Any] = [mine]
-        for group, sends in ((self.pp, self.tp.rank() == 0), (self.tp, True)):
+        for group, sends in zip(self._hosts, (self.tp.rank() == 0, True), strict=True):
             if group.size() > 1 and sends:
                 source = dist.get_process_group_ranks(group)[0]
-                dist.broadcast_object_list(box, src=source, group=group, device=self.device)
+                dist.broadcast_object_list(box, src=source, group=group)
         given: T = box[0]
         return given
 

@@ -197,15 +197,15 @@ def _attend(
         arguments.check_of_heads("sinks", sinks, q)
         sinks = sinks if degree == 1 else sinks[mine]
     assert chosen is not None
-    options: Any = (how.exchange, group, chosen, how.computed, sinks, return_lse or with_lse)
+    shown = return_lse or with_lse
     if how.heads is None:
-        out, lse = attention(q, k, v, *options, known=known)
+        out, lse = attention(q, k, v, how.exchange, group, chosen, how.computed, sinks, shown, known)
     else:
         heads = HeadsExchange(how.heads, how.block, group)
         if known is not None:
             known = heads.split_heads(known[0]), heads.split_heads(known[1].unsqueeze(-1)).squeeze(-1)
         q, k, v = split_heads(q, k, v, heads)
-        out, lse = attention(q, k, v, *options, known=known)
+        out, lse = attention(q, k, v, how.exchange, group, chosen, how.computed, sinks, shown, known)
         out = join_heads(out, heads)
         if lse is not None:
             lse = join_heads(lse.unsqueeze(-1).contiguous(), heads).squeeze(-1)
@@ -274,11 +274,13 @@ def _how(
     block = rank - rank % degree
     exchange: KeysExchange | Ring
     in_block = None
+    common: dict[str, Any] = {"window": window, "biased": biased, "device": q.device}
+    common["buckets"] = kernels.gains_by_buckets(chosen)
     if transport in ("all_gather", "fetch"):
-        keys = plan.keys_plan(shard, rank, fetch=transport == "fetch", window=window, biased=biased, device=q.device)
+        keys = plan.keys_plan(shard, rank, fetch=transport == "fetch", **common)
         exchange = KeysExchange(keys, 1 if biased else head_parts(keys, kv_heads, 2 * width * q.dtype.itemsize))
     else:
-        in_block, ring = plan.ring_plan(shard, rank, degree=degree, window=window, biased=biased, device=q.device)
+        in_block, ring = plan.ring_plan(shard, rank, degree=degree, **common)
         exchange = Ring(ring, range(rank % degree, size, degree), size)
     return _How(
         exchange=exchange,
@@ -320,10 +322,10 @@ def prepare_attention(
     """Derives what `rank` has to do for a micro-batch ahead of time, so that its first layer does not wait for it.
 
     To be called for the next micro-batch while the device works on this one; from any thread, as nothing is sent to
-    other ranks. `context_parallel_attention` with the same options then finds the plan, if few others came between:
-    the last 128 are kept. It costs a fraction of a millisecond of CPU time, without the GIL, in segments of all ranks
-    and in tokens of this rank; index arrays go to `device` in one copy, on its current stream there, which must be the
-    one that attention runs on.
+    other ranks. `context_parallel_attention` with the same options and the kernel "auto" then finds the plan, if few
+    others came between: the last 128 are kept. It costs a fraction of a millisecond of CPU time, without the GIL, in
+    segments of all ranks and in tokens of this rank; index arrays go to `device` in one copy, on its current stream
+    there, which must be the one that attention runs on.
 
     Args:
         shard: How the micro-batch will lie on the ranks.
@@ -347,9 +349,10 @@ def prepare_attention(
     arguments.check_window(window)
     window = arguments.reach(window)
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
+    common: dict[str, Any] = {"window": window, "biased": alibi, "device": device}
+    common["buckets"] = not alibi and kernels.is_prepared_in_buckets(device)
     if transport in ("all_gather", "fetch"):
-        fetch = transport == "fetch"
-        plan.keys_plan(shard, rank, fetch=fetch, window=window, biased=alibi, device=device)
+        plan.keys_plan(shard, rank, fetch=transport == "fetch", **common)
     else:
-        plan.ring_plan(shard, rank, degree=degree, window=window, biased=alibi, device=device)
+        plan.ring_plan(shard, rank, degree=degree, **common)
     return operator.PREPARED.add(shard)

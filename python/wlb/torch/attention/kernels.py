@@ -653,6 +653,22 @@ def choose(
     raise error("kernel", f"{name!r} {reason}; 'reference' has it on every transport", value=name)
 
 
+def gains_by_buckets(kernel: Kernel | None) -> bool:
+    """Whether a kernel starts thread blocks for the longest span of a call, also where a span has no such keys.
+
+    Those of flash-attn 4 start as many as there are keys; on a CPU, and in the reference kernel, a span takes its own.
+    """
+    return isinstance(kernel, VarlenKernel | FlashAttention2 | FlashAttention3)
+
+
+def is_prepared_in_buckets(device: torch.device) -> bool:
+    """`gains_by_buckets` of the kernel that "auto" takes there for a model in bfloat16."""
+    if device.type != "cuda":
+        return False
+    q = torch.empty((0, 1, 128), dtype=torch.bfloat16, device=device)
+    return gains_by_buckets(choose("auto", q, scale=1.0, alibi_slopes=None, alibi_aligned=True))
+
+
 def value_width(kernel: Kernel, q: Tensor, value_dim: int, more: int = 0) -> int:
     """The width at which a chosen kernel computes values: theirs, or that of heads, to which they are then padded."""
     if value_dim == q.shape[2]:

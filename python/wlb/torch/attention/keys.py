@@ -3,7 +3,8 @@
 Documents of which a rank has all keys that it sees run in a call over the rank's own tensors while others' keys are
 under way, if there are enough of them; they are its first rows. The others run over a buffer: the rank's own keys, and
 behind them what arrives; one varlen call over what its segments see of it. No query is in both calls, so that nothing
-is merged: both write their rows of one output.
+is merged: both write their rows of one output. Only short samples of a forest behind a long prompt are merged of two
+parts, since that is cheaper than a copy of the prompt's keys for each (`wlb_core::sharding::execution` says when).
 
 `all_gather` gathers the keys that some rank needs from another, as Llama 3's context parallelism does. Ranks send equal
 numbers of rows, one fused collective, since NCCL makes one broadcast a rank of unequal counts and gloo refuses them; a
@@ -50,7 +51,7 @@ class KeysExchange:
     @property
     def once(self) -> bool:
         """See `KeyExchange`."""
-        return True
+        return self.plan.once
 
     def forward(self, k: Tensor, v: Tensor, attend: Attend, group: dist.ProcessGroup | None) -> None:
         """See `KeyExchange`."""
@@ -117,7 +118,7 @@ class KeysExchange:
         plan = self.plan
         if home is None:
             return lambda: plan.own.of(flat)
-        going = plan.going.of(flat) if plan.going.count else flat[:0]
+        going = (plan.going.of(flat) if plan.going.count else flat[:0]).view(-1, *home.shape[1:])
         work = dist.all_to_all_single(home, going, plan.coming_rows, plan.going_rows, group=group, async_op=True)
 
         def finish() -> Tensor:

@@ -17,6 +17,9 @@ from wlb.torch.attention.plan import Call, Rows, add, pick, put, queries_of
 LSE_CHANNELS = 8
 """Channels that a head gets in its backward for the gradient of the log-sum-exp: flash kernels take multiples of 8."""
 
+_ROWS_OF_SINKS = 4096
+"""Queries whose part of the sinks' gradient is computed at once: it takes their outputs in the dtype of sums."""
+
 Keys = Tensor | tuple[Tensor, Tensor]
 """Keys with their values: `[keys, 2, kv_heads, head_dim]`, or two tensors `[keys, kv_heads, head_dim]`."""
 
@@ -141,6 +144,31 @@ class _Merged:
         return out.to(self._q.dtype), of_kernel
 
 
+class _MergedParts:
+    """Attention of queries of which some are in several calls, in parts of the heads."""
+
+    def __init__(self, q: Tensor, kernel: Kernel, value_dim: int) -> None:
+        self._q, self._kernel, self._value_dim = q, kernel, value_dim
+        self._parts: dict[Heads, _Merged] = {}
+
+    def attend(self, keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
+        """See `Attend`."""
+        if heads not in self._parts:
+            self._parts[heads] = _Merged(heads.of(self._q), self._kernel, self._value_dim)
+        self._parts[heads].attend(keys, calls, heads)
+
+    def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output in the dtype of the queries, and log-sum-exp `[heads, tokens]`."""
+        parts = self._parts or {ALL_HEADS: _Merged(self._q, self._kernel, self._value_dim)}
+        found = [
+            parts[heads].result(None if sinks is None else heads.of(sinks.unsqueeze(0))[0]) for heads in sorted(parts)
+        ]
+        if len(found) == 1:
+            return found[0]
+        outs, lses = zip(*found, strict=True)
+        return torch.cat(outs, 1), torch.cat(lses)
+
+
 class _Sum:
     """A sum of gradients by row, in the dtype of sums. It begins as what is added first, if that is for all rows."""
 
@@ -259,7 +287,7 @@ class _Attention(torch.autograd.Function):
             out, ctx.places = outputs.result(), outputs.places
             ctx.save_for_backward(q, k, v, sinks, None if sinks is None else shown, out, *outputs.lses)
             return out, shown if with_lse else None
-        merged = _Merged(q, kernel, value_dim)
+        merged = _MergedParts(q, kernel, value_dim)
         exchange.forward(k, v, merged.attend, group)
         out, lse = merged.result(sinks)
         ctx.save_for_backward(q, k, v, sinks, None if sinks is None else lse.t(), out, lse)
@@ -279,7 +307,7 @@ class _Attention(torch.autograd.Function):
         d_out = d_out.contiguous()
         d_sinks = None if sinks is None else _of_sinks(sinks, lse_of_sinks, out, d_out)
         dq = q.new_empty(q.shape) if once else None
-        total = _Sum(q)
+        totals: dict[int, _Sum] = {}  # by the part of the heads
 
         def attend(keys: Keys, calls: Sequence[Call], heads: Heads, d_keys: Tensor) -> None:
             whole = heads.parts == 1
@@ -299,12 +327,15 @@ class _Attention(torch.autograd.Function):
                 given = (call_d_out, call_q, *_keys(keys, call.k_rows, value_dim), call_out, lse, call)
                 part, _ = kernel.backward(*given, (None if listed else into, d_call))
                 if into is None:
-                    total.add(rows, part)
+                    if heads.part not in totals:
+                        totals[heads.part] = _Sum(mine[1])
+                    totals[heads.part].add(rows, part)
                 elif listed:
                     put(into, rows, part)
 
         d_keys = ctx.exchange.backward(k, v, attend, ctx.group)
-        dq = total.total().to(q.dtype) if dq is None else dq
+        if dq is None:
+            dq = torch.cat([totals[part].total().to(q.dtype) for part in sorted(totals)] or [torch.zeros_like(q)], 1)
         if ctx.with_lse:
             dq, d_keys = dq[..., :width], d_keys[..., :width]
         dk, dv = (d_keys if d_keys.dtype == k.dtype else d_keys.to(k.dtype)).unbind(1)
@@ -313,9 +344,13 @@ class _Attention(torch.autograd.Function):
 
 def _of_sinks(sinks: Tensor, lse: Tensor, out: Tensor, d_out: Tensor) -> Tensor:
     """The gradient of the sinks, keys whose value is 0. `lse` is `[queries, heads]` and includes them."""
-    wide = accumulator(out.dtype)
-    d_score = (d_out.to(wide) * out).sum(-1).mul_(torch.sub(sinks.to(lse.dtype), lse).exp_())
-    return d_score.sum(0).neg_().to(sinks.dtype)
+    sinks_of_lse = sinks.to(lse.dtype)
+    total = torch.zeros_like(sinks_of_lse)
+    for rows in zip(*(torch.split(x, _ROWS_OF_SINKS) for x in (lse, out, d_out)), strict=True):
+        part_lse, part_out, part_d_out = rows
+        d_score = (part_d_out.to(lse.dtype) * part_out).sum(-1)
+        total.sub_(d_score.mul_(torch.sub(sinks_of_lse, part_lse).exp_()).sum(0))
+    return total.to(sinks.dtype)
 
 
 def _with_lse(

@@ -176,7 +176,7 @@ class KeysPlan:
     """
 
     local: list[Call]  # over the rank's own keys, while others' arrive
-    remote: list[Call]  # over what is picked of the buffer; no query is in two calls
+    remote: list[Call]  # over what is picked of the buffer
     picked: Rows  # of the buffer
     gathered: int  # rows of keys that are copied or brought together, at most, on any rank
     first: int  # the first of the rank's rows whose keys are in the buffer
@@ -197,6 +197,11 @@ class KeysPlan:
         return self.buffer[2]
 
     @functools.cached_property
+    def once(self) -> bool:
+        """Whether no query is in two calls."""
+        return all(call.fresh for call in (*self.local, *self.remote))
+
+    @functools.cached_property
     def buffer(self) -> tuple[int, int, int]:
         """The first of the rank's rows whose keys are in the buffer, its rows of own keys, and those that arrive."""
         return self.first, self.own_rows, sum(self.arriving_rows)
@@ -204,12 +209,23 @@ class KeysPlan:
 
 @functools.lru_cache(maxsize=KEPT)
 def keys_plan(
-    shard: AnyShard, rank: int, *, fetch: bool, window: int | None, biased: bool, device: torch.device
+    shard: AnyShard,
+    rank: int,
+    *,
+    fetch: bool,
+    window: int | None,
+    biased: bool,
+    device: torch.device,
+    buckets: bool = False,
 ) -> KeysPlan:
-    """Plan of `rank` for `all_gather`, or for `fetch`. `biased`: scores have a bias by position."""
-    indices, local, remote, (first, own_rows), sent, (sent_rows, arriving_rows), moves, going, own = _core.keys_plan(
-        shard, rank, fetch=fetch, window=window, biased=biased
+    """Plan of `rank` for `all_gather`, or for `fetch`.
+
+    `biased`: scores have a bias by position. `buckets`: calls are divided where the kernel gains by it.
+    """
+    indices, local, remote, (first, own_rows), sent, sizes, gathers, going, own = _core.keys_plan(
+        shard, rank, fetch=fetch, window=window, biased=biased, buckets=buckets
     )
+    (sent_rows, arriving_rows), (moves, gathered) = sizes, gathers
     tensors = _Tensors(indices, device)
     queries = int(shard.tokens_per_rank[rank])
     rows = own_rows + sum(arriving_rows)
@@ -225,7 +241,7 @@ def keys_plan(
         local=local_calls,
         remote=remote_calls,
         picked=picked,
-        gathered=_gathered(shard, moves),
+        gathered=gathered,
         first=first,
         own_rows=own_rows,
         sent=tensors.rows(sent),
@@ -238,15 +254,6 @@ def keys_plan(
         own=tensors.sum(own, sum(gradients)),
         gradients=gradients,
     )
-
-
-def _gathered(shard: AnyShard, moves: bool) -> int:
-    """See `KeysPlan`. Of a forest, keys are copied for each run of tokens that sees them, at most once a sample."""
-    rows = shard.num_tokens if moves else 0
-    if not isinstance(shard, wlb.ForestShard):
-        return rows
-    of_segments = max(int(shard.rank(rank).cu_seqlens_k[-1]) for rank in range(shard.cp_size))
-    return max(rows, min(of_segments, shard.forest.raw_tokens))
 
 
 @dataclass(frozen=True)
@@ -276,10 +283,19 @@ class HeadsPlan:
 
 @functools.lru_cache(maxsize=KEPT)
 def ring_plan(
-    shard: AnyShard, rank: int, *, degree: int, window: int | None, biased: bool, device: torch.device
+    shard: AnyShard,
+    rank: int,
+    *,
+    degree: int,
+    window: int | None,
+    biased: bool,
+    device: torch.device,
+    buckets: bool = False,
 ) -> tuple[HeadsPlan | None, RingPlan]:
     """Plans of `rank` in blocks of `degree` ranks that exchange heads, with a ring over the blocks."""
-    indices, steps, rows, last, heads = _core.ring_plan(shard, rank, degree, window=window, biased=biased)
+    indices, steps, rows, last, heads = _core.ring_plan(
+        shard, rank, degree, window=window, biased=biased, buckets=buckets
+    )
     tensors = _Tensors(indices, device)
     position = rank // degree
     calls = tensors.calls(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,12 +13,9 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import error
-from wlb.torch.collectives import device_of, timeout_of
+from wlb.torch.collectives import on_host
 
 T = TypeVar("T")
-
-GLOO_WAITS = timedelta(minutes=30)
-"""How long gloo waits if nobody says otherwise."""
 
 
 class Peers:
@@ -44,7 +40,7 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup | None, *, description: str) -> None:
         self._group: dist.ProcessGroup | None = None
         if group is not None:
-            self._group = _on_host(group, description=description)
+            self._group = on_host(group, description=description)
         self.rank = 0 if self._group is None else self._group.rank()
         self.size = 1 if self._group is None else self._group.size()
         self.ranks = [0] if self._group is None else dist.get_process_group_ranks(self._group)
@@ -149,25 +145,6 @@ class Peers:
         everyone = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
         dist.all_gather_into_tensor(everyone, mine, group=self._group)
         return everyone.view(self.size, -1)
-
-
-def _on_host(group: dist.ProcessGroup, *, description: str) -> dist.ProcessGroup:
-    """A gloo group of the same ranks. A collective of the whole world: every rank calls it with its own group.
-
-    All ranks make the groups of all: `use_local_synchronization` would spare that, but in some versions of torch a
-    group's name then depends on how many the rank was in before, which differs after `ContextParallelGroups`.
-    """
-    mine = tuple(dist.get_process_group_ranks(group))
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, mine)
-    longest = max(timeout_of(group, device_of(group)) or GLOO_WAITS, GLOO_WAITS)
-    result = None
-    for ranks in sorted(set(of_ranks)):
-        made = dist.new_group(list(ranks), backend="gloo", timeout=longest, group_desc=description)
-        if ranks == mine:
-            result = made
-    assert isinstance(result, dist.ProcessGroup)
-    return result
 
 
 def failure_text(failure: BaseException | None) -> str | None:

@@ -7,8 +7,7 @@ use crate::limits::MAX_COLUMNS;
 ///
 /// A step takes the sum over columns of the heaviest micro-batch in each column: for example, all ranks run the vision
 /// encoder first, then all run the language model. A column with a limit is memory: it takes no time, and no
-/// micro-batch
-/// may hold more of it than the limit.
+/// micro-batch may hold more of it than the limit.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DocumentCosts {
     columns: usize,
@@ -142,8 +141,7 @@ impl DocumentCosts {
 }
 
 /// Checks `limits` for this number of columns. Without limits no column has one; with them, at least one column must
-/// have
-/// none.
+/// have none.
 pub(crate) fn check_limits(limits: &[f64], columns: usize) -> Result<Vec<Option<f64>>> {
     let argument = "limits";
     if limits.is_empty() {

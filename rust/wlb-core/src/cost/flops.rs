@@ -23,8 +23,7 @@ named_choices! {
 
 impl Passes {
     /// FLOPs run in a step as multiples of the forward FLOPs: for a pair of attention, and for a token in matrix
-    /// products. With
-    /// `recompute` the backward pass runs the forward pass once more.
+    /// products. With `recompute` the backward pass runs the forward pass once more.
     ///
     /// Flash attention's backward runs five matrix products to the forward's two, since it recomputes the scores.
     pub fn weights(self, recompute: bool) -> (f64, f64) {

@@ -25,8 +25,7 @@ impl Mask {
     }
 
     /// [`Mask::pairs`] rounded to a float, in a form that vectorises. Equal to rounding the exact count: the product is
-    /// rounded
-    /// once, and halving is exact.
+    /// rounded once, and halving is exact.
     #[inline]
     pub fn pairs_f64(self, length: i32) -> f64 {
         let d = f64::from(length);

@@ -1,8 +1,7 @@
 //! Cost of documents: attention is quadratic in the length, everything else is linear.
 //!
 //! A [`CostModel`] is a short sum of named terms: pairs under the document's mask, pairs under windows and chunks,
-//! tokens,
-//! documents, micro-batches. The pairs of the mask and the tokens may have measured tables instead of rates.
+//! tokens, documents, micro-batches. The pairs of the mask and the tokens may have measured tables instead of rates.
 
 mod curve;
 mod document_costs;

@@ -11,8 +11,7 @@ use super::mask::{LocalMask, Mask};
 use super::rates::{Rates, Unit, check_local, hides_nothing};
 
 /// Cost of documents: `W(d) = W_a(d) + W_l(d) + document`, where attention `W_a` grows with the pairs and `W_l` with
-/// the
-/// tokens. Every micro-batch costs a constant besides.
+/// the tokens. Every micro-batch costs a constant besides.
 ///
 /// The cost never decreases with the length. `W_a` and `W_l` are 0 at length 0.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -238,8 +238,7 @@ mod tests {
     }
 
     /// Few blocks are looked at for a document even if long and short documents alternate: the light blocks lack room
-    /// for long
-    /// ones.
+    /// for long ones.
     #[test]
     fn documents_in_any_order_move_few_blocks() {
         for falling in [true, false] {

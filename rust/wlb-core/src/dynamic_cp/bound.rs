@@ -1,19 +1,14 @@
 //! Lower bounds on the time of a step, for any plan.
 //!
 //! A *path* is a chain of ops, each of which waits for the one before it; a step takes at least the time of any path.
-//! All
-//! paths here stay on the same rank number in every stage, and each bound is a sum over the micro-batches of that rank
-//! with
-//! factors that are equal for all ranks. So the bounds also hold for means over ranks; and the mean time of a
-//! micro-batch is
-//! at least its work spread over all ranks, however these are grouped.
+//! All paths here stay on the same rank number in every stage, and each bound is a sum over the micro-batches of that
+//! rank with factors that are equal for all ranks. So the bounds also hold for means over ranks; and the mean time of a
+//! micro-batch is at least its work spread over all ranks, however these are grouped.
 //!
 //! From here on times are of one stage: micro-batch `j` takes `x_j`, a third of it in the forward pass. There are `p`
-//! stages,
-//! `w = p - 1`, `m` micro-batches, and `S` is the sum of all `x_j`. Two facts of 1F1B are used. The last stage runs
-//! forward
-//! and backward of one micro-batch after the other. On the first stage, the forward of micro-batch `j` comes after all
-//! forwards before it and after the backwards up to `j - p`.
+//! stages, `w = p - 1`, `m` micro-batches, and `S` is the sum of all `x_j`. Two facts of 1F1B are used. The last stage
+//! runs forward and backward of one micro-batch after the other. On the first stage, the forward of micro-batch `j`
+//! comes after all forwards before it and after the backwards up to `j - p`.
 
 use crate::packing::Sync;
 
@@ -26,22 +21,18 @@ use super::problem::{Document, Problem};
 /// The largest of
 ///
 /// - all work, and the exchange that no plan hides ([`exchanged`]), spread evenly over all ranks of all stages, plus
-///   the
-///   constant part of `least` micro-batches;
+///   the constant part of `least` micro-batches;
 /// - the way of the longest document through the pipeline on its best group;
 /// - if the pipeline is not interleaved: the time to fill and drain it with `most` micro-batches ([`fill_and_drain`]);
-///   and
-///   for every `k` the time around the `k` longest documents ([`around`]), if all ranks have them, or if some ranks
-///   have
-///   them while the others do the rest ([`Hosts`]).
+///   and for every `k` the time around the `k` longest documents ([`around`]), if all ranks have them, or if some ranks
+///   have them while the others do the rest ([`Hosts`]).
 ///
 /// All bounds but the second include the hops to the last stage and back, since every path can be made to contain them.
 ///
 /// In a V-shaped pipeline the first bound has only the hops to the last rank, because weight gradients may run there
-/// while
-/// other ops hop back. The way of a document is then its forward, its input gradients and the last of its weight
-/// gradients:
-/// two thirds of its time, and a third of one of `2 p` stages. Nothing hops between the two stages of the last rank.
+/// while other ops hop back. The way of a document is then its forward, its input gradients and the last of its weight
+/// gradients: two thirds of its time, and a third of one of `2 p` stages. Nothing hops between the two stages of the
+/// last rank.
 ///
 /// # Complexity
 /// O(min(documents, most) log world_size + most).
@@ -104,29 +95,20 @@ const HALVINGS: usize = 24;
 /// Ranks that have one of the `k` costliest documents (hosts), and the other ranks, which do the remaining work.
 ///
 /// Let `h` ranks be hosts, and let no group of these documents be larger than `c`; so `h` is from `c` to `r`, all
-/// ranks. A
-/// host takes at least `t` in each micro-batch with such a document, the least time on any group of at most `c` ranks.
-/// The
-/// paths of [`around`] hold for each rank by itself. Let `T` be the time of the step, `S` the time that a rank
-/// computes, and
-/// `u` the part of `S` in micro-batches where the rank has such documents:
+/// ranks. A host takes at least `t` in each micro-batch with such a document, the least time on any group of at most
+/// `c` ranks. The paths of [`around`] hold for each rank by itself. Let `T` be the time of the step, `S` the time that
+/// a rank computes, and `u` the part of `S` in micro-batches where the rank has such documents:
 ///
 /// - on a host `T >= u + 2/3 (S - u) + e` with `e = w/3 (a + 2) t`, and `T >= u + 1/3 (S - u) + w t`;
 /// - on every other rank `T >= g S`, since the pipeline fills and drains ([`fill_and_drain`]).
 ///
 /// Sum over the ranks. All `S` together are at least `W`, all work and the exchange that no plan hides. All `u`
-/// together are
-/// at least `Q`, the same for the `k` documents alone, since no group gets faster by other documents. And `S >= u`. So
-/// the
-/// `S` of the hosts are at most `3/2 h (T - e) - Q/2` and at most `3 h (T - w t) - 2 Q`; those of the other ranks are
-/// at most
-/// `(r - h) T / g`; and both sums must reach `W`. Also the hosts must reach `Q`: `h (T - w t) >= Q`. For a given `T`
-/// all
-/// conditions are linear in `h`, so it is quickly decided whether an `h` satisfies all. If for no `c` there is such an
-/// `h`,
-/// no step takes only `T`, nor less, since a longer time satisfies all conditions more easily. If all ranks wait in
-/// each
-/// micro-batch, `h = r`.
+/// together are at least `Q`, the same for the `k` documents alone, since no group gets faster by other documents. And
+/// `S >= u`. So the `S` of the hosts are at most `3/2 h (T - e) - Q/2` and at most `3 h (T - w t) - 2 Q`; those of the
+/// other ranks are at most `(r - h) T / g`; and both sums must reach `W`. Also the hosts must reach `Q`: `h (T - w t)
+/// >= Q`. For a given `T` all conditions are linear in `h`, so it is quickly decided whether an `h` satisfies all. If
+/// for no `c` there is such an `h`, no step takes only `T`, nor less, since a longer time satisfies all conditions more
+/// easily. If all ranks wait in each micro-batch, `h = r`.
 struct Hosts {
     ranks: f64,
     /// `W`, `1 / g`, `w` and `w (a + 2) / 3`.
@@ -204,8 +186,7 @@ impl Hosts {
     }
 
     /// Whether a step may take this many seconds, if at least `fewest` ranks are hosts, a micro-batch of theirs takes
-    /// at least
-    /// `shortest`, and all of theirs take at least `held` together.
+    /// at least `shortest`, and all of theirs take at least `held` together.
     fn takes(&self, seconds: f64, held: f64, fewest: f64, shortest: f64) -> bool {
         let spare = seconds - self.way * shortest;
         if spare <= 0.0 {
@@ -232,20 +213,15 @@ impl Hosts {
 
 /// Seconds of exchange that no plan hides, summed over all ranks.
 ///
-/// Take a group of `c` ranks whose documents have `T` tokens and attention `a`. Its ranks together spend
-/// `c (c - 1) l + T (c - 1) s - h a` seconds on exchange, if that is above 0: the latency is `l`, a token costs `s`,
-/// and a
-/// part `h` of the attention hides exchange. A rank holds at most `M` tokens, so `T <= c M`, and the first term is at
-/// least
-/// `T (c - 1) l / M`. So the group spends at least the sum over its documents of `t (c - 1) (s + l / M) - h a`, which
-/// grows
+/// Take a group of `c` ranks whose documents have `T` tokens and attention `a`. Its ranks together spend `c (c - 1) l +
+/// T (c - 1) s - h a` seconds on exchange, if that is above 0: the latency is `l`, a token costs `s`, and a part `h` of
+/// the attention hides exchange. A rank holds at most `M` tokens, so `T <= c M`, and the first term is at least `T (c -
+/// 1) l / M`. So the group spends at least the sum over its documents of `t (c - 1) (s + l / M) - h a`, which grows
 /// with `c`, and at least 0.
 ///
 /// Choose a `C`. Count this sum for groups of at least `C` ranks and 0 for all others: together the groups spend at
-/// least
-/// the sum over documents of the least that each can count. That holds for every `C`. With a large `C`, documents that
-/// hide
-/// much exchange on few ranks do not cancel the exchange of documents that need many ranks.
+/// least the sum over documents of the least that each can count. That holds for every `C`. With a large `C`, documents
+/// that hide much exchange on few ranks do not cancel the exchange of documents that need many ranks.
 fn exchanged(problem: &Problem) -> f64 {
     let from = |counted: usize| {
         let of = |document: &Document| {
@@ -267,8 +243,7 @@ fn exposed(problem: &Problem, load: &Load, cp_size: usize) -> f64 {
 }
 
 /// Lower bounds on a micro-batch with this document, through the whole model, over all groups that the document fits
-/// on. A
-/// longer document that costs no less has no smaller bounds.
+/// on. A longer document that costs no less has no smaller bounds.
 #[derive(Clone, Copy)]
 struct Least {
     /// Mean over all ranks: the group takes at least as long as for the document alone, other ranks at least the
@@ -319,21 +294,16 @@ pub(super) fn of_sum(seconds: f64, options: &DynamicCpOptions, num_micro_batches
 ///
 /// The path runs the forwards on the first stage up to that of micro-batch `i`, follows `i` up to the last stage, runs
 /// everything there up to `k >= i`, follows the backward of `k` down to the first stage, and runs the backwards after
-/// it
-/// there. It takes `S + F(i) + D(k)` with
+/// it there. It takes `S + F(i) + D(k)` with
 ///
 /// `F(i) = w/3 x_i - 2/3 (sum before i)`, `D(k) = 2w/3 x_k - 1/3 (sum after k)`.
 ///
 /// Let `Q` be the sum of the first `c` micro-batches and `R = S - Q` that of the others. Let `F` be the largest `F(i)`
-/// among
-/// the first `c`, and `D` the largest `D(k)` among the others. With the sum `P_i` before `i` and `g = 1 + 2/w`, `F(i)
-/// <= F`
-/// means `P_i + x_i + 3F/2 <= g (P_i + 3F/2)`. Applied from the first on, `Q + 3F/2 <= g^c 3F/2`, so
-/// `F >= Q / (1.5 (g^c - 1))`. In the same way, from the last on, `D >= R / (3 (h^(m-c) - 1))` with `h = 1 + 1/(2w)`.
-/// Since
+/// among the first `c`, and `D` the largest `D(k)` among the others. With the sum `P_i` before `i` and `g = 1 + 2/w`,
+/// `F(i) <= F` means `P_i + x_i + 3F/2 <= g (P_i + 3F/2)`. Applied from the first on, `Q + 3F/2 <= g^c 3F/2`, so `F >=
+/// Q / (1.5 (g^c - 1))`. In the same way, from the last on, `D >= R / (3 (h^(m-c) - 1))` with `h = 1 + 1/(2w)`. Since
 /// `Q + R = S`, the sum `F + D` is least where `Q` or `R` is 0. That holds for every `c`. (Fewer micro-batches than
-/// `most`
-/// count as if the missing ones took no time.)
+/// `most` count as if the missing ones took no time.)
 fn fill_and_drain(sum: f64, stages: f64, most: usize) -> f64 {
     let way = stages - 1.0;
     let mut drain = vec![1.0_f64; most + 1];
@@ -352,32 +322,25 @@ fn fill_and_drain(sum: f64, stages: f64, most: usize) -> f64 {
 }
 
 /// A lower bound for documents that together take `t` (`together`), wherever they are. A micro-batch with the shortest
-/// of
-/// them takes at least `y` (`shortest`), one with others at least `x >= y` (`longer`). `others` is the rest of `S`.
+/// of them takes at least `y` (`shortest`), one with others at least `x >= y` (`longer`). `others` is the rest of `S`.
 ///
 /// Of the rest, `q` is in the `n <= w` micro-batches just before the first of these documents, `e` in the micro-batches
 /// before those, and `s` after the last of these documents. Work in between counts like `t`, in full on both paths. Let
-/// the
-/// first micro-batch take `x` and the last `y`. (If both are the same micro-batch, it has all documents and takes more.
-/// If
-/// only one of them has the shortest document, both paths are shortest in this order, since the last counts more.)
+/// the first micro-batch take `x` and the last `y`. (If both are the same micro-batch, it has all documents and takes
+/// more. If only one of them has the shortest document, both paths are shortest in this order, since the last counts
+/// more.)
 ///
 /// - Path A follows the first forward up, runs everything from the first to the last of them on the last stage, and
-///   follows
-///   the last backward down. On the first stage it runs everything before that forward, except the backwards of the
-///   last
-///   `n`, and all backwards after: `A = e + q/3 + w/3 x + t + 2w/3 y + 2/3 s`.
+///   follows the last backward down. On the first stage it runs everything before that forward, except the backwards of
+///   the last `n`, and all backwards after: `A = e + q/3 + w/3 x + t + 2w/3 y + 2/3 s`.
 /// - Path B is that of [`fill_and_drain`] from one of the `n` to the last of them: `B = e + q + F + t + 2w/3 y + 2/3
-///   s`, with
-///   `F >= (q + e - e g^n) / (1.5 (g^n - 1)) = q/u - 2/3 e`, `u = 1.5 (g^n - 1)`. Fewer than `n` micro-batches give
-///   less.
+///   s`, with `F >= (q + e - e g^n) / (1.5 (g^n - 1)) = q/u - 2/3 e`, `u = 1.5 (g^n - 1)`. Fewer than `n` micro-batches
+///   give less.
 ///
 /// A step takes at least `a A + (1 - a) B` for any `a` from 0 to 1. With `a = (u + 3) / (2u + 3)` ([`balance`]), a
-/// second in
-/// `q` and one in `s` count 2/3, and one in `e` counts `1/3 + 2a/3`, at least as much since `a >= 1/2`. So the step
-/// takes at
-/// least `t + 2/3 (e + q + s) + w/3 (a x + 2y)`. With `a = 1` the least counted is `q`, and the step takes at least
-/// `t + w/3 (x + 2y) + (e + q + s) / 3`. Work in between beyond `t` makes both larger.
+/// second in `q` and one in `s` count 2/3, and one in `e` counts `1/3 + 2a/3`, at least as much since `a >= 1/2`. So
+/// the step takes at least `t + 2/3 (e + q + s) + w/3 (a x + 2y)`. With `a = 1` the least counted is `q`, and the step
+/// takes at least `t + w/3 (x + 2y) + (e + q + s) / 3`. Work in between beyond `t` makes both larger.
 fn around(together: f64, longer: f64, shortest: f64, others: f64, way: f64, a: f64) -> f64 {
     let ends = |a: f64| way / 3.0 * (a * longer + 2.0 * shortest);
     (together + others / 3.0 + ends(1.0)).max(together + others * 2.0 / 3.0 + ends(a))

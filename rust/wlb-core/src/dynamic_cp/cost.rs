@@ -16,8 +16,7 @@ pub(super) fn check_seconds(argument: &'static str, value: f64) -> Result<()> {
 /// Price of exchanging keys and values inside a context-parallel group, forward and backward, over all layers.
 ///
 /// A group of `c` ranks with `T` tokens takes `(c - 1) * seconds_per_exchange + T * (c - 1) / c * seconds_per_token`.
-/// Of
-/// this, as much is hidden as fits into `overlap` times the group's attention. By default exchange costs nothing.
+/// Of this, as much is hidden as fits into `overlap` times the group's attention. By default exchange costs nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Communication {
     /// Latency of sending keys and values to the next rank.
@@ -228,8 +227,7 @@ impl GroupCost {
     }
 
     /// Time of a micro-batch with this load through the whole model, forward and backward, on each of `cp_size` ranks,
-    /// inside a
-    /// node if they fit there. Never decreases with the load.
+    /// inside a node if they fit there. Never decreases with the load.
     #[inline]
     pub(super) fn seconds(&self, load: &Load, cp_size: usize) -> f64 {
         self.with(self.of_size(cp_size), load, cp_size)

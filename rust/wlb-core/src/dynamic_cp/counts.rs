@@ -11,8 +11,7 @@ use super::problem::Problem;
 const SWEEP: usize = 4;
 
 /// With more micro-batches than stages in a single round, nearly all micro-batches are under way at once. Such a number
-/// must
-/// be faster by this factor than one with fewer under way.
+/// must be faster by this factor than one with fewer under way.
 const ONE_ROUND: f64 = 1.01;
 
 /// Most micro-batches of any plan with these options.
@@ -24,8 +23,8 @@ pub(super) fn limit(options: &DynamicCpOptions) -> usize {
 /// Numbers of micro-batches to try.
 pub(super) struct Counts {
     /// Least number to try; equal to `start` unless micro-batches have a constant cost. Without a constant, fewer
-    /// micro-batches
-    /// than stages are faster only for a handful of documents with costly exchange, and torch's schedules refuse them.
+    /// micro-batches than stages are faster only for a handful of documents with costly exchange, and torch's schedules
+    /// refuse them.
     pub(super) least: usize,
     /// Number that memory needs, and at least one for every stage.
     pub(super) start: usize,
@@ -108,8 +107,7 @@ fn candidates(options: &DynamicCpOptions, least: usize, most: usize) -> Vec<usiz
 }
 
 /// `count`, rounded to equal rounds if the pipeline is interleaved: down, or up if the schedule needs more. `None` if
-/// the
-/// result exceeds `most`.
+/// the result exceeds `most`.
 pub(super) fn whole(options: &DynamicCpOptions, count: usize, most: usize) -> Option<usize> {
     let below = if options.is_interleaved() { count - count % rounds(options, count) } else { count };
     let enough = below >= options.least_micro_batches();
@@ -146,8 +144,7 @@ pub(super) fn note(sweep: &mut Vec<(usize, f64)>, num_micro_batches: usize, seco
 }
 
 /// Whether a plan with this number must be checked for memory: an interleaved pipeline whose rounds have more
-/// micro-batches
-/// than stages may exceed the planned memory. A number that the user gives is not checked.
+/// micro-batches than stages may exceed the planned memory. A number that the user gives is not checked.
 pub(super) fn limits_rounds(options: &DynamicCpOptions, num_micro_batches: usize) -> bool {
     let num_stages = options.num_stages;
     let whole = num_micro_batches <= num_stages || num_micro_batches.is_multiple_of(num_stages);

@@ -2,8 +2,7 @@
 //!
 //! With a fixed context-parallel size, short documents are cut as thinly as the longest one, and all ranks wait for a
 //! document that is more than a fair share of a micro-batch. Here a long document gets as many ranks as it needs to
-//! finish
-//! with the others, and short documents share few ranks.
+//! finish with the others, and short documents share few ranks.
 //!
 //! | part | contents |
 //! | --- | --- |

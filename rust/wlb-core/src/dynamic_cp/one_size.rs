@@ -1,10 +1,9 @@
 //! Plans for few documents in groups of one size: longest document first, each where it finishes first.
 //!
 //! Solutions by targets are compared by an estimate, in which all ranks wait for the slowest group, and halving their
-//! blocks
-//! lets light micro-batches take the full time. With few documents both may lose more than they gain. The plans of this
-//! file
-//! are not changed any more and are timed exactly, so the final plan is never slower than the fastest of them.
+//! blocks lets light micro-batches take the full time. With few documents both may lose more than they gain. The plans
+//! of this file are not changed any more and are timed exactly, so the final plan is never slower than the fastest of
+//! them.
 
 use std::iter::Peekable;
 use std::rc::Rc;
@@ -27,8 +26,7 @@ const COUNTS: usize = 2;
 const FASTER: f64 = 1.0 - 1e-12;
 
 /// Plans few documents in groups of one size, for each size and number of micro-batches. Each plan is timed in the
-/// order in
-/// which it was made, and with the longest micro-batch last.
+/// order in which it was made, and with the longest micro-batch last.
 ///
 /// # Arguments
 /// * `counts` - numbers of micro-batches.
@@ -78,8 +76,7 @@ pub(super) fn in_one_size(
 }
 
 /// A lower bound on steps in groups of one size: the ranks do all work, and the costliest document passes all stages in
-/// turn.
-/// If weight gradients are separate ops, no stage waits for them, which is a third of the time.
+/// turn. If weight gradients are separate ops, no stage waits for them, which is a third of the time.
 fn bound(problem: &Problem, options: &DynamicCpOptions, count: usize, size: usize) -> f64 {
     let groups = (problem.world_size / size).min(problem.documents.len().max(1));
     let constant = problem.cost.micro_batch_seconds;
@@ -155,8 +152,7 @@ impl<'a> Placed<'a> {
     }
 
     /// Seconds of the step. The ranks of a group do the same work in every micro-batch, so one rank stands for all of
-    /// them.
-    /// Groups that are always empty never finish last and are left out.
+    /// them. Groups that are always empty never finish last and are left out.
     fn seconds(&self, order: &[usize], pipeline: &Pipeline, options: &DynamicCpOptions) -> f64 {
         let used = 1 + self.group_of.iter().map(|group| group % self.groups).max().unwrap_or(0);
         let group = |j: usize, rank: usize| {
@@ -200,8 +196,7 @@ impl<'a> Placed<'a> {
 
 impl Problem {
     /// Sizes for groups of one size: all allowed sizes, or, if any size is allowed in a large world, those that give a
-    /// micro-batch
-    /// one, two, three groups and so on, up to one for each document.
+    /// micro-batch one, two, three groups and so on, up to one for each document.
     fn single_sizes(&self) -> Vec<usize> {
         match self.group_sizes {
             GroupSizes::PowersOfTwo => self.base_sizes(),

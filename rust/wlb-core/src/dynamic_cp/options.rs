@@ -12,8 +12,7 @@ named_choices! {
     #[derive(Default)]
     GroupSizes, "group_sizes" {
         /// Powers of two; each group begins at a multiple of its size. So few groups are possible that all can be made
-        /// before
-        /// training.
+        /// before training.
         #[default]
         PowersOfTwo = "powers_of_two",
         /// Groups of any size, beginning at any rank.
@@ -45,8 +44,7 @@ pub struct DynamicCpOptions {
     /// Sizes of groups.
     pub group_sizes: GroupSizes,
     /// With [`GroupSizes::Any`]: the only allowed sizes, ascending from 1, for example sizes that divide a model's
-    /// heads; by
-    /// default all sizes.
+    /// heads; by default all sizes.
     pub only_sizes: Option<Vec<usize>>,
     /// Number of micro-batches; by default the best one is searched.
     pub num_micro_batches: Option<usize>,

@@ -53,8 +53,7 @@ pub struct DynamicCpPlan {
     /// Tokens of each document in `documents`.
     pub lengths: Vec<i32>,
     /// Groups, micro-batch by micro-batch. Inside a micro-batch they are in the order of their ranks and cover all
-    /// ranks. A group
-    /// may be empty.
+    /// ranks. A group may be empty.
     pub groups: Vec<Group>,
     /// Group `g` has `documents[document_offsets[g]..document_offsets[g + 1]]`.
     pub document_offsets: Vec<usize>,
@@ -65,17 +64,15 @@ pub struct DynamicCpPlan {
     /// Latency between pipeline stages, included in `seconds`.
     pub p2p_seconds: f64,
     /// A lower bound on `seconds` (up to rounding) for any plan with at most as many micro-batches as were tried. If
-    /// their number
-    /// was given, for any plan with that number; if the least was given, for any plan with at least that number.
+    /// their number was given, for any plan with that number; if the least was given, for any plan with at least that
+    /// number.
     pub lower_bound: f64,
     /// Time if all work were spread evenly over all ranks of all stages and no rank ever waited; no pipeline reaches
     /// it.
     pub balanced_seconds: f64,
     /// Numbers of micro-batches that were tried, ascending, each with its predicted time. For numbers that were given
-    /// up early,
-    /// the time is a lower value (with freely divisible short documents, or with a part of the documents) that already
-    /// exceeds
-    /// the plan's.
+    /// up early, the time is a lower value (with freely divisible short documents, or with a part of the documents)
+    /// that already exceeds the plan's.
     pub sweep: Vec<(usize, f64)>,
 }
 
@@ -105,8 +102,8 @@ impl DynamicCpPlan {
         (self.tokens(group) as u64).div_ceil(u64::from(self.groups[group].cp_size)) as i64
     }
 
-    /// Tokens of every rank of a group including padding. Padding is one more document of
-    /// `cp_size * padded_tokens_per_rank - tokens` tokens, so that all ranks have equally many.
+    /// Tokens of every rank of a group including padding. Padding is one more document of `cp_size *
+    /// padded_tokens_per_rank - tokens` tokens, so that all ranks have equally many.
     pub fn padded_tokens_per_rank(&self, group: usize) -> i64 {
         let tokens = self.tokens_per_rank(group);
         self.padding.as_ref().map_or(tokens, |padding| padding.padded(tokens))

@@ -115,8 +115,7 @@ impl Problem {
     }
 
     /// Seconds of documents on groups where they are nearly as fast as possible, costliest first. Of documents that fit
-    /// side by
-    /// side, only the longest is listed.
+    /// side by side, only the longest is listed.
     pub(super) fn longest(&self) -> impl Iterator<Item = f64> {
         let largest = self.largest_group;
         let alone = move |document: &Document| match self.gain {
@@ -135,8 +134,8 @@ impl Problem {
     }
 
     /// The group for a document that no group makes fast enough, and its seconds there without the constant of every
-    /// micro-batch.
-    /// It is the smallest group that doubling does not speed up enough: larger groups exchange more than they save.
+    /// micro-batch. It is the smallest group that doubling does not speed up enough: larger groups exchange more than
+    /// they save.
     pub(super) fn fastest(&self, load: &Load) -> (usize, f64) {
         let constant = self.cost.micro_batch_seconds;
         let seconds = |size: usize| self.cost.seconds(load, size) - constant;
@@ -235,8 +234,7 @@ impl Problem {
     }
 
     /// The least seconds of a micro-batch with this load on any group from `least` to `most` ranks on which it fits;
-    /// infinite if
-    /// there is none.
+    /// infinite if there is none.
     ///
     /// # Complexity
     /// O(log world_size).
@@ -267,10 +265,9 @@ impl Problem {
     }
 
     /// The group size, among sizes with one price of exchange, on which a load takes the least time. The time is the
-    /// larger of
-    /// two functions of the ranks `c`: work over ranks, which falls; and work with exchange, `a / c + b c + d` with `b
-    /// >= 0`,
-    /// which first falls and then rises, or only rises. So the time first falls and then rises.
+    /// larger of two functions of the ranks `c`: work over ranks, which falls; and work with exchange,
+    /// `a / c + b c + d` with `b >= 0`, which first falls and then rises, or only rises. So the time first falls and
+    /// then rises.
     fn quickest(&self, load: &Load, least: usize, most: usize) -> usize {
         first_that(least, most, |size| self.cost.seconds(load, size + 1) >= self.cost.seconds(load, size))
     }
@@ -305,8 +302,7 @@ impl Problem {
     }
 
     /// Whether a load fits on a group: no rank gets too many tokens (ranks differ by at most one), int32 `cu_seqlens`
-    /// can count
-    /// the group's tokens, and it has no more documents than allowed.
+    /// can count the group's tokens, and it has no more documents than allowed.
     #[inline]
     pub(super) fn fits(&self, load: &Load, cp_size: usize) -> bool {
         load.tokens <= self.capacity(cp_size) && load.documents <= self.max_documents
@@ -333,8 +329,8 @@ impl Problem {
     }
 
     /// Least seconds of each micro-batch: the constant, or a document that is more than a fair share of all work even
-    /// on the
-    /// largest group. The longest such document is in the micro-batch with the largest part of the shape, and so on.
+    /// on the largest group. The longest such document is in the micro-batch with the largest part of the shape, and so
+    /// on.
     pub(super) fn floors(&self, shape: &[f64], work: f64) -> Vec<f64> {
         let mut fullest_first: Vec<usize> = (0..shape.len()).collect();
         fullest_first.sort_by(|&a, &b| shape[b].total_cmp(&shape[a]));
@@ -371,8 +367,7 @@ impl Problem {
 }
 
 /// The first number from `least` on for which `holds` is true; it must then be true for all larger numbers. `most` if
-/// it is
-/// true for none before.
+/// it is true for none before.
 fn first_that(mut least: usize, mut most: usize, holds: impl Fn(usize) -> bool) -> usize {
     while least < most {
         let middle = least + (most - least) / 2;

@@ -44,9 +44,8 @@ impl FreeRanks {
     }
 
     /// Cuts the remaining ranks into blocks of about `base` ranks, at most `most`: blocks of `base` followed by smaller
-    /// powers
-    /// of two; or, if any size is allowed, equal blocks of at least `base`. Returns first rank and size of each, in
-    /// order.
+    /// powers of two; or, if any size is allowed, equal blocks of at least `base`. Returns first rank and size of each,
+    /// in order.
     ///
     /// # Arguments
     /// * `only` - the only allowed sizes of blocks, ascending from 1, if not all.
@@ -107,8 +106,7 @@ fn largest_of(only: &[usize], mut ranks: usize, base: usize) -> Vec<usize> {
 }
 
 /// Divides ranks into equal blocks of at least `base`, at most `most`, in whole units; or, if equal blocks would be
-/// larger
-/// than `most`, into blocks of `most` and a rest.
+/// larger than `most`, into blocks of `most` and a rest.
 fn near(ranks: usize, base: usize, most: usize, unit: usize) -> Vec<usize> {
     let units = ranks.div_ceil(unit);
     let count = (ranks / base.next_multiple_of(unit)).max(1);

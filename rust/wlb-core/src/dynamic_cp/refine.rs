@@ -158,8 +158,7 @@ pub(super) struct Shares {
 
 impl Shares {
     /// Groups of these documents (costliest first) that take about as little time as possible, less than `seconds`.
-    /// `None` if
-    /// none were found.
+    /// `None` if none were found.
     ///
     /// Binary search between a lower bound on the time and a time that was reached: with less time, documents need more
     /// ranks.
@@ -211,8 +210,7 @@ impl Shares {
     }
 
     /// Groups that take at most `seconds`. Each document joins the first group with time and room for it, or opens a
-    /// new one with
-    /// as few ranks as possible. `None` if this needs more ranks than there are.
+    /// new one with as few ranks as possible. `None` if this needs more ranks than there are.
     fn within(problem: &Problem, documents: &[u32], seconds: f64) -> Option<Self> {
         let mut groups: Vec<Share> = Vec::new();
         let mut ranks = 0;

@@ -1,6 +1,5 @@
 //! The search for the plan of a step: which numbers of micro-batches and sizes of blocks are tried, and in which order.
-//! It
-//! skips those that cannot win, and keeps the best solution so far.
+//! It skips those that cannot win, and keeps the best solution so far.
 
 use std::rc::Rc;
 
@@ -30,8 +29,7 @@ const FEW: usize = 1024;
 /// With more documents than `FEW`, a further gain is tried only for numbers of micro-batches this close to the best.
 const NEAR: f64 = 1.05;
 /// A solution is given up if the placed part takes longer than the best by this factor: halving blocks cannot make up
-/// for
-/// that much.
+/// for that much.
 const LATE: f64 = 1.05;
 /// No larger blocks are tried if the step takes longer than with smaller ones by this factor.
 const LARGE: f64 = 1.2;
@@ -42,8 +40,7 @@ const FIRST_STEPS: usize = 6;
 /// Two promises that differ by less than this part belong to the same problem.
 const SAME: f64 = 1e-9;
 /// For few documents: the number of best plans in which documents are moved between micro-batches, and the most moves
-/// tried
-/// in each.
+/// tried in each.
 const FINALISTS: usize = 4;
 const TRIES: usize = 512;
 /// Most ops simulated in steps towards the best targets, so that large pipelines get fewer steps.
@@ -126,8 +123,7 @@ impl<'a> StepSearch<'a> {
     }
 
     /// A candidate whose targets were improved by a few steps, beginning with the faster of two shapes. If even a lower
-    /// bound on
-    /// its step exceeds `hopeless`, no step is made and the bound is its promise.
+    /// bound on its step exceeds `hopeless`, no step is made and the bound is its promise.
     fn candidate(&mut self, num_micro_batches: usize, hopeless: f64) -> Result<Candidate> {
         let options = self.options.pipeline(num_micro_batches);
         let pipeline = self.pipeline(num_micro_batches)?;
@@ -168,12 +164,10 @@ impl<'a> StepSearch<'a> {
     }
 
     /// Solves a candidate. Returns the seconds of the solution, or of the part of it that was already too late;
-    /// infinite if there
-    /// is no solution.
+    /// infinite if there is no solution.
     ///
     /// The seconds are an estimate in which every rank is as slow as the slowest of the micro-batch: never too short,
-    /// and close
-    /// if micro-batches are balanced.
+    /// and close if micro-batches are balanced.
     fn solve(&mut self, candidate: &Candidate, base: usize, pipeline: &Pipeline) -> Result<f64> {
         self.solve_for(candidate, &candidate.relaxed.targets, base, pipeline)
     }
@@ -185,8 +179,7 @@ impl<'a> StepSearch<'a> {
     }
 
     /// Solves a candidate. Documents get larger blocks only if a block of `base` takes longer than `full`.
-    /// Micro-batches are
-    /// ordered by `shape`.
+    /// Micro-batches are ordered by `shape`.
     fn solve_within(
         &mut self,
         candidate: &Candidate,
@@ -358,8 +351,7 @@ impl<'a> StepSearch<'a> {
     }
 
     /// The seconds above which a promise for this number of micro-batches changes nothing: neither the best plan nor
-    /// the seconds
-    /// noted for this number.
+    /// the seconds noted for this number.
     fn hopeless(&self, num_micro_batches: usize) -> f64 {
         let noted = self.sweep.iter().find(|&&(tried, _)| tried == num_micro_batches);
         let (Some(best), Some(&(_, seconds))) = (&self.best, noted) else { return f64::INFINITY };
@@ -412,17 +404,14 @@ impl<'a> StepSearch<'a> {
     }
 
     /// Whether smaller blocks may be better than the largest: if exchange costs, or if the documents of a group are
-    /// limited (the
-    /// limit of a block is that of a group).
+    /// limited (the limit of a block is that of a group).
     fn tries_sizes(&self) -> bool {
         self.demand.is_some() || self.problem.counts_documents()
     }
 
     /// Plans with targets that ignore exchange, and again with the targets stretched to the time of the first solution.
-    /// Tries the
-    /// largest blocks for all numbers of micro-batches, smaller ones for the best number, and the best size for numbers
-    /// close to
-    /// the best.
+    /// Tries the largest blocks for all numbers of micro-batches, smaller ones for the best number, and the best size
+    /// for numbers close to the best.
     fn as_if_free(&mut self, counts: &[usize]) -> Result<()> {
         let largest = self.problem.largest_group;
         let mut candidates =
@@ -457,8 +446,7 @@ impl<'a> StepSearch<'a> {
     }
 
     /// Solves for the targets, if `start` also for the initial targets, and for the stretched ones. Returns whether one
-    /// of these
-    /// plans is the best so far.
+    /// of these plans is the best so far.
     fn scaled(&mut self, candidate: &Candidate, base: usize, start: bool) -> Result<bool> {
         let pipeline = self.pipeline(candidate.num_micro_batches)?;
         let relaxed = &candidate.relaxed;
@@ -476,8 +464,8 @@ impl<'a> StepSearch<'a> {
     }
 
     /// Plans with blocks of one size for all documents (larger only where memory needs it): with few documents a target
-    /// for each
-    /// micro-batch means little. `evenly`: equal work for every micro-batch. `rising`: micro-batches ascend by time.
+    /// for each micro-batch means little. `evenly`: equal work for every micro-batch. `rising`: micro-batches ascend by
+    /// time.
     fn plainly(&mut self, counts: &[usize], evenly: bool, rising: bool) -> Result<()> {
         for &count in counts {
             let candidate = self.candidate(count, f64::INFINITY)?;
@@ -495,10 +483,8 @@ impl<'a> StepSearch<'a> {
     }
 
     /// Tries sizes of blocks: larger ones are more even, smaller ones exchange less and hold more documents in total.
-    /// The first
-    /// time with each gain, sizes go from the smallest up to one that is far slower than the best. Later they start
-    /// from the
-    /// size that was fastest with this gain and go on in both directions while the step gets faster.
+    /// The first time with each gain, sizes go from the smallest up to one that is far slower than the best. Later they
+    /// start from the size that was fastest with this gain and go on in both directions while the step gets faster.
     fn sizes(&mut self, candidate: &Candidate, pipeline: &Pipeline) -> Result<()> {
         let sizes: Vec<usize> = self.problem.base_sizes();
         let Some(middle) = self.fitting.and_then(|(_, base)| sizes.iter().position(|&size| size == base)) else {
@@ -528,8 +514,7 @@ impl<'a> StepSearch<'a> {
     }
 
     /// If exchange costs, tries numbers of micro-batches between the best and its tried neighbours, closer and closer
-    /// to the
-    /// best.
+    /// to the best.
     fn between(&mut self, most: usize) -> Result<()> {
         if let Some((problem, base)) = self.suited.filter(|_| self.demand.is_some()) {
             self.problem = problem;
@@ -560,8 +545,7 @@ impl<'a> StepSearch<'a> {
     }
 
     /// Doubles the number of micro-batches until the documents fit. They fit at the latest when each can have its own,
-    /// unless the
-    /// limit on micro-batches is reached before.
+    /// unless the limit on micro-batches is reached before.
     fn more(&mut self, most: usize) -> Result<()> {
         let round = if self.options.is_interleaved() { self.options.num_stages } else { 1 };
         let limit = limit(self.options);

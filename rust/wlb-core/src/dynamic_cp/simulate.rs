@@ -12,12 +12,9 @@ use super::problem::Problem;
 /// Seconds of a step, simulated op by op on every rank.
 ///
 /// Each stage has `world_size` ranks, and rank `r` of a stage sends its micro-batches to rank `r` of the next stage.
-/// All ranks
-/// run the same order of ops. A group's op starts when all of its ranks are free and have their input. Groups change
-/// from
-/// micro-batch to micro-batch, and so do the ranks that wait for one another. If ranks wait in every micro-batch, all
-/// ranks
-/// of a stage act like one group that is as slow as its slowest.
+/// All ranks run the same order of ops. A group's op starts when all of its ranks are free and have their input. Groups
+/// change from micro-batch to micro-batch, and so do the ranks that wait for one another. If ranks wait in every
+/// micro-batch, all ranks of a stage act like one group that is as slow as its slowest.
 ///
 /// # Complexity
 /// O(ops * world_size).
@@ -109,8 +106,7 @@ pub(super) fn of_groups(pipeline: &Pipeline, groups: &[Group], offsets: &[usize]
 /// micro-batches.
 ///
 /// An interleaved pipeline holds one round for each virtual stage but one, and twice the micro-batches of 1F1B. Larger
-/// rounds
-/// hold more micro-batches, which fit only if they are small enough.
+/// rounds hold more micro-batches, which fit only if they are small enough.
 pub(super) fn fits_memory(
     problem: &Problem,
     options: &DynamicCpOptions,

@@ -1,16 +1,11 @@
 //! Places documents in groups for a given number of micro-batches.
 //!
 //! There are three steps. First, a document that is too large for a block of `base` ranks opens a larger block of its
-//! own
-//! ([`Blocks::open`]). Second, all other documents go to blocks, longest first: each to the block with room whose time
-//! exceeds
-//! its target least ([`Blocks::fill`]). (If exchange is free, all blocks are about alike; then a document that does not
-//! fit
-//! on the first block goes to the one with the most room. If documents bring their own costs, the order is costliest
-//! first,
-//! and longest first only if they do not fit.) Third, every block is halved, and its halves again, while it divides
-//! into
-//! halves of equal work ([`Halving`]): less exchange, same time.
+//! own ([`Blocks::open`]). Second, all other documents go to blocks, longest first: each to the block with room whose
+//! time exceeds its target least ([`Blocks::fill`]). (If exchange is free, all blocks are about alike; then a document
+//! that does not fit on the first block goes to the one with the most room. If documents bring their own costs, the
+//! order is costliest first, and longest first only if they do not fit.) Third, every block is halved, and its halves
+//! again, while it divides into halves of equal work ([`Halving`]): less exchange, same time.
 
 use super::block::{Block, Sizes};
 use super::cost::Load;
@@ -72,8 +67,7 @@ impl<'a> Blocks<'a> {
     }
 
     /// Opens a block for every document that needs more than `base` ranks, for memory or to finish in `full` seconds,
-    /// while
-    /// micro-batches have ranks left. Cuts the remaining ranks into blocks of `base`.
+    /// while micro-batches have ranks left. Cuts the remaining ranks into blocks of `base`.
     fn open(&mut self, base: usize, full: f64) {
         let Self { problem, targets, .. } = self;
         let world = FreeRanks::new(problem.world_size, problem.node());
@@ -87,8 +81,7 @@ impl<'a> Blocks<'a> {
             let document = &problem.documents[place];
             let seconds = problem.cost.seconds(&document.load, size);
             // The micro-batch in which the document finishes in time, or exceeds the target least; of several, the one
-            // with most ranks
-            // free.
+            // with most ranks free.
             let in_time = places.partition_point(|place| place.target >= seconds);
             let emptiest = |places: &[Place]| {
                 let fitting = (0..places.len()).filter(|&at| places[at].most >= size);
@@ -121,10 +114,8 @@ impl<'a> Blocks<'a> {
     }
 
     /// Places the other documents in the given order: each on the block that is furthest below its target, or, if it
-    /// does not
-    /// fit there, on another. A block with the most documents that a group may have takes no more. `None` if a document
-    /// fits
-    /// nowhere, or if the micro-batches get too late.
+    /// does not fit there, on another. A block with the most documents that a group may have takes no more. `None` if a
+    /// document fits nowhere, or if the micro-batches get too late.
     fn fill(
         &mut self,
         order: &mut dyn Iterator<Item = u32>,
@@ -146,8 +137,7 @@ impl<'a> Blocks<'a> {
         let (mut by_room, mut with_room): (Option<Sizes>, Option<Sizes>) = (None, None);
         let mut without_room = 0;
         // If exchange is free, a document adds equal time on all blocks of one size; if not, about equal time. A world
-        // of 12, 24 or
-        // 48 ranks has at most this many blocks of a size.
+        // of 12, 24 or 48 ranks has at most this many blocks of a size.
         let many = if problem.cost.is_free() { 1 } else { targets.len() };
         for place in order {
             placed += 1;
@@ -174,8 +164,7 @@ impl<'a> Blocks<'a> {
             let mut after = with(&blocks[chosen]);
             if (after.cp_size as usize) < base && over(&after) > 0.0 {
                 // A block at the end of a world that is no power of two is too small. Take the block where the document
-                // exceeds the target
-                // least. If many blocks have no room, an order of blocks by room skips them.
+                // exceeds the target least. If many blocks have no room, an order of blocks by room skips them.
                 let mut least: Option<(usize, Block)> = None;
                 if !makes_room && without_room > blocks.len() && with_room.is_none() {
                     let sizes = with_room.insert(Sizes::new(blocks, in_order, weight, room));
@@ -308,25 +297,21 @@ impl Problem {
     }
 
     /// The smallest group from `base` to `most` ranks on which a document takes at most `full` seconds; if there is
-    /// none, the
-    /// group from [`Problem::fastest`].
+    /// none, the group from [`Problem::fastest`].
     fn wanted(&self, load: &Load, base: usize, most: usize, full: f64) -> usize {
         let in_time = self.smallest_in_time(load, base, most, full * SLACK);
         in_time.unwrap_or_else(|| self.fastest(load).0.clamp(base, most))
     }
 
     /// Groups of documents in micro-batches with these target seconds, in blocks of `base` ranks; a document gets a
-    /// larger block
-    /// only for memory or to finish in `full` seconds. `None` if the documents do not fit, or if `late` says that the
-    /// micro-batches get too late. `late` is asked with a part of the documents placed, and with all, before blocks are
-    /// halved.
+    /// larger block only for memory or to finish in `full` seconds. `None` if the documents do not fit, or if `late`
+    /// says that the micro-batches get too late. `late` is asked with a part of the documents placed, and with all,
+    /// before blocks are halved.
     ///
     /// # Complexity
     /// For `n` documents, `m` micro-batches and `r` ranks: O(n log r + m r / base), and O(m) more for every document
-    /// that needs a
-    /// larger block. If `base` does not divide `r`, up to O(m log r) more for every document, and O(m r / base) if
-    /// memory binds.
-    /// Twice that if exchange costs and documents do not fit at first.
+    /// that needs a larger block. If `base` does not divide `r`, up to O(m log r) more for every document, and O(m r /
+    /// base) if memory binds. Twice that if exchange costs and documents do not fit at first.
     pub(super) fn solve(&self, targets: &[f64], base: usize, full: f64, mut late: Option<Late<'_>>) -> Option<Draft> {
         let (asks, mut given_up) = (late.is_some(), false);
         let mut solved = |order: &mut dyn Iterator<Item = u32>, overflow| {
@@ -363,8 +348,7 @@ impl<'a> Halving<'a> {
     }
 
     /// Appends the groups of a block, whose documents must be costliest first. The groups may take as long as the
-    /// block, or as
-    /// the limit.
+    /// block, or as the limit.
     pub(super) fn halve(&mut self, block: &Block, documents: &mut [u32], limit: f64, draft: &mut Draft) {
         if let Some((first, halves)) = self.halves(block, documents, limit.max(block.seconds)) {
             let (left, right) = documents.split_at_mut(first);
@@ -378,8 +362,7 @@ impl<'a> Halving<'a> {
     }
 
     /// Two blocks instead of one, and the number of documents in the first; its documents come to the front. `None` if
-    /// no two
-    /// blocks finish within the limit; the documents then stay as they were.
+    /// no two blocks finish within the limit; the documents then stay as they were.
     fn halves(&mut self, block: &Block, documents: &mut [u32], limit: f64) -> Option<(usize, [Block; 2])> {
         let size = block.cp_size as usize;
         if size == 1 || documents.len() < 2 {
@@ -399,8 +382,7 @@ impl<'a> Halving<'a> {
     }
 
     /// Divides a block into two parts with `first` ranks in the first one: costliest document first, each to the part
-    /// with less
-    /// work per rank, within limits.
+    /// with less work per rank, within limits.
     fn parts(&mut self, block: &Block, documents: &mut [u32], limit: f64, first: usize) -> Option<(usize, [Block; 2])> {
         let sizes = [first, block.cp_size as usize - first];
         let mut loads = [Load::default(); 2];

@@ -20,33 +20,24 @@ use super::simulate;
 /// # Arguments
 /// * `ids` - ids of the documents in the plan; by default their indices.
 /// * `costs` - costs of the documents on one rank: a cost model, or one cost for each document. Memory is counted in
-///   tokens
-///   in both cases.
+///   tokens in both cases.
 ///
 /// # Returns
 /// The groups of every micro-batch, their documents, the predicted time of the step, and a lower bound on it.
 ///
 /// [`Error::OutOfRange`], [`Error::Number`] for options; [`Error::Mismatch`] for `ids`; [`Error::TooLong`] for a
-/// document that
-/// exceeds the memory of the largest group; [`Error::Combination`] when the documents do not fit into the allowed
-/// micro-batches ([`MAX_CELLS`](crate::limits::MAX_CELLS) by default); [`Error::Schedule`] when the schedule does not
-/// allow
-/// that number of micro-batches; [`Error::InfiniteCost`]; [`Error::Combination`], [`Error::Column`] and
-/// [`Error::Entry`] for
-/// costs of documents.
+/// document that exceeds the memory of the largest group; [`Error::Combination`] when the documents do not fit into the
+/// allowed micro-batches ([`MAX_CELLS`](crate::limits::MAX_CELLS) by default); [`Error::Schedule`] when the schedule
+/// does not allow that number of micro-batches; [`Error::InfiniteCost`]; [`Error::Combination`], [`Error::Column`] and
+/// [`Error::Entry`] for costs of documents.
 ///
 /// # Complexity
 /// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a
-/// dozen
-/// numbers of micro-batches (several times as many attempts if exchange costs), and O(p v m world_size) to simulate the
-/// best.
-/// If exchange costs and documents' costs do not follow their lengths, a logarithm of the groups more for each
-/// document. In a
-/// world that is no power of two, up to O(n m log world_size) instead, and O(n m world_size) if memory binds, but
-/// usually far
-/// less. Twice that if groups may have any size. At most 16 documents on at most 64 ranks take one more search of a
-/// fixed
-/// amount of work.
+/// dozen numbers of micro-batches (several times as many attempts if exchange costs), and O(p v m world_size) to
+/// simulate the best. If exchange costs and documents' costs do not follow their lengths, a logarithm of the groups
+/// more for each document. In a world that is no power of two, up to O(n m log world_size) instead, and O(n m
+/// world_size) if memory binds, but usually far less. Twice that if groups may have any size. At most 16 documents on
+/// at most 64 ranks take one more search of a fixed amount of work.
 ///
 /// # Example
 /// ```

@@ -1,8 +1,6 @@
 //! Target times of micro-batches. The search begins with a shape that is light at both ends ([`shape`]). [`Relaxed`]
-//! improves
-//! the targets under the assumption that short documents can be divided freely. [`Demand`] says how much work the
-//! documents
-//! are if exchange costs.
+//! improves the targets under the assumption that short documents can be divided freely. [`Demand`] says how much work
+//! the documents are if exchange costs.
 
 use crate::pipeline::{Buffers, Pipeline, PipelineOptions};
 
@@ -20,15 +18,11 @@ const LEAST_OF_LONGEST: f64 = 1.0 / 64.0;
 /// Relative work of each micro-batch, 1 for the full ones: light at both ends.
 ///
 /// A pipeline fills at the speed of its first micro-batches and drains at the speed of its last, and meanwhile ranks
-/// idle. A
-/// micro-batch finds the last stage still busy if its way there, `(p - 1) f` for a forward of `f`, takes no longer than
-/// the
-/// backwards of the micro-batches before it. So sizes may rise by `1 + b / ((p - 1) f)` from one to the next, and fall
-/// by
-/// `1 + f / ((p - 1) b)`, with a backward of `b = 2 f`. The stages in between work on other micro-batches than the last
-/// stage, so a slower rise is better, and a faster fall makes the full ones lighter: the constants were found by a
-/// search
-/// over shapes in the simulator. Virtual stages shorten the way.
+/// idle. A micro-batch finds the last stage still busy if its way there, `(p - 1) f` for a forward of `f`, takes no
+/// longer than the backwards of the micro-batches before it. So sizes may rise by `1 + b / ((p - 1) f)` from one to the
+/// next, and fall by `1 + f / ((p - 1) b)`, with a backward of `b = 2 f`. The stages in between work on other
+/// micro-batches than the last stage, so a slower rise is better, and a faster fall makes the full ones lighter: the
+/// constants were found by a search over shapes in the simulator. Virtual stages shorten the way.
 ///
 /// # Arguments
 /// * `ends` - weight of the ends relative to what suits a long step; a value above 1 changes only the first end.
@@ -46,8 +40,7 @@ pub(super) fn shape(options: &PipelineOptions, mut ends: f64, heaviest: f64) -> 
 }
 
 /// A larger weight of the first micro-batches, as an alternative: with few micro-batches per stage, light ones leave
-/// too much
-/// work to the others.
+/// too much work to the others.
 pub(super) fn heavier_first(options: &PipelineOptions) -> Option<f64> {
     (options.num_stages > 1 && options.num_micro_batches <= 4 * options.num_stages).then_some(3.0)
 }
@@ -55,20 +48,16 @@ pub(super) fn heavier_first(options: &PipelineOptions) -> Option<f64> {
 /// A shape for documents so long that the pipeline fills and drains at their speed, in seconds. `None` if they are not.
 ///
 /// The longest document is in micro-batch `p`. The micro-batches before it are chosen such that three kinds of paths
-/// take the
-/// same time (`x` are the sizes, `w = p - 1`):
+/// take the same time (`x` are the sizes, `w = p - 1`):
 ///
 /// - forwards on the first stage up to one of the `w` micro-batches before `p`, then this one up to the last stage,
-///   then
-///   everything there up to `p`. Each of these is then `g = 1 + 2/w` times the one before: `x_j = g^(j-1) x_1`;
+///   then everything there up to `p`. Each of these is then `g = 1 + 2/w` times the one before: `x_j = g^(j-1) x_1`;
 /// - the same with `p` itself, after the backward of the first: `x_p = g^w x_1 - 2/w x_0`;
 /// - forwards on the first stage up to `w`; then on the second stage this one, the backward after it, and `p`; then up
-///   to the
-///   last stage: `x_p = x_w + 2 (x_1 - x_0)`. The last two give `x_0 = x_1 (w - g^(w-1)) / (w - 1)`.
+///   to the last stage: `x_p = x_w + 2 (x_1 - x_0)`. The last two give `x_0 = x_1 (w - g^(w-1)) / (w - 1)`.
 ///
 /// In the lower bound for these documents, the remaining work counts equally wherever it is. So after them sizes fall,
-/// at a
-/// rate that was found by search, until no work remains.
+/// at a rate that was found by search, until no work remains.
 ///
 /// # Arguments
 /// * `longest` - seconds of documents, longest first.
@@ -171,11 +160,10 @@ impl Relaxed {
     /// Improves the targets by a number of steps.
     ///
     /// The time of a step is the greatest of many sums over micro-batches, one for each path through the schedule. If
-    /// targets are
-    /// not the best, work must move from micro-batches that have more of the critical path than average (per second of
-    /// their
-    /// own) to those that have less. Each loses or gains in proportion to that difference and to its size. (This is a
-    /// subgradient step in the geometry of proportions; its length is Polyak's for the time that is hoped for.)
+    /// targets are not the best, work must move from micro-batches that have more of the critical path than average
+    /// (per second of their own) to those that have less. Each loses or gains in proportion to that difference and to
+    /// its size. (This is a subgradient step in the geometry of proportions; its length is Polyak's for the time that
+    /// is hoped for.)
     ///
     /// # Complexity
     /// O(ops) for each step.

@@ -105,8 +105,7 @@ impl<'a> Bins<'a> {
     }
 
     /// Runs of one micro-batch: all of its samples of each tree; with `parted`, also the first and the last ones of
-    /// each tree, in
-    /// any number.
+    /// each tree, in any number.
     pub(super) fn runs(&self, bin: usize, parted: bool, found: &mut Vec<Run>) {
         found.clear();
         let leaves = self.leaves;

@@ -7,8 +7,7 @@ use super::leaves::{Leaves, Load};
 /// twice.
 ///
 /// A tree with more tokens than a micro-batch holds is in several. Each of them has the tokens `r` that all samples of
-/// the
-/// tree share, so `k` micro-batches hold at most `k * (max_tokens - r) + r` of the tree's tokens.
+/// the tree share, so `k` micro-batches hold at most `k * (max_tokens - r) + r` of the tree's tokens.
 ///
 /// # Complexity
 /// O(n).

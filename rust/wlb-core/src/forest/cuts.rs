@@ -8,8 +8,7 @@ use super::leaves::{Leaves, Load};
 const LATE: f64 = 0.25;
 
 /// How many samples, from the first on, fit within a limit. Among places that are nearly as far, the one is chosen
-/// where the
-/// next sample shares least. `None` if not even the first sample fits.
+/// where the next sample shares least. `None` if not even the first sample fits.
 pub(super) fn within(leaves: &Leaves, piece: &[u32], fits: impl Fn(Load, usize) -> bool) -> Option<usize> {
     let (mut sum, mut before, mut most) = (Load::default(), None, 0);
     for &leaf in piece {

@@ -17,8 +17,7 @@ pub(super) enum Rule {
 }
 
 /// Puts pieces into some of the micro-batches, and leaves none empty if it can be avoided. Returns false if they do not
-/// hold
-/// all pieces.
+/// hold all pieces.
 ///
 /// # Arguments
 /// * `targets` - target cost of each micro-batch.
@@ -97,8 +96,7 @@ fn in_turn(bins: &mut Bins, among: &[usize], pieces: &[Vec<u32>]) -> bool {
 }
 
 /// Gives every empty micro-batch a run from the micro-batch with the most samples, if that has at least two: of the
-/// runs that
-/// repeat the fewest tokens, the costliest.
+/// runs that repeat the fewest tokens, the costliest.
 fn leave_none_empty(bins: &mut Bins, among: &[usize]) {
     let mut runs = Vec::new();
     for &empty in among {

@@ -8,8 +8,7 @@ impl ForestShard {
     /// The tokens that each rank holds and the keys that its queries see. Execution plans are made from this alone.
     ///
     /// A node that follows its parent in memory is on the parent's path. So there is one path for each chain of such
-    /// nodes, and
-    /// tokens of a rank that continue in memory and in position are one run.
+    /// nodes, and tokens of a rank that continue in memory and in position are one run.
     ///
     /// # Complexity
     /// O(segments, and for each chain the nodes above its end).

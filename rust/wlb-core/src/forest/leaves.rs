@@ -31,8 +31,7 @@ impl std::ops::Sub for Load {
 /// Samples in depth-first order, so that samples that share most are neighbours.
 ///
 /// In this order each sample adds the tokens that it does not share with the one before it. Two samples share the least
-/// load
-/// that any two neighbours between them share.
+/// load that any two neighbours between them share.
 pub(super) struct Leaves {
     /// The samples, depth-first.
     pub(super) samples: Vec<u32>,

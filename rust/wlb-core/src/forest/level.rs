@@ -45,8 +45,7 @@ struct Exchange {
 
 impl Search {
     /// Lowers the heaviest team, then the next one that can be lowered, until all are within `close` of the lightest,
-    /// no exchange
-    /// is left, or the steps are used up.
+    /// no exchange is left, or the steps are used up.
     pub(super) fn level(&mut self, bins: &mut Bins, teams: &Teams) {
         let load = |bins: &Bins, team: usize| {
             teams.bins[team].iter().map(|&bin| bins.loads[bin].cost).sum::<f64>() - teams.targets[team]

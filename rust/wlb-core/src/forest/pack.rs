@@ -2,10 +2,9 @@
 //!
 //! Trees are put into micro-batches whole, or cut into pieces if they do not fit or cost more than a team should. Then
 //! samples are exchanged: first all samples of a tree in a micro-batch, which computes nothing twice; then parts of
-//! trees,
-//! if the shared tokens computed twice cost less than the imbalance that the exchange removes. Every exchange is judged
-//! by
-//! the exact cost. With few samples all partitions are tried. A forest without shared tokens is packed like documents.
+//! trees, if the shared tokens computed twice cost less than the imbalance that the exchange removes. Every exchange is
+//! judged by the exact cost. With few samples all partitions are tried. A forest without shared tokens is packed like
+//! documents.
 
 use crate::cost::{CostModel, Mask};
 use crate::error::{Error, Result};
@@ -75,18 +74,16 @@ impl ForestOptions {
 ///
 /// # Arguments
 /// * `model` - a node of `n` tokens at depth `p` costs `c(p + n) - c(p)`, where `c` is the model's cost without
-///   constants.
-///   The constant of a document counts once for each sample, that of a micro-batch once for each micro-batch.
+///   constants. The constant of a document counts once for each sample, that of a micro-batch once for each
+///   micro-batch.
 ///
 /// # Returns
 /// A plan with a lower bound on its step ([`ForestPlan::lower_bound`]). If nothing is shared, it is the plan of
-/// [`pack`] or
-/// [`pack_for_ranks`].
+/// [`pack`] or [`pack_for_ranks`].
 ///
 /// # Errors
 /// The errors of [`pack_for_ranks`]; [`Error::TooLong`] for a sample over `max_tokens`; [`Error::Combination`] for a
-/// full
-/// mask, under which a token would also see later tokens, which other samples do not share.
+/// full mask, under which a token would also see later tokens, which other samples do not share.
 ///
 /// # Complexity
 /// O(n log n) for `n` samples, O(micro-batches) for each placed piece, and a bounded number of exchanges.
@@ -187,8 +184,7 @@ fn limits(options: &ForestOptions) -> Limits {
 }
 
 /// A lower bound on the step of any plan with this number of micro-batches: an equal share of all work, the heaviest
-/// path,
-/// or the heaviest group.
+/// path, or the heaviest group.
 fn lower_bound(leaves: &Leaves, options: &ForestOptions, model: &CostModel, micro_batches: usize) -> f64 {
     let parts = options.ranks.map_or(micro_batches, |ranks| ranks.dp_size);
     let empty = model.micro_batch() * (micro_batches / parts) as f64;
@@ -454,8 +450,7 @@ impl<'a> Batch<'a> {
     }
 
     /// The samples of each rank, which has room for `rounds` micro-batches: groups stay together, and counts are equal
-    /// if
-    /// required.
+    /// if required.
     fn on_ranks(&self, rounds: usize) -> Option<Vec<Vec<u32>>> {
         let (dp_size, equal) = (self.dp_size(), self.options.equal_documents);
         let parts = match self.groups.is_empty() {
@@ -488,8 +483,7 @@ impl<'a> Batch<'a> {
     }
 
     /// Divides trees so that ranks can have equally many samples: the largest trees first, each whole to the rank that
-    /// lacks the
-    /// most; a tree that fits nowhere is cut.
+    /// lacks the most; a tree that fits nowhere is cut.
     fn in_equal_numbers(&self, trees: &[Vec<u32>], dp_size: usize) -> Vec<Vec<u32>> {
         let samples = self.leaves.len();
         let mut lacks: Vec<usize> = (0..dp_size).map(|rank| (samples + dp_size - 1 - rank) / dp_size).collect();

@@ -66,8 +66,7 @@ impl ForestPlan {
     }
 
     /// Time of a step: the heaviest rank, or the sum of the heaviest micro-batch of each round; without ranks the
-    /// heaviest
-    /// micro-batch.
+    /// heaviest micro-batch.
     pub fn step_cost(&self) -> f64 {
         match self.ranks {
             Some(ranks) => ranks.step_cost(&self.costs),
@@ -85,8 +84,7 @@ impl ForestPlan {
     ///
     /// # Errors
     /// [`Error::Indivisible`] if `dp_size` does not divide the micro-batches, [`Error::Combination`] if the plan was
-    /// made for
-    /// other ranks.
+    /// made for other ranks.
     pub fn deal(&self, dp_size: usize) -> Result<Vec<usize>> {
         let total = self.num_micro_batches();
         if dp_size == 0 || !total.is_multiple_of(dp_size) {
@@ -103,8 +101,7 @@ impl ForestPlan {
     }
 
     /// A hash of the place of every token: equal on two ranks if and only if their plans are. If nothing is shared it
-    /// is the
-    /// digest of the samples' [`Packing`](crate::Packing).
+    /// is the digest of the samples' [`Packing`](crate::Packing).
     ///
     /// # Complexity
     /// O(samples and nodes), BLAKE3.

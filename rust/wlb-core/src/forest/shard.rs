@@ -17,8 +17,7 @@ const TRIES: usize = 64;
 /// The tokens of a forest on each rank, and the keys that each run of them sees.
 ///
 /// Nodes lie in memory depth-first, the longest of siblings first. A query sees all keys of the nodes above its own
-/// node, and
-/// in its own node the keys up to itself.
+/// node, and in its own node the keys up to itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ForestShard {
     /// The forest, its nodes in the order in which they lie in memory.
@@ -35,10 +34,9 @@ pub type Interval = (i32, i32);
 /// Cuts a forest for the ranks of a context-parallel group.
 ///
 /// Long nodes are cut like documents, into `2 * cp_size` chunks, two for each rank with equal pairs; tokens left over
-/// go to
-/// ranks in turn. Short nodes stay whole on one rank. Several least lengths of cut nodes are tried. Of those with all
-/// ranks
-/// within 1 % of the mean pairs, the one that moves the fewest keys is chosen; if there is none, the most even one.
+/// go to ranks in turn. Short nodes stay whole on one rank. Several least lengths of cut nodes are tried. Of those with
+/// all ranks within 1 % of the mean pairs, the one that moves the fewest keys is chosen; if there is none, the most
+/// even one.
 ///
 /// # Arguments
 /// * `forest` - the samples of one micro-batch.
@@ -203,8 +201,7 @@ impl ForestShard {
     }
 
     /// Keys that the queries of a segment see, in order of positions: the nodes above in full, and its own node up to
-    /// the
-    /// segment's end (each query sees them up to itself). Intervals that touch in memory are joined.
+    /// the segment's end (each query sees them up to itself). Intervals that touch in memory are joined.
     ///
     /// # Complexity
     /// O(nodes above).

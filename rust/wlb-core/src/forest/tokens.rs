@@ -103,16 +103,14 @@ impl PrefixForest {
     /// * `offsets` - index of each sample's first token, and at the end the number of tokens.
     /// * `groups` - a number for each sample: only samples with the same number share. Empty: all may share.
     /// * `key` - another number for each sample with the same effect, for other inputs of the model: an image's hash,
-    ///   an adapter.
-    ///   Empty for none.
+    ///   an adapter. Empty for none.
     ///
     /// # Returns
     /// Nodes depth-first, siblings by their first sample.
     ///
     /// # Errors
     /// [`Error::Entry`] for offsets that do not fit, and for an empty sample; [`Error::Mismatch`] if `groups` or `key`
-    /// has
-    /// another length than the samples.
+    /// has another length than the samples.
     ///
     /// # Complexity
     /// O(R + n log n) for `R` tokens of `n` samples: each token is compared about once, at most twice.
@@ -168,9 +166,8 @@ impl PrefixForest {
     ///
     /// # Errors
     /// The errors of [`PrefixForest::from_tokens`]; [`Error::Mismatch`] for another number of samples, [`Error::Entry`]
-    /// for a
-    /// sample of another length, and [`Error::Unlike`] at the first token in which two samples differ that should share
-    /// it.
+    /// for a sample of another length, and [`Error::Unlike`] at the first token in which two samples differ that should
+    /// share it.
     ///
     /// # Complexity
     /// O(R).

@@ -13,10 +13,8 @@ const NONE: i32 = -1;
 /// Runs of tokens (nodes), the node that each continues (its parent), and the node in which each sample ends.
 ///
 /// A sample is the path from a root to the end of its node. The node may have children: a sample may end where others
-/// go on.
-/// Samples share tokens only from their beginning on, so a shared token has the same position and the same earlier
-/// tokens
-/// in all of them.
+/// go on. Samples share tokens only from their beginning on, so a shared token has the same position and the same
+/// earlier tokens in all of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PrefixForest {
@@ -44,8 +42,8 @@ impl PrefixForest {
     ///
     /// # Errors
     /// [`Error::Mismatch`] if `lengths` and `parents` differ in number; [`Error::Entry`] for a parent or end that is no
-    /// node, for
-    /// parents in a circle, for a node under which no sample ends, and for a path of more than [`MAX_TOKENS`].
+    /// node, for parents in a circle, for a node under which no sample ends, and for a path of more than
+    /// [`MAX_TOKENS`].
     ///
     /// # Complexity
     /// O(m log m) for `m` nodes.

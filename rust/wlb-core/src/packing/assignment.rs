@@ -20,8 +20,7 @@ impl Packing {
     ///
     /// # Errors
     /// [`Error::Mismatch`] and [`Error::OutOfRange`]; [`Error::Entry`] for a micro-batch that does not exist, and for
-    /// the
-    /// document with which a micro-batch exceeds `max_tokens` or the limit of a column.
+    /// the document with which a micro-batch exceeds `max_tokens` or the limit of a column.
     ///
     /// # Complexity
     /// O(n + num_micro_batches).

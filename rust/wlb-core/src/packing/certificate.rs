@@ -1,24 +1,19 @@
 //! A lower bound on the heaviest micro-batch, where tokens are scarce.
 //!
 //! Suppose that no micro-batch costs more than `C`. Take documents of which no two fit together, by tokens or under
-//! `C`:
-//! each has a micro-batch for itself. Such a *head* of `L` tokens and cost `h` leaves `T - L` tokens and `C - h` of
-//! cost
-//! free. Let all other documents be cut at will. For any price `t` of a token, the demand of a document is its cost or
-//! `t`
-//! times its tokens, whichever is less. A micro-batch holds at most its free cost and at most `t` times its free
-//! tokens:
+//! `C`: each has a micro-batch for itself. Such a *head* of `L` tokens and cost `h` leaves `T - L` tokens and `C - h`
+//! of cost free. Let all other documents be cut at will. For any price `t` of a token, the demand of a document is its
+//! cost or `t` times its tokens, whichever is less. A micro-batch holds at most its free cost and at most `t` times its
+//! free tokens:
 //!
 //! `sum over others of min(cost, t * tokens) <= sum over micro-batches of min(C - h, t * (T - L))`
 //!
 //! For each `t`, the least `C` that satisfies this is a lower bound. The greatest of these bounds equals the optimum of
-//! the
-//! linear program that places heads whole and other documents in fractions. (The program asks whether the
-//! micro-batches'
-//! pairs of tokens and cost are a mixture of the documents' pairs. By Hardy, Littlewood and Polya they are, unless some
-//! concave, rising function of cost per token shows otherwise; all these functions are mixtures of `min(., t)`.) Both
-//! sides
-//! are linear in `t` between the documents' costs per token, so only these `t` are tried, and no program is solved.
+//! the linear program that places heads whole and other documents in fractions. (The program asks whether the
+//! micro-batches' pairs of tokens and cost are a mixture of the documents' pairs. By Hardy, Littlewood and Polya they
+//! are, unless some concave, rising function of cost per token shows otherwise; all these functions are mixtures of
+//! `min(., t)`.) Both sides are linear in `t` between the documents' costs per token, so only these `t` are tried, and
+//! no program is solved.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -50,8 +45,7 @@ pub struct Certificate {
 }
 
 /// A number that is computed once. It has no lock: in a process forked while another thread held the lock, everybody
-/// would
-/// wait for ever. Two threads that compute it at the same time find the same number.
+/// would wait for ever. Two threads that compute it at the same time find the same number.
 #[derive(Debug)]
 pub(crate) struct Known(AtomicU64);
 
@@ -177,8 +171,7 @@ struct Part {
 }
 
 /// A lower bound on the heaviest micro-batch of any packing of these pieces into `bins`. The result is at least `from`
-/// (a
-/// bound that is known) and at most `most` (the heaviest micro-batch of some packing).
+/// (a bound that is known) and at most `most` (the heaviest micro-batch of some packing).
 ///
 /// Rounding never lifts the result above the optimum: the greatest possible rounding error of the sums is subtracted.
 ///
@@ -243,8 +236,7 @@ impl Head {
 }
 
 /// The price with the greatest lack, divided by the number of micro-batches that a higher bound gives more room. `None`
-/// if
-/// nothing is lacking at any price.
+/// if nothing is lacking at any price.
 fn worst(heads: &[Head], parts: &[Part], bound: f64, rounding: f64) -> Option<Asked> {
     // Price from which on a micro-batch runs out of cost before it runs out of tokens.
     let mut turns: Vec<(f64, &Head)> = heads.iter().map(|head| (head.free(bound) / head.free_tokens, head)).collect();

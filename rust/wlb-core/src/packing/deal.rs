@@ -10,16 +10,13 @@ impl Packing {
     /// Deals the micro-batches of each step to `dp_size` ranks: equal counts, costs balanced, in schedule order.
     ///
     /// The heaviest micro-batch goes first, each to the rank with the least cost among those that still lack one.
-    /// Inside a rank
-    /// the lightest micro-batches stand at both ends and the heaviest in the middle: a pipeline multiplies the cost of
-    /// the
-    /// first and the last by its depth (fill and drain). A packing that was made for ranks keeps its order.
+    /// Inside a rank the lightest micro-batches stand at both ends and the heaviest in the middle: a pipeline
+    /// multiplies the cost of the first and the last by its depth (fill and drain). A packing that was made for ranks
+    /// keeps its order.
     ///
     /// With several columns of costs the ranks wait for one another in each column: a step takes the sum over columns
-    /// of the
-    /// heaviest rank. Two deals are tried: one by the sum of the columns, one by the column in which each micro-batch
-    /// is the
-    /// greatest part. The deal with the shorter step wins; if both are equal, the deal by the sum.
+    /// of the heaviest rank. Two deals are tried: one by the sum of the columns, one by the column in which each
+    /// micro-batch is the greatest part. The deal with the shorter step wins; if both are equal, the deal by the sum.
     ///
     /// # Arguments
     /// * `dp_size` - data-parallel ranks.

@@ -2,8 +2,7 @@
 //!
 //! Methods leave over the documents that do not fit. This file decides whether that is an error, and what the error
 //! advises. In fine-tuning and reinforcement learning a batch is trained whole in one step: there [`pack_whole`] finds
-//! the
-//! number of micro-batches, from what memory holds and what data-parallel ranks need.
+//! the number of micro-batches, from what memory holds and what data-parallel ranks need.
 
 use crate::cost::DocumentCosts;
 use crate::error::{Error, Result, check_range, saturating_i64};
@@ -188,8 +187,7 @@ pub(crate) fn check_fit(lengths: &[i32], max_tokens: i32) -> Result<()> {
 ///
 /// # Returns
 /// The plan of [`pack`] for that number. With `multiple_of` micro-batches fewer, documents are left over. Without
-/// documents:
-/// `multiple_of` empty micro-batches.
+/// documents: `multiple_of` empty micro-batches.
 ///
 /// # Errors
 /// The errors of [`pack`]; [`Error::OutOfRange`] also if more than [`MAX_MICRO_BATCHES`] would be needed.

@@ -22,13 +22,11 @@ impl Padding {
     /// * `multiple_of` - micro-batches are padded up to a multiple of this number of tokens (MXFP8 needs 32, HybridEP
     ///   128).
     /// * `buckets` - the only sizes that micro-batches may have, for steps that are compiled or captured once per size;
-    ///   empty
-    ///   for any size.
+    ///   empty for any size.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for `multiple_of_tokens`; [`Error::Entry`] for a bucket that is not larger than the bucket
-    /// before
-    /// it, or not a multiple of `multiple_of_tokens`.
+    /// before it, or not a multiple of `multiple_of_tokens`.
     pub fn new(multiple_of: i32, buckets: &[i32]) -> Result<Self> {
         check_range("multiple_of_tokens", i64::from(multiple_of), 1, MAX_TOKENS)?;
         let refused = |index: usize, requirement| {
@@ -155,8 +153,7 @@ impl Padding {
     }
 
     /// Padded size of a micro-batch of `tokens` tokens, at most the largest size. An empty micro-batch has the smallest
-    /// bucket,
-    /// or no tokens if there are no buckets.
+    /// bucket, or no tokens if there are no buckets.
     pub fn padded(&self, tokens: i64) -> i64 {
         match self.buckets.iter().find(|&&bucket| i64::from(bucket) >= tokens) {
             Some(&bucket) => i64::from(bucket),

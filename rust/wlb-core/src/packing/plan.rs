@@ -108,8 +108,7 @@ impl Packing {
     }
 
     /// Time of a step over the time if all ranks were equal. The ranks wait as the packing was made for: the step takes
-    /// the time
-    /// of the heaviest rank, or the sum of the heaviest micro-batch of each round. Without ranks it is
+    /// the time of the heaviest rank, or the sum of the heaviest micro-batch of each round. Without ranks it is
     /// [`Packing::imbalance`].
     pub fn rank_imbalance(&self) -> f64 {
         match self.ranks {

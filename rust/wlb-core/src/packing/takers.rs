@@ -8,8 +8,7 @@ use crate::ladder::Ladder;
 /// Micro-batches by weight, where items come in a known order and a micro-batch may be unable to take an item.
 ///
 /// A micro-batch that is lightest but may not take the item is set aside until the first item that it may take. So it
-/// is
-/// looked at once, and not for every item in between.
+/// is looked at once, and not for every item in between.
 pub(crate) struct Takers {
     ready: Ladder,
     /// `rank of the item << 32 | micro-batch that waits for it`.

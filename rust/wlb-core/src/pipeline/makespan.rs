@@ -56,10 +56,8 @@ impl Pipeline {
 
     /// The makespan under one cost for each micro-batch ([`Detail::MicroBatch`]). Writes into `parts` the share of each
     /// micro-batch's cost that lies on one critical path: a chain of ops, each of which starts when the one before it
-    /// ends, up
-    /// to the last op. So under any other costs `c` a step takes at least the sum of `parts[j] * c[j]` plus the
-    /// latencies of
-    /// that path.
+    /// ends, up to the last op. So under any other costs `c` a step takes at least the sum of `parts[j] * c[j]` plus
+    /// the latencies of that path.
     ///
     /// # Panics
     /// When there are fewer costs than micro-batches; callers inside the crate ensure this.
@@ -101,8 +99,7 @@ impl Pipeline {
     }
 
     /// Calls `visit` with instruction, start, end and duration of every op; returns the end of the last. `which` maps
-    /// each
-    /// micro-batch of the schedule to one of `times`.
+    /// each micro-batch of the schedule to one of `times`.
     #[inline]
     pub(super) fn run(
         &self,

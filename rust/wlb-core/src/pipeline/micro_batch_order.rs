@@ -1,12 +1,9 @@
 //! Orders micro-batches: the data-parallel rank and the position of each.
 //!
 //! A pipeline takes the same micro-batches in any order, but not in the same time. While it fills and drains, all ranks
-//! wait
-//! for the first and the last micro-batch; under an interleaved schedule they wait for the slowest of a round. A rule
-//! that
-//! suits one schedule is bad for another, so the simulator decides: it takes the best of a few sorted orders and
-//! improves it
-//! until no swap and no move helps.
+//! wait for the first and the last micro-batch; under an interleaved schedule they wait for the slowest of a round. A
+//! rule that suits one schedule is bad for another, so the simulator decides: it takes the best of a few sorted orders
+//! and improves it until no swap and no move helps.
 
 use crate::error::{Error, Result, saturating_i64};
 use crate::packing::deal;
@@ -29,11 +26,9 @@ const WORTHWHILE: f64 = 1.0 - 1e-6;
 /// slowest rank finishes early.
 ///
 /// It deals by cost as [`crate::Packing::deal`] does. Each row gets the fastest of four orders: arrival, heaviest
-/// first,
-/// lightest first, light ends. Then the slowest rank is improved again and again: by swaps of two micro-batches and
-/// moves of
-/// one while they help, and by swaps with other ranks while those do. So the result is never slower than `deal`. If the
-/// limit on simulated ops is reached, the remaining ranks keep the order of `deal`.
+/// first, lightest first, light ends. Then the slowest rank is improved again and again: by swaps of two micro-batches
+/// and moves of one while they help, and by swaps with other ranks while those do. So the result is never slower than
+/// `deal`. If the limit on simulated ops is reached, the remaining ranks keep the order of `deal`.
 ///
 /// # Arguments
 /// * `options` - the pipeline of one rank; the step has `dp_size` times its number of micro-batches.
@@ -45,8 +40,7 @@ const WORTHWHILE: f64 = 1.0 - 1e-6;
 ///
 /// # Errors
 /// The errors of [`PipelineOptions::orders`]; [`Error::Mismatch`] when `times` have another shape;
-/// [`Error::OutOfRange`]
-/// for `dp_size`.
+/// [`Error::OutOfRange`] for `dp_size`.
 ///
 /// # Complexity
 /// Simulates about a million ops, or four orders of each rank if that is more: at most 2^24 ops and one order.
@@ -135,8 +129,7 @@ impl OrderSearch<'_> {
     }
 
     /// Swaps and moves inside a row until none helps or the limit on simulated ops is reached. The loops stop at the
-    /// limit:
-    /// there are quadratically many swaps, too many even to skip.
+    /// limit: there are quadratically many swaps, too many even to skip.
     fn settle(&mut self, row: &mut Row) {
         let count = row.order.len();
         row.settled = true;

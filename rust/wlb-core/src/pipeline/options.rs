@@ -23,9 +23,8 @@ named_choices! {
         /// Two stages a rank, down the ranks and back up; the memory of 1F1B (Qi et al. 2024, ZB-V).
         ZbV = "zbv",
         /// Places stages like `zbv` and runs a forward next to a backward of the opposite direction, so that one can
-        /// hide the
-        /// communication of the other; weight gradients are delayed only at both ends (DeepSeek-AI 2024, DualPipe, cut
-        /// in half).
+        /// hide the communication of the other; weight gradients are delayed only at both ends (DeepSeek-AI 2024,
+        /// DualPipe, cut in half).
         DualPipeV = "dualpipev",
     }
 }

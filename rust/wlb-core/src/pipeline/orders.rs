@@ -10,14 +10,10 @@ impl PipelineOptions {
     /// The ops of every rank, in the order in which the rank runs them.
     ///
     /// Rank `r` holds stages `r`, `r + p`, `r + 2p`, ... With `interleaved_1f1b` and `interleaved_zero_bubble` a rank
-    /// takes the
-    /// micro-batches in rounds of about `p`, and each round goes through all its stages before the next; the number of
-    /// rounds,
-    /// `max(1, m / p)`, must divide `m`. With `zbv` and `dualpipev` rank `r` holds stages `r` and `2p - 1 - r`. These
-    /// are the
-    /// orders of torch.distributed.pipelining, except that torch has no `zb_h2`, and that its `interleaved_zero_bubble`
-    /// with
-    /// one stage a rank is our `zb_h1`.
+    /// takes the micro-batches in rounds of about `p`, and each round goes through all its stages before the next; the
+    /// number of rounds, `max(1, m / p)`, must divide `m`. With `zbv` and `dualpipev` rank `r` holds stages `r` and `2p
+    /// - 1 - r`. These are the orders of torch.distributed.pipelining, except that torch has no `zb_h2`, and that its
+    /// `interleaved_zero_bubble` with one stage a rank is our `zb_h1`.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for sizes, [`Error::Schedule`] for sizes that the schedule does not allow.
@@ -80,8 +76,8 @@ impl PipelineOptions {
             Schedule::OneForwardOneBackward => self.steady(rank, hops_to_last, None),
             Schedule::Interleaved => self.steady(rank, 2 * hops_to_last, None),
             // Later ranks warm up with fewer forwards and instead delay as many more weight gradients. So all ranks
-            // hold equally many
-            // micro-batches, and have equally many weight gradients for the gaps between the last backwards.
+            // hold equally many micro-batches, and have equally many weight gradients for the gaps between the last
+            // backwards.
             Schedule::ZbH1 | Schedule::InterleavedZeroBubble => self.steady(rank, hops_to_last, Some(rank)),
             Schedule::ZbH2 => self.steady(rank, 2 * hops_to_last, Some(2 * rank)),
             Schedule::ZbV => self.v_shaped(rank),
@@ -90,10 +86,8 @@ impl PipelineOptions {
     }
 
     /// First the warm-up: `ahead` forwards (with several stages, also a round through all stages but one). Then a
-    /// forward and a
-    /// backward in turn, then the remaining backwards. With `put_off`, each backward is only the input gradient, and
-    /// its weight
-    /// gradient runs `put_off` backwards later.
+    /// forward and a backward in turn, then the remaining backwards. With `put_off`, each backward is only the input
+    /// gradient, and its weight gradient runs `put_off` backwards later.
     fn steady(&self, rank: usize, ahead: usize, put_off: Option<usize>) -> Vec<Op> {
         let (p, v, m) = (self.num_stages, self.num_virtual_stages, self.num_micro_batches);
         let passes = m * v;
@@ -126,8 +120,7 @@ impl PipelineOptions {
     }
 
     /// The order of `dualpipev`, in the same eight steps as torch's. If a backward is split in two, its weight gradient
-    /// goes into
-    /// a queue, and `weight` runs the oldest in the queue.
+    /// goes into a queue, and `weight` runs the oldest in the queue.
     fn dual_pipe_v(&self, rank: usize) -> Vec<Op> {
         const DOWN: usize = 0;
         const UP: usize = 1;
@@ -157,8 +150,7 @@ impl PipelineOptions {
             turns.backward(DOWN, false);
         }
         // In the second half of these turns backwards are split in two. On even ranks the split begins after the first
-        // backward up
-        // of that half, on odd ranks before it.
+        // backward up of that half, on odd ranks before it.
         let half = rank.div_ceil(2);
         for turn in 0..=rank {
             turns.backward(UP, turn >= half + usize::from(rank.is_multiple_of(2)));

@@ -15,8 +15,7 @@ pub(super) struct Instruction {
     pub(super) op: Op,
     pub(super) rank: u16,
     /// The op on another rank that sends its input: its place in the sequence plus one, or [`NOTHING`]. Inputs from the
-    /// own rank
-    /// need no entry: they are earlier in the rank's order.
+    /// own rank need no entry: they are earlier in the rank's order.
     pub(super) input: u32,
     /// The op before it on its own rank: its place in the sequence plus one, or [`NOTHING`].
     pub(super) previous: u32,
@@ -25,8 +24,7 @@ pub(super) struct Instruction {
 /// A schedule that is ready to be timed under any costs.
 ///
 /// The order of ops does not depend on how long they take. So deadlocks are found here, once, and timing is one pass
-/// over a
-/// sequence.
+/// over a sequence.
 #[derive(Clone, Debug)]
 pub struct Pipeline {
     pub(super) instructions: Vec<Instruction>,
@@ -49,8 +47,7 @@ impl Pipeline {
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for sizes; [`Error::Order`] for an op that appears twice, is missing, belongs to a stage
-    /// of another
-    /// rank, or would wait for ever.
+    /// of another rank, or would wait for ever.
     ///
     /// # Complexity
     /// O(ops).

@@ -12,13 +12,11 @@ impl Pipeline {
     /// A summary of a step.
     ///
     /// `activation[j]` is the memory that a rank holds for micro-batch `j`, over all its stages, from the forward to
-    /// the weight
-    /// gradient, in any unit, such as tokens; 1 for each by default. Each stage of a rank has an equal part.
+    /// the weight gradient, in any unit, such as tokens; 1 for each by default. Each stage of a rank has an equal part.
     ///
     /// # Errors
     /// [`Error::Mismatch`] when `times` or `activation` have another shape, [`Error::Entry`] for an activation that is
-    /// negative
-    /// or not finite, [`Error::Number`] when the costs add up to infinity.
+    /// negative or not finite, [`Error::Number`] when the costs add up to infinity.
     ///
     /// # Complexity
     /// O(ops).

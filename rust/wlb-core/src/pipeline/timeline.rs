@@ -32,8 +32,7 @@ pub struct Summary {
 
 impl Summary {
     /// Seconds from one step to the next if each rank starts the next step without waiting for the others: the longest
-    /// of the
-    /// spans. This needs an optimizer step that validates afterwards (Qi et al. 2023, section 4).
+    /// of the spans. This needs an optimizer step that validates afterwards (Qi et al. 2023, section 4).
     pub fn period(&self) -> f64 {
         self.spans.iter().copied().fold(0.0, f64::max)
     }
@@ -59,8 +58,7 @@ pub struct Timeline {
 
 impl Timeline {
     /// A chain of ops that takes the whole step: each op starts when the one before it ends (plus the latency of what
-    /// it sent).
-    /// Returns indices of records, ascending. The step gets shorter only if an op of this chain does.
+    /// it sent). Returns indices of records, ascending. The step gets shorter only if an op of this chain does.
     ///
     /// # Complexity
     /// O(ops).
@@ -106,8 +104,7 @@ impl Timeline {
 }
 
 /// Sums over all ranks of one step, in seconds. Each data-parallel rank is a replica of one pipeline, and the replicas
-/// wait
-/// for each other at the end of the step.
+/// wait for each other at the end of the step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepTotals {
     /// Time of the step, until the slowest replica has finished.
@@ -124,8 +121,7 @@ pub struct StepTotals {
 
 impl StepTotals {
     /// The sums over these replicas; `compute + exposed + bubble + dp_wait` is the number of ranks times `seconds`, up
-    /// to
-    /// rounding.
+    /// to rounding.
     pub fn new(replicas: &[Summary]) -> Self {
         let seconds = replicas.iter().map(|replica| replica.seconds).fold(0.0, f64::max);
         let mut totals = Self { seconds, ..Self::default() };

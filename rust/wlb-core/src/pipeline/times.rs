@@ -15,8 +15,7 @@ pub struct Times<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detail {
     /// `costs[j]`: micro-batch `j` through the whole model, forward and backward. Each stage takes an equal part of it,
-    /// and in
-    /// each stage forward, input gradient and weight gradient take a third each.
+    /// and in each stage forward, input gradient and weight gradient take a third each.
     MicroBatch,
     /// `costs[j * stages + s]`: micro-batch `j` in stage `s` of the model; each of the three passes takes a third.
     Stage,
@@ -55,8 +54,7 @@ impl<'a> Times<'a> {
     }
 
     /// Adds latency: the time from the end of an op until a stage on another rank can use its result. Both ranks may
-    /// compute
-    /// meanwhile. One value for all micro-batches, or one for each.
+    /// compute meanwhile. One value for all micro-batches, or one for each.
     ///
     /// # Errors
     /// [`Error::Entry`] for a latency that is negative or not finite.
@@ -66,8 +64,7 @@ impl<'a> Times<'a> {
     }
 
     /// Says, entry by entry, which part of the costs is communication that nothing hides. It does not change times,
-    /// only how
-    /// they are reported.
+    /// only how they are reported.
     ///
     /// # Errors
     /// [`Error::Mismatch`] for another number of entries; [`Error::Entry`] for an entry that is negative or above its

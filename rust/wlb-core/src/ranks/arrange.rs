@@ -9,8 +9,7 @@ use super::plan::{Batch, Contents};
 
 /// Rearranges the same documents in as many micro-batches, listed rank by rank in schedule order. It uses
 /// [`pack_for_ranks`](super::pack_for_ranks) if that finds a plan, else exchanges that begin with the placement. The
-/// step is
-/// never longer than that of the placement dealt as it is. Documents that are left over stay left over.
+/// step is never longer than that of the placement dealt as it is. Documents that are left over stay left over.
 ///
 /// # Arguments
 /// * `start` - a placement within the limits.

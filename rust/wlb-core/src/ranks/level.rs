@@ -5,8 +5,7 @@ use crate::ladder::Ladder;
 use super::shares::Shares;
 
 /// Number of partners that a micro-batch tries, from the lightest on. If tokens run out, most exchanges do not fit, and
-/// the
-/// time is better spent on other starts.
+/// the time is better spent on other starts.
 pub(super) const PARTNERS: usize = 4;
 /// Neighbours of the best bundle that are tried if the best does not fit: for one item for one, and for two for two.
 const REACH: [usize; 2] = [4, 16];
@@ -158,12 +157,10 @@ impl Leveller {
     }
 
     /// Lowers the heaviest of some shares, then the next one that can be lowered, until all are within `close` of the
-    /// lightest,
-    /// no exchange is left, or the steps are used up.
+    /// lightest, no exchange is left, or the steps are used up.
     ///
     /// A few partners are tried from the lightest on. The heaviest share exchanges with the first partner for which
-    /// both end
-    /// below its present load. A share without such a partner is set aside.
+    /// both end below its present load. A share without such a partner is set aside.
     pub(super) fn level(&mut self, shares: &mut Shares, among: &[usize], close: f64) {
         let mut by_load = Ladder::new(among.iter().map(|&j| shares.loads[j]));
         for _ in 1..among.len() {
@@ -194,8 +191,7 @@ impl Leveller {
 }
 
 /// Lists the bundles that a share may give, costliest first: each item, for [`Size::Two`] also each pair of items, and
-/// last
-/// the empty bundle.
+/// last the empty bundle.
 fn list(shares: &Shares, share: usize, size: Size, bundles: &mut Vec<Bundle>) {
     let contents = &shares.contents[share];
     bundles.extend(contents.iter().map(|&place| Bundle::of(shares, place)));

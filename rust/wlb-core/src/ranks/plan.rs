@@ -1,11 +1,9 @@
 //! Packs a global batch for data-parallel ranks.
 //!
 //! There are two ways. If documents may go to any rank, micro-batches are filled first and dealt to ranks; then
-//! documents
-//! are exchanged between micro-batches of different ranks, within the limits. This needs no more micro-batches than
-//! packing
-//! without ranks. If ranks must keep groups together or have equally many documents, documents are first shared out to
-//! ranks, and each rank's documents then fill its own micro-batches.
+//! documents are exchanged between micro-batches of different ranks, within the limits. This needs no more
+//! micro-batches than packing without ranks. If ranks must keep groups together or have equally many documents,
+//! documents are first shared out to ranks, and each rank's documents then fill its own micro-batches.
 
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
@@ -40,31 +38,25 @@ const ANY: i64 = 1 << 31;
 /// [`pack`](crate::pack) for data-parallel ranks; every document stays whole.
 ///
 /// Documents are exchanged between ranks, beyond dealing micro-batches. With [`Sync::Step`], first until the sums of
-/// ranks
-/// are equal, then inside each rank until its micro-batches are. With [`Sync::MicroBatch`], first until the
-/// micro-batches of
-/// each round are equal, then until the sums of ranks are.
+/// ranks are equal, then inside each rank until its micro-batches are. With [`Sync::MicroBatch`], first until the
+/// micro-batches of each round are equal, then until the sums of ranks are.
 ///
 /// # Returns
 /// A packing that lists the micro-batches of the first rank in schedule order, then those of the second, and so on;
 /// [`Packing::deal`] returns them. All ranks have the same number of micro-batches: the given number, else as few as
-/// were
-/// found to hold the documents, or with [`Sync::Step`] one more if that makes the step 5 % shorter. No micro-batch is
-/// empty
-/// if its rank has at least as many documents as micro-batches.
+/// were found to hold the documents, or with [`Sync::Step`] one more if that makes the step 5 % shorter. No micro-batch
+/// is empty if its rank has at least as many documents as micro-batches.
 ///
 /// # Errors
 /// [`Error::OutOfRange`] for sizes, also if more than [`MAX_MICRO_BATCHES`] would be needed; [`Error::TooLong`] for a
 /// document over `max_tokens`; [`Error::Mismatch`] if the number of groups is not that of the documents;
 /// [`Error::Indivisible`] if `dp_size` does not divide a given number of micro-batches; [`Error::Combination`] for
-/// groups
-/// whose sizes cannot be dealt equally, several columns of costs, or documents that do not fit into a given number of
-/// micro-batches; [`Error::InfiniteCost`].
+/// groups whose sizes cannot be dealt equally, several columns of costs, or documents that do not fit into a given
+/// number of micro-batches; [`Error::InfiniteCost`].
 ///
 /// # Complexity
 /// O(n log n) for `n` documents and a bounded number of exchanges, for each number of micro-batches that is tried:
-/// usually
-/// one number, if the bound from the tokens is enough, else O(log n) numbers.
+/// usually one number, if the bound from the tokens is enough, else O(log n) numbers.
 ///
 /// # Example
 /// ```
@@ -197,8 +189,7 @@ impl<'a> Batch<'a> {
     }
 
     /// The plan with one more round, if ranks wait once a step and the step becomes clearly shorter: micro-batches may
-    /// be so
-    /// full that documents cannot be exchanged between ranks.
+    /// be so full that documents cannot be exchanged between ranks.
     fn one_more(&self, rounds: usize, plan: &Contents) -> Option<Contents> {
         let dp_size = self.options.dp_size();
         let cost =
@@ -263,8 +254,7 @@ impl<'a> Batch<'a> {
         };
         level(&mut shares, &mut ranks);
         // Few exchanges cannot level the sums or rounds if the number of costly documents is no multiple of the ranks,
-        // or if
-        // micro-batches are full. Then a plan that shares out to ranks first is tried, too.
+        // or if micro-batches are full. Then a plan that shares out to ranks first is tried, too.
         let longest = self.longest(&shares, &ranks);
         if self.members.is_empty()
             && longest > most
@@ -355,8 +345,7 @@ impl<'a> Batch<'a> {
     }
 
     /// Groups (or documents, without groups) on ranks that each have room for `rounds` micro-batches; `None` if no way
-    /// was
-    /// found.
+    /// was found.
     fn shared_out(&self, rounds: usize) -> Option<Shares<'_>> {
         let Limits { tokens, documents } = self.limits;
         let rounds = rounds as i64;

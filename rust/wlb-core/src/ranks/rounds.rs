@@ -1,10 +1,8 @@
 //! Rounds: the micro-batches that all ranks run at the same time.
 //!
 //! If ranks wait for each other in every micro-batch, a step takes the sum over rounds of the heaviest micro-batch. So
-//! the
-//! micro-batches of one round should be equal, while rounds may differ: a document that costs more than the mean
-//! micro-batch
-//! makes a heavy round, and the next costly documents go into the same round.
+//! the micro-batches of one round should be equal, while rounds may differ: a document that costs more than the mean
+//! micro-batch makes a heavy round, and the next costly documents go into the same round.
 
 use super::items::Item;
 
@@ -42,8 +40,7 @@ pub(super) fn of_ranks(ranks: &[Vec<usize>], costs: &[f64]) -> Rounds {
 }
 
 /// Deals the micro-batches of each round to ranks, such that the sums of ranks are level: the heaviest goes to the rank
-/// with
-/// the least sum so far. Rounds with the largest differences come first.
+/// with the least sum so far. Rounds with the largest differences come first.
 pub(super) fn deal(rounds: &mut Rounds, costs: &[f64], dp_size: usize) {
     let spread = |round: &[usize]| {
         let most = round.iter().map(|&j| costs[j]).fold(0.0, f64::max);

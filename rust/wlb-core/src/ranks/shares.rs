@@ -34,8 +34,7 @@ pub(super) enum Rule {
     /// Costliest item first, to the share that lacks the most cost to its target.
     LeastLoad,
     /// Costliest item first, to the share that lacks the most cost per token of its room, so that tokens and cost run
-    /// out
-    /// together.
+    /// out together.
     Steepest,
     /// Longest item first, to the fullest share with room, so that as few tokens as possible stay free.
     BestFit,

@@ -21,8 +21,7 @@ enum Swap {
 /// Levels the sums of ranks by exchanges of micro-batches and of documents.
 ///
 /// The heaviest rank exchanges with one of the lightest, so that the moved cost is nearest to half their difference.
-/// This
-/// ends when all ranks are within `close` of the lightest, nothing is found, or the steps are used up.
+/// This ends when all ranks are within `close` of the lightest, nothing is found, or the steps are used up.
 ///
 /// # Arguments
 /// * `ranks` - the micro-batches of each rank.
@@ -91,8 +90,7 @@ fn best(
 }
 
 /// The pair of costs, one of each rank, whose difference is closest to `aim` and closer than `error` (the first such
-/// pair),
-/// and its distance.
+/// pair), and its distance.
 ///
 /// # Complexity
 /// O(n log n); more only if costs differ so little that their differences round to the same number.

@@ -2,11 +2,9 @@
 //!
 //! One observation makes every threshold of the hybrid affordable: documents are cut longest first, and the cursor of
 //! [`per_document`] at a document does not depend on shorter documents. So under *any* threshold the long documents are
-//! cut
-//! as [`per_document`] cuts them. One pass over all documents, longest first, gives their latency under every
-//! threshold; the
-//! last threshold is [`per_document`] itself. For each threshold only the short documents remain to be dealt, and the
-//! latency of a whole short document is known, too.
+//! cut as [`per_document`] cuts them. One pass over all documents, longest first, gives their latency under every
+//! threshold; the last threshold is [`per_document`] itself. For each threshold only the short documents remain to be
+//! dealt, and the latency of a whole short document is known, too.
 
 use crate::cost::Passes;
 use crate::lengths::Lengths;

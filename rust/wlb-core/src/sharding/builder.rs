@@ -93,8 +93,7 @@ impl Builder {
 }
 
 /// The rank that holds chunk `chunk` of `2*cp`: first with last, second with last but one, and so on. This pairing
-/// gives
-/// all ranks of a causal document equal pairs.
+/// gives all ranks of a causal document equal pairs.
 #[inline]
 pub(super) fn owner(chunk: usize, cp_size: usize) -> usize {
     chunk.min(2 * cp_size - 1 - chunk)

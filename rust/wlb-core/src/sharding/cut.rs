@@ -23,8 +23,7 @@ use super::{auto, hybrid, per_document, per_sequence};
 /// # Errors
 /// [`crate::Error::OutOfRange`] for `cp_size` and `hybrid_threshold`, [`crate::Error::Number`] for `max_imbalance`,
 /// [`crate::Error::TotalTooLong`] when the tokens exceed int32, [`crate::Error::Combination`] for an option that the
-/// strategy
-/// does not take.
+/// strategy does not take.
 /// # Complexity
 /// O(n (log n + cp_size)) for `n` documents; [`Strategy::Auto`] O(n cp_size log cp_size) for each of at most 65
 /// attempts.

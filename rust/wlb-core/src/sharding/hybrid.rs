@@ -6,10 +6,8 @@ use super::builder::{Builder, Ranks};
 use super::per_document;
 
 /// Cuts documents of at least `threshold` tokens per document. Shorter ones go whole, longest first, to the rank with
-/// the
-/// most room left under its equal share of the tokens; one is cut only if a share ends inside it, at most `cp - 1`
-/// times in
-/// all.
+/// the most room left under its equal share of the tokens; one is cut only if a share ends inside it, at most `cp - 1`
+/// times in all.
 pub(super) fn cut(builder: &mut Builder, lengths: &[i32], threshold: i64) {
     let cp_size = builder.cp_size();
     let is_long = |document: &usize| i64::from(lengths[*document]) >= threshold;
@@ -34,8 +32,7 @@ pub(super) fn cut(builder: &mut Builder, lengths: &[i32], threshold: i64) {
 /// Tokens that each rank still lacks to its share, beside its part of the long documents.
 ///
 /// `total % cp` ranks have one token more. They are chosen first among the ranks whose long documents gave them one
-/// token
-/// more (ranks differ by at most one there), so a share is never below the tokens that a rank already has.
+/// token more (ranks differ by at most one there), so a share is never below the tokens that a rank already has.
 pub(crate) fn fill_room(room: &mut Vec<i64>, held: &[i64], total: i64) {
     let cp_size = held.len();
     let most = held.iter().copied().max().unwrap_or(0);

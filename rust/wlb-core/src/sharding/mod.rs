@@ -1,10 +1,8 @@
 //! Sharding: divides the tokens of a micro-batch among context-parallel ranks (section 5 of WLB-LLM).
 //!
 //! Every strategy fills the same [`Shard`]: for each rank, segments in packed order. The rows of a rank have another
-//! order,
-//! [`Shard::rows`]; the arrays for its attention kernel follow from them ([`Shard::rank`]). [`kernel`] predicts the
-//! time of
-//! this kernel, and [`ShardOptions::resolve`] chooses the strategy by this prediction, from lengths alone.
+//! order, [`Shard::rows`]; the arrays for its attention kernel follow from them ([`Shard::rank`]). [`kernel`] predicts
+//! the time of this kernel, and [`ShardOptions::resolve`] chooses the strategy by this prediction, from lengths alone.
 
 mod adaptive;
 mod auto;

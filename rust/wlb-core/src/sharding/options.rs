@@ -22,8 +22,7 @@ named_choices! {
         /// Attention is uneven under it.
         Contiguous = "contiguous",
         /// The strategy that a [`KernelModel`](crate::sharding::kernel::KernelModel) predicts to be fastest. A finished
-        /// shard never
-        /// has this value.
+        /// shard never has this value.
         Adaptive = "adaptive",
     }
 }

@@ -7,16 +7,11 @@ use super::builder::{Ranks, owner};
 /// Cuts every document into `2*cp` chunks; tokens left over lengthen some chunks by one token each.
 ///
 /// A cursor over the chunk slots decides which chunks are lengthened. It goes on from document to document, longest
-/// first,
-/// so that every slot gets `total / (2*cp)` tokens, give or take one. Ranks have equal pairs if `2*cp` divides every
-/// length.
-/// Otherwise they differ by at most `2 * sum(d)` over the documents whose length it does not divide, and also by at
-/// most
-/// `2 * d_max` for each time that the cursor goes round. (The paper's bound of `2 * d_max` leaves that out: `[9, 7, 9]`
-/// at
-/// `cp = 8` differs by 19.) Beside long documents this is negligible; it is not for hundreds of documents of about
-/// `2*cp`
-/// tokens and nothing else.
+/// first, so that every slot gets `total / (2*cp)` tokens, give or take one. Ranks have equal pairs if `2*cp` divides
+/// every length. Otherwise they differ by at most `2 * sum(d)` over the documents whose length it does not divide, and
+/// also by at most `2 * d_max` for each time that the cursor goes round. (The paper's bound of `2 * d_max` leaves that
+/// out: `[9, 7, 9]` at `cp = 8` differs by 19.) Beside long documents this is negligible; it is not for hundreds of
+/// documents of about `2*cp` tokens and nothing else.
 pub(super) fn cut(ranks: &mut impl Ranks, lengths: &[i32]) {
     let cursors = cursors(lengths, ranks.cp_size(), 0..lengths.len());
     for (document, (&length, &cursor)) in lengths.iter().zip(&cursors).enumerate() {

@@ -19,8 +19,7 @@ pub struct RankShard {
     /// number.
     pub cu_seqlens_k: Vec<i32>,
     /// First key of each segment in the packed sequence. Under a causal mask a segment's keys are its document up to
-    /// the
-    /// segment's end; under a full mask, the whole document.
+    /// the segment's end; under a full mask, the whole document.
     pub k_starts: Vec<i32>,
     /// Tokens of the longest segment.
     pub max_seqlen_q: i32,
@@ -33,8 +32,7 @@ impl Shard {
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a rank that does not exist, [`Error::TotalTooLong`] when all segments together have
-    /// more keys
-    /// than int32 `cu_seqlens_k` can count.
+    /// more keys than int32 `cu_seqlens_k` can count.
     ///
     /// # Complexity
     /// O(segments of all ranks).

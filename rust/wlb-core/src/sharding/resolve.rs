@@ -12,23 +12,20 @@ const MAX_SECONDS_PER_KEY: f64 = 1e-3;
 
 impl ShardOptions {
     /// Options with the choices of a kernel model filled in. [`Strategy::Adaptive`] becomes the strategy whose slowest
-    /// rank is
-    /// predicted to finish first in a training step; [`Strategy::Hybrid`] without a threshold gets the best threshold.
-    /// The time
-    /// of a rank is its attention plus `cp_seconds_per_key` for each key that it fetches
+    /// rank is predicted to finish first in a training step; [`Strategy::Hybrid`] without a threshold gets the best
+    /// threshold. The time of a rank is its attention plus `cp_seconds_per_key` for each key that it fetches
     /// ([`Shard::keys_moved`](super::Shard::keys_moved)).
     ///
     /// Equally fast strategies are preferred in this order: per sequence, per document, auto, hybrid with the highest
-    /// threshold.
-    /// Candidates for the threshold are all distinct lengths, longest first, and one above the longest. Of more than 64
-    /// candidates only some are tried: from number 64 on every second, from number 128 on every third, and so on.
+    /// threshold. Candidates for the threshold are all distinct lengths, longest first, and one above the longest. Of
+    /// more than 64 candidates only some are tried: from number 64 on every second, from number 128 on every third, and
+    /// so on.
     ///
     /// # Arguments
     /// * `lengths` - documents of the micro-batch, in packed order.
     /// * `kernel` - the kernel model; given if and only if it decides something.
     /// * `cp_seconds_per_key` - seconds to fetch a key and its value in one layer, forward and backward, as far as
-    ///   computation
-    ///   does not hide them; from 0 to 1e-3, rounded to 2^-44 s. Other than 0 only with a kernel model.
+    ///   computation does not hide them; from 0 to 1e-3, rounded to 2^-44 s. Other than 0 only with a kernel model.
     ///
     /// # Returns
     /// Options for [`shard`](crate::shard()).
@@ -39,8 +36,7 @@ impl ShardOptions {
     ///
     /// # Complexity
     /// O(n (log n + cp_size)), and O(n cp_size) for each candidate that is not abandoned early: at most 64 candidates,
-    /// and about
-    /// 44 more for each doubling of the number of distinct lengths.
+    /// and about 44 more for each doubling of the number of distinct lengths.
     ///
     /// # Example
     /// ```

@@ -25,8 +25,7 @@ impl Segment {
 }
 
 /// A segment; the number of keys of its document that it sees (`sees`); whether the rank holds all keys that its
-/// segments of
-/// this document see (`here`); and whether it is the first of these segments (`first`).
+/// segments of this document see (`here`); and whether it is the first of these segments (`first`).
 struct Sight<'a> {
     segment: &'a Segment,
     sees: i32,
@@ -109,8 +108,7 @@ impl Shard {
     }
 
     /// For each rank, the number of its keys that some query of another rank sees: an all-gather has to send them. An
-    /// exact
-    /// count.
+    /// exact count.
     ///
     /// # Complexity
     /// O(segments + documents).
@@ -200,10 +198,8 @@ impl Shard {
     }
 
     /// Tokens of a rank that attends in two calls; 0 for a rank that attends in one. A rank attends in two calls if it
-    /// needs keys
-    /// of other ranks for some documents but not for all, and the other documents are enough for a call of their own,
-    /// which
-    /// runs while the keys arrive.
+    /// needs keys of other ranks for some documents but not for all, and the other documents are enough for a call of
+    /// their own, which runs while the keys arrive.
     ///
     /// # Complexity
     /// O(segments of the rank).
@@ -212,8 +208,7 @@ impl Shard {
     }
 
     /// Number of keys (own and fetched ones) that a rank copies for the call that needs keys of other ranks. Under a
-    /// causal mask
-    /// a key counts once for each segment that sees it, under a full mask once for each document.
+    /// causal mask a key counts once for each segment that sees it, under a full mask once for each document.
     ///
     /// # Complexity
     /// O(segments of the rank).
@@ -287,8 +282,7 @@ impl Shard {
 }
 
 /// Whether it pays to attend to `local` of a rank's `tokens`, which need no keys of other ranks, in a call of their
-/// own. That
-/// call runs while other ranks' keys arrive, but two calls have to copy queries and put outputs together.
+/// own. That call runs while other ranks' keys arrive, but two calls have to copy queries and put outputs together.
 pub(super) fn pays_alone(local: i64, tokens: i64) -> bool {
     8 * local >= tokens
 }

@@ -1,11 +1,9 @@
 //! Bounds on waiting documents, and the limit on new documents (admission) under which the bounds hold.
 //!
 //! Documents can arrive faster than they can be trained, however much memory there is: a document of 0.6 `max_tokens`
-//! fills
-//! 0.6 of a micro-batch and leaves the rest empty, so full global batches of such documents pile up. A packer does not
-//! refuse documents; its caller asks first how many it may bring ([`Packer::admits`]), and then the waiting documents
-//! stay
-//! within [`Packer::bounds`]. The proof stands in `docs/semantics.md`.
+//! fills 0.6 of a micro-batch and leaves the rest empty, so full global batches of such documents pile up. A packer
+//! does not refuse documents; its caller asks first how many it may bring ([`Packer::admits`]), and then the waiting
+//! documents stay within [`Packer::bounds`]. The proof stands in `docs/semantics.md`.
 
 use std::collections::VecDeque;
 
@@ -26,13 +24,11 @@ use super::queue::Waiting;
 ///
 /// A document that costs as much as `c` mean micro-batches fits evenly only into a step with `c` times the usual work:
 /// `c - 1` global batches have to be gathered for it, by holding other long documents. Found on real lengths: with
-/// twice
-/// `c - 1`, documents are trained before their turn as often as after it.
+/// twice `c - 1`, documents are trained before their turn as often as after it.
 const LEAD: f64 = 2.0;
 
 /// Full global batches (`N * max_tokens`) that may wait under [`Release::Adaptive`]. Two give the rule enough choice.
-/// More
-/// make balance worse: documents that wait longer are forced out by `max_delay`, balanced or not.
+/// More make balance worse: documents that wait longer are forced out by `max_delay`, balanced or not.
 const ADAPTIVE_BACKLOG: i64 = 2;
 
 named_choices! {
@@ -50,21 +46,16 @@ named_choices! {
 /// Bounds that a packer keeps from now on, if no push brings more than the packer [`Packer::admits`].
 ///
 /// Two things loosen the bounds: a change of configuration while documents waited, and a push that brought more than
-/// was
-/// admitted. They hold until these documents have left: after at most [`Bounds::settles`] steps the bounds are those of
-/// an
-/// empty packer again. Until then no bound ever rises.
+/// was admitted. They hold until these documents have left: after at most [`Bounds::settles`] steps the bounds are
+/// those of an empty packer again. Until then no bound ever rises.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
     /// Most tokens that ever wait after a push. If the number of documents is limited, each document counts for at
-    /// least its
-    /// share of a full micro-batch.
+    /// least its share of a full micro-batch.
     pub tokens: i64,
     /// Most iterations that a document waits while documents come; draining the rest at the end of the stream adds at
-    /// most
-    /// [`Bounds::drain`]. `None` without a limit: in queues without `max_delay` an outlier waits for others of its
-    /// length,
-    /// however rare they are.
+    /// most [`Bounds::drain`]. `None` without a limit: in queues without `max_delay` an outlier waits for others of its
+    /// length, however rare they are.
     pub delay: Option<u64>,
     /// Most iterations that draining the waiting documents takes.
     pub drain: u64,
@@ -123,8 +114,7 @@ impl Bounds {
 }
 
 /// Most further iterations of waiting for a document that goes after documents of less than this load: two steps in a
-/// row
-/// place at least `capacity` of it.
+/// row place at least `capacity` of it.
 pub(super) fn placed_within(load: i64, capacity: i64) -> u64 {
     2 * (load / capacity) as u64 + 1
 }
@@ -151,8 +141,7 @@ impl Packer {
             bounds.drain = steady.drain.max(placed_within(load, capacity) + 1);
             bounds.settles = match (config.release, config.max_delay) {
                 // Above the bounds, more than a step holds is carried over or released. So no new document enters, and
-                // two steps in a row
-                // place at least as much as one step holds.
+                // two steps in a row place at least as much as one step holds.
                 (Release::Fifo, _) => {
                     let least = if limited(config).next().is_some() {
                         steady.tokens.min(Bounds::steady_column(config))
@@ -177,8 +166,7 @@ impl Packer {
     }
 
     /// An error if more documents wait than the bounds of an empty packer allow, else `None`. The caller warns, or
-    /// undoes the
-    /// push; an empty push cannot be the cause.
+    /// undoes the push; an empty push cannot be the cause.
     pub fn backlog(&self) -> Option<Error> {
         let (pending_tokens, bound) = (self.pending_size(), Bounds::steady_tokens(&self.config));
         (pending_tokens > bound).then_some(Error::Backlog { pending_tokens, bound })
@@ -191,8 +179,7 @@ impl Packer {
     }
 
     /// Waiting tokens as [`Bounds::tokens`] counts them, O(pending): if the number of documents is limited, each counts
-    /// for at
-    /// least its share of a full micro-batch.
+    /// for at least its share of a full micro-batch.
     pub fn pending_size(&self) -> i64 {
         self.size_of(self.waiting())
     }
@@ -203,8 +190,7 @@ impl Packer {
     }
 
     /// How much of a step's capacity all waiting documents take, in tokens: [`Packer::pending_size`], plus, for each
-    /// column with
-    /// a limit, `max_tokens` times the share of the limit that they take.
+    /// column with a limit, `max_tokens` times the share of the limit that they take.
     pub(super) fn pending_load(&self) -> i64 {
         self.load_of(self.waiting())
     }
@@ -262,10 +248,8 @@ impl Packer {
     }
 
     /// Whether, under [`Release::Adaptive`], every waiting document will leave when it is due, if each push fits into a
-    /// step by
-    /// itself. For this, no document may be carried over, and documents that are due together must fit into a step;
-    /// with
-    /// `max_delay` 0, nothing may wait. A change of configuration or too large a push may make it false.
+    /// step by itself. For this, no document may be carried over, and documents that are due together must fit into a
+    /// step; with `max_delay` 0, nothing may wait. A change of configuration or too large a push may make it false.
     fn leaves_when_due(&self) -> bool {
         let Some(delay) = self.config.max_delay else { return true };
         if delay == 0 {
@@ -289,19 +273,16 @@ impl Packer {
     /// How many of these documents, from the first on, the next push may bring so that [`Packer::bounds`] hold.
     ///
     /// Together they may have at most [`Packer::room`] tokens, and in each column with a limit at most what a step
-    /// holds beside
-    /// the documents carried over. Under [`Release::Adaptive`] they must also fit into the micro-batches of one step by
-    /// themselves, longest first where the tokens are fewest: then all of them find room in the step in which
-    /// `max_delay` makes
-    /// them leave. If no document waits, at least one is admitted.
+    /// holds beside the documents carried over. Under [`Release::Adaptive`] they must also fit into the micro-batches
+    /// of one step by themselves, longest first where the tokens are fewest: then all of them find room in the step in
+    /// which `max_delay` makes them leave. If no document waits, at least one is admitted.
     ///
     /// # Arguments
     /// * `costs` - costs of these documents, as a push takes them; needed only if a column has a limit.
     ///
     /// # Errors
     /// The errors of a push about costs. [`Error::Entry`] for a first document that this packer never admits, because
-    /// its pieces
-    /// are more than a step holds: without the error, the caller would wait for ever.
+    /// its pieces are more than a step holds: without the error, the caller would wait for ever.
     ///
     /// # Complexity
     /// O(n + pending); if not all of them fit, also a sort and log(n) placements.
@@ -359,8 +340,7 @@ impl Packer {
     }
 
     /// How many documents, from the first on, stay within the limited columns of a step, beside the documents carried
-    /// over;
-    /// `counted` gives the tokens of a document that enter.
+    /// over; `counted` gives the tokens of a document that enter.
     fn within_limits(&self, lengths: &[i32], costs: CostTable<'_>, counted: impl Fn(i32) -> i32) -> usize {
         let micro_batches = self.config.num_micro_batches as f64;
         let mut admitted = lengths.len();
@@ -380,8 +360,7 @@ impl Packer {
     ///
     /// # Arguments
     /// * `lengths` - the next documents in order, as many global batches as are known. Their mean gives the cost of a
-    ///   mean
-    ///   micro-batch.
+    ///   mean micro-batch.
     /// * `tokens_per_batch` - tokens of a global batch.
     /// * `most` - most iterations of lead.
     ///

@@ -1,9 +1,8 @@
 //! Bounds for documents that wait while the rules change.
 //!
 //! The proof of [`Bounds`](super::Bounds) begins with an empty packer. Documents that came under other rules (another
-//! number
-//! of micro-batches or ranks, other limits or thresholds), or in a push that brought more than was admitted, may wait
-//! longer. How long follows from the waiting load: see "After a change" in `docs/semantics.md`.
+//! number of micro-batches or ranks, other limits or thresholds), or in a push that brought more than was admitted, may
+//! wait longer. How long follows from the waiting load: see "After a change" in `docs/semantics.md`.
 
 use serde::{Deserialize, Serialize};
 
@@ -33,8 +32,7 @@ impl Changed {
 }
 
 /// Whether a packer that continues under `after` may break bounds promised under `before`. Costs and the method of
-/// placing
-/// are not compared: no proof depends on them.
+/// placing are not compared: no proof depends on them.
 pub(super) fn is_other(before: &PackerConfig, after: &PackerConfig) -> bool {
     let promised = |config: &PackerConfig| {
         let mut config = config.clone();

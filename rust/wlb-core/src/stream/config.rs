@@ -10,8 +10,7 @@ use crate::packing::options::{Ranks, check_micro_batches};
 use crate::packing::padding::Padding;
 
 /// Default of [`PackerConfig::delay_price`]: one context for each micro-batch may wait one iteration if that makes the
-/// step
-/// at least 3 % shorter.
+/// step at least 3 % shorter.
 pub(super) const DELAY_PRICE: f64 = 0.03;
 
 /// Default of [`PackerConfig::max_delay`] under [`Release::Adaptive`].
@@ -68,8 +67,7 @@ named_choices! {
         #[default]
         VarLength = "var_length",
         /// [`StreamMethod::VarLength`], then improved as by [`Method::Refined`](crate::Method::Refined): the same
-        /// documents, better
-        /// balanced where token limits bind.
+        /// documents, better balanced where token limits bind.
         Refined = "refined",
     }
 }
@@ -92,8 +90,7 @@ pub struct PackerConfig {
     /// The rule that releases waiting documents.
     pub release: Release,
     /// Price of one iteration of waiting for one context per micro-batch (`num_micro_batches * max_document_tokens`
-    /// tokens), in
-    /// units of imbalance. Set if and only if `release` is [`Release::Adaptive`].
+    /// tokens), in units of imbalance. Set if and only if `release` is [`Release::Adaptive`].
     pub delay_price: Option<f64>,
     /// Most iterations that a document waits for others; then it leaves, however few wait with it.
     pub max_delay: Option<u64>,
@@ -104,8 +101,7 @@ pub struct PackerConfig {
     /// Limits of cost columns, if documents bring their costs instead of a `cost_model`.
     ///
     /// They belong to the configuration, not to the first push: ranks compare their configurations before they begin,
-    /// and a
-    /// packer that cannot work with columns is refused before a document is read.
+    /// and a packer that cannot work with columns is refused before a document is read.
     pub limits: Option<Vec<Option<f64>>>,
     /// Ranks that steps are planned for, and allowed shapes of micro-batches.
     pub shape: StepShape,
@@ -247,8 +243,7 @@ impl PackerConfig {
     }
 
     /// A hash of everything that must not change on resume: all but the number of micro-batches, the number of ranks,
-    /// and the
-    /// tokens of a global batch.
+    /// and the tokens of a global batch.
     pub fn fingerprint(&self) -> String {
         let comparable = Self { num_micro_batches: 0, shape: self.shape.of_any_ranks(), ..self.clone() };
         blake3::hash(&serde_json::to_vec(&comparable).unwrap_or_default()).to_hex().to_string()
@@ -260,16 +255,14 @@ impl PackerConfig {
 #[serde(deny_unknown_fields)]
 pub struct StepShape {
     /// Data-parallel ranks that every step is planned for. Their number, a divisor of `num_micro_batches`, may change
-    /// on
-    /// resume; the places where they wait for each other may not.
+    /// on resume; the places where they wait for each other may not.
     pub ranks: Option<Ranks>,
     /// Most documents of a micro-batch.
     pub max_documents: Option<usize>,
     /// Padding of micro-batches; `max_tokens` is then a padded size.
     pub padding: Option<Padding>,
     /// Most work of a step, in mean global batches; only under [`Release::Adaptive`](super::Release::Adaptive).
-    /// Documents that
-    /// are due leave in any case, and a flush ignores the bound.
+    /// Documents that are due leave in any case, and a flush ignores the bound.
     pub max_cost: Option<f64>,
     /// Tokens of a global batch, if not `num_micro_batches * max_document_tokens`. May change on resume, like
     /// `num_micro_batches`.

@@ -1,8 +1,7 @@
 //! Costs that documents bring, in rows beside the waiting pieces.
 //!
 //! A waiting piece holds the number of its row, so a piece stays small and cheap to copy, whatever the number of
-//! columns.
-//! Rows of documents that left are dropped after every step.
+//! columns. Rows of documents that left are dropped after every step.
 
 use crate::limits::MAX_ITERATION;
 

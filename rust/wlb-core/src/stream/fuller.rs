@@ -1,37 +1,29 @@
 //! Gives a step with too few tokens more of them, at the cost of its balance.
 //!
 //! The release rules weigh balance against waiting and ignore how many tokens a step trains, so a step can be nearly
-//! empty
-//! while many documents wait. Example: `N` documents of one token were carried over. They are placed first, one in each
-//! micro-batch, and then no document of the full `max_tokens` finds room. The gradient of a handful of tokens is noise,
-//! so
-//! in such a step the number of tokens matters more than balance.
+//! empty while many documents wait. Example: `N` documents of one token were carried over. They are placed first, one
+//! in each micro-batch, and then no document of the full `max_tokens` finds room. The gradient of a handful of tokens
+//! is noise, so in such a step the number of tokens matters more than balance.
 
 use crate::ladder::Ladder;
 use crate::packing::methods::columns::{Placed, Priced};
 
 /// Tries up to three placements of a step and returns the first with at least `min_tokens`: the given one; all
-/// documents in
-/// `order`, each where the tokens are fewest; all documents in `order`, each in the first micro-batch with room. If
-/// none has
-/// that many tokens, the placement with the most is returned.
+/// documents in `order`, each where the tokens are fewest; all documents in `order`, each in the first micro-batch with
+/// room. If none has that many tokens, the placement with the most is returned.
 ///
 /// The third placement holds `min_tokens`, or every document, or, with at least two micro-batches, `N / 2` (rounded
-/// down)
-/// times `max_tokens`: unless every document found room, any two neighbours hold more than `max_tokens`, because the
-/// first
-/// document of the second found no room in the first. In all three placements a document is left over only if the
-/// documents
-/// tried before it leave too little room in every micro-batch. So the first in `order` waits for no later document.
+/// down) times `max_tokens`: unless every document found room, any two neighbours hold more than `max_tokens`, because
+/// the first document of the second found no room in the first. In all three placements a document is left over only if
+/// the documents tried before it leave too little room in every micro-batch. So the first in `order` waits for no later
+/// document.
 ///
 /// The first `due` documents of `order` are due. A placement that leaves one of them over is skipped if the best one so
-/// far
-/// leaves none over. The due documents then fill nearly half of the room by themselves, so the best one so far holds as
-/// much.
+/// far leaves none over. The due documents then fill nearly half of the room by themselves, so the best one so far
+/// holds as much.
 ///
 /// Limits of columns and of the number of documents are kept as well; with such limits there is no promise about the
-/// tokens
-/// of a step.
+/// tokens of a step.
 ///
 /// # Arguments
 /// * `due` - number of documents at the start of `order` that must leave if possible.

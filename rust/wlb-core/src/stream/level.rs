@@ -8,8 +8,7 @@ use crate::packing::methods::counts::Counts;
 use crate::packing::placement::Placement;
 
 /// Micro-batches being filled with documents from the costliest to the cheapest, such that lack of room never makes one
-/// of
-/// them the heaviest.
+/// of them the heaviest.
 pub(super) struct Level {
     pub(super) placement: Placement,
     max_tokens: i64,
@@ -39,15 +38,12 @@ impl Level {
     }
 
     /// Puts a document where the cost is least among the micro-batches with room for it, and returns whether it did. If
-    /// a
-    /// micro-batch without room has the least cost of all, the document is put only if the heaviest micro-batch grows
-    /// by at
-    /// most `tolerated`.
+    /// a micro-batch without room has the least cost of all, the document is put only if the heaviest micro-batch grows
+    /// by at most `tolerated`.
     ///
     /// # Complexity
     /// The time of Algorithm 1, if documents get shorter: then a micro-batch is found full at most once for each
-    /// document that
-    /// it holds. Else O(N log N).
+    /// document that it holds. Else O(N log N).
     #[inline]
     pub(super) fn place(&mut self, index: usize, length: i32, cost: f64, tolerated: impl FnOnce() -> f64) -> bool {
         while let Some(&(room, Reverse(micro_batch))) = self.full.peek()

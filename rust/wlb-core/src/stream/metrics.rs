@@ -81,8 +81,7 @@ impl Work {
 
 impl Metrics {
     /// Counts one step. `moved` gives the tokens of each piece that left and the iterations since its turn (negative
-    /// before the
-    /// turn), `backlog` the tokens that wait now, and `work` the cost of the step's documents and its bound.
+    /// before the turn), `backlog` the tokens that wait now, and `work` the cost of the step's documents and its bound.
     pub(super) fn record(
         &mut self,
         packing: &Packing,
@@ -166,8 +165,7 @@ impl Metrics {
     }
 
     /// Mean iterations by which a token is trained before its turn; 0 unless documents come early. The sum of this and
-    /// the mean
-    /// wait is the mean displacement.
+    /// the mean wait is the mean displacement.
     pub fn early_mean(&self) -> f64 {
         if self.tokens == 0 { 0.0 } else { self.early as f64 / self.tokens as f64 }
     }
@@ -198,8 +196,7 @@ impl Metrics {
     }
 
     /// Coefficient of variation (standard deviation over mean) of the work of a step, since the last change of costs; 0
-    /// before
-    /// the first step.
+    /// before the first step.
     pub fn step_work_cv(&self) -> f64 {
         let Work { steps, sum, square_sum, .. } = self.work;
         if sum == 0.0 {

@@ -131,19 +131,15 @@ impl Packer {
     /// Uses another cost model from the next push on.
     ///
     /// Waiting documents get new costs: a packer keeps their lengths, not their costs. Thresholds are lengths and the
-    /// delay
-    /// price is a share of a step, so they keep their meaning. But a price or thresholds that were tuned for a mean
-    /// delay were
-    /// tuned under the old costs, and may now give another delay.
+    /// delay price is a share of a step, so they keep their meaning. But a price or thresholds that were tuned for a
+    /// mean delay were tuned under the old costs, and may now give another delay.
     ///
     /// A state holds both cost models: make the packer that loads it with the first one, and it continues with the
-    /// present one.
-    /// Setting the present cost model again changes nothing.
+    /// present one. Setting the present cost model again changes nothing.
     ///
     /// # Errors
     /// [`crate::Error::Number`] if sums of costs could overflow, [`crate::Error::Combination`] if documents bring their
-    /// costs;
-    /// the packer is then unchanged.
+    /// costs; the packer is then unchanged.
     ///
     /// # Example
     /// ```

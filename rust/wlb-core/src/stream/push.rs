@@ -31,21 +31,17 @@ pub struct Push<'a> {
     /// Ids of the documents, unique among these and the waiting ones; by default a running number.
     pub ids: Option<&'a [i64]>,
     /// Position of each piece's first token inside its document, for a caller that cuts documents itself; only with
-    /// `ids`. By
-    /// default all are whole documents.
+    /// `ids`. By default all are whole documents.
     pub starts: Option<&'a [i32]>,
     /// Least tokens of the step: if the release rule lets fewer go and more wait, further documents leave. For a step
-    /// that must
-    /// not be nearly empty when there is nothing further to read. 0: only the release rule decides.
+    /// that must not be nearly empty when there is nothing further to read. 0: only the release rule decides.
     pub min_step_tokens: i64,
     /// Iterations by which each document comes before its turn in the order of the stream, for a caller that reads
-    /// ahead; only
-    /// under [`Release::Adaptive`]. A document is not late before its turn: training it early moves it, waiting does
-    /// not.
+    /// ahead; only under [`Release::Adaptive`]. A document is not late before its turn: training it early moves it,
+    /// waiting does not.
     pub early: Option<&'a [i64]>,
     /// Costs of each document in every column; given if and only if documents bring their costs. Pieces of a cut
-    /// document share
-    /// its costs by their tokens; a truncated document has the share of the tokens that are kept.
+    /// document share its costs by their tokens; a truncated document has the share of the tokens that are kept.
     pub costs: Option<CostTable<'a>>,
 }
 
@@ -138,8 +134,7 @@ impl Packer {
     }
 
     /// Checks that no token appears twice in a push or belongs to a waiting document. Without `starts`, an id stands
-    /// for its
-    /// whole document.
+    /// for its whole document.
     fn check_unique(&self, lengths: &[i32], ids: &[i64], starts: Option<&[i32]>) -> Result<()> {
         let span = |index: usize| match starts {
             Some(starts) => (starts[index], starts[index] + lengths[index]),
@@ -188,8 +183,7 @@ impl Packer {
     ///
     /// # Returns
     /// The micro-batches of this step. Its `assignment` follows `push.lengths`: -1 for a document that waits or was
-    /// cut. Its
-    /// `leftover` is now carried over.
+    /// cut. Its `leftover` is now carried over.
     ///
     /// # Errors
     /// [`crate::Error::TooLong`] under [`Oversize::Error`], [`crate::Error::Number`] for a split into too many pieces,

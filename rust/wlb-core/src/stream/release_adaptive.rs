@@ -1,41 +1,32 @@
 //! The adaptive rule: in every step, hold back the longest documents while that gains more than it costs.
 //!
 //! Thresholds fix once and for all which documents are outliers. This rule looks at all waiting and new documents and
-//! holds
-//! back the `k` longest (the `k` costliest if documents bring their costs). It chooses the `k` with the least loss
-//! `imbalance - 1 + delay_price * sum(length * iterations) / (N * max_document_tokens)`.
+//! holds back the `k` longest (the `k` costliest if documents bring their costs). It chooses the `k` with the least
+//! loss `imbalance - 1 + delay_price * sum(length * iterations) / (N * max_document_tokens)`.
 //!
 //! The sum is over the documents that would then wait. `iterations` is how long each would have waited after this step,
-//! so
-//! the first iteration of a wait costs the document's tokens once and the second twice. Waiting gets more expensive the
-//! longer it lasts, and so it always ends. A document that came before its turn is not late: holding it brings it
-//! nearer to
-//! its turn, and counts as minus one iteration.
+//! so the first iteration of a wait costs the document's tokens once and the second twice. Waiting gets more expensive
+//! the longer it lasts, and so it always ends. A document that came before its turn is not late: holding it brings it
+//! nearer to its turn, and counts as minus one iteration.
 //!
 //! Only eight values of `k` are tried: those with the smallest lower bound on the loss. The bound uses two facts: the
 //! heaviest document that leaves cannot be split, and tokens beyond the room of all micro-batches have to wait.
 //!
 //! The documents that leave are placed costliest first, each where the cost is least. If the light micro-batches are
-//! full
-//! and a document would make another one the heaviest, the document waits too ([`Level`]), unless the step would grow
-//! by
-//! less than the wait costs. So short documents wait if a step already trains many long ones.
+//! full and a document would make another one the heaviest, the document waits too ([`Level`]), unless the step would
+//! grow by less than the wait costs. So short documents wait if a step already trains many long ones.
 //!
 //! Documents that reached `max_delay` (due documents) always leave. They are placed in cost order with the rest, not
-//! first:
-//! placed first, short ones would occupy every micro-batch before a long one gets its turn. If `max_tokens` is one
-//! context,
-//! a long due document would then leave alone, and other long ones would wait on. Other documents leave enough tokens
-//! free
-//! for the due ones. Only if a due document still finds no room are the due documents placed first.
+//! first: placed first, short ones would occupy every micro-batch before a long one gets its turn. If `max_tokens` is
+//! one context, a long due document would then leave alone, and other long ones would wait on. Other documents leave
+//! enough tokens free for the due ones. Only if a due document still finds no room are the due documents placed first.
 //!
 //! If the work of a step is bounded and a step has more, due documents are placed first. The others that leave are
-//! chosen by
-//! the price of their waiting per work: light documents first, and heavy ones the earlier the longer they have waited.
+//! chosen by the price of their waiting per work: light documents first, and heavy ones the earlier the longer they
+//! have waited.
 //!
 //! If ranks wait for each other once a step, the sums of the ranks have to be level. The rule then works on ranks with
-//! the
-//! room of all their micro-batches. Afterwards Algorithm 1 places the documents that leave into micro-batches.
+//! the room of all their micro-batches. Afterwards Algorithm 1 places the documents that leave into micro-batches.
 
 use std::cmp::Ordering;
 
@@ -67,20 +58,15 @@ pub(super) struct Tried<'a> {
 /// * `priced` - all waiting and new documents, with costs in one column.
 /// * `pieces` - the same documents.
 /// * `tried` - urgent documents must leave. If one of them finds no room in cost order, the urgent ones are placed
-///   first, by
-///   Algorithm 1; if one still finds none, all of them are placed first by tokens alone. Those that still find no room
-///   are
-///   in `leftover`.
+///   first, by Algorithm 1; if one still finds none, all of them are placed first by tokens alone. Those that still
+///   find no room are in `leftover`.
 /// * `budget` - most cost of all documents of the step; infinite without a bound. If a step without the bound costs
-///   more,
-///   its documents are chosen anew, urgent ones first; only the urgent ones may exceed the bound.
+///   more, its documents are chosen anew, urgent ones first; only the urgent ones may exceed the bound.
 ///
 /// # Complexity
 /// A sort, O(n) for the lower bounds of all `k`, and at most [`MOST_CUTS`] placements, usually two or three: a `k`
-/// whose
-/// bound is above the least loss so far is not tried, and a placement that exceeds it is given up. The same again if a
-/// due
-/// document finds no room in cost order, and again if the step costs more than its bound.
+/// whose bound is above the least loss so far is not tried, and a placement that exceeds it is given up. The same again
+/// if a due document finds no room in cost order, and again if the step costs more than its bound.
 pub(super) fn place(
     priced: &Priced<'_>,
     pieces: &[Waiting],
@@ -157,8 +143,7 @@ fn place_after(
     let mut bins = Levelled::micro_batches(priced).place(priced, first);
     let carried = bins.placement.leftover.len();
     // Micro-batches may hold more of `first` than ranks did, if a long document leaves room for short ones. Then the
-    // budget is
-    // checked anew.
+    // budget is checked anew.
     let of_first = first_cost(&bins.placement);
     let mut left = if of_first > by_ranks { budget - of_first } else { f64::INFINITY };
     for index in leave {
@@ -337,8 +322,7 @@ impl Budget {
     }
 
     /// The documents that leave from a place on, and the debt of the others. The first document leaves, then the most
-    /// urgent
-    /// relative to their work, while the bound allows.
+    /// urgent relative to their work, while the bound allows.
     fn within(&self, documents: &[Document], from: usize) -> (Vec<Document>, i128) {
         let (mut spent, mut debt) = (documents[from].cost, 0);
         let left = self.most(&documents[from]);
@@ -449,8 +433,7 @@ impl<'a> HoldSearch<'a> {
     }
 
     /// Whether this document may be the first to leave: it is within the bound on the work, or it is the cheapest and
-    /// no other
-    /// would leave.
+    /// no other would leave.
     fn may_begin(&self, place: usize) -> bool {
         let Some(budget) = &self.budget else { return true };
         let cheapest =

@@ -8,8 +8,8 @@ impl OutlierQueue {
     /// Takes the documents out that join the batch of `iteration`: level by level, each oldest first.
     ///
     /// While a level holds `company` documents, that many leave it. Then documents that have waited `max_delay`
-    /// iterations leave
-    /// too, however few are left with them. (Without `max_delay`, single documents wait 40 to 90 iterations.)
+    /// iterations leave too, however few are left with them. (Without `max_delay`, single documents wait 40 to 90
+    /// iterations.)
     pub(super) fn release(
         &mut self,
         company: usize,
@@ -27,8 +27,7 @@ impl OutlierQueue {
     }
 
     /// Takes out the oldest documents of all levels, until they have at least `tokens` tokens; of equally old documents
-    /// the one
-    /// in the lowest level goes first.
+    /// the one in the lowest level goes first.
     pub(super) fn release_oldest(&mut self, mut tokens: i64, released: &mut Vec<Waiting>) {
         while tokens > 0 {
             let oldest = self.levels.iter_mut().filter(|level| !level.is_empty());

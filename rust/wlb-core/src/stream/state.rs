@@ -99,13 +99,10 @@ impl Packer {
     /// Continues where the saved packer stopped, under this packer's configuration.
     ///
     /// Another `num_micro_batches`, for another number of ranks, is always allowed. Both packers must have been made
-    /// with the
-    /// same cost model; a model that the saved packer changed to ([`Packer::set_cost_model`]) comes with the state.
-    /// With
-    /// `allow_config_change` everything may differ: waiting documents are put into this packer's queues, oldest first,
-    /// and those
-    /// that are no outliers here are carried over. If the first cost models differ, this packer's model is used from
-    /// now on.
+    /// with the same cost model; a model that the saved packer changed to ([`Packer::set_cost_model`]) comes with the
+    /// state. With `allow_config_change` everything may differ: waiting documents are put into this packer's queues,
+    /// oldest first, and those that are no outliers here are carried over. If the first cost models differ, this
+    /// packer's model is used from now on.
     ///
     /// # Errors
     /// [`Error::State`] as in [`Packer::load`], or if a waiting document is longer than this packer allows;

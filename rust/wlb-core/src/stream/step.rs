@@ -55,8 +55,7 @@ impl<'a> Order<'a> {
     }
 
     /// The first documents of `urgent`, then all others, longest first. If only carried documents go first, the others
-    /// include
-    /// due documents.
+    /// include due documents.
     fn by_length(&self, first: usize) -> impl Iterator<Item = usize> {
         let others = self.carried..self.is_due.len();
         let others = others.filter(move |&index| first == self.carried || !self.is_due[index]);
@@ -65,8 +64,7 @@ impl<'a> Order<'a> {
     }
 
     /// The same with the other documents costliest first. Under a cost model the longest documents are the costliest,
-    /// and
-    /// lengths sort faster.
+    /// and lengths sort faster.
     fn by_cost(&self, first: usize) -> Vec<usize> {
         match self.priced.cost_model {
             Some(_) => self.by_length(first).collect(),
@@ -106,10 +104,8 @@ impl Packer {
     /// Packs a step of these documents; documents that do not leave go back to the queue or are carried over.
     ///
     /// Carried documents go first, so that none is carried for ever: the first of them meets empty micro-batches. Then
-    /// go
-    /// documents that are due by `max_delay`, so that others do not crowd them out; the adaptive rule tries first
-    /// whether they
-    /// find room in cost order. At the end of a stream nothing is due: all documents may leave.
+    /// go documents that are due by `max_delay`, so that others do not crowd them out; the adaptive rule tries first
+    /// whether they find room in cost order. At the end of a stream nothing is due: all documents may leave.
     pub(super) fn pack(&mut self, batch: Batch, occasion: Occasion) -> Packing {
         let Batch { pieces, carried, released } = batch;
         let lengths: Vec<i32> = pieces.iter().map(|waiting| waiting.piece.length).collect();
@@ -219,8 +215,7 @@ fn filled(placed: Placed, order: &Order<'_>, min_step_tokens: i64, may_wait: boo
 }
 
 /// Improves the balance of a placement without changing its documents: for ranks, if the step is planned for some, else
-/// by
-/// the packer's method.
+/// by the packer's method.
 fn improved(placed: Placed, priced: &Priced<'_>, config: &PackerConfig) -> Placed {
     let (lengths, costs, max_tokens) = (priced.lengths, priced.costs.values(), config.max_tokens);
     if config.shape.is_arranged() {

@@ -1,17 +1,15 @@
 //! A bound on the work of a step.
 //!
 //! Even micro-batches make steps uneven: documents that wait for others of their kind leave together with them.
-//! `max_cost`
-//! limits the work of a step to a multiple of the mean global batch's work. Documents beyond it wait until they are
-//! due.
+//! `max_cost` limits the work of a step to a multiple of the mean global batch's work. Documents beyond it wait until
+//! they are due.
 
 use serde::{Deserialize, Serialize};
 
 use super::config::PackerConfig;
 
 /// When the counted documents fill this many global batches, all sums are halved. So the mean is over the last 128 to
-/// 256
-/// global batches, and follows a stream whose documents get longer.
+/// 256 global batches, and follows a stream whose documents get longer.
 const REMEMBERED: f64 = 256.0;
 
 /// Sums over the documents that arrived recently.
@@ -48,8 +46,7 @@ impl Arrived {
     }
 
     /// Most work of a step's documents: a multiple of the mean global batch's work. Infinite without a bound, and
-    /// before the
-    /// first document.
+    /// before the first document.
     pub(super) fn budget(&self, config: &PackerConfig) -> f64 {
         match config.shape.max_cost {
             Some(times) if self.tokens > 0.0 => times * (self.cost / self.tokens) * config.tokens_per_batch() as f64,

@@ -1,12 +1,9 @@
 //! Judges prices on documents and orders on which they were not found.
 //!
 //! On a few tens of steps, the lost time of one price varies more from order to order than neighbouring prices differ,
-//! and
-//! the best of thirty prices on the same steps is merely the luckiest. So each half of the sample judges the prices
-//! found
-//! on the other, and other orders of all documents make the choice: a half has too few steps to show a mean delay or a
-//! rare
-//! worst step.
+//! and the best of thirty prices on the same steps is merely the luckiest. So each half of the sample judges the prices
+//! found on the other, and other orders of all documents make the choice: a half has too few steps to show a mean delay
+//! or a rare worst step.
 
 use crate::error::Result;
 use crate::stream::Release;
@@ -23,8 +20,7 @@ pub const FEWEST_BATCHES: i64 = 12;
 /// Number of prices that are judged besides the default: the best ones where prices are found.
 const JUDGED: usize = 8;
 /// Lost time that another price must save over the default in every order: 1 % of a run. A smaller gain is not worth
-/// the
-/// risk of a worst step that three orders are too few to show.
+/// the risk of a worst step that three orders are too few to show.
 const MARGIN: f64 = 0.01;
 
 /// A judged price.
@@ -71,8 +67,7 @@ pub fn halves(documents: usize) -> (Vec<usize>, Vec<usize>) {
 }
 
 /// All documents in another order, as indices: sorted by a hash (splitmix64 of `order * 2^32 + index`, which differs
-/// for any
-/// two indices).
+/// for any two indices).
 ///
 /// # Arguments
 /// * `documents` - number of documents, below 2^32.
@@ -133,8 +128,7 @@ impl Parts {
 /// The judged prices, the default first, and the chosen one.
 ///
 /// The default is judged, and the best prices on both halves that keep the delay limit on the sample: at least
-/// [`JUDGED`],
-/// and more until one of the judged keeps the limit on the other orders, too. Then the choice is
+/// [`JUDGED`], and more until one of the judged keeps the limit on the other orders, too. Then the choice is
 ///
 /// 1. the default, if it keeps the limit. Another price that keeps it must be better in *every* order by at least
 ///    [`MARGIN`], no worse on either half, and have no worse a worst step there, in the orders and on the sample;

@@ -14,7 +14,6 @@ pub struct TuneOptions {
     /// Most mean delay of a token, in iterations; if documents come early, iterations before the turn count, too.
     pub max_mean_delay: f64,
     /// Most iterations by which a document may come before its turn ([`Packer::leads`](crate::stream::Packer::leads));
-    /// above 0
-    /// only for tuning a price of a packer with a cost model.
+    /// above 0 only for tuning a price of a packer with a cost model.
     pub max_early: i64,
 }

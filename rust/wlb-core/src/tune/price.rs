@@ -10,8 +10,7 @@ use super::trials::Trials;
 use super::tuned::{Tuned, TunedPoint};
 
 /// Highest and lowest price of the first, coarse search. Above the highest hardly anything waits; below the lowest
-/// every
-/// document waits that could help.
+/// every document waits that could help.
 const COARSE: (f64, f64) = (8.0, 0.001);
 /// Ratio of neighbouring coarse prices.
 const COARSE_STEP: f64 = 1.5;
@@ -22,17 +21,12 @@ const BISECTIONS: u32 = 6;
 /// delay.
 ///
 /// It tries geometrically spaced prices and the default first, then prices near the one at which the delay passes the
-/// limit.
-/// The search is deterministic. One price is so high that no document waits that finds room, so there is always an
-/// answer.
-/// The best of many prices on the same steps is merely the luckiest, so each half of the documents
-/// ([`halves`](super::halves))
-/// judges the prices found on the other. The prices that lose the least time on both halves (by the worse of their two
-/// ranks) and the default are then judged on other orders of all documents ([`reordered`](super::reordered)). If a half
-/// has
-/// less than [`FEWEST_BATCHES`](super::FEWEST_BATCHES) global batches, the prices that lose the least time on all
-/// documents
-/// are judged, on the other orders alone.
+/// limit. The search is deterministic. One price is so high that no document waits that finds room, so there is always
+/// an answer. The best of many prices on the same steps is merely the luckiest, so each half of the documents
+/// ([`halves`](super::halves)) judges the prices found on the other. The prices that lose the least time on both halves
+/// (by the worse of their two ranks) and the default are then judged on other orders of all documents
+/// ([`reordered`](super::reordered)). If a half has less than [`FEWEST_BATCHES`](super::FEWEST_BATCHES) global batches,
+/// the prices that lose the least time on all documents are judged, on the other orders alone.
 ///
 /// # Arguments
 /// * `sample` - documents in the order in which they would come, with their costs if the packer has no cost model.
@@ -42,21 +36,17 @@ const BISECTIONS: u32 = 6;
 /// # Returns
 /// The price that loses the least time on the other orders, within the delay limit there and on the sample. It is the
 /// default, unless another price is better by 0.01 in every order and no worse on either half, with no worse a worst
-/// step
-/// there and on the sample. If the default exceeds the delay limit, the bound on the worst step holds if any price
-/// keeps
-/// it. If no price keeps the limit, the price with the least delay. Besides, the choices that no other beats on the
-/// sample.
+/// step there and on the sample. If the default exceeds the delay limit, the bound on the worst step holds if any price
+/// keeps it. If no price keeps the limit, the price with the least delay. Besides, the choices that no other beats on
+/// the sample.
 ///
 /// # Errors
 /// The errors of [`tune_outlier_thresholds`](super::tune_outlier_thresholds); [`Error::Combination`] for several
-/// columns of
-/// costs.
+/// columns of costs.
 ///
 /// # Complexity
 /// One run of the packer over the sample for each of about 32 prices, another for each price within the limit, and
-/// three for
-/// each price that is judged (nine or more).
+/// three for each price that is judged (nine or more).
 ///
 /// # Example
 /// ```

@@ -1,8 +1,7 @@
 //! Reads the sample into a packer as training does: no more than the packer admits, and no nearly empty steps.
 //!
 //! The loaders of the Python package follow the same rules (`wlb.filling`), and tests compare both: tuning sees the
-//! steps of
-//! a run.
+//! steps of a run.
 
 use crate::error::Result;
 use crate::packing::plan::Packing;
@@ -15,8 +14,7 @@ pub(super) struct Run {
     /// The packer at the end, with nothing waiting; it holds the metrics.
     pub(super) packer: Packer,
     /// Sum of the steps' heaviest micro-batches over the sum of their means, without the steps flushed at the end; 1
-    /// without a
-    /// step.
+    /// without a step.
     pub(super) lost_time: f64,
 }
 
@@ -82,8 +80,7 @@ impl Reading {
     ///
     /// # Complexity
     /// For each step a push, a copy of the waiting documents and a sum of admissions; a few times that if a step needs
-    /// several
-    /// global batches.
+    /// several global batches.
     pub(super) fn through(&self, mut packer: Packer) -> Result<Run> {
         let (mut place, mut heaviest, mut mean) = (Place::default(), 0.0, 0.0);
         while place.read < self.ends.len() {
@@ -132,8 +129,7 @@ impl Reading {
     }
 
     /// Offers a number of global batches, and later pieces that come with them. The rest of the sample is offered too
-    /// if it is
-    /// too small for a step.
+    /// if it is too small for a step.
     fn offer(&self, packer: &Packer, place: &Place, batches: i64) -> Result<Offer> {
         let (first, all) = (place.read, self.ends.len());
         let before = self.ends[first] - i64::from(self.pieces.lengths[first]);

@@ -20,12 +20,10 @@ const BEYOND: f64 = 1.1;
 /// Runs the packer over the sample under many choices of thresholds.
 ///
 /// It tries every combination of up to `num_queues` geometrically spaced thresholds first. Then, for each number of
-/// levels,
-/// it halves the steps around two choices: the best one, and the best one whose delay is a little above the limit
-/// (delay
-/// falls in leaps as a threshold passes a common length). The search is deterministic. No queues at all is always among
-/// the
-/// choices, so there is always an answer; if no choice keeps the limit, it is the one with the least delay.
+/// levels, it halves the steps around two choices: the best one, and the best one whose delay is a little above the
+/// limit (delay falls in leaps as a threshold passes a common length). The search is deterministic. No queues at all is
+/// always among the choices, so there is always an answer; if no choice keeps the limit, it is the one with the least
+/// delay.
 ///
 /// # Arguments
 /// * `sample` - documents in the order in which they would come, with their costs if the packer has no cost model.
@@ -56,8 +54,7 @@ pub fn tune_outlier_thresholds<'a>(
     let mut search = Trials::new(sample.into(), options, keep_going)?;
     let longest = search.longest;
     // Strictly below the longest: a threshold there would hold a single length. Repeated division rounds the same on
-    // every
-    // machine; a power does not.
+    // every machine; a power does not.
     let descending = std::iter::successors(Some(f64::from(longest)), |threshold| Some(threshold / COARSE_STEP));
     let mut candidates: Vec<i32> =
         descending.skip(1).take(COARSE_CANDIDATES).map(|threshold| threshold as i32).filter(|&t| t > 0).collect();

@@ -14,8 +14,7 @@ pub struct TunedPoint {
     /// Imbalance of the worst step.
     pub imbalance_worst: f64,
     /// Mean delay of a token, in iterations, over all documents, including those flushed at the end; if documents come
-    /// early,
-    /// the iterations before their turn count, too.
+    /// early, the iterations before their turn count, too.
     pub delay_mean: f64,
     /// Longest wait of a document, in iterations.
     pub delay_max: u64,

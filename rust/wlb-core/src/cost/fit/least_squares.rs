@@ -18,13 +18,11 @@ pub fn non_negative_least_squares(columns: &[Vec<f64>], target: &[f64]) -> Vec<f
 const DEPENDENT: f64 = 1e-10;
 
 /// Most columns that enter or leave in one search. In exact arithmetic no set of columns comes twice, and few columns
-/// ever
-/// enter twice.
+/// ever enter twice.
 const MOST_TURNS: usize = 1000;
 
 /// A least-squares problem of `k` columns after a QR decomposition: the upper triangle, the first `k` rows of the
-/// target,
-/// and the sum of squares of the rest of the target, which no column reaches.
+/// target, and the sum of squares of the rest of the target, which no column reaches.
 pub(super) struct System {
     /// Column by column, each scaled to length 1; a column of zeros stays 0.
     triangle: Vec<Vec<f64>>,
@@ -76,8 +74,7 @@ impl System {
     }
 
     /// The part of a column that the `others` do not explain, as a share of its length, and the factors of the others
-    /// (of any
-    /// sign, for columns of length 1).
+    /// (of any sign, for columns of length 1).
     pub(super) fn apart(&self, column: usize, others: &[usize]) -> (f64, Vec<f64>) {
         let target = &self.triangle[column];
         let (shares, _) = least_squares(&self.triangle, target, others);
@@ -130,8 +127,7 @@ impl System {
                     break;
                 }
                 // Go from the present rates towards the wanted ones, as far as no rate gets negative. The column that
-                // would be the first
-                // to get negative gets 0.
+                // would be the first to get negative gets 0.
                 let reach = |column: usize, rate: f64| {
                     if rate > 0.0 { 1.0 } else { rates[column] / (rates[column] - rate) }
                 };

@@ -3,8 +3,7 @@
 use super::least_squares::System;
 
 /// Standard deviations where Huber's weights begin to fall, and where the weights of Tukey's bisquare reach 0. With
-/// these,
-/// the rates are 95 % as exact as least squares if the noise is normal.
+/// these, the rates are 95 % as exact as least squares if the noise is normal.
 const HUBER: f64 = 1.345;
 const BISQUARE: f64 = 4.685;
 
@@ -12,8 +11,7 @@ const BISQUARE: f64 = 4.685;
 const MOST_TURNS: usize = 60;
 
 /// Largest ratio of a measured time to its prediction that counts. Larger times are clipped to it: Huber's sum has the
-/// same
-/// minimum, and squares of larger numbers would drown all other rows in rounding.
+/// same minimum, and squares of larger numbers would drown all other rows in rounding.
 const MOST_OVER: f64 = 1e6;
 
 /// Noise below this is rounding error.
@@ -35,8 +33,7 @@ pub(super) struct Agreement {
 /// Errors are relative to the prediction: a micro-batch of a second and one of a millisecond say equally much about the
 /// rates, and noise that grows with the time does not make fast micro-batches look slow. `rho` is Huber's first, whose
 /// minimum does not depend on the starting point. From there it is Tukey's bisquare, which gives outliers no weight.
-/// The
-/// scale of the errors is their median absolute value, taken anew in every iteration.
+/// The scale of the errors is their median absolute value, taken anew in every iteration.
 ///
 /// # Arguments
 /// * `columns` - amounts of work, each as long as `seconds`.

@@ -4,8 +4,7 @@
 //! times say one of two things. Either the term is small: its cost cannot be seen. Or it could be large, because other
 //! terms explain the same times: if all micro-batches have the same number of tokens, a cost per token and a cost per
 //! micro-batch cannot be told apart. Sharing a cost out between two such terms would be a guess, and wrong as soon as
-//! the
-//! micro-batches change. So one term gets the whole cost, and the terms are reported as merged.
+//! the micro-batches change. So one term gets the whole cost, and the terms are reported as merged.
 
 use crate::error::{Error, Result};
 
@@ -54,8 +53,7 @@ pub struct Fit {
     /// In the order of the columns.
     pub terms: Vec<FittedTerm>,
     /// Terms that could not be told apart, each group in the order of the columns. Only terms that were kept have a
-    /// rate; the
-    /// other terms of a group have 0.
+    /// rate; the other terms of a group have 0.
     pub merged: Vec<Vec<String>>,
     /// Median of `|predicted - measured| / measured` over the rows.
     pub residual: f64,

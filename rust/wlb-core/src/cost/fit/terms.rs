@@ -19,8 +19,7 @@ pub struct FitOptions {
     /// Names of [`FitOptions::NAMES`] to try; `None`: all.
     pub terms: Option<Vec<String>>,
     /// Number of ranks that share the pairs and tokens of each micro-batch; every rank has a part of every document.
-    /// `None`:
-    /// one rank for each micro-batch.
+    /// `None`: one rank for each micro-batch.
     pub ranks: Option<Vec<i64>>,
 }
 
@@ -66,8 +65,7 @@ impl CostModel {
     /// The cost model, in seconds, that explains measured times of micro-batches. [`fit_rates`] describes the method.
     ///
     /// Of terms that the times cannot tell apart, the last in this order is given up: tokens, pairs, windows, chunks,
-    /// documents,
-    /// micro-batches.
+    /// documents, micro-batches.
     ///
     /// # Arguments
     /// * `micro_batches` - lengths of the documents in each; may be empty.
@@ -78,8 +76,7 @@ impl CostModel {
     ///
     /// # Errors
     /// The errors of [`fit_rates`]; [`Error::Choice`] for an unknown term; [`Error::Entry`] or [`Error::Combination`]
-    /// if the
-    /// micro-batches cannot show a term, or the times do not grow with the documents.
+    /// if the micro-batches cannot show a term, or the times do not grow with the documents.
     ///
     /// # Complexity
     /// The time of [`fit_rates`], and O(documents) for each term.

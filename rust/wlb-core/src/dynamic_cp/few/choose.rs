@@ -28,13 +28,11 @@ const BEST: usize = 3;
 /// Number of walks for each of them.
 const ROUNDS: usize = 8;
 /// Part by which a layout may be slower at the beginning of a walk: `FAR` if the walk begins with documents dealt out
-/// anew,
-/// `NEAR` if it begins with the best layout.
+/// anew, `NEAR` if it begins with the best layout.
 const FAR: f64 = 0.03;
 const NEAR: f64 = 0.01;
 /// With `n` documents `FAR` is multiplied by `1 + ROUGH / n^2`: if documents are few, each is a large part of a step,
-/// and
-/// nearly every neighbour of a layout is much slower.
+/// and nearly every neighbour of a layout is much slower.
 const ROUGH: f64 = 80.0;
 
 /// Whether this search applies: the problem has few enough documents and ranks.
@@ -80,8 +78,7 @@ pub(in crate::dynamic_cp) fn of_each_count(
 }
 
 /// Sets `found` to the best of `others` whose number of micro-batches is allowed. If there is none, searches on from
-/// `found`
-/// with its number.
+/// `found` with its number.
 pub(in crate::dynamic_cp) fn choose(
     problem: &Problem,
     options: &DynamicCpOptions,

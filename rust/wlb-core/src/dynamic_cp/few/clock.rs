@@ -45,10 +45,8 @@ pub(super) struct Clock<'a> {
     options: &'a DynamicCpOptions,
     programs: Vec<Program>,
     /// Under 1F1B each rank runs the forward of the first micro-batch through all stages but the last, all
-    /// micro-batches on the
-    /// last stage, and the backward of the last micro-batch back. `ends` says how much more the first and the last
-    /// micro-batch
-    /// count for this, and `hops` is the latency of the hops.
+    /// micro-batches on the last stage, and the backward of the last micro-batch back. `ends` says how much more the
+    /// first and the last micro-batch count for this, and `hops` is the latency of the hops.
     ends: [f64; 2],
     hops: f64,
     /// Seconds of each rank in this layout, and the rank with the most.
@@ -184,8 +182,7 @@ impl<'a> Clock<'a> {
     }
 
     /// Lists the spans of a layout, micro-batch by micro-batch. Returns the number of atoms: runs of ranks that are in
-    /// the same
-    /// group in every micro-batch.
+    /// the same group in every micro-batch.
     fn lay(&mut self, layout: &Layout, parts: &Parts<'_>) -> usize {
         let count = usize::from(layout.count);
         let constant = parts.problem.cost.micro_batch_seconds;

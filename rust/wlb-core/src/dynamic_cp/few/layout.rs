@@ -210,8 +210,7 @@ impl Layout {
     }
 
     /// This layout without empty micro-batches, unless there are more micro-batches than documents. An empty one is
-    /// removed, or
-    /// gets the cheapest document that shares its micro-batch with others.
+    /// removed, or gets the cheapest document that shares its micro-batch with others.
     pub(super) fn filled(mut self, parts: &Parts<'_>, may_have: impl Fn(usize) -> bool) -> Option<Self> {
         let documents = parts.problem.documents.len();
         while usize::from(self.count) <= documents

@@ -406,8 +406,7 @@ impl<'a> Neighbours<'a> {
     }
 
     /// Gives a micro-batch these documents: groups of random sizes, documents costliest first, each where it finishes
-    /// first.
-    /// `None` if a document fits in none of the groups.
+    /// first. `None` if a document fits in none of the groups.
     fn lay_out(&mut self, next: &mut Layout, micro_batch: usize, documents: Set) -> Option<()> {
         let parts = self.parts;
         let &Problem { world_size, largest_group, .. } = parts.problem;
@@ -455,8 +454,7 @@ impl<'a> Neighbours<'a> {
     }
 
     /// Deals the documents to `count` micro-batches: one for each, then to the one with the least work, costliest first
-    /// or in
-    /// random order. `None` if no groups were found in which they fit.
+    /// or in random order. `None` if no groups were found in which they fit.
     pub(super) fn dealt(&mut self, count: usize) -> Option<Layout> {
         let mut dealt: Vec<(f64, Set)> = vec![(0.0, 0); count];
         let documents = &self.parts.problem.documents;

@@ -13,8 +13,7 @@ pub(crate) struct Bins {
     pub(crate) counts: Option<Counts>,
     by_cost: Ladder,
     /// Micro-batches by tokens, or by sizes if the number of documents is limited. Built at the first document that
-    /// does not
-    /// fit where the cost is least: most batches never need it.
+    /// does not fit where the cost is least: most batches never need it.
     by_tokens: Option<Ladder>,
 }
 
@@ -49,8 +48,7 @@ impl Bins {
     /// Puts a document where the tokens are fewest; else leaves it over.
     ///
     /// If a list of documents fits in this way, any part of the list fits too, since no micro-batch gets longer. That
-    /// is not
-    /// true of [`Bins::place`].
+    /// is not true of [`Bins::place`].
     pub(crate) fn place_by_tokens(&mut self, index: usize, length: i32, cost: f64) {
         let micro_batch = self.fewest_tokens();
         if self.has_room(micro_batch, length) {

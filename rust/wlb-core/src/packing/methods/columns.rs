@@ -1,12 +1,10 @@
 //! Algorithm 1 for documents whose costs are given, in one column or several.
 //!
 //! A step takes the sum over columns of the heaviest micro-batch in each column. The *leading* column of a document is
-//! the
-//! one in which its cost is the greatest part of a mean micro-batch. Documents are placed by that part, greatest first,
-//! each
-//! in the micro-batch with the least cost in the leading column, where the document does the most harm. If many
-//! documents
-//! lead in each column, all columns become level. With one column this is Algorithm 1, by cost instead of by length.
+//! the one in which its cost is the greatest part of a mean micro-batch. Documents are placed by that part, greatest
+//! first, each in the micro-batch with the least cost in the leading column, where the document does the most harm. If
+//! many documents lead in each column, all columns become level. With one column this is Algorithm 1, by cost instead
+//! of by length.
 
 use std::borrow::Cow;
 
@@ -57,8 +55,7 @@ impl Priced<'_> {
     }
 
     /// Algorithm 1. If documents are left over, it runs a second time with the documents first that take most of a
-    /// limit (tokens
-    /// or memory). The plan that leaves fewer over wins, then the plan with the shorter step.
+    /// limit (tokens or memory). The plan that leaves fewer over wins, then the plan with the shorter step.
     ///
     /// # Complexity
     /// O(n) for the sort, and a few steps for each document and column; O(n N) in the worst case and if memory is
@@ -90,10 +87,8 @@ impl Priced<'_> {
     }
 
     /// Puts each document, in the order given, in the micro-batch with the least cost in its leading column. If the
-    /// document
-    /// does not fit there, it goes where the tokens are fewest; if memory is limited, to the first with room in
-    /// ascending order
-    /// of that cost. Else it is left over.
+    /// document does not fit there, it goes where the tokens are fewest; if memory is limited, to the first with room
+    /// in ascending order of that cost. Else it is left over.
     pub(crate) fn place_in_order(&self, order: impl Iterator<Item = usize>, leading: &[u8]) -> Placed {
         match self.costs.columns() {
             1 => {
@@ -113,8 +108,7 @@ impl Priced<'_> {
         let values = self.costs.values();
         let mut placed = self.nothing();
         // A document changes all columns of a micro-batch. Only its leading column's ladder is updated at once; the
-        // others are
-        // when the micro-batch comes first there.
+        // others are when the micro-batch comes first there.
         let mut by_load: Vec<Ladder> =
             (0..columns).map(|column| Ladder::new(by_column(&placed.loads, columns, column))).collect();
         let mut by_tokens: Option<Ladder> = None;
@@ -211,8 +205,7 @@ impl Priced<'_> {
     }
 
     /// Factor of each column that turns a cost into a part of the column: one over the column's sum, 0 for a column of
-    /// zeros,
-    /// minus infinity for memory.
+    /// zeros, minus infinity for memory.
     pub(crate) fn scale(&self) -> Vec<f64> {
         let limits = self.costs.limits().iter();
         let scale = self.costs.sums().iter().zip(limits).map(|(&sum, limit)| match limit {

@@ -27,8 +27,7 @@ const SPREAD: usize = 1 << 17;
 
 impl Priced<'_> {
     /// Improves a plan with much effort. With one column in which longer documents never cost less, as with a cost
-    /// model,
-    /// [`refine`] does it: its searches are shorter.
+    /// model, [`refine`] does it: its searches are shorter.
     ///
     /// A document that is neither placed nor left over keeps its place.
     pub(crate) fn refine_from(&self, start: Placed) -> Placed {
@@ -43,10 +42,8 @@ impl Priced<'_> {
     /// A plan no worse than `start`: as many documents are placed, and the step is not longer.
     ///
     /// With one column this is `start`. With several, Algorithm 1 looks at one column at a time, and if documents are
-    /// large
-    /// beside a micro-batch, the other columns become uneven. In that case [`Priced::spread`] makes a second plan, and
-    /// documents
-    /// of the better plan are exchanged.
+    /// large beside a micro-batch, the other columns become uneven. In that case [`Priced::spread`] makes a second
+    /// plan, and documents of the better plan are exchanged.
     ///
     /// # Complexity
     /// O(N) if the step is close to the mean micro-batch; else O(n), and a bounded number of steps more.
@@ -67,8 +64,7 @@ impl Priced<'_> {
     }
 
     /// Places documents by the greatest part that they are of any column, greatest first. Each goes where it fits and
-    /// where the
-    /// micro-batch's greatest part of any column stays least. `None` if a document fits nowhere.
+    /// where the micro-batch's greatest part of any column stays least. `None` if a document fits nowhere.
     ///
     /// # Complexity
     /// O(n N columns).
@@ -110,12 +106,9 @@ impl Priced<'_> {
     /// A plan no worse than `start`: the same documents are placed, and the step is not longer.
     ///
     /// The heaviest micro-batch of a column gives one document to one of its lightest partners in that column, for one
-    /// document
-    /// or none. Of all these exchanges the one with the shortest step is made, the first if several are equal. The
-    /// column
-    /// farthest from its own bound is tried first. The search ends if no column has an exchange that shortens the step,
-    /// or if
-    /// the effort is used up.
+    /// document or none. Of all these exchanges the one with the shortest step is made, the first if several are equal.
+    /// The column farthest from its own bound is tried first. The search ends if no column has an exchange that
+    /// shortens the step, or if the effort is used up.
     ///
     /// # Complexity
     /// O(n + N columns) for each exchange made, and at most [`Effort::looks`] exchanges looked at.

@@ -1,10 +1,8 @@
 //! Numbers of documents in micro-batches, if they are limited.
 
 /// Size of a document if the number of documents is limited: its tokens, but at least `max_tokens / max_documents`.
-/// Documents
-/// whose sizes add up to at most `max_tokens` keep both limits, and a micro-batch with no token or no document left has
-/// at
-/// least that size. So a proof about tokens holds for sizes.
+/// Documents whose sizes add up to at most `max_tokens` keep both limits, and a micro-batch with no token or no
+/// document left has at least that size. So a proof about tokens holds for sizes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
     least: i64,

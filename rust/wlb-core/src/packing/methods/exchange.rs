@@ -9,12 +9,11 @@ use super::steepest::ordered;
 use super::tournament::Tournament;
 
 /// Most steps of all searches together: `STEPS`, and `STEPS_EACH` for each micro-batch, at most `STEPS_MOST`. After
-/// these,
-/// only the lightest micro-batch is tried as a partner, with `STEPS_MOST` further steps and one for each document.
+/// these, only the lightest micro-batch is tried as a partner, with `STEPS_MOST` further steps and one for each
+/// document.
 ///
 /// A step takes about ten nanoseconds; the first `STEPS_MOST` take about as long as Algorithm 1 for a few hundred
-/// documents.
-/// More steps would lower the maximum by a hundredth of a percent on average.
+/// documents. More steps would lower the maximum by a hundredth of a percent on average.
 const STEPS: usize = 96;
 const STEPS_EACH: usize = 40;
 const STEPS_MOST: usize = 256;
@@ -22,12 +21,9 @@ const STEPS_MOST: usize = 256;
 /// Lowers the maximum cost by exchanges between the heaviest micro-batch and one other.
 ///
 /// The heaviest micro-batch gives one document for at most one. If no partner has such an exchange, it gives up to two
-/// for
-/// up to two. Partners are tried from the lightest on. The first partner with an exchange after which both cost less
-/// than
-/// the heaviest did makes its best exchange. So the costs, sorted from the heaviest on, only descend. The search ends
-/// if no
-/// exchange is left, if the maximum is `low_enough`, or if the steps are used up.
+/// for up to two. Partners are tried from the lightest on. The first partner with an exchange after which both cost
+/// less than the heaviest did makes its best exchange. So the costs, sorted from the heaviest on, only descend. The
+/// search ends if no exchange is left, if the maximum is `low_enough`, or if the steps are used up.
 ///
 /// # Complexity
 /// O(n + N), O(log N) for each partner, and O(n) steps, of which every partner takes some.
@@ -135,8 +131,7 @@ impl ExchangeSearch<'_> {
     }
 
     /// Tries one document for at most one. The shorter the given document, the shorter the other must be: for the token
-    /// limits,
-    /// and for equal costs of both micro-batches.
+    /// limits, and for equal costs of both micro-batches.
     fn one_for_one(&mut self, left: &mut usize) {
         let (has, offers) = (self.has, self.offers);
         *left = left.saturating_sub(has.len() + offers.len());

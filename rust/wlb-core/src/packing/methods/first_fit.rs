@@ -9,10 +9,8 @@ const SMALL: usize = 1024;
 const ORDERS: u64 = 24;
 
 /// Finds the first document, longest first, that fits. Four of five placements need it: after most documents a
-/// micro-batch
-/// waits for a much shorter one. Binary search would miss the caches, so tables by length and by cost lead to a row of
-/// a few
-/// documents.
+/// micro-batch waits for a much shorter one. Binary search would miss the caches, so tables by length and by cost lead
+/// to a row of a few documents.
 pub(crate) struct FirstFit<'a> {
     pub(crate) documents: &'a Documents,
     /// First rank of a length of at most this many tokens (shifted by `length_shift`).

@@ -35,8 +35,7 @@ pub(crate) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, c
 }
 
 /// A plan no worse than `start`: every document placed there is placed, and the maximum cost is not higher. Documents
-/// that
-/// were left over may be placed as well; other documents of the batch are not touched.
+/// that were left over may be placed as well; other documents of the batch are not touched.
 ///
 /// # Complexity
 /// O(n log N) for `n` documents and `N` micro-batches, and a bounded number of exchanges.
@@ -45,12 +44,10 @@ pub(crate) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_token
 }
 
 /// Improves a placement. If every micro-batch has spare tokens, `start` is nearly optimal, and only exchanges follow.
-/// If
-/// tokens run out, Algorithm 1 goes wrong early, because it looks at cost alone until a micro-batch is full;
-/// [`steepest`]
-/// looks at both from the first document on. Its target is the lower bound, or more if documents are left over: with a
-/// higher target more of them find room, which matters more than balance. [`exchange`] then works on the heaviest
-/// micro-batch of the better plan.
+/// If tokens run out, Algorithm 1 goes wrong early, because it looks at cost alone until a micro-batch is full;
+/// [`steepest`] looks at both from the first document on. Its target is the lower bound, or more if documents are left
+/// over: with a higher target more of them find room, which matters more than balance. [`exchange`] then works on the
+/// heaviest micro-batch of the better plan.
 fn improve(start: Placement, documents: impl FnOnce() -> Documents) -> Placement {
     let ceiling = start.max_cost();
     let mean = start.costs.iter().sum::<f64>() / start.costs.len() as f64;

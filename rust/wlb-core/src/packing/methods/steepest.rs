@@ -14,18 +14,15 @@ use super::tournament::Tournament;
 const MANY: usize = 64;
 
 /// Fills micro-batches longest document first. Each document goes to the micro-batch with the steepest slope: the most
-/// cost
-/// still lacking to `target` per token of room. Only micro-batches with room whose cost stays within `target` count; if
-/// there
-/// are none, the document goes to the least cost that has room.
+/// cost still lacking to `target` per token of room. Only micro-batches with room whose cost stays within `target`
+/// count; if there are none, the document goes to the least cost that has room.
 ///
 /// Longer documents cost more per token. A micro-batch with few tokens left and much cost lacking must get long
-/// documents;
-/// a micro-batch with a heavy document and room to spare can take many short ones. So tokens and cost run out together.
+/// documents; a micro-batch with a heavy document and room to spare can take many short ones. So tokens and cost run
+/// out together.
 ///
 /// `None` if a document that `start` places finds no room. Documents that `start` left over are tried last, longest
-/// first:
-/// each goes to the least cost that has room, if the cost stays within `ceiling`.
+/// first: each goes to the least cost that has room, if the cost stays within `ceiling`.
 ///
 /// # Complexity
 /// O(n log N) if few documents share a row of [`FirstFit`]; else O(n log n).
@@ -109,8 +106,8 @@ pub(crate) fn steepest(documents: &Documents, start: &Placement, target: f64, ce
 }
 
 /// Places the documents that `start` left over, longest first: each in the micro-batch with the least cost that has
-/// room, if
-/// the cost stays within `ceiling`. Micro-batches without room for the shortest document are skipped, usually all.
+/// room, if the cost stays within `ceiling`. Micro-batches without room for the shortest document are skipped, usually
+/// all.
 ///
 /// # Complexity
 /// O(N), and O(log N) for each document that there may be room for.
@@ -237,8 +234,7 @@ impl Ready for Tournament {
 /// The micro-batches that may take a document, by weight, while documents come longest first.
 ///
 /// A micro-batch that may take a document may take all shorter ones, until it takes one. So a micro-batch that may not
-/// take
-/// the next document waits for one certain later document, and is not looked at until then.
+/// take the next document waits for one certain later document, and is not looked at until then.
 struct Takers<'a, W, R> {
     first_fit: &'a FirstFit<'a>,
     /// Most that a micro-batch may cost.
@@ -247,8 +243,7 @@ struct Takers<'a, W, R> {
     /// Micro-batches that do not wait, by weight.
     ready: R,
     /// `waits_for`: for each document's rank, a micro-batch that waits for it. `next`: for each micro-batch, the next
-    /// one that
-    /// waits for the same document.
+    /// one that waits for the same document.
     waits_for: Vec<u32>,
     next: Vec<u32>,
     /// All documents before this rank were handled.

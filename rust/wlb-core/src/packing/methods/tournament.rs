@@ -14,14 +14,11 @@ struct Level {
 }
 
 /// One key for each index, in a wide and flat tree. A node holds the least key of each of its children, and which child
-/// has
-/// the least of these; so the way down takes one look at each level.
+/// has the least of these; so the way down takes one look at each level.
 ///
 /// A key's place is its index: nothing moves, ties go to the lowest index, and most changes end at the first node,
-/// because
-/// its least key stays. A binary heap would go through twice as many cache lines, and would have to tell stale entries
-/// from
-/// valid ones.
+/// because its least key stays. A binary heap would go through twice as many cache lines, and would have to tell stale
+/// entries from valid ones.
 pub(crate) struct Tournament {
     /// From the level of the keys up to a single node.
     levels: Vec<Level>,
@@ -80,8 +77,7 @@ impl Level {
 }
 
 /// The least key of a node and its child, the first if several are equal. Written without a branch, since the result
-/// cannot
-/// be predicted, and with few steps that depend on each other.
+/// cannot be predicted, and with few steps that depend on each other.
 #[inline]
 fn least(node: &Node) -> (u64, u8) {
     let less = |a: (u64, u8), b: (u64, u8)| if b.0 < a.0 { b } else { a };

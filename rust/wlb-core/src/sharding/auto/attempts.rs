@@ -19,8 +19,7 @@ impl<'a, W: Word> Attempts<'a, W> {
     }
 
     /// The layout with the largest share under which no rank has more than `enough` pairs; else the most even layout.
-    /// `None` if
-    /// `on_all`, the most pairs of a rank with every document on all ranks, is at least as even.
+    /// `None` if `on_all`, the most pairs of a rank with every document on all ranks, is at least as even.
     pub(super) fn first_even(mut self, max_imbalance: f64, enough: u64, on_all: impl FnOnce() -> u64) -> Option<Runs> {
         let mut tried = Vec::with_capacity(ATTEMPTS);
         for share in shares(max_imbalance) {

@@ -11,8 +11,8 @@ use super::parts::Parts;
 use super::word::Format;
 
 /// Lays every document on as few ranks as possible without giving a rank more than `max_imbalance` times the mean
-/// pairs. If
-/// no share achieves that, the most even layout that was tried is taken; "every document on all ranks" is among them.
+/// pairs. If no share achieves that, the most even layout that was tried is taken; "every document on all ranks" is
+/// among them.
 pub(in super::super) fn cut(ranks: &mut impl Ranks, lengths: &[i32], mask: Mask, max_imbalance: f64) {
     let cp_size = ranks.cp_size();
     // Indices fit: each document has at least one token, and there are at most 2^31 - 1 tokens.

@@ -37,8 +37,7 @@ impl<'a, W: Word> Layer<'a, W> {
     }
 
     /// Lays all documents, the first ones on the numbers of ranks in `parts` and all others on one rank. Returns how
-    /// many were
-    /// laid and the pairs of the heaviest rank. Gives up as soon as a rank has more than `bound` pairs.
+    /// many were laid and the pairs of the heaviest rank. Gives up as soon as a rank has more than `bound` pairs.
     pub(super) fn lay(&mut self, parts: &[u32], bound: u64) -> (usize, u64) {
         self.runs.clear();
         self.ranks.copy_from_slice(&self.empty);
@@ -75,8 +74,7 @@ impl<'a, W: Word> Layer<'a, W> {
     }
 
     /// Cuts a document for the `parts` ranks with the fewest pairs that have room for a part. Each rank's part comes
-    /// half from
-    /// the front and half from the back of the document, so that all parts have about equally many pairs.
+    /// half from the front and half from the back of the document, so that all parts have about equally many pairs.
     fn lay_cut(&mut self, length: i32, parts: usize) -> Option<u64> {
         let Self { ranks, chosen, format, mask, .. } = self;
         let (each, longer) = (length / parts as i32, length as usize % parts);
@@ -123,8 +121,7 @@ impl<'a, W: Word> Layer<'a, W> {
     }
 
     /// Gives a document to the rank with the most room, and the rest of it to the next. This always succeeds, since the
-    /// ranks'
-    /// room equals the tokens that are still to come.
+    /// ranks' room equals the tokens that are still to come.
     fn lay_where_room_is(&mut self, length: i32) -> u64 {
         let Self { ranks, format, .. } = self;
         let (mut start, mut heaviest) = (0, 0);

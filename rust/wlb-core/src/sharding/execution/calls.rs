@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use crate::error::{Error, Result};
 use crate::limits::MAX_TOKENS;
 
+use super::buckets::Buckets;
 use super::paths::{Reach, Run};
 
 /// Rows of queries with the rows of keys that they see. `left` and `right` are the window in a flash kernel's meaning.
@@ -34,8 +35,7 @@ pub(super) fn span(
     let shift = q_to - k_to;
     let (begin, end) = (run.position, run.position + run.length);
     // A side of the window that hides nothing is dropped. It is kept on the causal diagonal, so that such spans form
-    // one call
-    // with others there, and for a part of a run, so that spans without a mask are always whole runs.
+    // one call with others there, and for a part of a run, so that spans without a mask are always whole runs.
     let diagonal = shift == 0 && reach.right == 0;
     let cut_left = q_to - 1 - k_from > reach.left || q_to < end || diagonal;
     let cut_right = k_to - 1 - q_from > reach.right || q_from > begin || diagonal;
@@ -68,13 +68,16 @@ impl Spans {
         &self.parts[span.keys.0..span.keys.1]
     }
 
+    fn num_keys(&self, span: &Span) -> i64 {
+        self.keys(span).iter().map(|part| part.1).sum()
+    }
+
     fn parts_of<'a>(&'a self, spans: &'a [Span]) -> impl Iterator<Item = Part> + 'a {
         spans.iter().flat_map(|span| self.keys(span).iter().copied())
     }
 
     /// Joins spans without a mask: first neighbouring keys of a run, then neighbouring queries with the same keys.
-    /// Without a
-    /// mask, positions do not matter.
+    /// Without a mask, positions do not matter.
     fn joined(&mut self, spans: &[Span]) -> Vec<Span> {
         let mut wide: Vec<Span> = Vec::with_capacity(spans.len());
         for span in spans {
@@ -136,10 +139,8 @@ pub struct Call {
     /// Rows of the keys.
     pub keys: Rows,
     /// Begin of this call's numbers in [`Indices::bounds`]. First, the first query of each span and the end of the last
-    /// (rows of
-    /// the rank if the queries are neighbours, else indices in the list). Second, the first key of each span and the
-    /// end of the
-    /// last, counted from 0. Third, the shift of each span.
+    /// (rows of the rank if the queries are neighbours, else indices in the list). Second, the first key of each span
+    /// and the end of the last, counted from 0. Third, the shift of each span.
     pub bounds: usize,
     /// Number of spans.
     pub spans: usize,
@@ -192,14 +193,16 @@ pub(super) struct Calls {
     seen: Vec<bool>,
     /// Whether scores have a bias by position: then spans keep their own shift and are not joined.
     biased: bool,
+    buckets: Option<Buckets>,
 }
 
 impl Calls {
-    pub(super) fn new(queries: i64, biased: bool) -> Self {
-        Self { seen: vec![false; queries as usize], biased }
+    pub(super) fn new(queries: i64, biased: bool, buckets: Option<Buckets>) -> Self {
+        Self { seen: vec![false; queries as usize], biased, buckets }
     }
 
-    /// The calls: each has one window, and no query twice. Appends the rows of their keys to `keys`.
+    /// The calls: each has one window, and no query twice. They are divided into buckets if these are asked for.
+    /// Appends the rows of their keys to `keys`.
     ///
     /// # Errors
     /// [`Error::TotalTooLong`] when a call has more keys than int32 can count.
@@ -231,11 +234,22 @@ impl Calls {
                 turns[turn].push(span);
             }
             for turn in turns {
-                calls.push(self.call(&turn, &spans, indices)?);
-                keys.extend(spans.parts_of(&turn));
+                let mut begin = 0;
+                for end in self.ends(&turn, &spans) {
+                    calls.push(self.call(&turn[begin..end], &spans, indices)?);
+                    keys.extend(spans.parts_of(&turn[begin..end]));
+                    begin = end;
+                }
             }
         }
         Ok(calls)
+    }
+
+    /// Ends of the buckets of these spans.
+    fn ends(&self, turn: &[Span], spans: &Spans) -> Vec<usize> {
+        let Some(buckets) = self.buckets else { return vec![turn.len()] };
+        let keys: Vec<i64> = turn.iter().map(|span| spans.num_keys(span)).collect();
+        buckets.ends(&keys)
     }
 
     fn call(&mut self, group: &[Span], spans: &Spans, indices: &mut Indices) -> Result<Call> {
@@ -256,11 +270,10 @@ impl Calls {
             }
             longest
         };
-        let of_keys = |span: &Span| spans.keys(span).iter().map(|part| part.1).sum();
         let queries = indices.list(group.iter().map(|span| (span.q_row, span.q_length)));
         let first = if queries.listed { 0 } else { queries.first };
         let max_queries = longest(first, &mut group.iter().map(|span| span.q_length), &mut indices.bounds);
-        let max_keys = longest(0, &mut group.iter().map(of_keys), &mut indices.bounds);
+        let max_keys = longest(0, &mut group.iter().map(|span| spans.num_keys(span)), &mut indices.bounds);
         indices.bounds.extend(group.iter().map(|span| span.shift as i32));
 
         let mut fresh = true;

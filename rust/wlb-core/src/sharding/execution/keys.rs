@@ -1,20 +1,20 @@
 //! Plans in which keys are sent to the ranks that need them, by all-gather or all-to-all.
 //!
 //! If a rank holds all keys that its runs of a path see, these runs attend in *local* calls over the rank's own tensors
-//! while
-//! other ranks' keys arrive; but only if there are enough such runs (see `pays_alone`). All other runs attend over a
-//! *buffer* of keys: the rank's own rows, from the first that these runs or other ranks need, then the keys that
-//! arrive.
-//! With either transport, a rank sums its gradients of each other rank's keys and sends the sums home.
+//! while other ranks' keys arrive; but only if there are enough such runs (see `pays_alone`). All other runs attend
+//! over a *buffer* of keys: the rank's own rows, from the first that these runs or other ranks need, then the keys that
+//! arrive. With either transport, a rank sums its gradients of each other rank's keys and sends the sums home.
 
 use crate::error::Result;
 
 use super::super::shard::pays_alone;
+use super::buckets::Buckets;
 use super::calls::{Call, Calls, Indices, Part, Rows, Spans, span};
 use super::intervals::{self, Interval, Place, among, contain, count, find, places, seen, union, without};
 use super::layout::Layout;
 use super::paths::{Reach, Run, tokens};
 use super::sums::{Share, Sum};
+use super::trunks::{copied, trunks};
 
 /// Transport of keys to the ranks that need them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +30,8 @@ pub enum Transport {
 pub struct KeysPlan {
     /// Calls over the rank's own keys, which run while others' keys arrive.
     pub local: Vec<Call>,
-    /// Calls over the buffer. No query is in two of them.
+    /// Calls over the buffer. A query is in two calls only if it has a trunk, a part of its keys that is not copied for
+    /// it (see `trunks`).
     pub remote: Vec<Call>,
     /// First of the rank's rows whose keys are in the buffer; all later rows are in it, too.
     pub first: i64,
@@ -46,17 +47,18 @@ pub struct KeysPlan {
     pub arriving_rows: Vec<i64>,
     /// Whether any rank sends any key.
     pub moves: bool,
+    /// Rows of keys that are copied or brought together, at most, on any rank: those of all ranks, or those that the
+    /// runs of a forest see.
+    pub gathered: i64,
     /// Sums of the gradients of other ranks' keys, which are sent home. The summed tensor holds the gradients of all
-    /// calls' keys
-    /// one after the other.
+    /// calls' keys one after the other.
     pub going: Sum,
     /// Number of rows that go home to each rank.
     pub going_rows: Vec<i64>,
     /// Number of rows with gradients of own keys that come from each rank.
     pub coming_rows: Vec<i64>,
     /// Sums of the gradients of own keys, for each row. The summed tensor holds the gradients of all calls' keys,
-    /// followed by the
-    /// rows that come home.
+    /// followed by the rows that come home.
     pub own: Sum,
     /// Indices that calls and rows refer to.
     pub indices: Indices,
@@ -67,13 +69,21 @@ impl KeysPlan {
     ///
     /// # Arguments
     /// * `biased` - whether scores have a bias by position.
+    /// * `buckets` - how the kernel starts its blocks, if it gains by calls that are divided into buckets.
     ///
     /// # Errors
     /// [`Error::TotalTooLong`](crate::Error::TotalTooLong) when a call has more keys than int32 can count.
     ///
     /// # Complexity
     /// O(s log s) for the segments `s` of all ranks, and O(rows) of the lists in the plan.
-    pub fn of(layout: &Layout, rank: usize, transport: Transport, reach: Reach, biased: bool) -> Result<Self> {
+    pub fn of(
+        layout: &Layout,
+        rank: usize,
+        transport: Transport,
+        reach: Reach,
+        biased: bool,
+        buckets: Option<Buckets>,
+    ) -> Result<Self> {
         let held: Vec<Vec<Place>> = layout.held.iter().map(|held| places(held)).collect();
         // Keys that each rank has to get from others.
         let lacks = |rank: usize| without(&seen(&layout.held[rank], &layout.paths, reach), &held[rank]);
@@ -81,6 +91,13 @@ impl KeysPlan {
         let mut plan = Self { moves: lacking.iter().any(|lacking| !lacking.is_empty()), ..Self::default() };
         let (own, runs) = (&held[rank], &layout.held[rank]);
         let all_rows = tokens(runs);
+        if !layout.paths.are_single() {
+            let of_rank = |runs: &Vec<Run>| copied(runs, &layout.paths, reach, biased);
+            plan.gathered = layout.held.iter().map(of_rank).max().unwrap_or(0);
+        }
+        if plan.moves {
+            plan.gathered = plan.gathered.max(layout.held.iter().map(|runs| tokens(runs)).sum());
+        }
 
         let local = attends_alone(layout, rank, reach, own);
         // `wanted`: the rank's keys that each other rank needs. `first`: the first own row that is read from the
@@ -179,15 +196,26 @@ impl KeysPlan {
         intervals::sort(&mut in_buffer, |place| place.token);
         let spans = |wanted: bool, places: &[Place]| {
             let mut spans = Spans::default();
-            for (index, run) in runs.iter().enumerate().filter(|(index, _)| local[*index] == wanted) {
+            let runs: Vec<Run> =
+                runs.iter().zip(&local).filter(|(_, local)| **local == wanted).map(|(run, _)| *run).collect();
+            let trunks = trunks(&runs, &layout.paths, reach, biased);
+            for (of_run, &trunk) in runs.iter().enumerate().zip(&trunks) {
+                let run = of_run.1;
                 let (from, to) = run.sees(&layout.paths, reach);
-                let begin = spans.parts.len();
-                for piece in layout.paths.cut(run.path, from, to) {
-                    let found = find((piece.token, piece.token + piece.length), places);
-                    spans.parts.extend(found.map(|place| (place.row, place.length)));
+                let mut add = |from: i64, to: i64| {
+                    let begin = spans.parts.len();
+                    for piece in layout.paths.cut(run.path, from, to) {
+                        let found = find((piece.token, piece.token + piece.length), places);
+                        spans.parts.extend(found.map(|place| (place.row, place.length)));
+                    }
+                    let (q, keys) = ((run.position, run.position + run.length), (begin, spans.parts.len()));
+                    spans.spans.push(span(of_run, reach, q, (from, to), keys));
+                };
+                // The call that has all queries comes first.
+                add(from.max(trunk), to);
+                if trunk > 0 {
+                    add(0, trunk);
                 }
-                let (q, keys) = ((run.position, run.position + run.length), (begin, spans.parts.len()));
-                spans.spans.push(span((index, run), reach, q, (from, to), keys));
             }
             spans
         };
@@ -197,7 +225,7 @@ impl KeysPlan {
         let summed = wanted.iter().map(|places| count(places)).sum::<i64>() + 2 * all_rows + count(&others);
         let spans_of_runs = 3 * (runs.len() + 2);
         plan.indices.rows.reserve((2 * picked(&together) + picked(&alone) + summed) as usize + spans_of_runs);
-        let mut calls = Calls::new(all_rows, biased);
+        let mut calls = Calls::new(all_rows, biased, buckets);
         let mut local_parts = Vec::new();
         plan.local = calls.add(alone, &mut plan.indices, &mut local_parts)?;
         let mut remote_parts = Vec::new();
@@ -278,8 +306,7 @@ fn arrive(arrived: &mut Vec<Place>, parts: impl Iterator<Item = Place>, first: i
 }
 
 /// For each run of a rank, whether all runs of its path need no keys of other ranks. All false if such runs are too few
-/// for a
-/// call of their own.
+/// for a call of their own.
 fn attends_alone(layout: &Layout, rank: usize, reach: Reach, own: &[Place]) -> Vec<bool> {
     let runs = &layout.held[rank];
     let here = |run: &Run| {

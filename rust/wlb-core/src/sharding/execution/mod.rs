@@ -3,17 +3,14 @@
 //!
 //! Plans are derived from two inputs. [`Paths`] say which tokens of the packed sequence a query can see, and at which
 //! positions: a document is a path of one [`Piece`]; a node of a prefix tree has the pieces of its ancestors before its
-//! own.
-//! [`Run`]s say which tokens a rank holds. A query at position `p` sees the keys of its path from `p - left` to `p +
-//! right`
-//! ([`Reach`]).
+//! own. [`Run`]s say which tokens a rank holds. A query at position `p` sees the keys of its path from `p - left` to `p
+//! + right` ([`Reach`]).
 //!
 //! Flash kernels align masks bottom-right: they take the last query to be at the position of the last key. If the
-//! queries of
-//! a span end elsewhere, its window is moved by that distance, the *shift*; without a mask the shift does not matter.
-//! All
-//! spans with the same window form one call.
+//! queries of a span end elsewhere, its window is moved by that distance, the *shift*; without a mask the shift does
+//! not matter. All spans with the same window form one call.
 
+mod buckets;
 mod calls;
 mod heads;
 mod intervals;
@@ -23,7 +20,9 @@ mod moves;
 mod paths;
 mod ring;
 mod sums;
+mod trunks;
 
+pub use buckets::{Buckets, LEVELS};
 pub use calls::{Call, Indices, Rows};
 pub use heads::HeadsPlan;
 pub use keys::{KeysPlan, Transport};

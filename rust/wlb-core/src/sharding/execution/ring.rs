@@ -2,6 +2,7 @@
 
 use crate::error::Result;
 
+use super::buckets::Buckets;
 use super::calls::{Call, Calls, Indices, Spans, span};
 use super::heads::{HeadsPlan, together};
 use super::intervals::{among, find, places, seen};
@@ -23,8 +24,7 @@ pub struct RingPlan {
 
 impl RingPlan {
     /// The plan of `rank`, if blocks of `degree` neighbouring ranks exchange heads and a ring connects the blocks; also
-    /// the plan
-    /// of the exchange inside its block, if the block has several ranks.
+    /// the plan of the exchange inside its block, if the block has several ranks.
     ///
     /// # Errors
     /// [`Error::TotalTooLong`](crate::Error::TotalTooLong) when a call has more keys than int32 can count.
@@ -37,17 +37,25 @@ impl RingPlan {
         degree: usize,
         reach: Reach,
         biased: bool,
+        buckets: Option<Buckets>,
     ) -> Result<(Option<HeadsPlan>, Self)> {
         let position = rank / degree;
         if degree == 1 {
-            return Ok((None, Self::over(&layout.held, &layout.paths, position, reach, biased)?));
+            return Ok((None, Self::over(&layout.held, &layout.paths, position, reach, biased, buckets)?));
         }
         let blocks: Vec<Vec<Run>> = layout.held.chunks(degree).map(together).collect();
         let heads = HeadsPlan::of(&layout.held[position * degree..][..degree], rank % degree);
-        Ok((Some(heads), Self::over(&blocks, &layout.paths, position, reach, biased)?))
+        Ok((Some(heads), Self::over(&blocks, &layout.paths, position, reach, biased, buckets)?))
     }
 
-    fn over(held: &[Vec<Run>], paths: &Paths, position: usize, reach: Reach, biased: bool) -> Result<Self> {
+    fn over(
+        held: &[Vec<Run>],
+        paths: &Paths,
+        position: usize,
+        reach: Reach,
+        biased: bool,
+        buckets: Option<Buckets>,
+    ) -> Result<Self> {
         let size = held.len();
         let places: Vec<_> = held.iter().map(|held| places(held)).collect();
         let mut plan = Self { rows: held.iter().map(|held| tokens(held)).collect(), ..Self::default() };
@@ -56,7 +64,7 @@ impl RingPlan {
         let last = |of: usize| (1..size).rev().find(|step| computes((of + step) % size, of)).unwrap_or(0);
         plan.last = (0..size).map(last).collect();
 
-        let mut calls = Calls::new(plan.rows[position], biased);
+        let mut calls = Calls::new(plan.rows[position], biased, buckets);
         for step in 0..size {
             let of = (position + size - step) % size;
             let queries = &held[position];

@@ -62,23 +62,16 @@ impl KernelModel {
     /// The documented assumptions for a GPU generation that was not measured.
     ///
     /// Rate = peak * efficiency * `m / (m + c)` * multicast. `m` is the mean number of keys of a query. `c` is the
-    /// number of keys
-    /// that a tile's prologue, epilogue and masked corner cost (224 forward, 330 backward). Multicast is 0.8 below 256
-    /// queries
-    /// on Hopper and Blackwell, where thread blocks then cannot share a tile of keys, and 1 otherwise. The backward
-    /// pass
-    /// computes 2.5 times the FLOPs.
+    /// number of keys that a tile's prologue, epilogue and masked corner cost (224 forward, 330 backward). Multicast is
+    /// 0.8 below 256 queries on Hopper and Blackwell, where thread blocks then cannot share a tile of keys, and 1
+    /// otherwise. The backward pass computes 2.5 times the FLOPs.
     ///
     /// Sources: on H100, `c` and the efficiencies follow FlashAttention-3's published rates (head width 128, 16-bit:
-    /// causal
-    /// forward 423, 579 and 616 TFLOP/s at 1K, 4K and 16K tokens; backward without a mask 424, 542 and 561). A100:
-    /// FlashAttention-2's "50 to 73 %" of the peak forward. B200: FlashAttention-4's 71 %, and a backward slower by the
-    /// same
-    /// ratio as on H100. L40S and H20 are assumed to reach the shares of A100 and H100. MI300X: 0.40 and 0.30, a guess
-    /// from AMD's
-    /// reports of FlashAttention-2 on composable kernels. The multicast factor of 0.8 and the time of a call, 5 us (10
-    /// us
-    /// backward), are guesses.
+    /// causal forward 423, 579 and 616 TFLOP/s at 1K, 4K and 16K tokens; backward without a mask 424, 542 and 561).
+    /// A100: FlashAttention-2's "50 to 73 %" of the peak forward. B200: FlashAttention-4's 71 %, and a backward slower
+    /// by the same ratio as on H100. L40S and H20 are assumed to reach the shares of A100 and H100. MI300X: 0.40 and
+    /// 0.30, a guess from AMD's reports of FlashAttention-2 on composable kernels. The multicast factor of 0.8 and the
+    /// time of a call, 5 us (10 us backward), are guesses.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a size, [`Error::Combination`] if `num_kv_heads` does not divide `num_heads`.

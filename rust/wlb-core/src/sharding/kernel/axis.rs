@@ -11,8 +11,7 @@ pub(super) struct Point {
 /// The grid lengths of queries or keys.
 ///
 /// Between two grid lengths, interpolation is linear in the reciprocal of the length. A fixed time for each segment or
-/// query
-/// is spread over its pairs, so seconds per pair are a constant plus a part that falls with the length.
+/// query is spread over its pairs, so seconds per pair are a constant plus a part that falls with the length.
 #[derive(Clone, Debug)]
 pub(super) struct Axis {
     lengths: Vec<i32>,

@@ -35,7 +35,6 @@ pub struct PassTable {
     /// Seconds of a call besides its segments.
     pub launch_seconds: f64,
     /// Seconds of one segment of a call that fills the GPU: a row for each query length, a column for each key length;
-    /// null if
-    /// there are more queries than keys.
+    /// null if there are more queries than keys.
     pub median_seconds: Vec<Vec<Option<f64>>>,
 }

@@ -12,15 +12,11 @@ use super::description::{KernelDescription, PassTable};
 /// Latency of segments of attention.
 ///
 /// A kernel computes whole tiles of queries. Under a causal mask all queries of a tile take as many keys as the tile's
-/// last
-/// query sees. So a segment of `l` queries that ends at key `k` of its document costs, with `s = k - l`,
-/// `sum over tiles t = 1.. of tile * min(k, s + tile * t)` pairs; under a full mask each tile costs `tile * k`. A pair
-/// is
-/// `4 * num_heads * head_dim` FLOPs. Each pass has its own tile. The latency of a pass is these pairs times its seconds
-/// per
+/// last query sees. So a segment of `l` queries that ends at key `k` of its document costs, with `s = k - l`, `sum over
+/// tiles t = 1.. of tile * min(k, s + tile * t)` pairs; under a full mask each tile costs `tile * k`. A pair is `4 *
+/// num_heads * head_dim` FLOPs. Each pass has its own tile. The latency of a pass is these pairs times its seconds per
 /// pair, read at the key length `k` and the query length `q`. Here `q` is the end of the last tile, or the next
-/// measured
-/// length if that is shorter. Seconds per pair are:
+/// measured length if that is shorter. Seconds per pair are:
 ///
 /// - at a grid point, the measured time over the pairs there, so that the model is exact;
 /// - between grid points, bilinear in `(1 / q, 1 / k)`;
@@ -113,8 +109,7 @@ impl KernelModel {
             table.median_seconds.iter_mut().flatten().flatten().for_each(|seconds| *seconds *= factor);
         }
         // Keep the measured number of query heads for each key head. If it does not divide `num_heads`, as when GPUs
-        // share a key
-        // head, take a single key head.
+        // share a key head, take a single key head.
         let group = (description.num_heads / description.num_kv_heads).max(1);
         description.num_kv_heads = if num_heads % group == 0 { num_heads / group } else { 1 };
         description.num_heads = num_heads;
@@ -152,8 +147,7 @@ impl KernelModel {
     ///
     /// # Errors
     /// [`Error::Mismatch`] if `queries` and `keys` have different lengths, [`Error::Entry`] for a segment with more
-    /// queries than
-    /// keys.
+    /// queries than keys.
     pub fn segments_seconds(&self, queries: &Lengths, keys: &Lengths, passes: Passes) -> Result<Vec<f64>> {
         if keys.len() != queries.len() {
             let (argument, other) = ("key_lengths", "query_lengths");
