@@ -1,13 +1,13 @@
-"""Tools beside wlb: they predict, measure and draw what training on a cluster takes.
+"""Tools that predict, measure and draw training on a cluster.
 
 `cluster` has the memory and the step times of a model on GPUs, `simulation` compares ways to train, `profiling`
-measures a GPU, `audit` checks what a run has recorded, and `command` is the `wlb` command (`python -m wlb_tools`).
+measures a GPU, `audit` checks the ledger of a run, and `command` is the `wlb` command (`python -m wlb_tools`).
 
     hardware = wlb_tools.Hardware.preset("h100")
     layout = wlb_tools.ParallelLayout(tp=8, cp=2, pp=4)
     wlb_tools.max_tokens(wlb.ModelConfig.preset("llama2-7b"), layout, hardware)
 
-Training needs none of this: `import wlb` does not load it.
+Training does not need these tools: `import wlb` does not load them.
 """
 
 from importlib import import_module
@@ -55,7 +55,7 @@ _ROOMS = {"Scenario": "simulation", "Simulation": "simulation", "plot": "plottin
 if not TYPE_CHECKING:  # a type checker would take any name for one of the package
 
     def __getattr__(name: str) -> Any:
-        """Loads a public name when it is first used: the command answers Ctrl-C before numpy is loaded."""
+        """Loads a public name when it is first used, so that the command answers Ctrl-C before numpy is loaded."""
         if name in __all__:
             room = _ROOMS.get(name, "cluster")
             return getattr(import_module(f"wlb_tools.{room}"), name)

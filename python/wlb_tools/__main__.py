@@ -1,6 +1,6 @@
 """`python -m wlb_tools`, and the `wlb` command: Ctrl-C ends it quietly, even while it still imports `wlb`."""
 
-# What `signal` wraps: importing that takes a hundredth of a second.
+# The module behind `signal`, whose import would take a hundredth of a second.
 import _signal  # type: ignore[import-not-found]
 import os
 import sys
@@ -9,12 +9,12 @@ INTERRUPTED = 128 + _signal.SIGINT
 
 
 class Interrupted(BaseException):
-    """Ctrl-C. Not KeyboardInterrupt, which libraries catch and answer in words of their own."""
+    """Ctrl-C. Not a KeyboardInterrupt, which libraries catch and answer with their own messages."""
 
 
 def main() -> None:
     """Runs the command and exits; on Ctrl-C with status 130 and at most one line."""
-    # Nothing is to be put in order yet, and an import may swallow an exception.
+    # Nothing needs to be cleaned up yet, and an import may swallow an exception.
     _signal.signal(_signal.SIGINT, _leave)
     from wlb_tools.command import load
 
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _interrupt(signum: int, frame: object) -> None:
-    # What is under way gets one chance to put things in order.
+    # The running command gets one chance to clean up.
     _signal.signal(_signal.SIGINT, _leave)
     raise Interrupted
 

@@ -1,7 +1,7 @@
-"""The proof from a run's ledger that every document was trained once an epoch, or what diverges and where.
+"""Proves from a run's ledger that every document was trained once an epoch, or names the first difference.
 
-Is the chain of lines and of states unbroken, did all ranks train the same plan, was every token of every document
-trained once? What is proved exactly stands in docs/semantics.md.
+It checks that the chain of lines and states is unbroken, that all ranks trained the same plan, and that every token of
+every document was trained once. docs/semantics.md says exactly what is proved.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from wlb._errors import error
 from wlb._seal import check_seal
 from wlb.ledger import FORMAT, VERSION, Pieces, Share, plan_hash, read_line, waiting_pieces
 
-_NAMED: Final = 5  # documents that a finding names
+_NAMED: Final = 5  # most documents that a finding names
 _ENDLESS: Final = 1 << 62  # documents of a stream's only epoch
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that does not hold.
+    """Something that is wrong.
 
     Attributes:
-        text: What.
-        step: The first step in which it shows; None: it shows only in all of them together.
-        rank: The data-parallel rank, if it is one rank's doing.
-        documents: Documents that it is about, the first few: (epoch, document).
+        text: What is wrong.
+        step: The first step that shows it; None: only all steps together show it.
+        rank: The data-parallel rank, if it concerns one rank.
+        documents: The first few documents that it concerns: (epoch, document).
     """
 
     text: str
@@ -52,10 +52,10 @@ class EpochAudit:
 
     Attributes:
         epoch: Its number; 0 for a stream.
-        read: Documents that were read of it; None if the ledger does not know.
-        trained: Documents of which every piece that there is was trained, once. While pieces wait, the end of some may
-            be missing, unless a state or lengths are given: `Audit.proof` says of how many.
-        waiting: Documents that were read and not yet trained, or not all of them.
+        read: Number of its documents that were read; None if the ledger does not know.
+        trained: Number of documents all of whose known pieces were trained once. While pieces wait, some of these
+            documents may still lack their end, unless a state or lengths are given; `Audit.proof` says how many.
+        waiting: Number of documents that were read and not yet trained completely.
         tokens: Tokens trained.
     """
 
@@ -68,19 +68,20 @@ class EpochAudit:
 
 @dataclass(frozen=True)
 class Audit:
-    """The answer of `audit`.
+    """The result of `audit`.
 
     Attributes:
-        findings: What does not hold, in the order of steps; empty: the run is sound.
-        unproved: What may be so, or may be not: a last step that not all ranks have a line of (killed, or its end cut
-            off), a run that begins anew at step 0 after others, plans whose hash the ledger cannot compute again.
+        findings: What is wrong, in the order of steps; empty: the run is sound.
+        unproved: What can be neither proved nor disproved: a last step of which not all ranks have a line (a rank was
+            killed, or a file lost its end), a run that begins again at step 0 after others, plans whose hash cannot be
+            computed from the ledger.
         first_step: Number of the first step in the ledger.
-        num_steps: Steps that are proved, one after the other from there: all before the first finding, none if it is
-            not known in which step that shows.
-        state: Digest of the state after the last of them. From it, or from one before it, the run goes on soundly.
-        epochs: What was trained of each epoch, up to there.
-        superseded: Lines of steps that a continuation trained anew.
-        proof: What the completeness of documents rests on, in words.
+        num_steps: Number of proved steps from there: all before the first finding, or none if the step of a finding is
+            not known.
+        state: Digest of the state after the last proved step. The run may resume from it, or from an earlier one.
+        epochs: What was trained of each epoch up to there.
+        superseded: Lines of steps that were trained again after a resume.
+        proof: Why documents are known to be complete, in words.
     """
 
     findings: tuple[Finding, ...]
@@ -94,11 +95,11 @@ class Audit:
 
     @property
     def sound(self) -> bool:
-        """Whether everything holds."""
+        """Whether nothing is wrong."""
         return not self.findings
 
     def sentences(self) -> list[str]:
-        """The audit in sentences: each finding with its documents, then how much of the run holds."""
+        """The audit in sentences: each finding with its documents, then how many steps are proved."""
         found = []
         for finding in self.findings:
             found.append(f"✗ {finding}")
@@ -134,23 +135,23 @@ class Audit:
 
 
 def audit(folder: str | Path, *, state: Mapping[str, Any] | None = None, lengths: NDArray[Any] | None = None) -> Audit:
-    """Reads a ledger and proves what was trained, up to its end or to the first step that does not hold.
+    """Reads a ledger and proves what was trained, up to its end or to the first step with a finding.
 
-    Proved are, step by step: every rank has a line that nobody changed, after the one before it, of the same plan and
-    the same states; what the ranks trained is this plan; each step begins at the state that the one before it left; no
-    token of a document is trained twice; and no more documents are missing than wait in the packer, none where nothing
-    waits. What cannot be proved is in `Audit.unproved`.
+    It proves step by step: every rank has an unchanged line, after that of the step before, of the same plan and
+    states; the ranks trained this plan; each step begins at the state that the step before left; no token of a document
+    was trained twice; and no more documents are missing than wait in the packer, none if nothing waits. What cannot be
+    proved is in `Audit.unproved`.
 
     Args:
         folder: Has the files of all ranks.
-        state: A state that this run saved, as the loader gave it: proves everything up to it to the last token, for it
-            has the documents that wait. What was trained after it is left aside.
-        lengths: int [documents], tokens of each: proves every document's end also while others wait, and of documents
+        state: A state that this run saved, as the loader returned it. It has the documents that wait, so everything up
+            to it is proved to the last token. Later steps are ignored.
+        lengths: int [documents], tokens of each: also proves the ends of documents while others wait, and of documents
             that the packer truncates.
 
     Raises:
-        wlb.WlbError: There is no ledger in the folder; the state was changed after it was saved; or there are not as
-            many lengths as documents.
+        wlb.WlbError: There is no ledger in the folder; the state was changed after it was saved; or the number of
+            lengths is not that of documents.
 
     Complexity:
         O(pieces log pieces) time; 40 bytes of memory a piece.
@@ -192,12 +193,12 @@ def audit(folder: str | Path, *, state: Mapping[str, Any] | None = None, lengths
 
 @dataclass
 class _RankLedger:
-    """One file: the lines that count, by step, and what each run said of itself.
+    """The file of one rank.
 
     Attributes:
-        lines: Those of steps, with the `dp_size` of their run; later ones supersede earlier ones.
+        lines: The valid line of each step, with the `dp_size` of its run; later lines supersede earlier ones.
         about: The first line of every run.
-        superseded: Lines that later runs trained anew.
+        superseded: Number of lines of steps that later runs trained again.
         findings: Damaged lines.
         torn: Whether the file ends inside a line.
     """
@@ -271,7 +272,7 @@ _AGREED: Final = {
 def _walk(
     ranks: Mapping[int, _RankLedger], until: int | None
 ) -> tuple[list[dict[str, Any]], list[Finding], list[Finding]]:
-    """The steps that hold, one after the other, each rank 0's line with the "parts" of all ranks; and why it ends."""
+    """The proved steps, each as rank 0's line with the "parts" of all ranks; and why they end."""
     main = ranks[0]
     corpora = [(rank, about) for rank, of in ranks.items() for about in of.about]
     for rank, about in corpora:
@@ -326,26 +327,26 @@ _KILLED: Final = "is not in the ledger of this rank: it was killed before its li
 
 
 def _share(line: Mapping[str, Any]) -> Share:
-    """The share that the rank of this line trained; without micro-batches under Dynamic-CP."""
+    """The share of the step that the rank of this line trained; without micro-batches under Dynamic-CP."""
     if line["micro_batches"] is None:
         return Share((), Pieces.decode(line["pieces"]))
     return Share.decode(line)
 
 
 def _has_hash(line: Mapping[str, Any]) -> bool:
-    """Whether the hash of this step's plan can be computed again."""
+    """Whether the hash of this step's plan can be computed from the ledger."""
     return all(share is not None and (share.micro_batches or not share.pieces.ids.size) for share in line["shares"])
 
 
 def _other_plans(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Steps whose ranks did not train their plan."""
+    """Finds steps whose ranks did not train their plan."""
     others = (line["step"] for line in steps if _has_hash(line) and plan_hash(line["shares"]) != line["plan"])
     text = "its ranks' pieces are not those of its plan: one of them, or the plan's hash, was changed"
     return [Finding(text, step) for step in others]
 
 
 def _unhashed(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Reports the steps whose plan is known only by its digest."""
+    """Reports steps whose plans are known only by their digests."""
     unknown = [line["step"] for line in steps if not _has_hash(line)]
     if not unknown:
         return []
@@ -355,7 +356,7 @@ def _unhashed(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def _begun_anew(main: _RankLedger) -> list[Finding]:
-    """Says that a run began at step 0 although others had."""
+    """Reports that a run began at step 0 after other runs."""
     anew = sum(about["step"] == 0 for about in main.about) - 1
     if anew < 1:
         return []
@@ -365,12 +366,12 @@ def _begun_anew(main: _RankLedger) -> list[Finding]:
 
 
 def _further(ranks: Mapping[int, _RankLedger]) -> int:
-    """The last step that some rank has of the run that rank 0 wrote last; -1 for none."""
+    """The last step of rank 0's latest run for which any rank has a line; -1 for none."""
 
     def runs(rank: int) -> list[tuple[Any, ...]]:
         return [(about["step"], about["previous"], about["dp_size"]) for about in ranks[rank].about]
 
-    # Runs that began alike on all ranks: a rank killed before its first line still has lines of the run before.
+    # Runs with the same beginning on all ranks: a rank killed before its first line has only lines of an earlier run.
     latest = runs(0)[-1]
     alike = [
         rank for rank in ranks if runs(rank)[-1:] == [latest] and runs(rank).count(latest) == runs(0).count(latest)
@@ -379,7 +380,7 @@ def _further(ranks: Mapping[int, _RankLedger]) -> int:
 
 
 def _belongs(state: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Whether the chain of steps leads to a state."""
+    """Checks that the chain of steps leads to a state."""
     number = int(state["step"])
     head = state["previous"] if state["moved"] else state["digest"]
     if number > len(steps):
@@ -398,12 +399,12 @@ def _waiting_in(state: Mapping[str, Any]) -> Pieces | None:
 
 @dataclass(frozen=True)
 class _Coverage:
-    """Coverage of documents by trained pieces.
+    """Which documents the trained pieces cover.
 
     Attributes:
-        findings: What does not hold.
-        epochs: Epoch by epoch.
-        proof: In words.
+        findings: What is wrong.
+        epochs: The epochs, one by one.
+        proof: Why documents are known to be complete, in words.
     """
 
     findings: list[Finding]
@@ -442,7 +443,7 @@ class _Coverage:
             at = int(step_of[trained.ids >= limit].min())
             strange = tuple(_names(seen[seen >= limit], per_epoch))
             findings.append(Finding("trains documents that were not read", at, documents=strange))
-        # Untrained documents after each step: they wait, or are lost.
+        # Documents that are untrained after each step: they wait, or are lost.
         by_step = np.bincount(step_of[first], minlength=len(steps))[: len(steps)].cumsum()
         untrained = read - by_step
         if (lost := np.flatnonzero(untrained > pieces_waiting)).size:
@@ -465,7 +466,7 @@ class _Coverage:
             missing = int(read[-1]) - int(whole.complete.sum())
             if missing > rest[0]:
                 findings.append(Finding(f"{_counted(missing)} incomplete, but only {rest[0]} pieces wait"))
-            # A document whose last piece waits has no gap either. Every incomplete one has a piece that waits.
+            # A document whose last piece waits has no gap before it. Every incomplete document has a waiting piece.
             open_ended = 0 if lengths is not None else min(rest[0] - missing, int(whole.complete.sum()))
             pieces = "1 piece of a document waits" if rest[0] == 1 else f"{rest[0]} pieces of documents wait"
             proof = f"no token was trained twice; {_counted(missing)} incomplete, and {pieces}"
@@ -487,7 +488,7 @@ _NAMES: Final = ("ids", "starts", "lengths")
 def _all_tokens(
     trained: Pieces, waiting: Pieces | None, last: Mapping[str, Any], documents: int, tokens: int
 ) -> list[Finding]:
-    """Whether the epochs that were read to their end have all their tokens, if it is known whose tokens wait."""
+    """Checks that epochs that were read to their end have all their tokens, if the tokens that wait are known."""
     epochs = last["epoch"] + (last["read"] == documents)
     if waiting is None and last["waiting"][0] and last["read"] not in (0, documents):
         return []
@@ -499,7 +500,7 @@ def _all_tokens(
 
 
 def _skipped(steps: Sequence[Mapping[str, Any]], documents: int | None) -> list[Finding]:
-    """Whether an epoch was left before all of it was read."""
+    """Finds epochs that were left before all of them was read."""
     for before, line in itertools.pairwise(steps):
         if documents and line["epoch"] != before["epoch"]:
             unread = documents - before["read"] + (line["epoch"] - before["epoch"] - 1) * documents
@@ -513,7 +514,7 @@ def _skipped(steps: Sequence[Mapping[str, Any]], documents: int | None) -> list[
 
 
 def _twice(trained: Pieces, step_of: NDArray[Any], rank_of: NDArray[Any], per_epoch: int) -> list[Finding]:
-    """The first step that trains tokens which were trained before, or on another rank."""
+    """Finds the first step that trains tokens again, or tokens that another rank trains."""
     order = np.lexsort((trained.starts, trained.ids))
     ids, starts, ends = trained.ids[order], trained.starts[order], (trained.starts + trained.lengths)[order]
     again = np.flatnonzero((ids[1:] == ids[:-1]) & (starts[1:] < ends[:-1]))
@@ -536,7 +537,7 @@ class _CompleteDocuments:
         self.ids, self.complete, self.tokens = self._complete(trained)
 
     def _complete(self, pieces: Pieces) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-        """The ids of the documents that have pieces, whether each is complete, and its tokens in these pieces."""
+        """The ids of documents that have pieces, whether each is complete, and its tokens in these pieces."""
         ids, row = np.unique(pieces.ids, return_inverse=True)
         tokens, ends = np.zeros(ids.size, np.int64), np.zeros(ids.size, np.int64)
         np.add.at(tokens, row, pieces.lengths)
@@ -548,7 +549,7 @@ class _CompleteDocuments:
         return ids, complete, tokens
 
     def with_waiting(self, waiting: Pieces, read: int) -> list[Finding]:
-        """Whether what was trained and what waits are together all that was read, once."""
+        """Checks that trained and waiting pieces together are everything that was read, once."""
         together = Pieces.of(*([getattr(self.trained, name), getattr(waiting, name)] for name in _NAMES))
         nowhere = np.zeros(together.ids.size, np.int64)
         if again := _twice(together, nowhere, nowhere, self.per_epoch):
@@ -558,7 +559,7 @@ class _CompleteDocuments:
         return self._missing(ids, complete, read)
 
     def without_waiting(self, read: int) -> list[Finding]:
-        """Whether all that was read was trained."""
+        """Checks that everything that was read was trained."""
         return self._missing(self.ids, self.complete, read)
 
     def _missing(self, ids: NDArray[np.int64], complete: NDArray[np.bool_], read: int) -> list[Finding]:
@@ -583,7 +584,7 @@ class _CompleteDocuments:
 
 
 def _untrained(seen: NDArray[np.int64], waiting: Pieces | None, read: int, per_epoch: int) -> list[tuple[int, int]]:
-    """Documents that were read and neither seen nor wait; none if it is not known which were read of an epoch."""
+    """Documents that were read, were not seen and do not wait; none if the documents that were read are not known."""
     if read % per_epoch and per_epoch != _ENDLESS:
         return []
     known = seen if waiting is None else np.concatenate([seen, waiting.ids])
@@ -591,7 +592,7 @@ def _untrained(seen: NDArray[np.int64], waiting: Pieces | None, read: int, per_e
 
 
 def _names(ids: NDArray[np.int64], per_epoch: int) -> Iterable[tuple[int, int]]:
-    """The first few as epoch and document."""
+    """The first few, as epoch and document."""
     return [(int(id) // per_epoch, int(id) % per_epoch) for id in ids[:_NAMED]]
 
 

@@ -1,4 +1,4 @@
 """Plans from `wlb` in the terms of other engines: torch's own context parallelism, Megatron-Core, Hugging Face.
 
-Each module needs its engine installed; import the one you use. Nothing here plans: these are translations.
+Each module needs its engine to be installed; import the one that you use. These modules translate plans of `wlb`.
 """

@@ -1,4 +1,4 @@
-"""A plugin of axolotl's.
+"""A plugin for axolotl.
 
 In its YAML::
 
@@ -41,7 +41,8 @@ class BalancePlugin(BasePlugin):
         """Import path of the class that describes the plugin's options.
 
         Raises:
-            wlb.WlbError: axolotl would not call the plugin once it has made its trainer, and train without a plan.
+            wlb.WlbError: this axolotl does not call plugins after it made its trainer, so it would train without a
+                plan.
         """
         if not hasattr(BasePlugin, "post_trainer_create"):
             found = version("axolotl")
@@ -60,8 +61,9 @@ class BalancePlugin(BasePlugin):
         """
         if not cfg.wlb:
             raise error("wlb", "is missing in the configuration: give it max_tokens, what a rank's memory holds")
-        # For models whose `forward` takes `**kwargs`, axolotl averages losses over micro-batches, and then over ranks.
-        # Given the number of labels of the step, these models divide by it; the check before training proves it.
+        # axolotl averages losses over micro-batches and then over ranks, if the model's `forward` takes `**kwargs`.
+        # Such models divide by the number of labels of the step if they get it. The check before training proves that
+        # this is right.
         model = trainer.accelerator.unwrap_model(trainer.model)
         trainer.model_accepts_loss_kwargs = getattr(model, "accepts_loss_kwargs", takes_keywords(model))
         trainer.args.average_tokens_across_devices = True

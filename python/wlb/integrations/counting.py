@@ -1,4 +1,4 @@
-"""Count of the steps of a run that have a label: the others are passed over, and no schedule may count them."""
+"""Counts the steps of a run that have a label: other steps are not trained, so schedules must not count them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Collate = Callable[..., PackedBatch]
 def labelled_steps_left(
     sampler: BalancedBatchSampler, documents: Documents, collate_fn: Collate, num_epochs: int
 ) -> list[int]:
-    """Steps that `wlb.integrations.labelled.labelled_steps` gives from where a sampler stands, epoch by epoch.
+    """The numbers of steps that `wlb.integrations.labelled.labelled_steps` will yield from a sampler's position on.
 
     Args:
-        sampler: any rank's; it stays where it is.
+        sampler: of any rank; its position stays as it is.
         documents: what it chooses from.
-        collate_fn: makes a micro-batch of documents: its labels are those that count.
-        num_epochs: the epoch to end before.
+        collate_fn: makes a micro-batch of documents, with the labels that count.
+        num_epochs: number of epochs of the run.
 
     Returns:
-        One number for each epoch from the sampler's own on; none where it stands behind the last one. The same on
-        every rank, without communication.
+        One number for each epoch from the sampler's present one to the last, or an empty list after the last. All ranks
+        get the same, without communication.
 
     Complexity:
         Plans all these steps, some milliseconds each, and reads the documents of each up to the first with a label.
@@ -39,7 +39,7 @@ def labelled_steps_left(
 
 
 def _is_labelled(reader: StepReader, sampler: BalancedBatchSampler, documents: Documents, collate_fn: Collate) -> bool:
-    """Whether the next step has a label that counts; the reader stands behind it then."""
+    """Whether the next step has a label that counts. The reader is then behind that step."""
     packing = reader.next_step()
     if not any((micro_batch.lengths > 1).any() for micro_batch in packing):
         return False

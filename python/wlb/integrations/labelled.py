@@ -1,4 +1,4 @@
-"""Steps that have something to learn: on all ranks the same ones."""
+"""Steps with something to learn, the same ones on all ranks."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from wlb.torch.loss import count_valid_tokens
 def labelled_steps(
     loader: StepLoader[Any] | BalancedStream[Any], *, group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[Step[Any], int | None]]:
-    """The rest of the epoch, or of the next one if it has none: a trainer would take that for the end of all data.
+    """The steps of the rest of the epoch that have labels; if it has none left, those of the next epoch.
 
-    None once a stream has ended, or where nothing is left of the last epoch. With each step its labels that count, on
-    all ranks; None where that cannot be known.
+    A trainer would take an empty epoch for the end of all data. Ends without a step after the end of a stream or of the
+    last epoch. Yields with each step its number of labels that count on all ranks, or None if that cannot be known.
 
-    A step in which all documents wait, or no token has another to predict, is passed over: who divides by its labels,
-    of which there are none, makes every weight NaN. If that is because all labels on all ranks are masked, it warns.
-    Ranks agree on it by an all-reduce a step, over `group`, those that share it; None for all. It runs on the host, so
-    that no rank waits for its device. The first step is a collective of the whole world.
+    Steps in which all documents wait, or in which no token has a next one to predict, are left out, because a division
+    by their 0 labels would make every weight NaN. If the reason is that all labels on all ranks are masked, it warns.
+    Ranks agree on this by an all-reduce in each step over `group`, the ranks that share it; None for all ranks. It runs
+    on the host, so that no rank waits for its device. In the first step all ranks of the world communicate.
 
     Raises:
-        wlb.WlbError: In two epochs all documents that were not waiting had one token, or masked labels.
+        wlb.WlbError: In two epochs, all documents that did not wait had only one token or only masked labels.
     """
     given, barren, empty = False, 0, 0
-    while not given and empty < 2:  # an epoch may have no further step, but not the next one too
+    while not given and empty < 2:  # an epoch may have no further step, but not also the next one
         if barren > 1:
             raise error("steps", "have documents of one token or without labels only: there is nothing to predict")
         trained, any_step = False, False
@@ -49,7 +49,7 @@ def labelled_steps(
 
 
 def _labels(step: Step[Any], group: dist.ProcessGroup | None) -> int | None:
-    """Labels of the step that count, on all ranks: the same answer on all."""
+    """Labels of the step that count on all ranks; all get the same answer."""
     packing = step.packing
     if isinstance(packing, wlb.Packing) and not any((micro_batch.lengths > 1).any() for micro_batch in packing):
         return 0

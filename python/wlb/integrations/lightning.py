@@ -1,12 +1,12 @@
-"""Lightning's `Trainer` on wlb's plans: a data module.
+"""wlb's plans for Lightning's `Trainer`: a data module.
 
     data = BalancedDataModule(documents, max_tokens=65536, tokens_per_batch=2**20, config=model.config)
     lightning.Trainer(max_epochs=3).fit(module, data)
 
-The module's `training_step` gets a row of documents at a time, as Hugging Face's causal models take it, and returns
-their loss: `self.model(**row).loss`. Each row brings `num_items_in_batch`, by which these models divide the sum of its
-losses: such a number that the gradient of a step is that of the mean over all its labels, though Lightning divides by
-`accumulate_grad_batches`, and DDP by the ranks.
+The module's `training_step` gets one row of documents at a time, as keyword arguments of Hugging Face's causal models,
+and returns the loss: `self.model(**row).loss`. These models divide the sum of their losses by `num_items_in_batch`,
+which each row brings. It is chosen so that the gradient of a step is that of the mean over all its labels, after
+Lightning's division by `accumulate_grad_batches` and DDP's by the number of ranks.
 """
 
 from __future__ import annotations
@@ -47,40 +47,42 @@ def _hugging_face(batch: PackedBatch, num_items: float) -> dict[str, Any]:
 
 
 class BalancedDataModule(LightningDataModule):
-    """Micro-batches of equal work for Lightning, which trains, accumulates, checkpoints and resumes them as its own.
+    """Micro-batches of equal work for Lightning, which trains, accumulates, saves and resumes them as usual.
 
-    `accumulate_grad_batches` becomes the micro-batches of a rank in a step. An epoch of Lightning is one of the data.
-    The loggers get each step's figures (`wlb.torch.StepMetrics`). `trainer.estimated_stepping_batches` is the
-    number of steps that have a label, of all `max_epochs`: what a schedule of the learning rate is made for.
+    `accumulate_grad_batches` becomes the number of micro-batches of a rank in a step. An epoch of Lightning is an epoch
+    of the data. The loggers get each step's figures (`wlb.torch.StepMetrics`). `trainer.estimated_stepping_batches` is
+    the number of steps of all `max_epochs` that have a label, so that schedules of the learning rate end with the
+    training.
 
-    A checkpoint holds the documents that wait after the last step that the optimizer took, whatever Lightning has
-    fetched since. It is in the state of this data module, which Lightning restores from every checkpoint: inside an
-    epoch, at its end, on another number of ranks and with other `tokens_per_batch`. Where it does not stand at the step
-    at which Lightning goes on, `fit` refuses it. With other `tokens_per_batch`, schedules with `interval="step"` go on
-    where the documents stand: a step of half as many tokens moves them by half a step, and
-    `estimated_stepping_batches` counts steps of the first size. With `max_steps` given they count steps of any size.
+    A checkpoint holds the documents that wait after the last step of the optimizer, even if Lightning has fetched
+    further ones. They are in the state of this data module, which Lightning restores from every checkpoint, saved
+    inside an epoch or at its end, also on another number of ranks and with other `tokens_per_batch`. If the state
+    belongs to another step than the one at which Lightning resumes, `fit` refuses it. With other `tokens_per_batch`,
+    schedules with `interval="step"` follow the documents: a step of half as many tokens moves them by half a step, and
+    `estimated_stepping_batches` counts steps of the first size. If `max_steps` was given, schedules count steps of any
+    size.
 
     Args:
         dataset: `dataset[i]` gives row `i`: its tokens, or a mapping with `input_ids` and maybe `labels` (-100 where
-            nothing is learnt), `attention_mask`, `position_ids` and others (`wlb.torch.RowReader`). Weights are
-            refused by the default `row`: losses of Hugging Face's models take none.
-        max_tokens: most tokens of a micro-batch: what the memory of a rank holds.
+            nothing is learnt), `attention_mask`, `position_ids` and others (`wlb.torch.RowReader`). The default `row`
+            refuses weights, because the losses of Hugging Face's models take none.
+        max_tokens: most tokens of a micro-batch, limited by the memory of a rank.
         tokens_per_batch: tokens of a step on all ranks.
-        config: that of a Hugging Face model, for what documents cost; or give `cost_model`.
-        validation: documents of an evaluation, all in every one; the mean over batches and ranks of their losses
-            (`self.log("val_loss", loss, sync_dist=True, batch_size=1)`) is then that over labels.
-        row: makes what `training_step` gets of a micro-batch and the number that the sum of its losses is to be divided
-            by; by default `batch.as_hf()` and `num_items_in_batch`.
-        verify: prove before the first step of a `fit` that rows train what their documents do, by the module's own
-            `training_step` (`wlb.torch.verify`); seconds.
-        **loading: of `wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `lengths`,
-            `num_epochs` (as the Trainer's `max_epochs`), ...
+        config: of a Hugging Face model, from which costs of documents are computed; or give `cost_model`.
+        validation: documents of an evaluation, which takes all of them. The mean of their losses over batches and ranks
+            (`self.log("val_loss", loss, sync_dist=True, batch_size=1)`) is then the mean over labels.
+        row: makes the input of `training_step` from a micro-batch and the number by which to divide the sum of its
+            losses; by default `batch.as_hf()` with this number as `num_items_in_batch`.
+        verify: before the first step of a `fit`, prove with the module's own `training_step` that rows give the
+            gradients of their documents alone (`wlb.torch.verify`). Takes some seconds.
+        **loading: of `wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `lengths`, `num_epochs` (as
+            the Trainer's `max_epochs`), ...
 
     Raises:
-        wlb.WlbError: an argument makes no sense, or is unknown; or Lightning is older or newer than what this knows.
-            In `fit`: `accumulate_grad_batches` was given, and is another, or changes; `limit_train_batches` cuts a
-            global batch; dataloaders are reloaded; there are several optimizers, or one takes a step inside of a global
-            batch; a checkpoint has no state of the data, or that of another step; what `wlb.torch.verify` finds.
+        wlb.WlbError: an argument is invalid or unknown, or this version of Lightning is not supported. In `fit`:
+            `accumulate_grad_batches` was given with another value, or changes; `limit_train_batches` cuts a global
+            batch; dataloaders are reloaded; there are several optimizers, or one takes a step inside a global batch; a
+            checkpoint has no state of the data, or that of another step; what `wlb.torch.verify` finds.
     """
 
     def __init__(
@@ -115,7 +117,8 @@ class BalancedDataModule(LightningDataModule):
         """Sets the Trainer's `accumulate_grad_batches`.
 
         Raises:
-            wlb.WlbError: it is another already, the Trainer would leave documents out, or its strategy is DeepSpeed.
+            wlb.WlbError: it has another value already, the Trainer would leave documents out, or its strategy is
+                DeepSpeed.
         """
         trainer: Any = self.trainer
         if stage != "fit" or trainer is None:
@@ -141,13 +144,13 @@ class BalancedDataModule(LightningDataModule):
             trainer.accumulate_grad_batches = needed
 
     def total_steps(self) -> int:
-        """Steps of the whole run, for a learning rate schedule: those done, and those to come that have a label.
+        """Steps of the whole run, for a learning rate schedule: those done, and the further ones that have a label.
 
-        Counts the Trainer's `max_epochs`, without a Trainer `num_epochs`, in steps of the size that the run began
+        Covers the Trainer's `max_epochs`, or `num_epochs` without a Trainer, in steps of the size that the run began
         with.
 
         Complexity:
-            Plans all steps to come, some milliseconds each, and reads a document of each; once for each `fit`.
+            Plans all further steps, some milliseconds each, and reads one document of each; once for each `fit`.
         """
         if self._total is None:
             trainer: Any = self.trainer
@@ -163,14 +166,14 @@ class BalancedDataModule(LightningDataModule):
         return self._total
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data stand after the last step that the optimizer took, for Lightning's checkpoints."""
+        """The state of the data after the last step of the optimizer, for Lightning's checkpoints."""
         return {} if self._given is None else self._given.state() | {"pace": self._pace.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of a checkpoint from which Lightning resumes.
 
         Raises:
-            wlb.WlbError: a schedule was made before the checkpoint was loaded, for another number of steps.
+            wlb.WlbError: a schedule for another number of steps was made before the checkpoint was loaded.
         """
         if not state_dict:
             return  # the checkpoint was saved without training
@@ -215,7 +218,7 @@ class BalancedDataModule(LightningDataModule):
         return self._given
 
     def val_dataloader(self) -> Any:
-        """Rows of all documents of the evaluation, as many on every rank."""
+        """Rows of all documents of the evaluation, equally many on all ranks."""
         if self._validation is None:
             return []
         trainer: Any = self.trainer
@@ -225,7 +228,7 @@ class BalancedDataModule(LightningDataModule):
         return _Validation(documents, self._loading.collate, packer, trainer, self._row)
 
     def _set_pace(self, trainer: Any) -> None:
-        """Once Lightning has restored its schedules."""
+        """Sets the pace of schedules; called after Lightning has restored them."""
         stepped = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]
         for scheduler in stepped if trainer.lightning_module.automatic_optimization else []:
             self._pace.set(scheduler, trainer.global_step)
@@ -242,7 +245,7 @@ class BalancedDataModule(LightningDataModule):
 
 
 class _Counted(Trainer):
-    """Goes in front of a trainer's own class: it knows how many steps the data have."""
+    """Class in front of a trainer's own class, which knows the number of steps of the data."""
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -256,18 +259,19 @@ class _Counted(Trainer):
 
 
 def _is_whole(trainer: Any) -> bool:
-    """Whether epochs are trained to their end, and how many is known."""
+    """Whether epochs are trained to their end and their number is known."""
     return bool(trainer.limit_train_batches == 1.0 and trainer.max_epochs != -1)
 
 
 class _MicroBatches:
-    """The iterable that Lightning reads, one epoch at a time; the data module saves its state.
+    """The iterable that Lightning reads, one epoch at a time.
 
-    Without `state_dict`: Lightning would restore that in unfinished epochs alone.
+    It has no `state_dict`, because Lightning would restore that only in unfinished epochs; the data module saves its
+    state.
 
     Attributes:
         trainer: Lightning's.
-        trained: optimizer steps, as the trainer counts them, after which the state stands.
+        trained: number of optimizer steps, as the trainer counts them, to which the state belongs.
     """
 
     def __init__(
@@ -283,18 +287,18 @@ class _MicroBatches:
         self._accumulated = trainer.accumulate_grad_batches
         self.trained = 0
         self._state: dict[str, Any] | Snapshot = steps.state_dict()
-        # Steps that were handed out and are not yet known to be trained, without their micro-batches.
+        # Steps that were given and may not have been trained yet, without their micro-batches.
         self._given: deque[Step[Any]] = deque()
         self._stale = False  # whether Lightning holds batches from before the state was loaded
         self._unproved = verify
         self._metrics = StepMetrics(steps)
-        # The callback of an earlier run of the same trainer goes.
+        # Remove the callback of an earlier run of the same trainer.
         trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, _Following)]
         trainer.callbacks.append(_Following(self))
 
     def __iter__(self) -> Iterator[Any]:
         self.note_trained()
-        if self._given:  # Lightning begins anew: batches that it fetched and did not train come again
+        if self._given:  # Lightning begins again: batches that it fetched and did not train are given again
             self._given.clear()
             self._steps.load_state_dict(self._steps_state())
         self._stale = False
@@ -326,12 +330,12 @@ class _MicroBatches:
         return self._state.state if isinstance(self._state, Snapshot) else self._state
 
     def state(self) -> dict[str, Any]:
-        """State after the last step that the optimizer took, whatever was fetched since."""
+        """State after the last step of the optimizer, even if further ones were fetched."""
         self.note_trained()
         return {"steps": self._steps_state(), "trained": self.trained}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The next iteration begins there."""
+        """The next iteration begins at this state."""
         steps, trained = field(state, "steps", dict), field(state, "trained", int)
         self._steps.load_state_dict(steps)
         self._stale = bool(self._given)
@@ -339,10 +343,10 @@ class _MicroBatches:
         self._state, self.trained = steps, trained
 
     def check_begin(self) -> None:
-        """Called once the host has restored what it restores: do the data stand at its step?
+        """Checks that the data are at the step at which Lightning resumes, once everything is restored.
 
         Raises:
-            wlb.WlbError: They do not; or the optimizers of the module are several, each of which counts as a step.
+            wlb.WlbError: They are not; or the module has several optimizers, each of whose steps Lightning would count.
         """
         trainer = self.trainer
         if len(trainer.optimizers) > 1:
@@ -358,14 +362,16 @@ class _MicroBatches:
             raise error("ckpt_path", message, value=trainer.global_step)
         self._set_pace(trainer)
         loop = trainer.fit_loop.epoch_loop
-        # Saved inside of a step, whose gradients are in no checkpoint: all of its micro-batches come again.
+        # If it was saved inside a step, all micro-batches of that step come again, because no checkpoint has its
+        # gradients.
         again = loop.batch_progress.current.ready % self._accumulated
         if again:
             for progress in (loop.batch_progress.current, loop.batch_progress.total):
                 for name in ("ready", "started", "processed", "completed"):
                     setattr(progress, name, max(getattr(progress, name) - again, 0))
             loop._batches_that_stepped -= 1  # Lightning adds 1 at the beginning of a step
-        # With max_steps it goes into an epoch that had ended once more, and so takes the next one for trained.
+        # With max_steps Lightning enters an epoch that had ended once more, and would then count the next one as
+        # trained.
         epoch = trainer.fit_loop.epoch_progress.current
         if loop.restarting and loop.batch_progress.is_last_batch and epoch.ready == epoch.processed:
             loop.restarting = False
@@ -373,7 +379,7 @@ class _MicroBatches:
             iter(trainer.fit_loop._data_fetcher)
 
     def note_trained(self) -> dict[str, float]:
-        """Figures of the last step that the optimizer took since this was asked, if it took any.
+        """Figures of the last step of the optimizer, if there was one since the last call.
 
         Raises:
             wlb.WlbError: The optimizer took more steps than there were global batches.
@@ -394,24 +400,24 @@ class _MicroBatches:
 
 
 class _Following(Callback):
-    """Looks where the data stand as training begins, and logs the figures of each step through the module."""
+    """Checks the position of the data when training begins, and logs the figures of each step through the module."""
 
     def __init__(self, micro_batches: _MicroBatches) -> None:
         self._micro_batches = micro_batches
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning has restored all that it restores."""
+        """Lightning has restored everything now."""
         self._micro_batches.check_begin()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """After each micro-batch: the last of a step is the one after which the optimizer has taken it."""
+        """After each micro-batch. The last one of a step is the one after which the optimizer has taken the step."""
         line = self._micro_batches.note_trained()
         if line:
             pl_module.log_dict(line, batch_size=1)
 
 
 class _Validation:
-    """Every document once; the plain mean over all batches of all ranks is that over labels."""
+    """Every document once. The plain mean over the batches of all ranks is the mean over labels."""
 
     def __init__(
         self, documents: Documents, work: Callable[..., PackedBatch], packer: wlb.Packer, trainer: Any, row: Row
@@ -439,14 +445,14 @@ class _Validation:
 
 
 def _without_routers(row: Any, batch: PackedBatch, module: Any) -> Any:
-    """A row without documents teaches routers nothing: its one token is none."""
+    """A row. If it has no documents, its one token is kept from routers."""
     if batch.tokens.numel() or not isinstance(row, dict) or "input_ids" not in row or not has_router_loss(module):
         return row
     return row | {"output_router_logits": False}
 
 
 def _check_lightning() -> None:
-    """Refuses a Lightning that is too old, and one that no longer restores data modules where this counts on it."""
+    """Refuses a Lightning that is too old, or so new that it no longer restores data modules."""
     check_version("lightning")
     if not hasattr(_CheckpointConnector, "restore_datamodule"):
         message = f"{lightning.__version__} restores no data module: it is newer than this version of wlb knows"
@@ -454,7 +460,7 @@ def _check_lightning() -> None:
 
 
 def _check_strategy(strategy: Any) -> None:
-    """Refuses an engine that scales losses and keeps gradients of its own, and ranks that share their documents."""
+    """Refuses DeepSpeed, whose engine scales losses and keeps gradients, and ranks that share their documents."""
     mesh: Any = getattr(strategy, "_device_mesh", None)
     if "tensor_parallel" in (getattr(mesh, "mesh_dim_names", None) or ()) and mesh["tensor_parallel"].size() > 1:
         size = mesh["tensor_parallel"].size()
@@ -468,7 +474,7 @@ def _check_strategy(strategy: Any) -> None:
 
 
 def _check_epochs(trainer: Any, needed: int) -> None:
-    """Refuses what cuts global batches, or reads documents again."""
+    """Refuses settings that cut global batches, or read documents again."""
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
         message = (
             f"changes accumulate_grad_batches: a rank has {needed} micro-batches in every global batch; leave it out"

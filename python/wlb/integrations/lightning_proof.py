@@ -1,4 +1,4 @@
-"""The proof before Lightning's first step: the module's own training step against documents alone."""
+"""The proof before Lightning's first step: compares the module's own training step with each document alone."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from wlb.torch.training import meeting_place
 def prove(trainer: Any, step: Step[PackedBatch], divided: int, row: Callable[[PackedBatch, float], Any]) -> None:
     """Runs `wlb.torch.verify` on `training_step` and the strategy's backward, without hooks and callbacks.
 
-    What the step logs meanwhile is dropped, and metrics of torchmetrics are put back; other things that a module keeps
-    of its training steps are seen a few times more.
+    Whatever the step logs meanwhile is dropped, and metrics of torchmetrics are restored. If the module keeps anything
+    else from its training steps, it sees a few more of them.
 
     Args:
         trainer: in `fit`, with its strategy set up.
-        step: the first.
-        divided: by what Lightning and its wrappers divide gradients.
-        row: makes what `training_step` gets, as `BalancedDataModule` has it.
+        step: the first one.
+        divided: the number by which Lightning and its wrappers divide gradients.
+        row: makes the input of `training_step`, as in `BalancedDataModule`.
 
     Raises:
         wlb.WlbError: what `wlb.torch.verify` finds.
 
     Warns:
-        UserWarning: the module steps its optimizers itself, so that there is nothing to compare before it does.
+        UserWarning: the module steps its optimizers itself, so it cannot be verified before it does.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     if not module.automatic_optimization:
@@ -53,7 +53,7 @@ def prove(trainer: Any, step: Step[PackedBatch], divided: int, row: Callable[[Pa
         return loss
 
     def alone(model: nn.Module, batch: PackedBatch) -> Tensor:
-        """The sum of the losses, without what wraps the module where it has all of itself."""
+        """The sum of the losses, without wrappers if this rank has the whole module."""
         with strategy.precision_plugin.train_step_context():
             call = strategy.training_step if model is strategy.model else module.training_step
             loss = loss_of(call, batch, 1.0, 0)
@@ -81,7 +81,7 @@ def prove(trainer: Any, step: Step[PackedBatch], divided: int, row: Callable[[Pa
 
 @contextmanager
 def _as_it_was(module: Any) -> Iterator[None]:
-    """Without logging, which Lightning takes in its loops alone; metrics are put back."""
+    """Switches off logging, which Lightning allows only in its loops; restores metrics."""
     metrics = [each for each in module.modules() if isinstance(each, Metric)]
     states = [copy.deepcopy({name: getattr(metric, name) for name in _kept(metric)}) for metric in metrics]
     silent = {"log": lambda *args, **kwargs: None, "log_dict": lambda *args, **kwargs: None}

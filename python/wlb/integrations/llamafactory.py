@@ -1,4 +1,4 @@
-"""LLaMA-Factory's `run_exp` on wlb's plans: `run_exp = balanced(run_exp, max_tokens=65536)`."""
+"""wlb's plans in LLaMA-Factory: `run_exp = balanced(run_exp, max_tokens=65536)`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from wlb.integrations.versions import check_version
 
 
 def balanced(run_exp: Callable[..., None], **options: Any) -> Callable[..., None]:
-    """Wraps LLaMA-Factory's `run_exp` so that the trainers which it makes are balanced when they begin to train.
+    """Wraps LLaMA-Factory's `run_exp` so that its trainers are balanced when they begin to train.
 
-    For what trains by transformers' `Trainer` on tokens: the stages `pt` and `sft`, `full`, `freeze` or `lora`.
+    Supports what transformers' `Trainer` trains on tokens: the stages `pt` and `sft` with `full`, `freeze` or `lora`.
 
     Args:
         run_exp: `llamafactory.train.tuner.run_exp`.
         **options: of `wlb.integrations.huggingface.balance`.
 
     Raises:
-        wlb.WlbError: an option is unknown, or LLaMA-Factory older than 0.9.5. In `run_exp`: LLaMA-Factory's own packing
-            is on (in stage `pt` it is unless told otherwise), Ray would train in other processes, another stage, or
+        wlb.WlbError: an option is unknown, or LLaMA-Factory is older than 0.9.5. In `run_exp`: LLaMA-Factory's own
+            packing is on (in stage `pt` by default), Ray would train in other processes, the stage is another one, or
             what `balance` and `balancing` raise.
     """
     check_version("llamafactory")
@@ -48,7 +48,7 @@ def balanced(run_exp: Callable[..., None], **options: Any) -> Callable[..., None
 
 
 def _check_arguments(trainer: Any) -> None:
-    """LLaMA-Factory's arguments are known to one of its callbacks."""
+    """Checks LLaMA-Factory's arguments, which one of its callbacks has."""
     for callback in trainer.callback_handler.callbacks:
         stage = getattr(getattr(callback, "finetuning_args", None), "stage", "sft")
         if stage not in ("pt", "sft"):

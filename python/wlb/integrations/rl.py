@@ -1,6 +1,6 @@
-"""Micro-batches of a batch of samples, for trainers of reinforcement learning and fine-tuning: lists of indices.
+"""Lists of samples for each micro-batch, for trainers of reinforcement learning and fine-tuning.
 
-OpenRLHF, SkyRL, slime and their like pack samples by tokens and take such lists. Needs no framework.
+Trainers that pack samples by tokens (OpenRLHF, SkyRL, slime and others) take such lists. Needs no framework.
 
     for micro_batch in rl.plan(lengths, dp_size=8, max_tokens=16384, cost_model=cost, groups=prompts)[rank]:
         train(samples[index] for index in micro_batch)
@@ -34,23 +34,24 @@ def plan(
     max_samples: int | None = None,
     multiple_of: int = 1,
 ) -> list[list[list[int]]]:
-    """The micro-batches of every data-parallel rank, from the lengths of all samples. Every rank may compute it alone.
+    """The micro-batches of every data-parallel rank, from the lengths of all samples. Needs no communication.
 
     Args:
         lengths: int[n], tokens of each sample, prompt and answer.
         dp_size: data-parallel ranks.
-        max_tokens: most tokens of a micro-batch: a hard limit.
+        max_tokens: most tokens of a micro-batch, a hard limit.
         cost_model: what samples cost, by their lengths; or
-        costs: float64[n], what each costs.
+        costs: float64[n], what each sample costs.
         sync: where ranks wait for each other: once a "step", or in every "micro_batch" (FSDP).
-        groups: int[n]: samples with the same number stay on one rank (those of one prompt).
-        equal_samples: every rank has as many samples; they differ by one where `dp_size` does not divide them.
+        groups: int[n]: samples with the same number (those of one prompt) stay on one rank.
+        equal_samples: whether every rank has equally many samples; if `dp_size` does not divide them, they differ by
+            one.
         max_samples: most samples of a micro-batch.
-        multiple_of: the micro-batches of all ranks are a multiple of it.
+        multiple_of: the number of micro-batches of all ranks is a multiple of it.
 
     Returns:
         For each rank, for each of its micro-batches in the order to run them, the indices of its samples, ascending.
-        All ranks have as many micro-batches, as few as were found. One is empty only on a rank with fewer samples.
+        All ranks have equally many micro-batches, as few as were found. One is empty only on a rank with fewer samples.
 
     Raises:
         WlbError: as `wlb.pack`.

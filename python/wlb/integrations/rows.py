@@ -1,4 +1,4 @@
-"""Documents of a trainer's data set as its own collator makes them: their lengths, their tokens, what is learnt."""
+"""Documents of a trainer's data set as its own collator makes them: their lengths, tokens and labels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Collator = Callable[[list[Any]], Mapping[str, Any]]
 
 
 class Rows(Dataset[dict[str, NDArray[Any]]]):
-    """Document `i` of a data set, collated alone: its `input_ids`, and the other columns that mean something.
+    """Document `i` of a data set, collated alone: its `input_ids` and other known columns.
 
-    Rows with `seq_lengths` hold several documents, each of which has a number of its own here.
+    Each document in a row with `seq_lengths` has a number of its own here.
 
     Args:
         dataset: The trainer's.
-        collator: The trainer's: it gets one document at a time.
-        reader: Says which columns are carried.
+        collator: The trainer's; called with one document at a time.
+        reader: Knows the columns to carry.
     """
 
     def __init__(self, dataset: Any, collator: Collator, reader: RowReader | None = None) -> None:
@@ -40,11 +40,11 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
         return len(self.dataset) if self._index is None else self._index.rows.size
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
-        """Raises `wlb.WlbError` as `row_of`, or if the document has not the tokens that it was planned with."""
+        """Raises `wlb.WlbError` as `row_of`, or if the document has another length than in the plan."""
         return self._as_planned(self._made(self.dataset[self._row_of(index)], index), index)
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, NDArray[Any]]]:
-        """Several at once: data sets of Hugging Face read them in one query."""
+        """Several documents at once, because data sets of Hugging Face read them in one query."""
         together = getattr(self.dataset, "__getitems__", None)
         rows = [self._row_of(index) for index in indices]
         features = [self.dataset[number] for number in rows] if together is None else together(rows)
@@ -52,13 +52,13 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
         return [self._as_planned(document, index) for document, index in zip(made, indices, strict=True)]
 
     def lengths(self) -> NDArray[np.int64]:
-        """int64 [documents], tokens of each, as the collator makes them; what is read later has to have as many.
+        """int64 [documents], tokens of each, as the collator makes them. Documents read later must have these lengths.
 
-        Tables say them where the collator keeps the tokens of the first and of the longest document: one that adds
-        tokens changes all, and one that truncates the longest.
+        Lengths are taken from a table if the collator does not change the lengths of the first and the longest
+        document: a collator that adds tokens changes every document, and one that truncates changes the longest.
 
         Complexity:
-            Of a data set in Arrow tables O(documents); of any other every document is made once.
+            O(documents) for a data set in Arrow tables; for others every document is made once.
         """
         found = arrow_lengths(self.dataset) if self._index is None else self._index.lengths
         self._planned = None
@@ -71,11 +71,11 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
         return found
 
     def planned_by(self, lengths: NDArray[np.int64], said_by: str) -> None:
-        """Sets the lengths that steps were planned with: a document read later with another length is an error.
+        """Sets the lengths of the plan: a document that is read later with another length is an error.
 
         Args:
             lengths: int64 [documents].
-            said_by: Where they come from, for an error.
+            said_by: Where they come from, for the error.
         """
         self._planned, self._said_by = lengths, said_by
 
@@ -83,10 +83,10 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
         return int(self._made(self.dataset[self._row_of(index)], index)["input_ids"].size)
 
     def _as_planned(self, document: dict[str, NDArray[Any]], index: int) -> dict[str, NDArray[Any]]:
-        """The document, if it has the tokens of its plan.
+        """The document, after a check that its length is that of the plan.
 
         Raises:
-            wlb.WlbError: It names the setting.
+            wlb.WlbError: It names the setting that changes lengths.
         """
         found = document["input_ids"].size
         if self._planned is None or found == self._planned[index]:
@@ -109,16 +109,16 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
 
 
 def as_it_is(features: list[Any]) -> Mapping[str, Any]:
-    """All columns of the only row: the collator of data sets that bring none."""
+    """All columns of a single row: the collator for data sets that have none."""
     found: Mapping[str, Any] = features[0] if isinstance(features[0], Mapping) else {"input_ids": features[0]}
     return found
 
 
 def row_of(feature: Any, index: int, collator: Collator, reader: RowReader) -> dict[str, NDArray[Any]]:
-    """One document: what the collator makes of it alone, without its padding.
+    """One document, collated alone and without padding.
 
     Raises:
-        wlb.WlbError: It has no `input_ids`, or something that a packed row cannot keep.
+        wlb.WlbError: It has no `input_ids`, or something that a packed row cannot express.
     """
     if isinstance(feature, Mapping) and "input_ids" not in feature:
         columns = ", ".join(map(repr, feature)) or "nothing"
@@ -137,7 +137,7 @@ def row_of(feature: Any, index: int, collator: Collator, reader: RowReader) -> d
 
 
 def _way_out(feature: Mapping[str, Any]) -> str:
-    """The advice of the error for a document without `input_ids`."""
+    """Advice in the error for a document without `input_ids`."""
     if any(name.startswith(("chosen", "rejected", "completion_input_ids", "KL_")) for name in feature):
         return (
             "several sequences are one example (DPO, KTO, reward models), whose loss is no sum over tokens, and a "
@@ -147,7 +147,7 @@ def _way_out(feature: Mapping[str, Any]) -> str:
 
 
 def _alone(name: str, value: Any) -> Any:
-    """A column of the only row of a batch, as an array."""
+    """A column of a batch with one row, as an array."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         value = (value.float() if value.is_floating_point() else value).numpy()

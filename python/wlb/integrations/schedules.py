@@ -1,4 +1,4 @@
-"""Learning-rate schedules of runs that go on with steps of another size."""
+"""Learning-rate schedules of runs that resume with steps of another size."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from wlb.torch.data.state import field
 
 @dataclass(frozen=True)
 class Pace:
-    """Rate at which steps of the run move a schedule, which counts steps of the size that the run began with.
+    """How far each step of the run moves a schedule, which counts steps of the size that the run began with.
 
-    A run that goes on with steps of half as many tokens takes twice as many of them: each moves the schedule by half a
-    step, so that the learning rate stands where the documents stand.
+    A run that resumes with steps of half as many tokens takes twice as many of them. Each moves the schedule by half a
+    step, so that the learning rate follows the documents.
 
     Attributes:
         tokens: Tokens that a step of the schedule reads on average.
@@ -37,10 +37,10 @@ class Pace:
         """The pace from an optimizer step on.
 
         Args:
-            state: what `state_dict` gave.
+            state: result of `state_dict`.
             step: optimizer steps before.
             each: tokens of a step from now on.
-            counted: whether the user gave the number of steps, so that each is one of the schedule, whatever its size.
+            counted: whether the user gave the number of steps, so that each is one step of the schedule.
 
         Raises:
             wlb.WlbError: it is no such state.
@@ -55,22 +55,22 @@ class Pace:
         return self.position + (step - self.step) * self.each / self.tokens
 
     def length(self, steps: int) -> int:
-        """Whole steps of the schedule after a number of optimizer steps, for which a schedule of the run is made."""
+        """Steps of the schedule after a number of optimizer steps, rounded: the length of a schedule for the run."""
         return math.floor(self.at(steps) + 0.5)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, from which `resumed` goes on."""
+        """Plain values, from which `resumed` continues."""
         return asdict(self)
 
     def set(self, scheduler: Any, step: int) -> None:
-        """Lets a scheduler take the steps of this pace, where its host calls `step()` once an optimizer step.
+        """Makes a scheduler follow this pace; its owner calls `step()` once in each optimizer step.
 
         Args:
             scheduler: any of torch's.
             step: optimizer steps before the next call.
 
         Warns:
-            UserWarning: it cannot be told, and its rates go on at the step that it had reached.
+            UserWarning: the scheduler cannot be changed, and continues at the step that it had reached.
         """
         if isinstance(scheduler, ReduceLROnPlateau):
             return  # `ReduceLROnPlateau` follows a measured loss, and counts no steps
@@ -84,10 +84,10 @@ class Pace:
             scheduler.__class__ = _paced(own, self, step)
 
     def warn(self, scheduler: str) -> None:
-        """Says that a scheduler which takes a step with every step goes on as if steps had their former size.
+        """Warns that a scheduler counts steps of the present size like steps of the former size.
 
         Warns:
-            UserWarning: they have another.
+            UserWarning: the sizes differ.
         """
         if self.each != self.tokens:
             warn(
@@ -97,12 +97,12 @@ class Pace:
 
 
 def _paced(own: type[Any], pace: Pace, step: int) -> type[Any]:
-    """A class in front of a scheduler's own, whose state stays as it is."""
+    """A class to put in front of a scheduler's own. The scheduler's state stays as it is."""
     steps = step
 
     def take(self: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal steps
-        if args or kwargs:  # the caller names the step
+        if args or kwargs:  # the caller gives the step
             return own.step(self, *args, **kwargs)  # type: ignore[no-any-return]
         steps += 1
         for _ in range(pace.length(steps) - pace.length(steps - 1)):

@@ -1,4 +1,4 @@
-"""Data sets without a length as the streams that `wlb.torch.BalancedStream` reads."""
+"""Makes the streams that `wlb.torch.BalancedStream` reads from data sets without a length."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def streams_of(dataset: Any, collator: Collator = as_it_is, *, columns: Sequence
         stream = BalancedStream(streams_of(data), packer=packer, collate_fn=collate, group=group)
 
     Args:
-        dataset: Hugging Face's `IterableDataset`, the whole of it on every rank; or any iterable of rows with
-            `input_ids` and maybe `labels`, `attention_mask` and other columns (`wlb.torch.RowReader`).
-        collator: Makes what is learnt of a list of one row, as a trainer's.
-        columns: Names of further columns that are carried. Give them to the `BalancedStream` too.
+        dataset: Hugging Face's `IterableDataset`, all of it on every rank; or any iterable of rows with `input_ids` and
+            maybe `labels`, `attention_mask` and other columns (`wlb.torch.RowReader`).
+        collator: A trainer's collator, called with a list of one row.
+        columns: Names of further columns to carry. Give them to the `BalancedStream` too.
 
     Returns:
-        One stream for each shard of the data set, each read by one of the ranks, all with equal shares of a step. One
-        stream, the data set itself, where what it gives depends on the order of its rows, or on what stands beside them
-        in a batch: `skip`, `take`, `interleave_datasets`, `concatenate_datasets`, `batch`, functions `with_indices` or
-        `batched` (but for `batch_size=1`), and layers that this version does not know.
-        Streams go on from the data set's own state where that is exact; of others (shuffle buffers, `filter` over Arrow
-        tables) what was read is read again.
+        One stream for each shard of the data set, with equal shares of a step; each is read by one rank. Only one
+        stream, the data set itself, if its rows depend on their order or on the other rows of a batch: `skip`, `take`,
+        `interleave_datasets`, `concatenate_datasets`, `batch`, functions `with_indices` or `batched` (except with
+        `batch_size=1`), and layers that this version does not know.
+        Streams resume from the data set's own state if that is exact; otherwise (shuffle buffers, `filter` over Arrow
+        tables) they read again from the start.
 
     Raises:
-        wlb.WlbError: It gives every rank its own part already.
+        wlb.WlbError: The data set already gives each rank its own part.
     """
     if getattr(dataset, "_distributed", None) is not None:
         message = "is split by node already: give the whole of it, the same on every rank"
@@ -48,10 +48,10 @@ def streams_of(dataset: Any, collator: Collator = as_it_is, *, columns: Sequence
 
 
 class RowStream:
-    """The documents of a stream, as `Rows`. A stream without a state of its own: what was read is read again.
+    """The documents of a stream, as `Rows`. It has no state, so after a resume it reads again from the start.
 
     Attributes:
-        whole: The data set that this is a shard of.
+        whole: The data set of which this is a shard.
     """
 
     def __init__(self, dataset: Any, collator: Collator, whole: Any, reader: RowReader) -> None:
@@ -68,18 +68,18 @@ class RowStream:
 
 
 class ResumableRowStream(RowStream):
-    """The documents of a stream that goes on from its own state."""
+    """The documents of a stream that resumes from its own state."""
 
     def state_dict(self) -> Any:
         """Position of the stream."""
         return self._dataset.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """The next iteration begins there."""
+        """The next iteration begins at this state."""
         self._dataset.load_state_dict(state)
 
 
-# Layers of Hugging Face's streams whose rows do not depend on earlier rows, so shards together have all rows.
+# Layers of Hugging Face's streams whose rows do not depend on earlier rows, so all shards together have all rows.
 _UNORDERED: Final = {
     "ArrowExamplesIterable",
     "BufferShuffledExamplesIterable",
@@ -92,7 +92,7 @@ _UNORDERED: Final = {
     "SelectColumnsIterable",
 }
 
-# Layers whose state says exactly which row is next; `map` and `filter` do if the layers below them do.
+# Layers whose state is the exact position; that of `map` and `filter` is if the layers below them are exact.
 _EXACT: Final = {
     "ArrowExamplesIterable",
     "CyclingMultiSourcesExamplesIterable",
@@ -112,9 +112,9 @@ _EXACT: Final = {
 
 
 def _is_unordered(dataset: Any) -> bool:
-    """Whether the shards of a stream have together the rows of the whole, however they are read.
+    """Whether all shards of a stream together have the rows of the whole, in whatever order they are read.
 
-    A function of batches makes other rows of other batches, unless each is a row: a shard begins a batch anew.
+    If a function takes batches of several rows, its rows depend on the batch, and every shard begins a new batch.
     """
     return all(
         type(layer).__name__ in _UNORDERED
@@ -125,12 +125,12 @@ def _is_unordered(dataset: Any) -> bool:
 
 
 def _resumes_exactly(dataset: Any) -> bool:
-    """Whether the state of a stream says exactly where it stands: that of a shuffle buffer loses what is in it."""
+    """Whether the state of a stream is its exact position; a shuffle buffer loses the rows in it."""
     return restores_itself(dataset) and all(map(_is_exact, _layers(getattr(dataset, "_ex_iterable", None))))
 
 
 def _layers(layer: Any) -> Iterator[Any]:
-    """Walks from a Hugging Face stream to the streams that it reads from."""
+    """The streams from which a Hugging Face stream reads, layer by layer."""
     if layer is None:
         return
     yield layer
@@ -147,7 +147,7 @@ def _is_exact(layer: Any) -> bool:
 
 @cache
 def _resumes_in_tables(is_filter: bool, batched: bool) -> bool:
-    """Whether datasets resumes a `map` or `filter` over Arrow tables after the row given: 4.7 goes on a table later."""
+    """Whether datasets resumes a `map` or `filter` over Arrow tables at the right row; 4.7 resumes one table later."""
 
     def stream() -> Any:
         rows = import_module("datasets").Dataset.from_dict({"number": list(range(6))}).to_iterable_dataset(num_shards=2)

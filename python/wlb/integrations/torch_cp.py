@@ -1,4 +1,4 @@
-"""A `wlb.Shard` as a load balancer of torch's own context parallelism over FlexAttention.
+"""`wlb.Shard` as a load balancer for torch's own context parallelism over FlexAttention.
 
 torch permutes the packed sequence by a balancer, gives rank ``r`` the ``r``-th of equal chunks, gathers keys and values
 on every rank and runs FlexAttention with the document mask, rewritten for the permuted indices::
@@ -12,12 +12,12 @@ on every rank and runs FlexAttention with the document mask, rewritten for the p
         mesh, [token_ids, labels, position_ids, mask], [1, 1, 1, 2], load_balancer=balancer
     )
 
-Equal pairs are not quite equal time: FlexAttention computes whole blocks of 128 x 128, and a short document cut over
-all ranks touches more of them than one that stays whole. Where all documents are short the slowest rank may compute
-more blocks than under torch's head-tail balancer. Let documents stay whole whose chunks would be less than two blocks:
-``strategy="hybrid", hybrid_threshold=4 * cp_size * 128``. What a rank computes is
-``mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()`` of its sharded mask. For attention that is exact and
-balanced at any length, without blocks or padding, there is `wlb.torch.context_parallel_attention`.
+Equal pairs do not take exactly equal time: FlexAttention computes whole blocks of 128 x 128, and a short document that
+is cut for all ranks touches more of them than one that stays whole. If all documents are short, the slowest rank may
+compute more blocks than with torch's head-tail balancer. So keep documents whole whose chunks would be shorter than two
+blocks: ``strategy="hybrid", hybrid_threshold=4 * cp_size * 128``. A rank computes
+``mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()`` blocks of its sharded mask.
+`wlb.torch.context_parallel_attention` is balanced at any length, without blocks or padding.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = ["ShardLoadBalancer", "document_mask", "padded_lengths"]
 
 
 class ShardLoadBalancer(_LoadBalancer):
-    """Lays the tokens of a packed sequence out rank by rank, as a shard says.
+    """Puts the tokens of a packed sequence in the order of ranks that a shard has.
 
     Pass it as ``load_balancer`` to torch's ``_context_parallel_shard`` and ``context_parallel_unshard``, for buffers of
-    ``shard.num_tokens`` tokens: the same micro-batch in every row if there is a batch dimension. It holds two index
-    tensors of that many int64 on the mesh's device.
+    ``shard.num_tokens`` tokens. If they have a batch dimension, all rows must be of the same micro-batch. It keeps two
+    int64 index tensors of that length on the mesh's device.
 
     Args:
-        shard: the plan, of any strategy, with as many tokens on every rank: torch cuts equal chunks.
+        shard: the plan, of any strategy, with equally many tokens on every rank, because torch cuts equal chunks.
         mesh: the one-dimensional context-parallel mesh.
 
     Raises:
-        wlb.WlbError: the mesh is of another size, ranks have unequal token counts, or the shard is one of a forest.
+        wlb.WlbError: the mesh has another size, ranks have unequal token counts, or the shard is one of a forest.
     """
 
     def __init__(self, shard: wlb.Shard, mesh: DeviceMesh) -> None:
@@ -81,9 +81,9 @@ class ShardLoadBalancer(_LoadBalancer):
 def document_mask(
     shard: wlb.Shard, *, device: torch.device | str
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention's `mask_mod` of a packed sequence: attention stays inside documents, causal if the shard is.
+    """FlexAttention's `mask_mod` of a packed sequence: attention inside documents, causal if the shard is.
 
-    In the order of the packed sequence: torch rewrites it for the balancer's order.
+    It is for the order of the packed sequence; torch rewrites it for the balancer's order.
 
     Raises:
         wlb.WlbError: the shard is one of a forest.
@@ -110,9 +110,10 @@ def _check(shard: wlb.Shard) -> None:
 
 
 def padded_lengths(lengths: ArrayLike, *, cp_size: int, block_size: int = 128) -> NDArray[np.int64]:
-    """The documents, and if need be one of padding behind them, so that FlexAttention takes the packed sequence.
+    """The lengths, if necessary with a last document of padding, so that FlexAttention takes the packed sequence.
 
-    torch wants ``cp_size * block_size`` to divide its tokens. A ``max_tokens`` that is such a multiple still holds.
+    torch needs a number of tokens that ``cp_size * block_size`` divides. A ``max_tokens`` that is such a multiple is
+    still enough.
 
     Args:
         lengths: int[n], tokens of each document of the micro-batch.
@@ -123,7 +124,7 @@ def padded_lengths(lengths: ArrayLike, *, cp_size: int, block_size: int = 128) -
         int64[n] or int64[n + 1].
 
     Raises:
-        wlb.WlbError: lengths that are not integers [n], or negative; another number that is not an integer from 1.
+        wlb.WlbError: lengths are not integers [n], or negative; another argument is not an integer of at least 1.
     """
     for argument, value in (("cp_size", cp_size), ("block_size", block_size)):
         check_integer(argument, value, minimum=1)

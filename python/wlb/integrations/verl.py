@@ -1,15 +1,14 @@
-"""verl's planners of batches, by wlb: the same names, arguments and results.
+"""wlb's planners in the place of verl's: with the same names, arguments and kinds of results.
 
-A file of two lines, say `balance.py`, and one variable put them in verl's place in all of its processes:
+A file of two lines, such as `balance.py`, and an environment variable install them in all of verl's processes:
 
     import wlb.integrations.verl
     wlb.integrations.verl.install()
 
     VERL_USE_EXTERNAL_MODULES=balance python -m verl.trainer.main_ppo ...
 
-verl deals samples to ranks first and then splits each rank's, every rank by itself. So it is here: a rank's
-micro-batches hold its own samples, and `max_token_len` is a hard limit. `wlb.integrations.rl.plan` plans for all
-ranks at once, which is more even still.
+verl gives samples to ranks first, and then every rank splits its own samples into micro-batches. This module does the
+same, with `max_token_len` as a hard limit. `wlb.integrations.rl.plan` plans for all ranks at once, which is more even.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _PLANNER = "verl.utils.seqlen_balancing"
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[float], k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """Shares items out so that the sums of their weights are even.
+    """Distributes items so that the sums of their weights are even.
 
     Args:
-        seqlen_list: the weight of each item, 0 or above: its length, or its work.
+        seqlen_list: the weight of each item, at least 0: its length, or its work.
         k_partitions: number of partitions.
-        equal_size: every partition has as many items.
+        equal_size: whether every partition has equally many items.
 
     Returns:
         For each partition its items, ascending; none is empty.
@@ -88,22 +87,22 @@ def rearrange_micro_batches(
 
     Args:
         batch: TensorDict with "input_ids", nested, or padded and with "attention_mask" [samples, tokens].
-        max_token_len: most tokens of a micro-batch, padding not counted.
+        max_token_len: most tokens of a micro-batch, without padding.
         dp_group: data-parallel ranks.
-        same_micro_num_in_dp: these have as many micro-batches.
-        num_batches_divided_by: their number is a multiple of it.
-        min_num_micro_batch: their least number.
-        use_dynamic_bsz_balance: the lightest micro-batches stand at both ends, where a pipeline fills and drains; else
-            they stand in the order of their first samples.
-        force_group_size: so many consecutive samples stay in one micro-batch.
+        same_micro_num_in_dp: whether all of these have equally many micro-batches.
+        num_batches_divided_by: the number of micro-batches is a multiple of it.
+        min_num_micro_batch: least number of micro-batches.
+        use_dynamic_bsz_balance: whether the lightest micro-batches are at both ends, where a pipeline fills and drains;
+            otherwise they are in the order of their first samples.
+        force_group_size: number of consecutive samples that stay in one micro-batch.
 
     Returns:
-        The micro-batches, and the samples of each. They are the fewest, or nearly, that hold the samples on the rank
-        that needs most; none is empty.
+        The micro-batches, and the samples of each. They are the fewest, or nearly, with which the fullest rank can hold
+        its samples; none is empty.
 
     Raises:
-        WlbError: the samples of a rank are no multiple of `force_group_size`, a group of them is longer than
-            `max_token_len`, or a rank has fewer groups than micro-batches are needed: on all ranks of `dp_group` alike.
+        WlbError: on all ranks of `dp_group` alike, if the samples of a rank are no multiple of `force_group_size`, a
+            group of them is longer than `max_token_len`, or a rank has fewer groups than micro-batches.
     """
     lengths = _lengths(batch)
     divisor = num_batches_divided_by or 1
@@ -113,7 +112,7 @@ def rearrange_micro_batches(
     grouped = lengths[: lengths.size - rest].reshape(-1, force_group_size)
     tokens, work = grouped.sum(axis=1), _workload(grouped).sum(axis=1)
 
-    # All ranks refuse together: a rank that raised alone would leave the others waiting.
+    # All ranks refuse together, because if one rank raised alone, the others would wait for it.
     uneven = lengths.size if rest else 0
     longest, fewest, uneven = _most([int(tokens.max(initial=0)), -tokens.size, uneven], together)
     if uneven:
@@ -145,7 +144,7 @@ def rearrange_micro_batches(
 
 
 def install() -> None:
-    """Puts these functions in the place of verl's, in all of its modules that are loaded.
+    """Replaces verl's functions by these, in all of its modules that are loaded.
 
     Raises:
         WlbError: verl is not installed, or its functions take other arguments than those of verl 0.9.
@@ -188,7 +187,7 @@ def _lengths(batch: Any) -> NDArray[np.int64]:
 
 
 def _workload(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Work as verl measures it: that of a dense transformer of hidden size 4,096, 24,576 d + d^2 for d tokens."""
+    """Work as verl measures it: 24,576 d + d^2 for d tokens, that of a dense transformer of hidden size 4,096."""
     tokens = lengths.astype(np.float64)
     found: NDArray[np.float64] = tokens * (24576.0 + tokens)
     return found
@@ -199,7 +198,7 @@ def _packed(
 ) -> wlb.Packing | None:
     """One rank's groups in `count` micro-batches, or in the fewest; None where they were not found to fit."""
     options: dict[str, Any] = {"multiple_of": multiple_of} if count is None else {}
-    # A sample without tokens takes room for one.
+    # A sample without tokens takes the room of one.
     lengths, costs = np.maximum(tokens, 1), np.maximum(work, 1.0)
     try:
         return wlb.pack(lengths, num_micro_batches=count, max_tokens=max_tokens, costs=costs, dp_size=1, **options)

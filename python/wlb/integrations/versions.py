@@ -13,18 +13,18 @@ OLDEST: Final = {
     "accelerate": "1.1",
     "axolotl": "0.19",
     "lightning": "2.5",
-    "llamafactory": "0.9.5.dev0",  # the first on transformers 5
+    "llamafactory": "0.9.5.dev0",  # the first for transformers 5
     "megatron-core": "0.16",  # the first whose rows name their ranks
     "torchtitan": "0.3.0",
     "transformers": "5.0",
     "trl": "1.0",
     "verl": "0.9",
 }
-"""The first version of each that has what is needed, by its name in the package index."""
+"""The first supported version of each package, by its name in the package index."""
 
 
 def check_version(package: str) -> None:
-    """Refuses a package that has not what is needed.
+    """Refuses a package that is missing or too old.
 
     Args:
         package: one of `OLDEST`.

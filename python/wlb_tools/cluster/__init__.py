@@ -1,9 +1,9 @@
 """A model on a cluster: hardware, parallel layout, and what they take in bytes and seconds.
 
-Each file answers one question: `hardware` (on what), `parallel` (spread how), `memory` (how many bytes of each GPU),
-`capacity` (how many tokens fit, and what to change where too few do), `collectives` (how long communication takes),
-`data_parallel` (what replicas send each other, and when), `overhead` (what a trainer takes beside) and `step_time` (how
-long a micro-batch takes on each pipeline stage). What is trained is a `wlb.ModelConfig`.
+Each file answers one question: `hardware` (which GPUs), `parallel` (the layout), `memory` (how many bytes of each GPU),
+`capacity` (how many tokens fit, and what to change if they are too few), `collectives` (how long communication takes),
+`data_parallel` (what data-parallel ranks exchange, and when), `overhead` (what a trainer takes besides) and `step_time`
+(how long a micro-batch takes on each pipeline stage). The model is a `wlb.ModelConfig`.
 """
 
 from wlb._choices import Schedule

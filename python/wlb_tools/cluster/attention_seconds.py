@@ -1,12 +1,12 @@
-"""Seconds of attention of layers of any kind, from a kernel model of full attention.
+"""Seconds of attention in layers of any kind, from a kernel model of causal attention over all keys.
 
-What is assumed beyond the kernel model, which is of causal attention over all keys with some heads:
+Assumptions beyond the kernel model:
 
-- A chunk is a document of its own: the segments that chunks cut a segment into, each with the keys of its chunk.
-- A window of `w` keys takes, for each pair, what a segment of `w` queries takes whose last sees `2 w - 1` keys: as its
-  tiles have about as many keys, and there are as many in flight. Never more than all keys would take.
-- Other heads take seconds in proportion to the FLOPs of their pairs. So do latent attention, whose keys and values
-  have other widths, and the scores of an indexer.
+- A chunk is a document of its own: chunks cut a segment into segments with the keys of their chunks.
+- A pair under a window of `w` keys takes as long as a pair of a segment of `w` queries whose last query sees `2 w - 1`
+  keys, because its tiles have about as many keys. The sum is never more than with all keys.
+- With other heads, seconds are proportional to the FLOPs of their pairs. So are those of latent attention, whose keys
+  and values have other widths, and of the scores of an indexer.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def segment_seconds(
         kernel: of causal attention over all keys.
         query_lengths: int[n] queries of each segment.
         key_lengths: int[n] position of its last query in its document, counted from 1.
-        mask: which of these keys a query meets.
-        passes: what is counted.
+        mask: of the layer.
+        passes: which passes to count.
 
     Returns:
         float64[n].
@@ -47,7 +47,7 @@ def segment_seconds(
 
 def _window_seconds(kernel: KernelModel, queries: Integers, keys: Integers, window: int, passes: Passes) -> Floats:
     unlimited = kernel.segment_seconds(queries, keys, passes=passes)
-    # A part of the segment, which stands for all of it where the window hides nothing.
+    # A part of the segment; all of it if the window hides nothing.
     of_part = np.where(keys <= window, queries, np.minimum(queries, window))
     part_keys = np.minimum(keys, of_part + window - 1)
     part = kernel.segment_seconds(of_part, part_keys, passes=passes)
@@ -87,16 +87,16 @@ def rank_seconds(kernel: KernelModel, shard: Shard, mask: Mask, *, passes: Passe
         if of_rank.num_segments:
             queries, keys = np.diff(of_rank.cu_seqlens_q), np.diff(of_rank.cu_seqlens_k)
             masked = segment_seconds(kernel, queries, keys, mask, passes=passes).sum()
-            # The fixed time of a call stays.
+            # The fixed time of a call stays the same.
             seconds[rank] += masked - kernel.segment_seconds(queries, keys, passes=passes).sum()
     return np.maximum(seconds, 0.0)
 
 
 def attention_of_kinds(model: ModelConfig) -> tuple[tuple[Mask, ...], Floats]:
-    """The masks of a model's layers, and how much attention under each takes in a layer of each of `model.kinds`.
+    """The masks of a model's layers, and the attention under each mask in a layer of each of `model.kinds`.
 
     Returns:
-        masks; float64[masks, kinds], 1 where a layer has the heads of `model.kernel_heads` under that mask.
+        masks; float64[masks, kinds], relative to a layer with the heads of `model.kernel_heads` under that mask.
     """
     heads, _, width = model.kernel_heads
     masks = tuple(dict.fromkeys(mask for layer in model.kinds for mask in layer.pairs()))

@@ -31,23 +31,23 @@ def max_tokens(
     reserved_bytes: int = RESERVED_BYTES,
     at_least: int = 1,
 ) -> int:
-    """The most tokens that every micro-batch may have, over all context-parallel ranks: the paper's `S_max`.
+    """The most tokens that every micro-batch may have, on all context-parallel ranks together: the paper's `S_max`.
 
-    Safe: no rank runs out of memory although all micro-batches under way are that large.
+    Even if all micro-batches under way have this size, no rank runs out of memory.
 
     Args:
-        model: its shape.
-        layout: how it is spread.
-        hardware: `memory_bytes` of it.
-        schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
-        num_micro_batches: as in `wlb_tools.memory_per_rank`; or a function that gives them for a layout, so that
-            changes are advised that fit with as many as there then are.
+        model: its sizes.
+        layout: the layout on GPUs.
+        hardware: with `memory_bytes`.
+        schedule: of the pipeline; default: 1F1B, interleaved if the layout has virtual stages.
+        num_micro_batches: as in `wlb_tools.memory_per_rank`; or a function of a layout that returns it, so that the
+            advised changes fit with the number that they then have.
         reserved_bytes: as in `wlb_tools.memory_per_rank`.
-        at_least: tokens that a micro-batch must be able to have, as the context window.
+        at_least: number of tokens that a micro-batch must be able to have, such as the context window.
 
     Raises:
-        WlbError: so many do not fit; says on which rank, by how many GiB, and which least changes would make them fit,
-            first on the same GPUs, then on more. Or nothing of a GPU's memory is left, or the schedule cannot have the
+        WlbError: that many do not fit; names the rank, the missing GiB, and the smallest changes with which they would
+            fit, first on the same GPUs, then on more. Or no memory is left, or the schedule does not support the
             layout.
     """
     layout.check(model=model)
@@ -73,7 +73,7 @@ def max_tokens(
     def fits(layout: ParallelLayout, schedule: Schedule | None = schedule) -> bool:
         try:
             return bool((memory(layout, at_least, schedule).total <= hardware.memory_bytes).all())
-        except WlbError:  # a schedule that this layout cannot have
+        except WlbError:  # a schedule that does not support this layout
             return False
 
     most, needed = _most_tokens(functools.partial(memory, layout), hardware, at_least)
@@ -103,13 +103,13 @@ def lacking_bytes(
     schedule: Schedule | None = None,
     reserved_bytes: int = RESERVED_BYTES,
 ) -> float:
-    """Bytes that the fullest GPU lacks for micro-batches of this many tokens; 0 if they fit.
+    """Bytes that the fullest GPU lacks for micro-batches of `tokens` tokens; 0 if they fit.
 
     Args:
-        model: its shape.
-        layout: how it is spread.
-        hardware: `memory_bytes` of it.
-        tokens: of a micro-batch, over all context-parallel ranks.
+        model: its sizes.
+        layout: the layout on GPUs.
+        hardware: with `memory_bytes`.
+        tokens: of a micro-batch, on all context-parallel ranks together.
         num_micro_batches: as in `wlb_tools.memory_per_rank`.
         schedule: as in `wlb_tools.memory_per_rank`.
         reserved_bytes: as in `wlb_tools.memory_per_rank`.
@@ -126,7 +126,7 @@ def lacking_bytes(
 def _most_tokens(
     memory: Callable[[ArrayLike], RankMemory], hardware: Hardware, tokens: int
 ) -> tuple[int, NDArray[np.float64]]:
-    """Most tokens that fit, below 0 if not even the parameters fit, and float64[pp], the bytes of so many tokens."""
+    """Most tokens that fit, below 0 if not even the parameters fit; and float64[pp], the bytes that `tokens` need."""
     one, needed = memory(1), memory(tokens).total
     room = hardware.memory_bytes - memory(0).total
     # The workspace grows ever slower, so that as many fit as if it grew as from the first token on, and maybe more.
@@ -152,7 +152,7 @@ class DoesNotFit(WlbError):
     """A model does not fit into memory.
 
     Attributes:
-        changes: the least changes that would make it fit; none where no such change was found.
+        changes: the smallest changes with which it would fit; empty if none was found.
     """
 
     def __init__(self, problem: str, changes: Sequence[Change], layout: ParallelLayout) -> None:
@@ -161,11 +161,11 @@ class DoesNotFit(WlbError):
         self.argument, self.index, self.value = "layout", None, layout
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Exceptions are copied and sent with the arguments that made them."""
+        """Lets exceptions be copied and sent."""
         return type(self), (self._problem, self.changes, self.value)
 
     def worded(self, setting: Callable[[str, object], str]) -> str:
-        """The message, its settings written by `setting(name, value)`, as keyword arguments or as options."""
+        """The message, with settings written by `setting(name, value)` as keyword arguments or as options."""
         if not self.changes:
             return f"{self._problem}; nor would it on 8 times as many GPUs along every axis"
         options = (
@@ -183,10 +183,10 @@ _SAVINGS: dict[str, tuple[object, ...]] = {
     "fused_ffn": (False, True),
     "sequence_parallel": (False, True),
 }
-"""Settings that save memory on the same GPUs, the dearest value last."""
+"""Settings that save memory on the same GPUs; the value that costs most time comes last."""
 
 _AXES = ("tp", "cp", "pp", "dp")
-"""Axes that may grow by factors of 2, 4 and 8, as "ep" may on the same GPUs."""
+"""Axes that may grow by factors of 2, 4 and 8; "ep" may on the same GPUs."""
 
 _SHOWN = 3
 
@@ -197,7 +197,7 @@ def _least_changes(
     more_gpus: bool,
     fits: Callable[[ParallelLayout], bool],
 ) -> list[Change]:
-    """Smallest changes that make a layout fit: few settings, few GPUs, small steps."""
+    """The smallest changes with which a layout fits: few settings, few GPUs, small steps."""
     savings = [*_SAVINGS, *(["ep"] if any(num_experts(model)) else [])]
     settings = [*savings, *_AXES] if more_gpus else savings
     for count in range(1, len(settings) + 1):
@@ -221,7 +221,7 @@ def num_experts(model: ModelConfig) -> list[int]:
 
 
 def _changed(model: ModelConfig, layout: ParallelLayout, names: tuple[str, ...]) -> Iterator[ParallelLayout]:
-    """The layouts that the model can have when each of these settings saves more, fewest GPUs first."""
+    """The layouts that the model allows in which each of these settings saves more; those with fewest GPUs first."""
     values: list[tuple[object, ...]] = []
     for name in names:
         now = getattr(layout, name)

@@ -1,20 +1,21 @@
-"""Seconds of collectives: a latency and a bandwidth at each of two levels, NVLink in a node and the network between.
+"""Seconds of collectives, from latency and bandwidth at two levels: NVLink inside a node, the network between.
 
-NCCL's own model of its rings (`src/graph/tuning.cc`). A ring over `n` ranks in `N` nodes sends every byte of the result
-`(n - 1) / n` times past each rank, in `n - N` hops inside nodes and `N - 1` between them. With `L = n / N` ranks a node
-there are `L` rings, each over another network card, so that data moves at the slower of NVLink's rate and `L` cards':
+This is NCCL's own model of its rings (`src/graph/tuning.cc`). A ring over `n` ranks in `N` nodes sends every byte of
+the result past each rank `(n - 1) / n` times, in `n - N` hops inside nodes and `N - 1` between them. With `L = n / N`
+ranks a node there are `L` rings, each over another network card, so the bandwidth is the lower one of NVLink and of `L`
+cards:
 
     seconds = launch + (n - N) * nvlink.latency + (N - 1) * network.latency
             + (n - 1) / n * bytes / min(nvlink.bandwidth, L * network.bandwidth)
 
-An all-to-all sends an equal part to every rank, all at the same time: what stays in the node over NVLink, the rest over
-the rank's own network card,
+An all-to-all sends an equal part to every rank at the same time, over NVLink inside the node and over the rank's own
+network card to other nodes,
 
     seconds = launch + latency + max((L - 1) / n * bytes / nvlink.bandwidth, (n - L) / n * bytes / network.bandwidth)
 
-with the latency of the farthest. Everything is linear in bytes, and 0 for one rank or no bytes. Not modelled:
-contention between groups that share no network card but a switch, in-switch reduction (NVLS, SHARP), and that smaller
-messages use leaner protocols.
+with the latency of the farthest rank. Everything is linear in bytes, and 0 for one rank or no bytes. Not modelled:
+contention between groups that share a switch but no network card, reduction in switches (NVLS, SHARP), and the
+protocols for small messages.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Communicator:
-    """The ranks of one collective, in NCCL's word.
+    """The ranks of one collective, as NCCL calls them.
 
     Args:
-        size: ranks.
-        nodes: over how many nodes they are spread, evenly.
-        hardware: what they run on.
+        size: number of ranks.
+        nodes: number of nodes over which they are spread evenly.
+        hardware: the GPUs and links.
 
     Raises:
-        WlbError: a number below 1, or more nodes than ranks, or more ranks a node than it has GPUs.
+        WlbError: a number is below 1, there are more nodes than ranks, or more ranks in a node than it has GPUs.
     """
 
     size: int
@@ -57,20 +58,20 @@ class Communicator:
 
     @classmethod
     def along(cls, axis: Axis, layout: ParallelLayout, hardware: Hardware) -> Communicator:
-        """The ranks along an axis of a layout, "dp_cp" for those that hold the same parameters, "edp" the same experts.
+        """The ranks along an axis; "dp_cp" are those with the same parameters, "edp" those with the same experts.
 
-        Where they lie follows from the order of the axes, see `wlb_tools.ParallelLayout`; of several groups, the
+        Their nodes follow from the order of the axes, see `wlb_tools.ParallelLayout`. Among several groups, it is the
         one spread over most nodes.
         """
         nodes = layout.nodes(axis, gpus_per_node=hardware.gpus_per_node)
         return cls(size=layout.size(axis), nodes=nodes, hardware=hardware)
 
     def all_gather(self, num_bytes: ArrayLike) -> Seconds:
-        """Seconds until every rank has all `num_bytes`, of which each began with its share; same shape."""
+        """Seconds until every rank has all `num_bytes`, of which each rank had its share; same shape."""
         return self._ring(num_bytes, rounds=1)
 
     def reduce_scatter(self, num_bytes: ArrayLike) -> Seconds:
-        """Seconds until every rank has the sum of its share of `num_bytes`, of which each began with all."""
+        """Seconds until every rank has the sum of its share of `num_bytes`, of which each rank had all; same shape."""
         return self._ring(num_bytes, rounds=1)
 
     def all_reduce(self, num_bytes: ArrayLike) -> Seconds:
@@ -78,7 +79,7 @@ class Communicator:
         return self._ring(num_bytes, rounds=2)
 
     def all_to_all(self, num_bytes: ArrayLike) -> Seconds:
-        """Seconds until every rank has sent `num_bytes`, equally to all ranks, and received as many; same shape."""
+        """Seconds until every rank has sent `num_bytes` in equal parts to all, and received as many; same shape."""
         values = np.asarray(num_bytes, dtype=np.float64)
         if self.size == 1:
             return np.zeros_like(values)
@@ -92,7 +93,7 @@ class Communicator:
         return np.asarray(np.where(values > 0, latency + moved, 0.0))
 
     def neighbour(self, num_bytes: ArrayLike) -> Seconds:
-        """Seconds to send `num_bytes` to the next rank, over the network where there is more than one node."""
+        """Seconds to send `num_bytes` to the next rank, over the network if there are several nodes."""
         values = np.asarray(num_bytes, dtype=np.float64)
         if self.size == 1:
             return np.zeros_like(values)

@@ -1,16 +1,16 @@
 """Communication of data-parallel ranks: gradients and sharded parameters, and when they are sent.
 
-The dp x cp ranks of a stage hold the same parameters; fewer ranks hold the same routed experts, dp x cp / ep unless
-`expert_tp` is apart from tp. Where ranks share state out in groups (`dp_replicate`, HSDP), gradients are summed inside
-each group, and then each rank's share of them over the groups. Only gradients of what is trained are sent: with LoRA
-those of adapters. Parameters that are kept in FP8 are gathered in FP8.
+The dp x cp ranks of a stage hold the same parameters. Fewer ranks hold the same routed experts: dp x cp / ep, unless
+`expert_tp` differs from tp. If state is sharded inside groups (`dp_replicate`, HSDP), gradients are summed inside each
+group, and then each rank's shard over the groups. Only gradients of trained parameters are sent; with LoRA those of
+adapters. Parameters that are kept in FP8 are gathered in FP8.
 
-- `sync="step"`: once a step, behind its last backward (DDP that accumulates, ZeRO-1 and 2, Megatron). Gradients are
-  summed, and where the optimizer's state is shared out new parameters are gathered.
-- `sync="micro_batch"`: in every micro-batch. Gradients are summed in its backward, layer by layer; ZeRO-3 also gathers
-  a layer's parameters before its forward and again before its backward, and none is left to gather at the end of a
-  step. The next layer's parameters are gathered beside this layer's computation and no further ahead, since memory is
-  what ZeRO-3 saves: so these ranks go through every pass of every micro-batch together.
+- `sync="step"`: once a step, after the last backward pass (DDP that accumulates, ZeRO-1 and 2, Megatron). Gradients are
+  summed, and if the optimizer's state is sharded, new parameters are gathered.
+- `sync="micro_batch"`: in every micro-batch. Gradients are summed in its backward pass, layer by layer. ZeRO-3 also
+  gathers a layer's parameters before its forward and again before its backward pass, so none are gathered at the end of
+  a step. Only the next layer's parameters are gathered during this layer's computation, because ZeRO-3 saves memory. So
+  these ranks go through every pass of every micro-batch together.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ def data_parallel_seconds(
     schedule: Schedule | None = None,
     sync: Sync | None = None,
 ) -> Floats:
-    """Seconds at the end of a step in which dp x cp ranks sum gradients and share out new parameters.
+    """Seconds at the end of a step in which dp x cp ranks sum gradients and gather new parameters.
 
-    A reduce-scatter of gradients and an all-gather of parameters, an all-reduce of gradients without FSDP; of experts
-    one more, among the ranks that hold the same; with HSDP an all-reduce over replicas between the two. Computation can
-    hide all but the first and last layer's share of it. What every micro-batch has of it is in `micro_batch_seconds`,
-    and not here.
+    These are a reduce-scatter of gradients and an all-gather of parameters, or without FSDP an all-reduce of gradients;
+    the same for experts among the ranks that hold the same ones; with HSDP an all-reduce over replicas in between.
+    Computation can hide all of it except the first and last layer's share. Communication in micro-batches is in
+    `micro_batch_seconds` instead.
 
     Args:
-        model: its shape.
-        layout: how it is spread.
-        hardware: what it runs on.
-        schedule: of the pipeline, which says what rank has which stage; default: 1F1B, interleaved where the layout has
-            virtual stages.
+        model: its sizes.
+        layout: the layout on GPUs.
+        hardware: the GPUs and links.
+        schedule: of the pipeline, which places stages on ranks; default: 1F1B, interleaved if the layout has virtual
+            stages.
         sync: when; default: in every micro-batch with ZeRO-3, else once a step.
 
     Returns:
         float64[pp], if nothing hides them.
 
     Raises:
-        WlbError: as `wlb_tools.ParallelLayout.check`; ZeRO-3 once a step.
+        WlbError: as `wlb_tools.ParallelLayout.check`; or ZeRO-3 with `sync="step"`.
     """
     layout.check(model=model)
     sync = check_sync(sync, layout)
@@ -84,19 +84,19 @@ def micro_batch_seconds(
 ) -> Floats:
     """Seconds of every micro-batch in which dp x cp ranks gather parameters and sum gradients, if nothing hides them.
 
-    Layer by layer, the embedding and the output projection each by themselves: so many collectives of their own, whose
-    latency counts. The backward of a layer that is computed again has its parameters for that, too.
+    Each layer, the embedding and the output projection have collectives of their own, each with its latency. If a layer
+    is recomputed, the parameters for its backward pass serve the recomputation too.
 
     Args:
-        model: its shape.
-        layout: how it is spread.
-        hardware: what it runs on.
+        model: its sizes.
+        layout: the layout on GPUs.
+        hardware: the GPUs and links.
         schedule: as in `data_parallel_seconds`.
         sync: as in `data_parallel_seconds`.
 
     Returns:
-        float64[stages, 3]: of the forward and of the inputs' gradient parameters that ZeRO-3 gathers, of the weights'
-        gradient its sum; zeros where ranks meet once a step.
+        float64[stages, 3]: for the forward pass and the gradient of inputs the gathering of parameters by ZeRO-3, for
+        the gradient of weights their sum; zeros if ranks meet once a step.
 
     Raises:
         WlbError: as `data_parallel_seconds`.
@@ -120,15 +120,15 @@ def micro_batch_seconds(
 
 
 def exposed(communication: Floats, computing: Floats, *, overlap: float) -> Floats:
-    """Communication that remains when computation hides a share of it, and no more than there is computation.
+    """Communication that remains if computation hides a share of it, but no more than the computation takes.
 
-    The two gradients of a backward count together: few schedules take them apart, and what one of them sends may travel
-    beside the other.
+    The two gradients of a backward pass count together: few schedules separate them, and the communication of one may
+    overlap with the computation of the other.
 
     Args:
-        communication: float64[stages, 3] seconds of forward, inputs' and weights' gradient.
-        computing: float64[..., stages, 3] seconds of what runs beside it.
-        overlap: the share that could be hidden.
+        communication: float64[stages, 3] seconds of forward pass, gradients of inputs and gradients of weights.
+        computing: float64[..., stages, 3] seconds of the computation at the same time.
+        overlap: the share of communication that could be hidden.
 
     Returns:
         float64[..., stages, 3].
@@ -148,7 +148,7 @@ def check_sync(sync: Sync | None, layout: ParallelLayout) -> Sync:
     """The given `sync`, or the default: in every micro-batch with ZeRO-3, else once a step.
 
     Raises:
-        WlbError: once a step with ZeRO-3.
+        WlbError: `sync="step"` with ZeRO-3.
     """
     if sync is None:
         return "micro_batch" if layout.fsdp == "zero3" else "step"
@@ -163,7 +163,7 @@ def check_sync(sync: Sync | None, layout: ParallelLayout) -> Sync:
 def _alike(
     rest: Floats, experts: Floats, layout: ParallelLayout, hardware: Hardware
 ) -> list[tuple[Floats, Communicator]]:
-    """Sharded parameters with the ranks that share them: experts that are divided have fewer ranks."""
+    """Sharded parameters with the ranks that share them; divided experts have fewer such ranks."""
     everywhere = Communicator.along("shard", layout, hardware)
     if layout.size("edp") == layout.size("dp_cp"):
         return [(rest + experts, everywhere)]

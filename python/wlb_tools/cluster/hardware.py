@@ -1,4 +1,4 @@
-"""GPUs and the links between them: what a data sheet says, and what of it software reaches."""
+"""GPUs and the links between them: data sheets, and the part of it that software reaches."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ GIB = 2**30
 @explained
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One level of the network: sending `n` bytes takes `latency + n / bandwidth`.
+    """One level of the network, on which sending `n` bytes takes `latency + n / bandwidth`.
 
     Args:
-        latency: seconds a hop.
+        latency: seconds of a hop.
         bandwidth: bytes/s that one GPU sends while it receives as many.
     """
 
@@ -35,19 +35,19 @@ class Link:
 @explained
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A cluster of one kind of GPU, in nodes of a few.
+    """A cluster of one kind of GPU.
 
     Args:
         name: for reports.
         peak_flops: dense bf16 FLOP/s of a GPU.
-        memory_bytes: what the driver reports as a GPU's memory.
-        gpus_per_node: GPUs that NVLink joins.
+        memory_bytes: memory of a GPU, as the driver reports it.
+        gpus_per_node: number of GPUs that NVLink joins.
         intra_node: NVLink.
-        inter_node: InfiniBand or RoCE, a network card for each GPU.
-        launch_latency: seconds that a collective takes before anything is sent.
-        gemm_efficiency: share of the peak that the linear part of a layer reaches, element-wise work included.
-        attention_efficiency: attention's FLOP rate relative to the linear part's, assumed as in `preset`.
-        fp8_gain: how many times as fast the linear part of a layer is with FP8 matrix products; None: there are none.
+        inter_node: InfiniBand or RoCE, with a network card for each GPU.
+        launch_latency: seconds of a collective before anything is sent.
+        gemm_efficiency: share of the peak that the linear part of a layer reaches, with element-wise work.
+        attention_efficiency: attention's FLOP rate relative to that of the linear part; assumed as in `preset`.
+        fp8_gain: how many times as fast the linear part of a layer is with FP8 matrix products; None: no FP8.
         host_bandwidth: bytes/s between a GPU and its host's memory, each way.
         host_memory_bandwidth: bytes/s of the host's memory, for each GPU.
 
@@ -82,7 +82,7 @@ class Hardware:
 
     @classmethod
     def preset(cls, name: str) -> Hardware:
-        """A GPU by name, in nodes as its vendor builds them; ``dataclasses.replace`` changes what differs.
+        """A GPU by name, in nodes as its vendor builds them; use ``dataclasses.replace`` for other values.
 
         =======  ============  ===========  =========  ============  ==========  =============  =========
         name     dense bf16    memory       GPUs/node  NVLink, GB/s  of it used  network        attention
@@ -106,7 +106,7 @@ class Hardware:
         mi300x      1.31 PFLOP/s  196,592 MiB  8          448           7 x 50.0    NDR, 400 Gb/s  0.46
         ==========  ============  ===========  =========  ============  ==========  =============  =========
 
-        A name is read in any case. SXM modules, but for L40S (PCIe) and MI300X (OAM); GB/s and Gb/s each way. Sources:
+        Names are case-insensitive. SXM modules, except L40S (PCIe) and MI300X (OAM); GB/s and Gb/s each way. Sources:
 
         - The second table: data sheets of A100 40GB, H800, H20 and L40S (362 dense), of HGX B300 and GB300 NVL72
           (memory of the latter: 20 TB for 72), and of AMD Instinct MI300X (1,307.4 dense; 7 links of 64 GB/s each
@@ -148,14 +148,14 @@ class Hardware:
 
     @property
     def flops_per_second(self) -> float:
-        """FLOP/s that the linear part of a layer reaches."""
+        """FLOP/s of the linear part of a layer."""
         return self.peak_flops * self.gemm_efficiency
 
     def cost_model(self, model: ModelConfig) -> CostModel:
         """Cost of documents on one of these GPUs, in seconds: the model's FLOPs at the assumed rates.
 
-        A start for a packer, for which only the ratio of attention to the rest counts. Measured costs are better:
-        `wlb.CostModel.from_profile`.
+        Good enough to begin with, because a packer needs only the ratio of attention to the rest. Measured costs are
+        better: `wlb.CostModel.from_profile`.
         """
         return model.cost_model(attention_efficiency=self.attention_efficiency, flops_per_second=self.flops_per_second)
 
@@ -216,4 +216,4 @@ _GPUS = (
 )
 _PRESETS = {hardware.name: hardware for hardware, _ in _GPUS}
 GENERATIONS = {hardware.name: generation for hardware, generation in _GPUS}
-"""Which kernel default of `KernelModel.analytic` goes with each."""
+"""Generation of each GPU, which chooses the defaults of `KernelModel.analytic`."""

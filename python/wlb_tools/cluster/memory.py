@@ -2,8 +2,8 @@
 
 Activations are counted as in Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models",
 section 4), for today's layer: flash attention, grouped-query attention, a gated feed-forward block, no dropout.
-Of one token and layer, with `a` bytes a value, hidden size `h`, queries `q = num_heads * head_dim`, keys
-`kv = num_kv_heads * head_dim` and feed-forward width `f`, these are kept for the backward:
+Kept for the backward pass, for one token and layer, with `a` bytes a value, hidden size `h`, queries `q = num_heads *
+head_dim`, keys `kv = num_kv_heads * head_dim` and feed-forward width `f`:
 
 =========================================  ===========  =========================  ================
 what                                       bytes        divided by                 recompute drops
@@ -21,11 +21,11 @@ product of the two, input of down          a f          tp                      
 reciprocal norms, float32                  8            tp, if sequence parallel   full
 =========================================  ===========  =========================  ================
 
-Where only some layers are recomputed (`recompute_layers`), the others keep everything. Recomputed attention keeps its
+If only some layers are recomputed (`recompute_layers`), the others keep everything. Recomputed attention keeps its
 queries, keys, values and output, which O needs, and drops the log-sum-exp. A mixture of experts keeps the feed-forward
-rows for each expert visited, and a copy of the input for each: not divided by tp, but times `expert_tp / tp`.
-Normalised heads (Qwen3) add their inputs, `a (q + kv)`, and their reciprocal norms. A layer is at work on one
-micro-batch at a time, which takes for each token
+rows for each expert visited, and a copy of the input for each, not divided by tp but multiplied by `expert_tp / tp`.
+Normalised heads (Qwen3) add their inputs, `a (q + kv)`, and their reciprocal norms. One layer at a time also needs, for
+each token of its micro-batch:
 
 =========================================  ====================================================
 gradients in the feed-forward block        a (3 f experts_per_token / tp + h)
@@ -35,14 +35,13 @@ rows to experts and back, with ep above 1  2 a h experts_per_token, times expert
 logits, on the rank of the last stage      (a + 4) vocab / tp, unless `fused_loss`
 =========================================  ====================================================
 
-Of `ep` ranks each holds its share of the routed experts, whose optimizer, gradients and parameters the remaining
-dp x cp / ep ranks share out. Every rank is taken to receive as many rows as it sends.
+Each of `ep` ranks holds its share of the routed experts, whose parameters, gradients and optimizer state are sharded
+over the remaining dp x cp / ep ranks. Every rank is assumed to receive as many rows as it sends.
 
-With LoRA, adapters have gradients and an optimizer's state, and nothing else has; an adapter is whole on each
-tensor-parallel rank. FP8 matrix products keep two copies of a layer's weights, as they are and transposed, of 1 byte
-each, beside the parameters, as Transformer Engine caches them; kept in FP8, these two are the parameters. Where ZeRO-3
-shares parameters out, FP8 makes what is gathered smaller, and copies live no longer than a layer. The optimizer's state
-that is offloaded is in host memory.
+With LoRA, only adapters have gradients and optimizer state, and each tensor-parallel rank has all of an adapter. FP8
+matrix products keep two copies of a layer's weights, plain and transposed, of 1 byte each, besides the parameters, as
+Transformer Engine caches them; if parameters are kept in FP8, these two copies are the parameters. With ZeRO-3, FP8
+makes gathered parameters smaller, and copies live no longer than a layer. Offloaded optimizer state is in host memory.
 
 Logits are the values and a float32 softmax, which becomes their gradient in place.
 
@@ -72,10 +71,10 @@ from wlb_tools.cluster.hardware import GIB
 from wlb_tools.cluster.parallel import GRADIENT_BYTES, ParallelLayout, Recompute, default_schedule
 
 RESERVED_BYTES = 4 * GIB
-"""Left free by default: CUDA's context and kernels, NCCL's buffers, what the allocator cannot use."""
+"""Memory that is left free by default, for CUDA's context and kernels, NCCL's buffers and the allocator's losses."""
 
 GATHERED = 1 << 28
-"""Bytes of keys and values that context-parallel ranks gather at a time at most; of one head, if it has more."""
+"""Most bytes of keys and values that context-parallel ranks gather at a time, but always at least one head."""
 
 TOGETHER, IN_PARTS = 4.0, 6.5
 """Bytes that a layer holds for each byte that is gathered at a time: of all heads together, or of a part of them."""
@@ -106,12 +105,12 @@ class RankMemory:
 
 
 def activation_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer | None = None) -> float:
-    """Bytes that a layer keeps for the backward, for each token of a rank: the table above.
+    """Bytes that a layer keeps for the backward pass, for each token of a rank: the table above.
 
     Args:
-        model: its shape.
-        layout: how it is spread.
-        layer: which of its layers, where they differ; default: the one that keeps most.
+        model: its sizes.
+        layout: the layout on GPUs.
+        layer: one of its layers; default: the one that keeps most.
     """
     layers = model.kinds if layer is None else (layer,)
     return max(_layer_bytes(model, layout, each, layout.recompute) for each in layers)
@@ -122,7 +121,7 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer, recom
     if recompute == "full":
         return a * model.residual_width / (tp if layout.sequence_parallel else 1)
     selective = recompute == "selective"
-    # Inputs and outputs of norms: only sequence parallelism splits them over tensor-parallel ranks.
+    # Inputs and outputs of norms are split over tensor-parallel ranks only by sequence parallelism.
     by_token = float(layer.norms * (a * h + 4))
     by_head, on_each = 0.0, 0.0
     if not selective:
@@ -132,7 +131,7 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer, recom
         by_head += a * kept.values
         if recompute != "attention" or not block.pairs():
             by_head += 4 * kept.statistics
-        # Rows of routed experts: those that came to the tensor-parallel ranks of an expert.
+        # Rows of routed experts that arrive at the tensor-parallel ranks of an expert.
         share = layout.tp_of_experts / tp if isinstance(block, FeedForward) else 1.0
         on_each += a * kept.rows * share
         if not selective:
@@ -141,7 +140,7 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, layer: Layer, recom
 
 
 def kv_width(attention: Attention, layout: ParallelLayout) -> int:
-    """Width of the keys of a tensor-parallel rank: a rank has at least one head, a copy if there are fewer."""
+    """Width of the keys of a tensor-parallel rank, which has at least one head, perhaps a copy."""
     return max(1, attention.num_kv_heads // layout.tp) * attention.head_dim
 
 
@@ -151,26 +150,26 @@ def _kv_copies(block: Block, layout: ParallelLayout) -> float:
 
 
 def exchanged_width(layer: Layer, layout: ParallelLayout) -> int:
-    """Numbers of a token that a rank's context-parallel group sends around for one layer, on a tensor-parallel rank.
+    """Numbers of a token that a tensor-parallel rank's context-parallel group exchanges for one layer.
 
-    Keys and values of its heads; of latent attention the narrow row, which every tensor-parallel rank needs whole, as
-    it does an indexer's keys. Linear attention and state spaces send states, which do not grow with tokens: nothing is
-    counted.
+    Keys and values of its heads; for latent attention the compressed row, which every tensor-parallel rank needs whole,
+    as it needs an indexer's keys. Linear attention and state spaces send states whose size does not depend on tokens,
+    so nothing is counted.
     """
     own = sum(kv_width(block, layout) - block.kv_width for block in layer.of_kind(Attention))
     return 2 * own + sum(block.exchanged for block in layer.blocks)
 
 
 def visit_width(model: ModelConfig, layer: Layer) -> int:
-    """Numbers of a token that go to the experts that it visits in one layer, and as many that come back."""
+    """Numbers of a token that are sent to the experts of one layer; as many come back."""
     return sum(block.visit_width(model.hidden_size) for block in layer.of_kind(FeedForward))
 
 
 def ranks_of_stages(layout: ParallelLayout, *, schedule: Schedule | None = None) -> NDArray[np.int64]:
-    """int64[stages]: the pipeline rank of every stage in the order of the model, by `wlb.simulate_pipeline`.
+    """int64[stages]: the pipeline rank of every stage, in the order of the model, by `wlb.simulate_pipeline`.
 
     Raises:
-        WlbError: the schedule cannot have that many virtual stages.
+        WlbError: the schedule does not support that many virtual stages.
     """
     return _pipeline(schedule or default_schedule(layout), layout.pp, layout.virtual_stages, 2 * layout.pp)[0]
 
@@ -180,20 +179,21 @@ def in_flight(
 ) -> NDArray[np.float64]:
     """Micro-batches whose activations a pipeline rank holds at its peak, in units of all its stages.
 
-    ``PipelineTimeline.peak_activation`` of `wlb.simulate_pipeline`, which holds a micro-batch from its forward to
-    its weight gradient.
+    This is ``PipelineTimeline.peak_activation`` of `wlb.simulate_pipeline`: a micro-batch is held from its forward pass
+    until its weight gradient is done.
 
     Args:
-        layout: `pp` and `virtual_stages` of it.
-        schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
-        num_micro_batches: of a step and data-parallel rank; default: a large multiple of `pp`. Where `pp` does
-            not divide them an interleaved schedule has larger rounds, and holds more.
+        layout: its `pp` and `virtual_stages` count.
+        schedule: of the pipeline; default: 1F1B, interleaved if the layout has virtual stages.
+        num_micro_batches: of a step and data-parallel rank; default: a large multiple of `pp`. If `pp` does not divide
+            it, an interleaved schedule has larger rounds and holds more.
 
     Returns:
         float64[pp].
 
     Raises:
-        WlbError: the schedule cannot have that layout or number; GPipe, which holds all there are, without a number.
+        WlbError: the schedule does not support that layout or number; or it is GPipe, which holds all micro-batches,
+            and there is no number.
 
     Complexity:
         O(num_micro_batches * stages) at the first call for a shape.
@@ -211,7 +211,7 @@ def in_flight(
 def _pipeline(
     schedule: Schedule, pp: int, virtual_stages: int, num_micro_batches: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The rank of every stage, and what each rank holds at its peak; neither depends on how long anything takes."""
+    """The rank of every stage, and what each rank holds at its peak; both do not depend on times."""
     timeline = simulate_pipeline(
         np.ones(num_micro_batches), schedule=schedule, num_stages=pp, num_virtual_stages=virtual_stages
     )
@@ -233,20 +233,21 @@ def memory_per_rank(
     held_tokens: ArrayLike | None = None,
     reserved_bytes: int = RESERVED_BYTES,
 ) -> RankMemory:
-    """Bytes of every pipeline rank when each micro-batch under way has that many tokens.
+    """Bytes on every pipeline rank if each micro-batch under way has `tokens` tokens.
 
     Args:
-        model: its shape.
-        layout: how it is spread.
-        tokens: int[...] tokens of a micro-batch, over all context-parallel ranks; any shape.
+        model: its sizes.
+        layout: the layout on GPUs.
+        tokens: int[...] tokens of a micro-batch, on all context-parallel ranks together; any shape.
         schedule: of the pipeline, as in `in_flight`.
         num_micro_batches: of a step and data-parallel rank, as in `in_flight`; default: enough to fill it.
-        held_tokens: float64[..., pp] tokens of the micro-batches under way on each rank, where they are not all that
-            large (``peak_activation`` of a simulated step); `tokens` is then the largest micro-batch, at work.
-        reserved_bytes: not available.
+        held_tokens: float64[..., pp] tokens of the micro-batches under way on each rank, if not all have `tokens`
+            (``peak_activation`` of a simulated step); `tokens` is then the largest micro-batch.
+        reserved_bytes: bytes that are not available.
 
     Raises:
-        WlbError: the layout does not divide the model, the schedule cannot have the layout, or a number is negative.
+        WlbError: the layout does not divide the model, the schedule does not support the layout, or a number is
+            negative.
     """
     layout.check(model=model)
     # A rank has at most one token more than its share; a fraction of a token is as good.
@@ -280,14 +281,14 @@ Floats = NDArray[np.float64]
 def trained_per_rank(
     model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
 ) -> tuple[Floats, Floats]:
-    """Parameters that have gradients on a GPU of every pipeline rank, before FSDP shares them out.
+    """Parameters with gradients on a GPU of every pipeline rank, before FSDP shards them.
 
-    Norms and the router are not divided by tensor parallelism, and key heads no further than into single ones. The
-    embedding is on the rank of the first stage, the output projection on that of the last; a tied one has two copies
-    where these are two ranks. With LoRA only the adapters have gradients, and no routed expert.
+    Tensor parallelism divides neither norms nor routers, and key heads only into single ones. The embedding is on the
+    rank of the first stage, the output projection on that of the last one. If they are tied and these are two ranks,
+    there are two copies. With LoRA only the adapters have gradients, and no routed expert.
 
     Returns:
-        float64[pp] of all but routed experts, and float64[pp] of routed experts, which dp x cp / ep ranks hold alike.
+        float64[pp] outside routed experts, and float64[pp] of routed experts, which dp x cp / ep ranks have alike.
     """
     return _trained(model, layout, ranks_of_stages(layout, schedule=schedule))
 
@@ -295,11 +296,11 @@ def trained_per_rank(
 def gathered_bytes_per_rank(
     model: ModelConfig, layout: ParallelLayout, *, schedule: Schedule | None = None
 ) -> tuple[Floats, Floats]:
-    """Bytes of updated parameters that a GPU of every pipeline rank needs after a step, of others and of experts.
+    """Bytes of updated parameters that a GPU of every pipeline rank needs after a step: of experts and of all others.
 
     Args:
         model: its shape.
-        layout: how it is spread. Parameters that LoRA freezes are not updated; those kept in FP8 are sent in FP8.
+        layout: the layout on GPUs. Parameters that LoRA freezes are not updated; those kept in FP8 are sent in FP8.
         schedule: of the pipeline.
 
     Returns:
@@ -315,21 +316,21 @@ def gathered_bytes_per_rank(
 
 
 def layer_bytes(layout: ParallelLayout) -> int:
-    """Width of a parameter of a layer that is sent to where it is needed."""
+    """Bytes of each number when a parameter of a layer is sent."""
     return 1 if layout.fp8 == "parameters" else layout.number_bytes
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that ZeRO-3 gathers together, on a GPU: of a layer, the embedding, the output projection.
+    """Parameters on a GPU that ZeRO-3 gathers together: of a layer, the embedding, or the output projection.
 
     Args:
-        count: how many such units a stage has.
-        rest: parameters of one apart from routed experts.
-        experts: those of routed experts.
-        trained: parameters that have gradients, apart from routed experts; adapters with LoRA.
-        trained_experts: those of routed experts.
-        width: bytes of a parameter as it is sent.
+        count: number of such units of a stage.
+        rest: parameters of one unit outside routed experts.
+        experts: parameters of routed experts.
+        trained: parameters with gradients outside routed experts; with LoRA the adapters.
+        trained_experts: parameters of routed experts with gradients.
+        width: bytes of each parameter when it is sent.
     """
 
     count: int
@@ -346,7 +347,7 @@ def units_of_stages(
     """Units that ZeRO-3 gathers on every stage: layers of each kind, the embedding, the output projection.
 
     Returns:
-        of each stage, in the order of the model. Together they hold every parameter of the rank, but for adapters.
+        of each stage, in the order of the model. Together they have all parameters of a rank, without adapters.
     """
     ranks = ranks_of_stages(layout, schedule=schedule)
     embedding = model.vocab_size * model.hidden_size / layout.tp
@@ -372,9 +373,9 @@ def units_of_stages(
 
 
 def adapter_parameters(layer: Layer, hidden_size: int, rank: int) -> int:
-    """Parameters of LoRA adapters of that rank on a layer: two narrow matrices beside each of its matrices.
+    """Parameters of LoRA adapters of that rank on a layer: two narrow matrices for each of its matrices.
 
-    Routers and routed experts have none, as PEFT's and Megatron-Bridge's defaults have it.
+    As by the defaults of PEFT and Megatron-Bridge, routers and routed experts have none.
     """
     matrices = [m for block in layer.blocks for m in block.matrices(hidden_size) if m.used and not m.router]
     return sum(rank * (m.parts * m.rows + m.columns) for m in matrices if m.copies == 1)
@@ -386,7 +387,7 @@ def _over_layers(
     ranks: NDArray[np.int64],
     of_layer: Callable[[ModelConfig, ParallelLayout, Layer], float],
 ) -> Floats:
-    """float64[pp]: the sum over a rank's layers, those of heads of multi-token prediction included."""
+    """float64[pp]: the sum over a rank's layers, with those of heads of multi-token prediction."""
     of_kinds = np.array([of_layer(model, layout, layer) for layer in model.kinds])
     total: Floats = np.zeros(layout.pp)
     np.add.at(total, ranks, (layout.kinds_of_stages(model) * of_kinds).sum(axis=1))
@@ -428,7 +429,7 @@ def _parameters(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.in
 
 
 def _prediction_projection(model: ModelConfig, layout: ParallelLayout) -> float:
-    """Parameters of a head of multi-token prediction beside its layer: of row and embedding, and three norms."""
+    """Parameters of a head of multi-token prediction outside its layer: a projection, and three norms."""
     return (2 * model.hidden_size**2) / layout.tp + 3 * model.hidden_size
 
 
@@ -456,7 +457,7 @@ def _constant(
     level = ("none", "zero1", "zero2", "zero3").index(layout.fsdp)
 
     def held(width: float, shared_from: int, rest: Floats, experts: Floats) -> Floats:
-        """Bytes, shared out among the ranks that hold the same from that level on."""
+        """Bytes, sharded from level `shared_from` on over the ranks that hold the same."""
         shared = level >= shared_from
         return np.asarray(rest * width / (shards if shared else 1) + experts * width / (replicas if shared else 1))
 
@@ -480,9 +481,9 @@ _FP8_COPIES = 2
 
 
 def _gathered(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64], *, alone: bool) -> Floats:
-    """float64[pp]: bytes of two layers' parameters and of one's gradients, which ZeRO-3 holds whole.
+    """float64[pp]: bytes of two layers' parameters and one layer's gradients, which ZeRO-3 holds whole.
 
-    Experts of which there is no other copy (`alone`) are whole where they are, and gathered nowhere.
+    Experts of which there is only one copy (`alone`) are never gathered.
     """
     sizes = []
     for layer in model.kinds:
@@ -499,9 +500,9 @@ def _gathered(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int6
 def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int64]) -> tuple[Floats, Floats]:
     """Bytes for each token of a rank; each float64[pp].
 
-    Activations of a micro-batch under way, logits of the one at work.
+    Activations of a micro-batch under way, and logits of the running one.
     """
-    # Stages under way are counted as the rank's largest.
+    # For every stage under way the rank's largest stage is counted.
     saving, whole = (
         np.array([_layer_bytes(model, layout, layer, recompute) for layer in model.kinds])
         for recompute in (layout.recompute, "none")
@@ -520,7 +521,7 @@ def _per_token(model: ModelConfig, layout: ParallelLayout, ranks: NDArray[np.int
 
 
 def _working(model: ModelConfig, layout: ParallelLayout, layer: Layer, tokens: Floats) -> Floats:
-    """Bytes while a layer is at work on so many tokens of a rank."""
+    """Bytes that a layer needs while it runs, for these tokens of a rank."""
     a = layout.number_bytes
     widest = max((block.inner for block in layer.of_kind(FeedForward)), default=0)
     working = a * (3 * widest / layout.tp + model.hidden_size)

@@ -1,4 +1,4 @@
-"""Seconds of an optimizer whose state is in host memory: gradients go there, the CPU updates, parameters come back."""
+"""Seconds of an optimizer with state in host memory: gradients go there, the CPU updates, parameters come back."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from wlb_tools.cluster.parallel import GRADIENT_BYTES, ParallelLayout
 def offload_seconds(
     model: ModelConfig, layout: ParallelLayout, hardware: Hardware, *, schedule: Schedule | None = None
 ) -> NDArray[np.float64]:
-    """Seconds of a step that the offloaded share of the optimizer takes, one part after the other.
+    """Seconds of a step for the offloaded share of the optimizer; its three parts do not overlap.
 
     Gradients in float32 go to the host at `Hardware.host_bandwidth`. The CPU reads gradient and state and writes state
     and parameter, as fast as its memory (`Hardware.host_memory_bandwidth`). The parameters come back.
 
     Args:
-        model: its shape.
-        layout: how it is spread; `offload_optimizer` of it is the share, `fsdp` says how many ranks share it out.
-        hardware: what it runs on.
-        schedule: of the pipeline, which says what rank has which stage.
+        model: its sizes.
+        layout: its `offload_optimizer` is the share, its `fsdp` says how many ranks share the state.
+        hardware: the GPUs and links.
+        schedule: of the pipeline, which places stages on ranks.
 
     Returns:
-        float64[pp], zeros where nothing is offloaded.
+        float64[pp], zeros if nothing is offloaded.
 
     Raises:
         WlbError: as `wlb_tools.ParallelLayout.check`.

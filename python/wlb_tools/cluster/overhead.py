@@ -1,6 +1,6 @@
-"""Time of a trainer outside of its layers: launches, embedding, loss, the optimizer, its own code.
+"""Time of a trainer outside its layers: launches, embedding, loss, the optimizer, its own code.
 
-Where steps take milliseconds that is per cents of them. It is measured, not assumed: by default there is none.
+If steps take milliseconds, this is a few per cent of them. It is measured, not assumed: the default is none.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from wlb._shown import explained
 @explained
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """Seconds beside what is predicted from layers and links.
+    """Seconds besides those predicted from layers and links.
 
     Args:
-        forward: of each stage in the order of the model, seconds of a micro-batch's forward whatever its tokens, and
-            those for each token of a rank. They may be below 0 where a profile takes layers for slower than they are.
-        backward: the same of the backward.
-        copies: of forward and backward, seconds in a layer for each token of a rank that exchanges keys with others:
-            its key is put into the buffer that is sent, and its gradients are added up; and those for each key that
+        forward: for each stage in the order of the model, seconds of a micro-batch's forward pass that do not depend on
+            its tokens, and seconds for each token of a rank. They may be negative if a profile has too long times of
+            layers.
+        backward: the same for the backward pass.
+        copies: for forward and backward pass, seconds in a layer for each token of a rank that exchanges keys with
+            others, because its key is copied into the buffer to send and its gradients are added; and for each key that
             the rank picks from the gathered ones (`wlb.Shard.keys_picked`).
-        gather: seconds of each pass of a micro-batch whose group gathers keys, however many: what starting and awaiting
-            collectives takes beside the link's latency.
-        step: of every step: the optimizer, clipping, counting tokens, waiting for all ranks to begin.
+        gather: seconds of each pass of a micro-batch whose group gathers keys, for starting and awaiting collectives,
+            besides the link's latency.
+        step: of every step: the optimizer, clipping, counting tokens, waiting until all ranks begin.
 
     Raises:
-        WlbError: a value that is not finite, a pass with another number of stages, gathering without passes, or a step
-            that takes less than nothing.
+        WlbError: a value is not finite, passes have different numbers of stages, gathering is given without passes, or
+            a step takes negative time.
     """
 
     forward: tuple[tuple[float, float], ...] = ()
@@ -56,7 +57,7 @@ class Overhead:
             raise error("gather", f"= {self.gather}: is a part of passes, and forward has none", value=self.gather)
 
     def check(self, *, num_stages: int) -> None:
-        """Refuses measurements of another pipeline.
+        """Refuses measurements of a pipeline with another number of stages.
 
         Raises:
             WlbError: naming the numbers of stages.
@@ -66,9 +67,9 @@ class Overhead:
             raise error("overhead", message, value=self)
 
     def passes(self, tokens: ArrayLike, *, gathers: ArrayLike) -> NDArray[np.float64]:
-        """float64[m, stages, 3]: of micro-batches with so many tokens on a rank, by whether their group gathers keys.
+        """float64[m, stages, 3]: for micro-batches with these tokens on a rank, by whether their group gathers keys.
 
-        All of the backward is in the inputs' gradient. What attention copies is a rank's own: see `copying`.
+        All time of the backward pass is in the gradient of inputs. Copies of attention are separate: see `copying`.
         """
         count, gathers = np.asarray(tokens, dtype=np.float64), np.asarray(gathers, dtype=bool)
         seconds = np.zeros((count.size, len(self.forward), 3))
@@ -78,19 +79,19 @@ class Overhead:
         return seconds
 
     def copying(self, copied: ArrayLike) -> NDArray[np.float64]:
-        """float64[2, ...]: seconds of forward and backward, in a layer, in which ranks copy so much.
+        """float64[2, ...]: seconds of copies in a layer, in forward and backward pass.
 
         Args:
-            copied: int64[..., 2] of each rank, as `copied` gives them.
+            copied: int64[..., 2] for each rank, from the function `copied`.
         """
         return np.stack([np.asarray(copied) @ np.asarray(one) for one in self.copies])
 
 
 def copied(shard: Shard) -> NDArray[np.int64]:
-    """int64[cp, 2]: of each rank its tokens if it exchanges keys with others, and the keys that it picks."""
+    """int64[cp, 2]: for each rank its tokens, or 0 if it exchanges no keys, and the keys that it picks."""
     exchanges = (shard.keys_moved > 0) | (shard.keys_gathered > 0)
     return np.stack([shard.tokens_per_rank * exchanges, shard.keys_picked], axis=1)
 
 
 NO_OVERHEAD = Overhead()
-"""Nothing was measured."""
+"""Overhead of 0, the default."""

@@ -1,10 +1,9 @@
-"""Layouts of a model on GPUs: data, pipeline, context, tensor and expert parallelism, and what is kept in memory.
+"""Layouts of a model on GPUs: data, pipeline, context, tensor and expert parallelism, and settings that save memory.
 
-Ranks are numbered with tensor parallelism fastest, then context, data and pipeline, as `wlb.torch.build_mesh` does
-and as the paper maps them (section 7.1): what talks most sits inside a node. Experts are divided among neighbours of
-the ranks of a stage, as `wlb.torch.expert_ranks` and Megatron-Core have it: expert parallelism takes no ranks of its
-own. Where parameters are replicated as well as shared out (`dp_replicate`), neighbours share them out, as in torch's
-HSDP.
+Ranks are numbered with tensor parallelism fastest, then context, data and pipeline parallelism, as in
+`wlb.torch.build_mesh` and the paper (section 7.1), so that ranks that communicate most are in one node. Neighbours
+among the ranks of a stage divide the experts, as in `wlb.torch.expert_ranks` and Megatron-Core, so expert parallelism
+needs no ranks of its own. With `dp_replicate`, neighbours shard the parameters, as in torch's HSDP.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ Dtype = Literal["bfloat16", "float32"]
 Axis = Literal["tp", "cp", "dp", "pp", "dp_cp", "etp", "ep", "edp", "shard", "expert_shard", "replicate"]
 
 GRADIENT_BYTES = 4
-"""Width of an accumulated gradient."""
+"""Bytes of an accumulated gradient."""
 
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
-"""Schedules with two stages a rank, down the ranks and back up: the hop at the bottom stays on its rank."""
+"""Schedules with two stages a rank, down the ranks and back up: the lowest rank sends to itself."""
 
 
 @explained
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions, and how memory is spent.
+    """Sizes of the parallel dimensions, and settings that save memory.
 
     Args:
         dp: data-parallel ranks.
@@ -47,30 +46,30 @@ class ParallelLayout:
         ep: expert-parallel ranks: neighbours of a stage's ranks that divide a layer's experts.
         expert_tp: tensor-parallel ranks of one expert (Megatron's --expert-tensor-parallel-size); default: tp.
         virtual_stages: stages of a pipeline rank; above 1: interleaved 1F1B.
-        fsdp: what the dp x cp ranks share out among them: nothing, the optimizer's state ("zero1"), also gradients
-            ("zero2"), also parameters, gathered layer by layer ("zero3").
-        dp_replicate: groups of the dp x cp ranks that each hold everything, and share it out inside (HSDP).
+        fsdp: what the dp x cp ranks shard: nothing, the optimizer's state ("zero1"), also gradients ("zero2"), also
+            parameters, gathered layer by layer ("zero3").
+        dp_replicate: groups of the dp x cp ranks that each hold everything, and shard it inside (HSDP).
         recompute: what the backward pass computes again instead of keeping it: "none"; "attention": attention, which
-            saves next to nothing with flash attention (Megatron's core_attn, the default of its selective);
-            "selective": norms and the product inside the feed-forward block, which is element-wise work; "full":
-            everything but the input of each layer.
-        recompute_layers: first layers of each stage for which `recompute` holds; default: all.
+            saves almost nothing with flash attention (Megatron's core_attn, the default of its selective); "selective":
+            norms and the product inside the feed-forward block, which is element-wise work; "full": everything but the
+            input of each layer.
+        recompute_layers: first layers of each stage that `recompute` applies to; default: all.
         sequence_parallel: between matrix multiplications, tensor-parallel ranks split the tokens.
-        fused_ffn: the gated product keeps its two inputs only (a fused kernel, torch.compile); plain torch also keeps
+        fused_ffn: the gated product keeps only its two inputs (a fused kernel, torch.compile); plain torch also keeps
             the activated gate.
         fused_loss: the output projection and the loss run in chunks and never hold all logits.
         stage_layers: layers of each stage in the order of the model, `pp * virtual_stages` numbers; default: as even as
             possible, see `layers_of_stages`.
-        dtype: of the parameters that are multiplied, and of activations. Gradients are accumulated in float32.
+        dtype: of activations and of the parameters that are multiplied. Gradients are accumulated in float32.
         fp8: what is in FP8: "none"; "matmul": matrix products of layers, from FP8 copies of their weights;
             "parameters": these weights are also kept and gathered in FP8. Activations stay in bfloat16.
-        lora_rank: rank of LoRA adapters on every matrix of a layer but routers and routed experts; all other
-            parameters are frozen. 0: all parameters are trained.
-        optimizer_bytes: state for a parameter; 12: float32 master weight and Adam's two moments.
+        lora_rank: rank of LoRA adapters on every matrix of a layer but routers and routed experts; all other parameters
+            are frozen. 0: all parameters are trained.
+        optimizer_bytes: bytes of state of each parameter; 12: float32 master weight and Adam's two moments.
         offload_optimizer: share of the optimizer's state that is in host memory and updated by the CPU, from 0 to 1.
 
     Raises:
-        WlbError: naming the first value that makes no sense.
+        WlbError: naming the first invalid value.
     """
 
     dp: int = 1
@@ -120,7 +119,7 @@ class ParallelLayout:
                 check_integer("stage_layers", layers, minimum=0, index=index)
 
     def _check_experts(self) -> None:
-        """Whether groups of experts fill the ranks of a stage, and lie evenly in its tensor-parallel groups."""
+        """Checks that groups of experts fill the ranks of a stage and fit its tensor-parallel groups."""
         etp, ranks, group = self.tp_of_experts, self.tp * self.dp * self.cp, self.tp_of_experts * self.ep
         if ranks % group:
             if self.expert_tp is None:
@@ -136,7 +135,7 @@ class ParallelLayout:
             raise error("expert_tp", message, value=etp)
 
     def _check_savings(self) -> None:
-        """Whether settings that save memory go together."""
+        """Checks that settings that save memory go together."""
         if self.recompute_layers is not None and self.recompute == "none":
             message = f"= {self.recompute_layers}: recompute = 'none' computes no layer again; set recompute as well"
             raise error("recompute_layers", message, value=self.recompute_layers)
@@ -160,12 +159,12 @@ class ParallelLayout:
 
     @property
     def ranks_of_experts(self) -> int:
-        """Number of neighbouring dp x cp ranks whose tokens visit the same experts; 1: those of a rank alone."""
+        """Number of neighbouring dp x cp ranks whose tokens visit the same experts; 1: each rank has its own."""
         return max(1, self.ep * self.tp_of_experts // self.tp) if self.ep > 1 else 1
 
     @property
     def number_bytes(self) -> int:
-        """Width of a parameter that is multiplied, and of a number in an activation."""
+        """Bytes of a parameter that is multiplied, and of a number in an activation."""
         return 2 if self.dtype == "bfloat16" else 4
 
     @property
@@ -175,18 +174,18 @@ class ParallelLayout:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline, virtual ones counted: `pp * virtual_stages`."""
+        """Stages of the pipeline, with virtual ones: `pp * virtual_stages`."""
         return self.pp * self.virtual_stages
 
     def check(self, *, model: ModelConfig | None = None, world_size: int | None = None) -> None:
-        """Refuses a layout that the model cannot have, or of another number of GPUs.
+        """Refuses a layout that the model does not allow, or that has another number of GPUs.
 
         Args:
-            model: the heads, channels and widths of its blocks must divide by tp (fewer key and value heads than tp
-                are copied, if they divide it), widths of routed experts by `expert_tp`, and the number of experts of
-                each block that has some by ep. It must have a layer for every stage but the first and the last, unless
-                `stage_layers` says otherwise.
-            world_size: GPUs there are.
+            model: tp must divide the heads, channels and widths of its blocks (fewer key and value heads than tp are
+                copied, if they divide it), `expert_tp` the widths of routed experts, and ep the number of experts of
+                each block. It must have a layer for every stage except the first and the last, unless `stage_layers`
+                says otherwise.
+            world_size: number of GPUs.
 
         Raises:
             WlbError: naming the argument and the numbers.
@@ -230,9 +229,9 @@ class ParallelLayout:
     def layers_of_stages(self, model: ModelConfig) -> NDArray[np.int64]:
         """int64[stages]: layers of every stage in the order of the model: `stage_layers`, or as even as possible.
 
-        Where the stages do not divide the layers some have one more: those just before the last, which has the output
-        projection; the next to go without is the first, which has the embedding and most micro-batches under way. So
-        Llama 3 405B has a layer less at both ends, as its authors cut it.
+        If the stages do not divide the layers, some have one more. The last stage, which has the output projection, is
+        the first to have one less, and then the first stage, which has the embedding and most micro-batches under way.
+        So Llama 3 405B has one layer less at both ends, as its authors cut it.
         """
         if self.stage_layers is not None:
             return np.array(self.stage_layers, dtype=np.int64)
@@ -242,15 +241,15 @@ class ParallelLayout:
         return layers
 
     def kinds_of_stages(self, model: ModelConfig) -> NDArray[np.int64]:
-        """int64[stages, kinds]: of those layers, how many there are of each of `model.kinds`."""
+        """int64[stages, kinds]: the number of these layers of each of `model.kinds`."""
         return self._first_layers(model, None)
 
     def recomputed_of_stages(self, model: ModelConfig) -> NDArray[np.int64]:
-        """int64[stages, kinds]: of those layers, how many `recompute` holds for; zeros where it is "none"."""
+        """int64[stages, kinds]: the number of these layers that `recompute` applies to; zeros if it is "none"."""
         return self._first_layers(model, 0 if self.recompute == "none" else self.recompute_layers)
 
     def _first_layers(self, model: ModelConfig, most: int | None) -> NDArray[np.int64]:
-        """int64[stages, kinds]: the first layers of each stage, at most so many, by kind."""
+        """int64[stages, kinds]: the number of each kind among the first layers of each stage, at most `most` layers."""
         columns = {kind: column for column, kind in enumerate(model.kinds)}
         layers = self.layers_of_stages(model)
         ends = layers.cumsum()
@@ -266,9 +265,9 @@ class ParallelLayout:
         """Ranks of a group along an axis.
 
         Args:
-            axis: one of the layout's sizes, or "dp_cp": ranks that hold the same parameters; "edp": the same experts;
-                "shard" and "expert_shard": those of them that share state out among them; "replicate": those that hold
-                the same share of it; "etp": the tensor-parallel ranks of one expert.
+            axis: one of the layout's sizes, or "dp_cp": ranks with the same parameters; "edp": ranks with the same
+                experts; "shard" and "expert_shard": those of them that shard state among them; "replicate": ranks with
+                the same shard of it; "etp": the tensor-parallel ranks of one expert.
         """
         both = self.dp * self.cp
         same_experts = self.tp * both // (self.tp_of_experts * self.ep)
@@ -301,13 +300,13 @@ class ParallelLayout:
         return strides[axis]
 
     def nodes(self, axis: Axis, *, gpus_per_node: int) -> int:
-        """Over how many nodes the ranks of a group along that axis are spread, in the worst group."""
+        """Number of nodes over which the ranks of a group along that axis are spread, in the worst group."""
         size, stride = self.size(axis), self._stride(axis)
         if stride >= gpus_per_node:
             return size
-        # A group has ranks `first`, `first + stride`, ...: it skips no node, so the later in its node it begins, the
-        # more it reaches. `stride` groups beside each other fill a block of ranks, and where in a node a block begins
-        # repeats after at most `gpus_per_node` of them.
+        # A group has ranks `first`, `first + stride`, ...: it skips no node, so it reaches more nodes if it begins
+        # later in its node. `stride` groups side by side fill a block of ranks, and the positions of blocks in nodes
+        # repeat after at most `gpus_per_node` blocks.
         block = size * stride
         period = gpus_per_node // math.gcd(block, gpus_per_node)
         starts = range(min(self.world_size // block, period))
@@ -316,9 +315,9 @@ class ParallelLayout:
 
 
 _CHOICES: dict[str, Any] = {"fsdp": Fsdp, "recompute": Recompute, "dtype": Dtype, "fp8": Fp8}
-"""Fields of a layout that are one of a few words."""
+"""The values of a layout's fields that are one of a few words."""
 
 
 def default_schedule(layout: ParallelLayout) -> Schedule:
-    """1F1B, interleaved where the layout has virtual stages."""
+    """1F1B, interleaved if the layout has virtual stages."""
     return "1f1b" if layout.virtual_stages == 1 else "interleaved_1f1b"

@@ -1,38 +1,37 @@
-"""Time of a micro-batch on each pipeline stage, from which a step is simulated.
+"""Time of a micro-batch on each pipeline stage, the input of a simulated step.
 
 Assumptions, all of them inputs of `stage_seconds` or of the layout and hardware:
 
-- Tensor-parallel ranks are equal; of the context-parallel ranks the slowest counts, for attention and, with the most
-  tokens, for the rest. A stage takes compute plus the communication that nothing hides.
-- Linear part: measured where it is given; by default FLOPs (`ModelConfig.token_flops`) at
-  ``Hardware.flops_per_second``, the backward two forwards. Half of the backward is the inputs' gradient, half the
-  weights'. The output projection has the FLOP rate of a layer's linear part, pass by pass.
-- Attention's seconds are given, for one layer and a rank's share of the heads; its backward is part of the inputs'
-  gradient, since it has no weights.
-- Full recomputation adds the forward, with its communication, to the inputs' gradient, in the layers that it holds for;
-  that of attention adds attention's, with the keys that it gathers. Selective adds nothing: what it repeats is
-  element-wise.
-- FP8 makes the linear part of layers `Hardware.fp8_gain` times as fast, the output projection and attention no faster.
-- With LoRA, matrices have no weights' gradient but that of their adapters, whose FLOPs all passes have beside.
-- Tensor parallelism: a layer's forward gathers the tokens before QKV and before the feed-forward block and
-  reduce-scatters after each (two all-reduces without sequence parallelism); its backward does the same. Exposed, except
-  for `tp_overlap` of it. The gather that the weights' gradient repeats runs beside the inputs' gradient.
-- Context parallelism: the forward gathers keys and values, those of all tokens or of fewer (`keys_gathered`); the
-  backward gathers them again, and an all-to-all in their dtype brings their gradients home, from every rank those of
-  the keys that it saw (`keys_moved`). All of it is exposed except for `cp_overlap` of it, as the paper has it and as
-  Llama 3 does.
-- Expert parallelism: in a layer with experts an all-to-all brings every token's row to each expert that it visits, and
-  another one brings the answers back; the backward sends their gradients both ways again. Exposed, except for
-  `ep_overlap` of it. Tensor-parallel ranks each send their share of the tokens, gather the rows that arrived and
-  reduce-scatter the answers: `experts_per_token` times the rows that a dense block would have, among the `expert_tp`
-  ranks of an expert, whose tokens these rows are of. Every expert has as many
-  visits as the mean, or the busiest rank `expert_imbalance` times that, for which the others wait. What visits take is
-  the experts' share of the linear part, by FLOPs.
-- A stage sends its output, split over tensor-parallel ranks by sequence parallelism, to the next, and a gradient back.
-  `p2p_overlap` of that travels beside what both compute, and stands apart (`p2p`), because a schedule decides what
-  hides it. For the rest the receiving stage waits once it is free: 1F1B posts a receive when it has nothing else to do.
-- Data parallelism stands apart too (`wlb_tools.cluster.data_parallel`): once a step, or for all ranks that meet in
-  a micro-batch.
+- Tensor-parallel ranks are equal. The slowest context-parallel rank counts for attention, and the one with most tokens
+  for the rest. A stage takes its computation plus the communication that nothing hides.
+- Linear part: measured if it is given; by default FLOPs (`ModelConfig.token_flops`) at
+  ``Hardware.flops_per_second``, with two forward passes for the backward pass. Half of the backward pass is the
+  gradient of inputs, half that of weights. The output projection has the FLOP rate of a layer's linear part.
+- Attention's seconds are given, for one layer and a rank's share of the heads. Its backward pass is part of the
+  gradient of inputs, because it has no weights.
+- Full recomputation adds the forward pass, with its communication, to the gradient of inputs, in the layers that it
+  applies to; recomputed attention adds attention and the gathering of its keys. Selective recomputation adds nothing,
+  because it repeats element-wise work.
+- FP8 makes the linear part of layers `Hardware.fp8_gain` times as fast; output projection and attention stay as fast.
+- With LoRA, the only gradients of weights are those of adapters, whose FLOPs are added to all passes.
+- Tensor parallelism: a layer's forward pass gathers the tokens before QKV and before the feed-forward block and
+  reduce-scatters after each (two all-reduces without sequence parallelism); its backward pass does the same. A share
+  `tp_overlap` is hidden. The gather for the gradient of weights runs beside the gradient of inputs.
+- Context parallelism: the forward pass gathers keys and values, of all tokens or of fewer (`keys_gathered`). The
+  backward pass gathers them again, and an all-to-all in their dtype returns their gradients: each rank sends those of
+  the keys that it saw (`keys_moved`). A share `cp_overlap` is hidden; none in the paper and in Llama 3.
+- Expert parallelism: in a layer with experts an all-to-all sends every token's row to each expert that it visits, and
+  another one sends the answers back; the backward pass sends their gradients both ways again. A share `ep_overlap` is
+  hidden. Each tensor-parallel rank sends its share of the tokens, gathers the rows that arrived and reduce-scatters the
+  answers: `experts_per_token` times the rows of a dense block, among the `expert_tp` ranks of an expert. Every expert
+  has the mean number of visits, or those of the busiest rank have `expert_imbalance` times as many, and the others wait
+  for it. The time of visits is the experts' share of the linear part, by FLOPs.
+- A stage sends its output, split over tensor-parallel ranks by sequence parallelism, to the next stage, and receives a
+  gradient. A share `p2p_overlap` travels during computation and is returned separately (`p2p`), because it depends on
+  the schedule whether it is hidden. The receiving stage waits for the rest when it is free, because 1F1B posts a
+  receive only then.
+- Data parallelism is separate too (`wlb_tools.cluster.data_parallel`): once a step, or for all ranks that meet in a
+  micro-batch.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ Floats = NDArray[np.float64]
 class StageSeconds:
     """Seconds of micro-batches on the stages of a pipeline, in the order of the model.
 
-    The last axis of the first three is forward, inputs' gradient, weights' gradient.
+    The last axis of the first five is forward pass, gradient of inputs, gradient of weights.
     """
 
     seconds: Floats  # [micro-batches, stages, 3]: everything but `p2p`; what wlb.simulate_pipeline takes as costs
@@ -67,7 +66,7 @@ class StageSeconds:
     exposed_tp: Floats  # [micro-batches, stages, 3]: the part of it that waits for tensor parallelism
     exposed_ep: Floats  # [micro-batches, stages, 3]: the part of it that waits for expert parallelism
     exposed_pp: Floats  # [micro-batches, stages, 3]: the part of it that receives from a neighbour
-    p2p: Floats  # [micro-batches]: what a stage's output, or its gradient, is on its way to a neighbour beside that
+    p2p: Floats  # [micro-batches]: further time of an output or gradient between two stages, beside computation
 
     @property
     def exposed(self) -> Floats:
@@ -76,7 +75,7 @@ class StageSeconds:
 
     @property
     def computing(self) -> Floats:
-        """float64[micro-batches, stages, 3]: the part of `seconds` that waits for nothing, and at least 0."""
+        """float64[micro-batches, stages, 3]: the part of `seconds` that does not wait, at least 0."""
         return np.maximum(self.seconds - self.exposed, 0.0)
 
 
@@ -100,31 +99,32 @@ def stage_seconds(
     ep_overlap: float = 0.0,
     p2p_overlap: float = 1.0,
 ) -> StageSeconds:
-    """Times of micro-batches on every stage; the module's documentation lists what is assumed.
+    """Times of micro-batches on every stage; the module's docstring lists the assumptions.
 
     Args:
         tokens: int[m] tokens of each micro-batch's fullest context-parallel rank.
         attention_forward: float[m] seconds of one layer's attention on its slowest context-parallel rank, with
-            `num_heads / tp` heads (``KernelModel.rank_seconds(shard, passes="forward").max()``); float[m, kinds] where
-            layers differ, a column for each of `model.kinds`.
-        attention_backward: float[m] the same of its backward.
-        model: its shape.
-        layout: how it is spread.
-        hardware: what it runs on.
+            `num_heads / tp` heads (``KernelModel.rank_seconds(shard, passes="forward").max()``); float[m, kinds] if
+            layers differ, with a column for each of `model.kinds`.
+        attention_backward: float[m] the same for its backward pass.
+        model: its sizes.
+        layout: the layout on GPUs.
+        hardware: the GPUs and links.
         linear_forward: float64[m] seconds of everything but attention in one layer, on the fullest context-parallel
             rank, with its share of the heads and the feed-forward block
-            (``CostModel.from_profile(path, passes="forward").linear_cost(tokens)``); default: by FLOPs. For
-            layers that differ in masks alone.
-        linear_backward: float64[m] the same of its backward; both or neither.
-        visiting_tokens: float64[m] tokens of the mean rank of those that divide experts among them, whose visits a
-            rank's experts have; default: `tokens`, as if all had equally many.
-        fullest_tokens: float64[m] tokens of the fullest of these ranks, which the all-to-all waits for; default:
+            (``CostModel.from_profile(path, passes="forward").linear_cost(tokens)``); default: by FLOPs. Only for models
+            whose layers differ at most in masks.
+        linear_backward: float64[m] the same for its backward pass; give both or neither.
+        visiting_tokens: float64[m] tokens of the mean rank of those that divide experts, on which a rank's experts
+            work; default: `tokens`, as if all had equally many.
+        fullest_tokens: float64[m] tokens of the fullest of these ranks, for which the all-to-all waits; default:
             `tokens`.
         keys_gathered: float64[m] keys that every context-parallel rank sends to the others (the most in
-            `Shard.keys_gathered`, where the attention sends no others); default: `tokens`, all of them.
-        keys_moved: float64[m] keys of other ranks whose gradients the rank with most of them sends home (the most in
+            `Shard.keys_gathered`, if attention sends no others); default: `tokens`, all of them.
+        keys_moved: float64[m] keys of other ranks whose gradients the rank with most of them returns (the most in
             `Shard.keys_moved`); default: all that the other ranks send.
-        expert_imbalance: visits to the experts of the busiest of these ranks over those to the mean one's, at least 1.
+        expert_imbalance: visits to the experts of the busiest of these ranks, divided by those of the mean one; at
+            least 1.
         cp_overlap: share of the context-parallel communication that computation hides.
         tp_overlap: share of the tensor-parallel communication that computation hides.
         ep_overlap: share of the expert-parallel communication that computation hides.
@@ -194,7 +194,7 @@ def stage_seconds(
     to_experts, among_experts = np.zeros_like(layer), np.zeros_like(layer)
     rows = np.array([visit_width(model, kind) for kind in kinds]) / hidden_size
     if layout.tp_of_experts != layout.tp:
-        # Rows of the tokens that the tensor-parallel ranks of an expert have, instead of a dense block's.
+        # Rows of all tokens of an expert's tensor-parallel ranks, instead of a dense block's rows.
         arrived = hidden * layout.tp_of_experts / layout.tp
         etp = Communicator.along("etp", layout, hardware)
         among_experts = rows * (etp.all_gather(arrived) + etp.reduce_scatter(arrived))[:, None]
@@ -216,7 +216,7 @@ def stage_seconds(
     trained = np.array([1.0, 1.0, 0.0 if layout.lora_rank else 1.0])  # frozen weights have no gradient
     by_visits = np.ones_like(layer)
     if layout.ep > 1:
-        # Experts take their share of a layer's FLOPs and time, for the tokens that arrive instead of the rank's own.
+        # Experts take their share of a layer's FLOPs and time, for arriving tokens instead of the rank's own.
         visits = np.array([sum(b.expert_flops(hidden_size) for b in kind.of_kind(FeedForward)) for kind in kinds])
         others = (expert_imbalance * visiting - count) / np.maximum(count, 1)
         by_visits += others[:, None] * visits / flops
@@ -232,7 +232,7 @@ def stage_seconds(
     again[-1] += predicting if layout.recompute != "none" else 0.0
 
     def over_stages(part: Floats, repeated: Floats) -> Floats:
-        """Sums over a stage's layers; what is repeated of the forward stands in the inputs' gradient."""
+        """Sums over a stage's layers; repeated parts of the forward pass are in the gradient of inputs."""
         summed = np.asarray((part[:, None] * layers[None, :, :, None]).sum(axis=2))
         summed[..., 1] += (repeated[:, None] * again).sum(axis=2)
         return summed
@@ -245,7 +245,7 @@ def stage_seconds(
     exposed_cp, exposed_tp, exposed_ep, seconds = map(
         over_stages, (layer_cp, layer_tp, layer_ep, layer_compute), repeated
     )
-    # Output projections run at the FLOP rate of the mean layer's linear part; all tokens are their own.
+    # Output projections run at the FLOP rate of the mean layer's linear part, on all tokens of the rank.
     shares = np.array(list(model.kinds.values())) / model.num_layers
     head = (_head_flops(model) / (flops @ shares)) * np.einsum("mkp,k->mp", linear, shares)
     seconds[:, -1] += head * trained
@@ -271,10 +271,10 @@ def fp8_gain(layout: ParallelLayout, hardware: Hardware) -> float:
 
 
 def check_imbalance(value: float) -> None:
-    """A ratio of the most over the mean.
+    """Refuses a ratio of the largest to the mean that is below 1.
 
     Raises:
-        WlbError: below 1.
+        WlbError: It is below 1.
     """
     check_positive("expert_imbalance", value)
     if value < 1:
@@ -282,7 +282,7 @@ def check_imbalance(value: float) -> None:
 
 
 def _head_flops(model: ModelConfig) -> float:
-    """Forward FLOPs of a token outside layers: output projections, and those before heads of multi-token prediction."""
+    """Forward FLOPs of a token outside layers: output projections, and projections of multi-token prediction."""
     heads = len(model.prediction_layers)
     return float(2 * (1 + heads) * model.hidden_size * model.vocab_size + 4 * heads * model.hidden_size**2)
 
@@ -299,7 +299,7 @@ def _prediction_kinds(model: ModelConfig) -> Floats:
 
 
 def _by_kind(name: str, given: ArrayLike, length: int, kinds: int) -> Floats:
-    """float64[length, kinds]; one column may stand for all."""
+    """float64[length, kinds]; one column may be given for all kinds."""
     values = numbers(name, given)
     if values.ndim < 2:
         return np.repeat(_entries(name, values, length)[:, None], kinds, axis=1)

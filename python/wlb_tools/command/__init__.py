@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 
 def load() -> Callable[[Sequence[str]], None]:
-    """Imports what the command needs; gives the function that runs it on the words after `wlb`, and exits."""
+    """Imports what the command needs; returns the function that runs it on the words after `wlb`, and exits."""
     missing = [name for name in ("cyclopts", "jinja2", "matplotlib", "plotly", "rich") if find_spec(name) is None]
     if missing:
         print(f"wlb: {', '.join(missing)} not installed; run: pip install {' '.join(missing)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The commands under one name, and the way their errors leave."""
+"""All commands in one app, and the output of their errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ for place, command in enumerate(_COMMANDS):
 
 
 def run(argv: Sequence[str]) -> None:
-    """Runs the command and exits: 0 done, 1 what was audited does not hold, 2 wrong input (one line on stderr)."""
+    """Runs the command and exits: 0 done, 1 an audit found something, 2 wrong input (one line on stderr)."""
     typed = argv
     try:
         if help.asked(argv) or not argv:
@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> None:
             bound.arguments["command_line"] = shlex.join(["wlb", *map(readable, typed)])
         called(*bound.args, **bound.kwargs)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read what it wanted
+    except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + getattr(signal, "SIGPIPE", 13))
     except wlb.WlbError as error:

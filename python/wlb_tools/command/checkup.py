@@ -1,4 +1,4 @@
-"""Checks of what works on this machine. Each check tries it, and gives what it saw and what is wrong with it."""
+"""Checks of what works on this machine. Each check tries it and reports what it found."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
     import torch
 
 PLANS: Final = "0618a8ce523c7281241f6690ecb4f3055491ec35fb3240008db233b61966cb32"
-"""What `digest_of_plans` gives wherever this version of wlb runs."""
+"""The result of `digest_of_plans` on every machine with this version of wlb."""
 
 _EXTRAS: Final = ("", "cli", "tokenizers", "torch", "testing")
-"""Of wlb's own, what a user has a use for; the first stands for wlb itself."""
+"""Extras of wlb that users need; the first stands for wlb itself."""
 
 _DOCUMENTS: Final = (1, 700, 33, 1, 260, 5)
-"""Lengths of the documents that attention is tried on."""
+"""Lengths of the documents on which attention is tried."""
 
 _ALLOWED: Final = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
-"""Of the norm of what is exact: a few times what rounding does. A mask in the wrong place is off by a tenth or more."""
+"""Largest error, relative to the norm: a few times that of rounding. A mask at a wrong place gives a tenth or more."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package that wlb uses, or is used in.
+    """A package that wlb uses, or that uses wlb.
 
     Attributes:
         name: in the package index.
-        installed: its version; None: it is not there.
-        needed: versions that will do.
+        installed: its version; None: not installed.
+        needed: supported versions.
         use: an extra of wlb, a trainer, or wlb itself.
-        works: whether it is there in such a version.
+        works: whether a supported version is installed.
     """
 
     name: str
@@ -56,15 +56,15 @@ class Package:
 
 @dataclass(frozen=True)
 class Attention:
-    """A kernel beside attention document by document in float64.
+    """A kernel, compared with attention of each document in float64.
 
     Attributes:
-        device: where.
+        device: where it ran.
         kernel: what ran.
-        dtype: of what went in.
-        forward: the output's error over its norm.
-        backward: the worst of the three gradients' errors over their norms.
-        allowed: the most of both.
+        dtype: of the inputs.
+        forward: the output's error, relative to its norm.
+        backward: the largest error of the three gradients, relative to their norms.
+        allowed: the largest allowed value of both.
     """
 
     device: str
@@ -76,7 +76,7 @@ class Attention:
 
     @property
     def right(self) -> bool:
-        """Whether both are within what is allowed."""
+        """Whether both errors are allowed."""
         return self.forward <= self.allowed and self.backward <= self.allowed
 
 
@@ -123,13 +123,13 @@ def _package(name: str, needed: SpecifierSet, use: str) -> Package:
 
 
 def broken_kernels() -> Iterator[str]:
-    """flash-attn that is installed and cannot be imported: attention would run without it, and not say so.
+    """flash-attn packages that are installed but cannot be imported; attention would silently run without them.
 
     Needs torch.
     """
     from wlb.torch.attention.kernels import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4
 
-    # flash-attn 2 and 4 share a package, in which either may be alone; what 2 has of 4 does not run.
+    # flash-attn 2 and 4 share a package and either may be installed alone; the parts of 4 that 2 has do not run.
     modules = [FLASH_ATTN_2, FLASH_ATTN_3]
     with contextlib.suppress(PackageNotFoundError):
         modules += [FLASH_ATTN_4] if version("flash-attn-4") else []
@@ -145,7 +145,7 @@ def broken_kernels() -> Iterator[str]:
 
 
 def attention() -> Iterator[Attention]:
-    """Every kernel of the first GPU, and of the CPU; needs torch."""
+    """Tests every kernel of the first GPU and of the CPU; needs torch."""
     import torch
 
     from wlb.torch.attention import kernels
@@ -159,7 +159,7 @@ def attention() -> Iterator[Attention]:
         for name in ("auto", "flash_attn", "varlen", "reference"):
             try:
                 kernel = kernels.choose(name, q, scale=1.0, alibi_slopes=None, alibi_aligned=True)
-            except wlb.WlbError:  # it is not for this device, or not installed
+            except wlb.WlbError:  # it does not support this device, or is not installed
                 continue
             if type(kernel) not in tried:
                 tried.add(type(kernel))

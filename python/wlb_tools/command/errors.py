@@ -1,4 +1,4 @@
-"""Wrong input: one line that names the option."""
+"""Errors about wrong input, in one line that names the option."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _OPTIONS = {
     "reserved_bytes": "reserved-gib",
     "world_size": "gpus",
 }
-"""Arguments of the library whose option has another name."""
+"""Options of arguments of the library that have another name."""
 
 
 class CliError(Exception):
-    """An error that the user can mend, in one line."""
+    """An error that the user can fix, in one line."""
 
 
 def option(argument: str) -> str:
@@ -36,8 +36,8 @@ def in_options(error: wlb.WlbError, options: Collection[str] | None = None) -> s
     """An error of the library in the words of the command line.
 
     Args:
-        error: names its argument, and where a model does not fit, settings with which it would.
-        options: those that there are, such as `--micro-batches`; an argument that is none of them keeps its name.
+        error: names its argument; if a model does not fit, also settings with which it would.
+        options: existing options, such as `--micro-batches`; other arguments keep their names.
     """
     if isinstance(error, DoesNotFit):
         return error.worded(setting)

@@ -1,4 +1,4 @@
-"""Help of two screens: an example first, then what most runs need; `--help-all` explains every option."""
+"""Help of two screens: an example, then the options of most runs. `--help-all` explains every option."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ EXAMPLES = {
     "audit": ("wlb audit ledger",),
     "doctor": ("wlb doctor",),
 }
-"""Commands to copy, by the command that they show; "" is all of them."""
+"""Example commands, by the command that they show; "" is all of them."""
 
-_FEW = 16  # options that are all explained
+_FEW = 16  # most options of a command whose help explains them all
 _OFTEN = frozenset(
     (
         *("--model", "--gpu", "--gpus", "--tp", "--cp", "--pp", "--dp", "--from", "--trainer", "--global-batch"),
@@ -38,16 +38,16 @@ _OFTEN = frozenset(
         *("--tokenizer", "--field", "--max-mean-delay", "--output", "--json"),
     )
 )
-"""Options that most runs need; the others are named."""
+"""Options that most runs need; of other options the help only lists the names."""
 
 
 def command_of(app: App, words: Sequence[str]) -> str:
-    """The command that these words call; "" without one."""
+    """The command in these words; "" without one."""
     return next((word for word in words if word in EXAMPLES and word in app), "")
 
 
 def asked(words: Sequence[str]) -> bool:
-    """Whether these words ask for help, the short one."""
+    """Whether these words ask for the short help."""
     typed = words[: words.index("--")] if "--" in words else words
     return "--help" in typed or "-h" in typed
 

@@ -5,7 +5,7 @@
     Path("h100.json").write_text(json.dumps(profile))
     wlb.KernelModel.from_profile("h100.json")
 
-`wlb profile` is this with a progress bar. `probe_link` measures the link between the ranks of a process group.
+`wlb profile` does this with a progress bar. `probe_link` measures the link between the ranks of a process group.
 """
 
 from wlb_tools.profiling.assemble import HeldOutErrors, held_out_errors

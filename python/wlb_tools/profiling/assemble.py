@@ -1,4 +1,4 @@
-"""From measurements to a profile, and how well the model of that profile meets what it has not seen."""
+"""Makes a profile from measurements, and tests the profile's model on segments that were left out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Pass:
 
     @classmethod
     def of(cls, name: str, calls: Mapping[Shape, dict[str, Any]]) -> _Pass:
-        """A call of nothing takes what the smallest call took, which on the CPU may be no shorter than others."""
+        """Takes the launch time from the smallest call, but at most half of the shortest other call."""
         shortest = min(_quantile(sample, name, 10) for shape, sample in calls.items() if shape != LAUNCH)
         return cls(name, min(_quantile(calls[LAUNCH], name, 50), shortest / 2))
 
@@ -51,10 +51,10 @@ def assemble(
     Args:
         identity: of the machine and the kernel.
         layer: of the linear part.
-        measured: samples by shape; of every key length, all query lengths of the grid or none.
+        measured: samples by shape; for every key length, either all query lengths of the grid or none.
 
     Raises:
-        WlbError: nothing is left to make one of.
+        WlbError: no shape is left.
     """
     calls = {shape: sample for shape, sample in measured.items() if shape.kind != "layer"}
     queries, keys = (sorted({getattr(s, n) for s in calls if s.kind == "attention"}) for n in ("tokens", "keys"))
@@ -95,9 +95,9 @@ def assemble(
 @explained
 @dataclass(frozen=True)
 class HeldOutErrors:
-    """Errors of a model on segments that it was not made from: relative, forward plus backward."""
+    """Errors of a model on segments that were not used to make it: relative, forward plus backward."""
 
-    relative: NDArray[np.float64]  # [held-out segments], signed: above 0 where the model predicts too much
+    relative: NDArray[np.float64]  # [held-out segments], signed: above 0 if the model predicts too much
 
     @property
     def median(self) -> float:

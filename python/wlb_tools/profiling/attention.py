@@ -1,4 +1,4 @@
-"""Attention over segments: one varlen call of many equal ones, forward and backward apart."""
+"""Times attention over segments: varlen calls of many equal ones, forward and backward separately."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from wlb_tools.cluster.parallel import ParallelLayout
 from wlb_tools.profiling.device import Device
 from wlb_tools.profiling.grid import LAUNCH, Shape
 
-_CALL_SECONDS = 1e-3  # a call should take so long, to be timed well
+_CALL_SECONDS = 1e-3  # least duration of a call for exact timing
 _MOST_SEGMENTS = 4096
-_WAVES = 4  # how often a call should fill the GPU
+_WAVES = 4  # how many times a call should fill the GPU
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class AttentionBench:
 
     @classmethod
     def of(cls, model: ModelConfig, *, tp: int, device: Device, kernel: KernelName) -> AttentionBench:
-        """The kernel that context-parallel attention would choose for that model.
+        """The kernel that context-parallel attention would choose for the model.
 
         Raises:
             WlbError: heads differ or do not divide by `tp`, or the kernel cannot run here.
@@ -58,7 +58,7 @@ class AttentionBench:
         }
 
     def flops(self, shape: Shape) -> float:
-        """FLOPs of a call, forward and backward; tiles are computed whole."""
+        """FLOPs of a call, forward and backward, with whole tiles."""
         return self.segments(shape) * self._segment_flops(shape)
 
     def _segment_flops(self, shape: Shape) -> float:
@@ -68,7 +68,7 @@ class AttentionBench:
         return pass_weights("forward_backward")[0] * 4 * self.heads * self.head_dim * pairs
 
     def segments(self, shape: Shape) -> int:
-        """Segments in one call: enough to be timed and to fill the GPU, as far as memory allows."""
+        """Segments in one call: enough to time it and to fill the GPU, as far as memory allows."""
         if shape == LAUNCH:
             return 1
         long_enough = math.ceil(_CALL_SECONDS * self.device.assumed_flops / self._segment_flops(shape))
@@ -85,7 +85,7 @@ class AttentionBench:
         width = self.device.dtype.itemsize
         # q, output, gradients of both, and a float32 sum; k, v, their gradients and float32 sums of these.
         rows = shape.tokens * self.heads * (4 * width + 4) + shape.keys * self.kv_heads * (4 * width + 8)
-        if self.kv_heads != self.heads:  # gradients of keys by query head, before they are summed
+        if self.kv_heads != self.heads:  # gradients of keys for each query head, before they are summed
             rows += 2 * shape.keys * self.heads * width
         return rows * self.head_dim
 
@@ -96,7 +96,7 @@ class AttentionBench:
         options: dict[str, Any] = {"dtype": self.device.dtype, "device": self.device.device}
         q, d_out = (torch.randn(queries, self.heads, self.head_dim, **options) for _ in range(2))
         k, v = (torch.randn(keys, self.kv_heads, self.head_dim, **options) for _ in range(2))
-        # Causal: the last query of each segment stands at its last key.
+        # Causal: the last query of each segment is at its last key.
         call = Call.of_lengths([shape.tokens] * segments, [shape.keys] * segments, (-1, 0), self.device.device)
         out, lse = self.kernel.forward(q, k, v, call)
         timed = self.device.time(

@@ -1,4 +1,4 @@
-"""The device that is measured: its name, memory, clocks, and how a call on it is timed."""
+"""The measured device: its name, memory, clocks, and how to time a call on it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from wlb._errors import error
 REPEATS = (5, 50)
 _WARM_UPS = 2
 LEAST_CALLS = _WARM_UPS + REPEATS[0]
-"""How often `Device.time` makes a call, at least."""
+"""Least number of times that `Device.time` makes a call."""
 
-_SLEEP = 2.0  # times what the host took to enqueue the call when warming up
-_CYCLES_PER_SECOND = 3e9  # above the clock of today's GPUs: a slower one sleeps longer, which does no harm
+_SLEEP = 2.0  # multiple of the time that the host took to enqueue the call when warming up
+_CYCLES_PER_SECOND = 3e9  # above the clock of today's GPUs; a slower GPU sleeps longer, which does no harm
 
 _CPU_BYTES = 2 * 2**30
 _FREE_SHARE = 0.8
@@ -30,10 +30,10 @@ _FREE_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Device:
-    """A device, timed by CUDA events or, on the CPU, by the clock on the wall.
+    """A device, timed by CUDA events or, on the CPU, by the wall clock.
 
-    Where torch computes on one thread (`torch.set_num_threads(1)`), by that thread's processor time: other programs do
-    not add to it.
+    If torch computes on one thread (`torch.set_num_threads(1)`), the CPU is timed by that thread's processor time, so
+    that other programs do not count.
     """
 
     device: torch.device
@@ -69,7 +69,7 @@ class Device:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type that is measured: bfloat16 on a GPU; float32 on the CPU, which often has no bfloat16 arithmetic."""
+        """Type of the measurement: bfloat16 on a GPU; float32 on the CPU, which often has no bfloat16 arithmetic."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     @property
@@ -81,7 +81,7 @@ class Device:
 
     @property
     def assumed_flops(self) -> float:
-        """A rate, to choose how many segments a call needs to take long enough; nothing else depends on it."""
+        """A rough rate, used only to choose how many segments a call needs to take long enough."""
         return 2e14 if self.device.type == "cuda" else 1e10
 
     def identity(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Device:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
     def clock_mhz(self) -> int | None:
-        """Clock rate of the multiprocessors now, in MHz; None where it is not known."""
+        """Present clock rate of the multiprocessors, in MHz; None if it is not known."""
         if self.device.type == "cpu":
             return None
         try:
@@ -110,10 +110,11 @@ class Device:
             return int(text.split()[0]) if text and text.split()[0].isdigit() else None
 
     def time(self, calls: dict[str, Callable[[], object]], *, seconds: float) -> dict[str, list[float]]:
-        """Seconds of each of these calls, made in turn, as often as `seconds` allow within `REPEATS`.
+        """Seconds of each of these calls, made in turn, as many times as `seconds` allow within `REPEATS`.
 
-        Two rounds warm up and the second tells how often. Before each call the L2 cache is overwritten and the GPU put
-        to sleep for longer than the host takes to enqueue the call, so that only the GPU's work is timed.
+        Two rounds warm up, and the second one decides how many rounds follow. Before each call the L2 cache is
+        overwritten, and the GPU sleeps for longer than the host takes to enqueue the call, so that only the GPU's work
+        is timed.
         """
         gpu = self.device.type == "cuda"
         with torch.cuda.device(self.device) if gpu else contextlib.nullcontext():  # events are recorded on its stream
@@ -131,7 +132,7 @@ class Device:
             return {name: [sample[i]() for sample in samples] for i, name in enumerate(calls)}
 
     def _timed(self, call: Callable[[], object], sleep: float) -> Callable[[], float]:
-        """Makes the call; what is returned gives its seconds once the device is done."""
+        """Makes the call; the returned function gives its seconds once the device is done."""
         if self._flushed is None:
             elapsed = _cpu_seconds(call)
             return lambda: elapsed
@@ -149,14 +150,14 @@ class Device:
 
 
 def _host_seconds(call: Callable[[], object]) -> float:
-    """On the wall's clock."""
+    """Seconds of a call by the wall clock."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def _cpu_seconds(call: Callable[[], object]) -> float:
-    """Seconds of a call on the CPU: processor time where it runs on one thread, else by the wall's clock."""
+    """Seconds of a call on the CPU: processor time if it runs on one thread, else by the wall clock."""
     if torch.get_num_threads() > 1:
         return _host_seconds(call)
     start = time.thread_time()

@@ -1,4 +1,4 @@
-"""Shapes that are measured: powers of two, and held-out ones between them."""
+"""Shapes to measure: powers of two, and held-out ones between them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Kind = Literal["launch", "attention", "held_out", "layer"]
 class Shape:
     """Sizes of one measurement.
 
-    "attention": segments of so many queries (`tokens`) and keys; "held_out": the same, for testing a model; "launch":
-    the smallest call that there is; "layer": a layer's linear part over so many tokens.
+    "attention": segments of these numbers of queries (`tokens`) and keys; "held_out": the same, for testing a model;
+    "launch": the smallest possible call; "layer": a layer's linear part over `tokens` tokens.
     """
 
     kind: Kind
@@ -43,10 +43,10 @@ class Grid:
         query_lengths: of segments, ascending.
         key_lengths: of segments, ascending; a segment has at least as many keys as queries.
         tokens: of the linear part, ascending.
-        held_out: (queries, keys) of segments that the model is not made of but tested on.
+        held_out: (queries, keys) of segments on which the model is tested, and which are not used to make it.
 
     Raises:
-        WlbError: lengths that do not ascend, queries that no key length is as long as, or a held-out segment with more
+        WlbError: lengths do not ascend, no key length is as long as some queries, or a held-out segment has more
             queries than keys.
     """
 
@@ -81,9 +81,9 @@ class Grid:
         tokens: Sequence[int] = (1024, 131072),
         held_out: int = 24,
     ) -> Grid:
-        """Powers of two from the first to the last of each pair, and as many held-out segments.
+        """Powers of two from the first to the last of each pair, and `held_out` segments to test with.
 
-        Those are spread log-uniformly over the same ranges, not on powers of two, and are the same in every run.
+        These are spread log-uniformly over the same ranges, at no powers of two, and are the same in every run.
         """
         generator = np.random.default_rng(0)
         query_lengths, key_lengths = powers_of_two("queries", queries), powers_of_two("keys", keys)
@@ -101,7 +101,7 @@ class Grid:
         )
 
     def shapes(self) -> list[Shape]:
-        """All of them, cheap ones first: what a dear one will take is estimated from the one before."""
+        """All shapes, cheap ones first, because the time of a shape is estimated from the one before."""
         attention = [Shape("attention", q, k) for k in self.key_lengths for q in self.query_lengths if q <= k]
         held_out = [Shape("held_out", q, k) for q, k in self.held_out]
         layers = [Shape("layer", tokens) for tokens in self.tokens]

@@ -1,4 +1,4 @@
-"""Everything in one transformer layer but attention: norms, QKV, rotation, O, the feed-forward block, residuals."""
+"""Everything in one transformer layer except attention: norms, QKV, rotation, O, feed-forward block, residuals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wlb_tools.profiling.grid import Shape
 
 
 class _NoAttention(torch.autograd.Function):
-    """Gives the queries back as the output, and gradients to all inputs, without computing or copying anything."""
+    """Returns the queries as the output, and gives gradients to all inputs, without computing or copying anything."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class _NoAttention(torch.autograd.Function):
 
 
 class _LinearPart(nn.Module):
-    """One tensor-parallel rank's matrices, in plain torch. Widths are those of the rank, tokens are all of its group's.
+    """One tensor-parallel rank's matrices, in plain torch. Widths are those of the rank, tokens those of its group.
 
     Norms and residuals are over all tokens too, as without sequence parallelism.
     """
@@ -117,13 +117,13 @@ class LayerBench:
         return 6.0 * shape.tokens * self._weights
 
     def fits(self, shape: Shape) -> bool:
-        """Whether memory has room for weights, their gradients, activations and theirs."""
+        """Whether memory has room for weights, activations and the gradients of both."""
         widths = 8 * self.hidden_size + 8 * self.num_heads * self.head_dim + 6 * self.ffn_hidden_size
         need = (2 * self._weights + 2 * shape.tokens * widths) * self.device.dtype.itemsize
         return need <= self.device.memory_bytes
 
     def run(self, shape: Shape, *, seconds: float) -> dict[str, Any]:
-        """Samples of the forward, and of the backward with all gradients, within a budget of seconds."""
+        """Samples of the forward pass, and of the backward pass with all gradients, within a budget of seconds."""
         options: dict[str, Any] = {"dtype": self.device.dtype, "device": self.device.device}
         with torch.device(self.device.device):
             sizes = (self.hidden_size, self.ffn_hidden_size, self.num_heads, self.num_kv_heads, self.head_dim)

@@ -1,4 +1,4 @@
-"""The link between ranks: collectives of many sizes over a process group, and the latency and bandwidth they show."""
+"""Measures the link between ranks: collectives of many sizes over a process group give latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wlb._shown import explained
 from wlb_tools.cluster.hardware import Link
 
 BYTES = tuple(1 << power for power in range(10, 25, 2))
-"""Sizes of messages that are timed: 1 KiB to 16 MiB."""
+"""Sizes of timed messages: 1 KiB to 16 MiB."""
 
 _WARM_UPS = 2
 
@@ -26,12 +26,12 @@ _WARM_UPS = 2
 @explained
 @dataclass(frozen=True)
 class LinkTimes:
-    """Seconds of an all-gather among all ranks of a group, by the bytes that each rank ends up with.
+    """Seconds of an all-gather among all ranks of a group, by the bytes that each rank has afterwards.
 
     Attributes:
-        size: Ranks.
+        size: Number of ranks.
         num_bytes: int64 [sizes].
-        seconds: float64 [sizes]: median over repetitions, of the slowest rank each time.
+        seconds: float64 [sizes]: median over repetitions of the time of the slowest rank.
     """
 
     size: int
@@ -40,16 +40,16 @@ class LinkTimes:
 
     @property
     def link(self) -> Link:
-        """The latency of a hop and the bandwidth with which a ring takes these times.
+        """The latency of a hop and the bandwidth of a ring with these times.
 
         A ring of `n` ranks takes `(n - 1) * latency + (n - 1) / n * bytes / bandwidth`
-        (`wlb_tools.cluster.collectives`, without a launch of its own, which the latency holds here). Fitted by least
-        squares of relative errors, so that small messages count as much as large ones.
+        (`wlb_tools.cluster.collectives`, where the launch is separate; here it is in the latency). Fitted by least
+        squares of relative errors, so that small and large messages count alike.
         """
         hops = self.size - 1
         terms = np.stack([np.full(self.seconds.size, float(hops)), hops / self.size * self.num_bytes], axis=1)
         latency, per_byte = np.linalg.lstsq(terms / self.seconds[:, None], np.ones(self.seconds.size), rcond=None)[0]
-        if per_byte <= 0:  # no size took longer than the smallest did: the link is at least this fast
+        if per_byte <= 0:  # no size took longer than the smallest one: the link is at least this fast
             per_byte = float((self.seconds / terms[:, 1]).min())
         return Link(latency=max(float(latency), 1e-9), bandwidth=1 / float(per_byte))
 
@@ -61,19 +61,19 @@ def probe_link(
     num_bytes: Sequence[int] = BYTES,
     repeats: int = 15,
 ) -> LinkTimes:
-    """Times all-gathers among the ranks of a group. A collective: every rank of it calls this, and gets the same.
+    """Times all-gathers among the ranks of a group. All its ranks call this together, and get the same result.
 
-    Run it where nothing else runs. The link of ranks in one node and that between nodes are two: probe a group of each.
+    Run nothing else meanwhile. The links in a node and between nodes differ: probe a group of each.
 
     Args:
         group: Two ranks or more; default: the whole world.
-        device: Where the tensors lie; what the group's backend takes.
-        num_bytes: Sizes of the gathered tensor, ascending, each at least one byte a rank; rounded down to a multiple
-            of the ranks.
-        repeats: Of each size, after two that warm up.
+        device: Device of the tensors, one that the group's backend takes.
+        num_bytes: Sizes of the gathered tensor, ascending, each at least one byte a rank; rounded down to a multiple of
+            the number of ranks.
+        repeats: Repetitions of each size, after two that warm up.
 
     Raises:
-        WlbError: One rank alone has no link; no size, or one that does not ascend; no repetition.
+        WlbError: There is only one rank; there is no size, or one that does not ascend; or no repetition.
     """
     size = dist.get_world_size(group)
     if size < 2:
@@ -98,7 +98,7 @@ def probe_link(
 
 
 def _timed(call: Callable[[], Any], group: dist.ProcessGroup | None, device: torch.device | str) -> float:
-    """Seconds of a collective, from where all ranks are ready for it."""
+    """Seconds of a collective from the moment when all ranks are ready for it."""
     dist.barrier(group=group)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The loop: shape after shape, round after round, within a budget of time; each written down when it is done."""
+"""Measures all shapes in several rounds within a budget of time, and writes down each measurement."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from wlb_tools.profiling.layer import LayerBench
 from wlb_tools.profiling.records import Records
 
 ROUNDS = 5
-"""How often all shapes are measured, one time after another.
+"""How many times all shapes are measured.
 
-A device that is slow for some seconds, since it is hot or others use it, is then slow in one round of a shape at most,
-which its median does not see.
+If a device is slow for some seconds, because it is hot or shared, at most one round of a shape is slow, which does not
+change the median.
 """
 
 _PLANNED = 0.8
-"""Share of the time left that is given out; the rest is for making tensors and for surprises."""
+"""Share of the remaining time that is planned; the rest is for making tensors and for delays."""
 
 
 class Profiler:
-    """One model's heads and widths on one device.
+    """Measures one model's heads and widths on one device.
 
     Args:
-        model: its heads and widths are measured.
-        tp: tensor-parallel ranks that heads and the feed-forward width are divided by.
+        model: has the heads and widths to measure.
+        tp: tensor-parallel ranks that divide heads and the feed-forward width.
         device: default the current CUDA device.
         kernel: as in `wlb.torch.context_parallel_attention`.
-        memory_bytes: what buffers may take; default 80 % of what is free.
+        memory_bytes: most memory for buffers; default 80 % of free memory.
 
     Raises:
-        WlbError: no such device, the kernel cannot run on it, or `tp` does not divide the model.
+        WlbError: the device does not exist, the kernel cannot run on it, or `tp` does not divide the model.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Profiler:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """GPU, versions, kernel and heads: what a profile is of."""
+        """GPU, versions, kernel and heads, which identify a profile."""
         return self._device.identity() | self._attention.identity()
 
     @property
     def name(self) -> str:
-        """For files: the GPU, the kernel and its package's version, and the shape of its heads."""
+        """Name for files: the GPU, the kernel and its package's version, and the shape of its heads."""
         bench, identity = self._attention, self.identity
         packages = {
             "FlashAttention2": "flash_attn",
@@ -93,24 +93,25 @@ class Profiler:
         progress: Callable[[int, int, str], None] | None = None,
         skipped: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
-        """Measures every shape of the grid that the records lack, and gives the profile of all of them.
+        """Measures every shape of the grid that is not in the records, and returns the profile of all of them.
 
         Args:
-            records: a file of one JSON object a line, made or continued. Its first line says what was measured on
-                what, each other line is a shape with the samples of a round; a run that is cut off goes on from there.
+            records: a file with a JSON object on each line, new or to be continued. Its first line identifies the
+                measurement; each other line is a shape with the samples of a round. A run that was stopped continues
+                from there.
             grid: default `Grid.default`.
-            budget_seconds: of wall time for this run. Repetitions follow it, between 5 and 50 of a shape in each of
-                `ROUNDS`; rounds after the first end with it.
-            progress: called with the number of measurements done, of all, and the next shape's name.
-            skipped: called with what is left out for lack of memory.
+            budget_seconds: wall time for this run. The number of repetitions depends on it, between 5 and 50 of a shape
+                in each of `ROUNDS`; rounds after the first end with it.
+            progress: called with the number of finished measurements, the number of all, and the next shape's name.
+            skipped: called with shapes that are left out for lack of memory.
 
         Returns:
             A profile as docs/semantics.md describes it, in plain JSON values, for
             `wlb.KernelModel.from_profile` and `wlb.CostModel.from_profile`.
 
         Raises:
-            WlbError: records of another GPU, kernel, version or model, named; or the budget is used up, or would be by
-                the next shape (what is done is kept: call it again).
+            WlbError: records are of another GPU, kernel, version or model, which is named; or the budget is too small
+                for the next shape (finished measurements are kept: call it again).
         """
         if not budget_seconds > 0:
             raise error("budget_seconds", f"= {budget_seconds}: must be above 0", value=budget_seconds)
@@ -120,7 +121,7 @@ class Profiler:
             lost: set[Shape] = set()
 
             def lose(shape: Shape) -> None:
-                """Tables have no holes: with one segment, all of its key length go."""
+                """Tables have no gaps, so with one segment all segments of its key length are left out."""
                 keys = shape.keys if shape.kind == "attention" else None
                 lost.update(s for s in wanted if s == shape or (s.kind == "attention" and s.keys == keys))
                 if skipped is not None:
@@ -143,7 +144,7 @@ class Profiler:
                     progress(index, len(todo), shape.name)
                 bench = self._bench(shape)
                 left = deadline - time.monotonic()
-                # Shapes ascend: the next is a little larger than the one before, and hardly slower.
+                # Shapes ascend: the next one is a little larger and reaches about the same FLOP rate.
                 if left < (0.0 if rate is None else LEAST_CALLS * bench.flops(shape) / rate):
                     if number > 0:
                         break

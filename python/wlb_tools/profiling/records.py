@@ -1,4 +1,4 @@
-"""A file of measurements, one a line, that a run adds to and a later run goes on from."""
+"""A file of measurements, one a line, which a run appends to and a later run continues."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ _FORMAT = {"format": "wlb.profile_records", "version": 1}
 
 
 class Lines:
-    """JSON objects, a line each, added one by one. The first says what the others are of: another run is refused."""
+    """JSON objects, one a line. The first one identifies the others; a file of another run is refused."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     @classmethod
     def open(cls, path: Path, header: dict[str, Any]) -> tuple[Lines, list[Any]]:
-        """Reads the file, or begins it. A last line that was cut off in the middle is dropped.
+        """Reads the file, or begins it. A last line that was cut off is dropped.
 
         Args:
             path: the file.
             header: its first line; has "format" and "version".
 
         Returns:
-            What to add to, and the lines after the first that there are.
+            The open file, and its lines after the first.
 
         Raises:
-            WlbError: it is no file of that format, cannot be written, or is of something else: says of what.
+            WlbError: it is no file of that format, cannot be written, or belongs to another measurement, which is
+                named.
         """
         try:
             text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -42,7 +43,7 @@ class Lines:
         complete = text[: text.rfind("\n") + 1]  # a line is complete once its end is written
         found = [_parse(path, number, line) for number, line in enumerate(complete.splitlines(), 1)]
         if found:
-            # As JSON gives it back: tuples are lists there.
+            # Compare with the header as JSON reads it: tuples become lists.
             _check_same(path, found[0], json.loads(json.dumps(header)))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,12 +58,12 @@ class Lines:
         return lines, found[1:]
 
     def add(self, line: dict[str, Any]) -> None:
-        """Writes a line, so that it outlives this process."""
+        """Writes a line to disk, so that it survives the end of this process."""
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Ends the writing."""
+        """Closes the file."""
         self._file.close()
 
 
@@ -78,10 +79,10 @@ class Records:
 
         Args:
             path: the file.
-            identity: of the machine and of what is measured.
+            identity: of the machine and of the measurement.
 
         Raises:
-            WlbError: it is no file of records, cannot be written, or is of something else: says of what.
+            WlbError: it is no file of records, cannot be written, or belongs to another measurement, which is named.
         """
         lines, values = Lines.open(path, _FORMAT | identity)
         found: dict[Shape, list[dict[str, Any]]] = {}
@@ -99,7 +100,7 @@ class Records:
         return len(self._found.get(shape, ()))
 
     def __getitem__(self, shape: Shape) -> dict[str, Any]:
-        """The last measurement, with the samples of all others whose calls were as large."""
+        """The last measurement, with the samples of all others whose calls had as many segments."""
         rounds = self._found[shape]
         last = rounds[-1]
         alike = [one for one in rounds if one.get("segments_per_call") == last.get("segments_per_call")]
@@ -109,7 +110,7 @@ class Records:
         }
 
     def add(self, shape: Shape, measured: dict[str, Any]) -> None:
-        """Writes one measurement, so that it outlives this process."""
+        """Writes one measurement to disk, so that it survives the end of this process."""
         self._found.setdefault(shape, []).append(measured)
         self._lines.add({"shape": asdict(shape), "measured": measured})
 
@@ -137,7 +138,7 @@ def _record(path: Path, number: int, value: Any) -> tuple[Shape, dict[str, Any]]
 
 
 def _check_same(path: Path, found: Any, wanted: dict[str, Any]) -> None:
-    """Refuses records that say another thing, naming the first that differs."""
+    """Refuses records with another identity, naming the first difference."""
     if not isinstance(found, dict) or any(found.get(name) != wanted[name] for name in _FORMAT):
         raise error("records", f"{str(path)!r} is not a file of records of this version", value=str(path))
     for name, value in wanted.items():

@@ -1,4 +1,4 @@
-"""Prediction of training time on a cluster, under each method: `wlb_tools.simulate`, `wlb_tools.simulation.tune`."""
+"""Predicts training time on a cluster, for each method: `wlb_tools.simulate`, `wlb_tools.simulation.tune`."""
 
 from wlb._choices import Schedule
 from wlb_tools.simulation.balance import ATTENTION_RATES

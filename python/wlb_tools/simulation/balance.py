@@ -1,4 +1,4 @@
-"""Figures of balance over many steps, and how they change where attention is faster or slower than was assumed."""
+"""Figures of balance over many steps, also with attention faster or slower than assumed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from wlb._shown import explained
 Floats = NDArray[np.float64]
 
 ATTENTION_RATES = (0.35, 0.6, 1.0, 1.6, 2.5)
-"""Rates of attention relative to everything else, 1 being what was assumed, at which a plan is graded again.
+"""Rates of attention relative to everything else at which a plan is also judged; 1 is the assumed rate.
 
-A plan that knows its own costs too well grades itself. An assumed rate may be off so far: kernels whose backward or
-short documents run at half of the published rate, and clusters whose exposed communication makes the rest of a layer
-twice as slow, are both common. Where 0.85 is assumed, these reach from 0.3 to 2.1."""
+Otherwise a plan would be judged by the costs that it was made with. Rates differ that much in practice: the backward
+pass or short documents may reach half of the published rate, and exposed communication may make the rest of a layer
+twice as slow. If 0.85 is assumed, these reach from 0.3 to 2.1."""
 
 
 @explained
@@ -28,9 +28,9 @@ class Balance:
     """Balance of a stream: the heaviest and the mean micro-batch of each step.
 
     Args:
-        heaviest: float64[steps] work of the heaviest micro-batch, or its seconds.
-        mean: float64[steps] that of the mean micro-batch.
-        work: float64[steps] that of all micro-batches together.
+        heaviest: float64[steps] work, or seconds, of the heaviest micro-batch.
+        mean: float64[steps] work of the mean micro-batch.
+        work: float64[steps] work of all micro-batches.
     """
 
     heaviest: Floats
@@ -39,17 +39,17 @@ class Balance:
 
     @classmethod
     def of(cls, costs: Floats) -> Balance:
-        """From costs [steps, micro-batches], or [steps, micro-batches, columns], where a step waits in each column."""
+        """From costs [steps, micro-batches], or [steps, micro-batches, columns] if steps wait in each column."""
         found = costs.max(axis=1), costs.mean(axis=1), costs.sum(axis=1)
         return cls(*(of.sum(axis=1) for of in found)) if costs.ndim == 3 else cls(*found)
 
     def first(self, steps: int) -> Balance:
-        """The balance of the first steps alone."""
+        """The balance of the first steps only."""
         return Balance(self.heaviest[:steps], self.mean[:steps], self.work[:steps])
 
     @property
     def imbalance(self) -> Floats:
-        """float64[steps]: the heaviest micro-batch over the mean; 1 where there is no work at all."""
+        """float64[steps]: the heaviest micro-batch over the mean; 1 if there is no work."""
         return np.divide(self.heaviest, self.mean, out=np.ones_like(self.mean), where=self.mean > 0)
 
     @property
@@ -64,7 +64,7 @@ class Balance:
 
     @property
     def heaviest_step(self) -> float:
-        """Work of the heaviest step over the mean step's."""
+        """Work of the heaviest step, divided by that of the mean step."""
         return float(self.work.max() / self.work.mean())
 
     def summary(self) -> dict[str, Any]:
@@ -87,12 +87,12 @@ class Swept:
 
 
 def band(values: list[float]) -> tuple[float, float]:
-    """The least and the most of a figure over a sweep."""
+    """The least and the most of a figure over all rates."""
     return min(values), max(values)
 
 
 def percentile(values: NDArray[np.float64], fraction: float) -> float:
-    """The smallest of the values that at least `fraction` of them do not exceed.
+    """The smallest value that at least a share `fraction` of the values does not exceed.
 
     Args:
         values: float64[n], at least one.
@@ -105,9 +105,9 @@ def percentile(values: NDArray[np.float64], fraction: float) -> float:
 
 
 def imbalance_percentile(imbalance: NDArray[np.float64], fraction: float) -> float:
-    """Percentile of an imbalance, as ``PackerMetrics.imbalance_p95``: rounded up to 0.001, at most the worst.
+    """Percentile of an imbalance, as ``PackerMetrics.imbalance_p95``: rounded up to 0.001, at most the largest.
 
-    A packer counts in bins of that width, because it keeps no list of its steps.
+    A packer counts steps in bins of that width, because it keeps no list of them.
 
     Args:
         imbalance: float64[steps], the slowest micro-batch over the mean of its step.

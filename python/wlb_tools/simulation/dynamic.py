@@ -1,4 +1,4 @@
-"""Dynamic context parallelism in a simulation: planned step by step, priced group by group, run rank by rank."""
+"""Dynamic context parallelism in a simulation: plans each step, prices each group, runs each rank."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from wlb_tools.simulation.trained import Trained
 Integers = NDArray[np.int64]
 
 _AT_ONCE = 1 << 22
-"""Seconds of passes that are held at a time, of all ranks; memory, not results, depends on it."""
+"""Number of seconds of passes of all ranks that are held at a time; it changes memory, not results."""
 
 
 @explained
 @dataclass(frozen=True)
 class DynamicStep:
-    """One global batch as it is trained."""
+    """One global batch in training."""
 
     plan: DynamicCpPlan
     ids: Integers  # [documents] ascending: indices into the stream
     delays: Integers  # [documents] iterations from the turn to training
-    seconds: float | None  # of planning; None for what a flush yields
+    seconds: float | None  # of planning; None for steps of a flush
 
 
 @explained
@@ -57,12 +57,12 @@ class DynamicStep:
 class DynamicCpRun(Trained):
     """A whole stream in micro-batches that divide the ranks of a pipeline stage into groups."""
 
-    group: Integers  # [pieces] a row of those below
+    group: Integers  # [pieces] index of the group
     group_step: Integers  # [groups] ascending
     group_micro_batch: Integers  # [groups] inside the step, ascending
-    cp_size: Integers  # [groups] ranks; in the order of ranks, and every rank is in one
+    cp_size: Integers  # [groups] ranks; groups are in the order of ranks, and every rank is in one
     group_tokens: Integers  # [groups] of the fullest rank
-    micro_batches: Integers  # [steps] how many each rank has
+    micro_batches: Integers  # [steps] of each rank
     world_size: int  # ranks of a pipeline stage
 
     def group_pieces(self) -> Iterator[slice]:
@@ -76,12 +76,12 @@ class DynamicCpRun(Trained):
 
     @cached_property
     def _group_of_slot(self) -> tuple[Integers, Integers]:
-        """Groups by step, micro-batch and rank, and where each step's begin."""
+        """The group of each step, micro-batch and rank, and where the groups of each step begin."""
         slots = np.repeat(np.arange(self.cp_size.size), self.cp_size)
         return slots, np.concatenate([[0], np.cumsum(self.micro_batches * self.world_size)])
 
     def together(self, layout: ParallelLayout, *, sync: Sync = "step") -> Groups:
-        """Groups that meet because their ranks divide experts, or all groups of a micro-batch."""
+        """Groups that meet, because their ranks divide experts; or all groups of a micro-batch."""
         return Groups(self.cp_size, ep=self.world_size if sync == "micro_batch" else layout.ranks_of_experts)
 
     def groups(self, steps: Integers) -> Integers:
@@ -98,7 +98,7 @@ def dynamic_steps(
 ) -> Iterator[DynamicStep]:
     """The global batches, planned one by one with these arguments of `wlb.plan_dynamic_cp`.
 
-    With a packer in front (`reading`), what it releases in each iteration is planned; what it holds comes later.
+    With a packer before the planner (`reading`), the documents that it releases in each iteration are planned.
     """
     if reading is None:
         for begin, end in itertools.pairwise(stream.offsets.tolist()):
@@ -116,11 +116,11 @@ def dynamic_steps(
 
 
 def packer_before(scenario: Scenario, options: Mapping[str, Any], *, split: int) -> dict[str, Any]:
-    """Arguments of the packer whose releases are planned with these of `wlb.plan_dynamic_cp`; not what waits.
+    """Arguments of the packer whose releases are planned with these `options`, without its release rule.
 
-    All ranks can share a document, so that one has to wait only where it is too much for all of them: the packer's
-    micro-batches are as wide as the pipeline stage, and there are `dp` times fewer of them. Memory is the planner's
-    concern, which makes more micro-batches where it binds.
+    All ranks can share a document, so it need not wait unless it is too much for all of them. So the packer's
+    micro-batches are as wide as the pipeline stage, and there are `dp` times fewer. The planner takes care of memory,
+    by making more micro-batches.
     """
     return {
         "num_micro_batches": scenario.micro_batches * split // scenario.layout.dp,
@@ -177,17 +177,17 @@ class Attention:
     keys: Integers  # [groups, 2] see Scenario.keys_exchanged
 
     def at_rate(self, rate: float) -> Attention:
-        """Were it `rate` times as fast."""
+        """The seconds if attention were `rate` times as fast."""
         return dataclasses.replace(self, seconds=self.seconds / rate)
 
     def of_groups(self, overhead: Overhead = NO_OVERHEAD) -> tuple[Floats, Floats]:
-        """float64[groups, 2, kinds] on the slowest rank and on the mean one, with what they copy beside."""
+        """float64[groups, 2, kinds] on the slowest rank and on the mean one, with the time of copies."""
         seconds = self.seconds + overhead.copying(self.copied)[..., None]
         return of_slowest_and_mean(seconds.swapaxes(0, 1), self.sizes)
 
 
 def of_slowest_and_mean(seconds: Floats, sizes: Integers) -> tuple[Floats, Floats]:
-    """float64[groups, ...] of the slowest rank of every group and of the mean one.
+    """float64[groups, ...] on the slowest rank of every group and on the mean one.
 
     Args:
         seconds: float64[ranks of all groups, ...].
@@ -201,10 +201,10 @@ def of_slowest_and_mean(seconds: Floats, sizes: Integers) -> tuple[Floats, Float
 
 @dataclass(frozen=True)
 class Priced:
-    """Seconds of every group of a run on its ranks, on every pipeline stage."""
+    """Seconds of every group of a run on each of its ranks and pipeline stages."""
 
     seconds: Floats  # [groups, stages, 3]
-    parts: dict[str, Floats]  # [groups, stages, 3] of it: what waits or communicates
+    parts: dict[str, Floats]  # [groups, stages, 3] parts of `seconds` that wait or communicate
     p2p: Floats  # [groups]
     attention: Attention
 
@@ -229,10 +229,10 @@ def attention_of_groups(run: DynamicCpRun, scenario: Scenario) -> Attention:
 
 
 def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured: Floats | None = None) -> Priced:
-    """Every group on every stage, with the communication of its size. O(groups).
+    """Seconds of every group on every stage, with the communication of its size. O(groups).
 
-    With `measured` seconds of every rank's part, see `Outcome.at_measured`, instead of those that the kernel
-    model and the linear part predict.
+    With `measured` seconds of every rank's part (see `Outcome.at_measured`), they replace those that the kernel model
+    and the linear part predict.
     """
     sizes = run.cp_size
     shape = (sizes.size, scenario.layout.num_stages, 3)
@@ -285,7 +285,7 @@ def price(run: DynamicCpRun, scenario: Scenario, attention: Attention, measured:
 @explained
 @dataclass(frozen=True)
 class DynamicOutcome(Outcome):
-    """Under a run whose micro-batches divide the ranks as their documents need."""
+    """Outcome of a run whose micro-batches divide the ranks into groups."""
 
     run: DynamicCpRun
     priced: Priced
@@ -315,7 +315,7 @@ class DynamicOutcome(Outcome):
 
     @property
     def pipelines(self) -> str:
-        """One for each rank of a stage."""
+        """One pipeline for each rank of a stage."""
         return "rank"
 
     def at_attention_rate(self, rate: float) -> DynamicOutcome:
@@ -325,7 +325,7 @@ class DynamicOutcome(Outcome):
     def parts(self) -> Iterator[RankPart]:
         """See `Outcome.parts`."""
         run = self.run
-        # Every rank is in one group of a micro-batch, in the order of ranks.
+        # Every rank is in one group of a micro-batch, and groups are in the order of ranks.
         first = (np.cumsum(run.cp_size) - run.cp_size) % run.world_size
         rows = zip(run.group_step.tolist(), run.group_pieces(), run.cp_size.tolist(), first.tolist(), strict=True)
         for step, pieces, size, begin in rows:
@@ -346,7 +346,7 @@ class DynamicOutcome(Outcome):
         return score_priced(self.title, self.run, self.scenario, priced)
 
     def timelines(self, step: int) -> list[PipelineTimeline]:
-        """One step op by op, for each rank of a stage; an op begins with its wait for the others of its group."""
+        """One step op by op, for each rank of a stage; an op begins with its wait for the other ranks of its group."""
         lines, layout = _lines(self.run, self.priced, self.scenario, np.array([step])), self.scenario.layout
         return [
             simulate_pipeline(
@@ -393,7 +393,7 @@ def score_priced(title: str, run: DynamicCpRun, scenario: Scenario, priced: Pric
         busy[some] = simulated.compute + simulated.exposed - waits
         held = np.maximum(held, simulated.peak_activation.max(axis=(0, 1)))
 
-    gpus = layout.pp * run.world_size  # tensor-parallel ranks are equal
+    gpus = layout.pp * run.world_size  # tensor-parallel ranks are equal, so they need not be counted
 
     def of_mean_gpu(part: Floats) -> Floats:
         return np.bincount(run.group_step, weights=run.cp_size * part.sum(axis=(1, 2)), minlength=steps) / gpus
@@ -424,7 +424,7 @@ def score_priced(title: str, run: DynamicCpRun, scenario: Scenario, priced: Pric
 
 
 def _memory(run: DynamicCpRun, scenario: Scenario, held: Floats) -> RankMemory:
-    """Bytes on the GPUs; the most that any group's gathered keys need beside the most activations."""
+    """Bytes on the GPUs: the largest gathered keys of any group beside the most activations."""
     layout = scenario.layout
     memory = scenario.memory(int(run.group_tokens.max()) * layout.cp, held * layout.cp)
     workspace = [
@@ -449,16 +449,16 @@ def _alike(run: DynamicCpRun, stages: int) -> Iterator[Integers]:
 
 @dataclass(frozen=True)
 class _Lines:
-    """Some steps, rank by rank: rank r of every pipeline stage is a pipeline, held up where its groups are."""
+    """Some steps, rank by rank. The ranks r of all stages are a pipeline, which waits when its groups wait."""
 
     costs: Floats  # [steps, ranks, micro-batches, stages, 3] with waits
-    waits: Floats  # the same: for the other ranks of a group
-    exposed: Floats  # the same: waits, and what waits or communicates inside a group
+    waits: Floats  # the same shape: waits for the other ranks of a group
+    exposed: Floats  # the same shape: waits, and waiting or communication inside a group
     p2p: Floats  # [steps, ranks, micro-batches]
     tokens: Floats  # [steps, ranks, micro-batches]
 
     def run(self, scenario: Scenario) -> PipelineSteps:
-        """All of them."""
+        """Runs the pipelines of all these steps."""
         return simulate_steps(
             self.costs,
             schedule=scenario.pipeline_schedule,
@@ -495,24 +495,24 @@ def group_waits(
     num_stages: int,
     num_virtual_stages: int,
 ) -> Floats:
-    """Seconds that ops wait for other ranks of their group, beyond the wait for their own rank and input.
+    """Seconds that ops wait for other ranks of their group, after their own rank and input are ready.
 
-    Every rank of a stage runs the same order of ops. A forward or backward begins when all ranks of its group are
-    free and have their input, which comes from the same rank of another stage. A weight gradient by itself waits for
-    nobody.
+    Every rank of a stage runs the same order of ops. A forward or backward pass begins when all ranks of its group are
+    free and have their input, which comes from the same rank of another stage. A separate gradient of weights waits for
+    no other rank.
 
     Args:
-        groups: int64[steps, micro-batches, ranks] a number for each group, or for those that meet, different in other
+        groups: int64[steps, micro-batches, ranks] a number for each group, or for groups that meet, different in other
             steps and micro-batches; its ranks are neighbours.
-        seconds: float64[steps, ranks, micro-batches, stages, 3] of forward, inputs' and weights' gradient.
-        p2p: float64[steps, ranks, micro-batches] from one stage to another rank's.
+        seconds: float64[steps, ranks, micro-batches, stages, 3] of forward pass and gradients of inputs and of weights.
+        p2p: float64[steps, ranks, micro-batches] from a stage to another rank's stage.
         schedule: of the pipeline.
         num_stages: pipeline ranks.
         num_virtual_stages: stages of each.
 
     Returns:
-        float64, the shape of `seconds`: with it added, every rank's pipeline by itself does what it does among the
-        others.
+        float64, the shape of `seconds`. If it is added to `seconds`, every rank's pipeline simulated alone has the
+        times that it has among the others.
 
     Complexity:
         O(entries of `seconds`), in numpy calls of `steps * ranks` entries.
@@ -532,8 +532,8 @@ def group_waits(
 
     waits = np.zeros_like(seconds)
     free = np.zeros((num_stages, steps, ranks))
-    ends: dict[tuple[int, int, bool], Floats] = {}  # of the forward, or of the backward
-    # Where every op takes some time, an op starts after all that it waits for: an order that is one for any costs.
+    ends: dict[tuple[int, int, bool], Floats] = {}  # of the forward pass, or of the backward pass
+    # If every op takes some time, it starts after all ops for which it waits, so this order is valid for any costs.
     order = np.argsort(program.starts, kind="stable")
     for rank, stage, j, kind in zip(
         *(ops[order].tolist() for ops in (program.ranks, program.stages, program.micro_batches, program.kinds)),

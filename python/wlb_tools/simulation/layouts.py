@@ -28,7 +28,7 @@ from wlb_tools.simulation.scenario import Scenario
 from wlb_tools.simulation.tuning import KINDS, SPLITS, Choice, Kind, Objective, Settings
 
 WITHOUT_WLB: tuple[Kind, ...] = ("plain", "fixed", "per_document")
-"""Kinds that need nothing of wlb: what a gain is measured against, on the best layout for them.
+"""Kinds of plans without wlb; a gain is relative to the best of them on its best layout.
 
 Transformer Engine shards each document of a packed sequence, too (`qkv_format="thd"`)."""
 
@@ -36,7 +36,7 @@ SIZES = ("tp", "cp", "pp", "dp", "virtual_stages", "ep")
 """Fields of a layout that are searched."""
 
 RANKED = 5
-"""Layouts that are found, the fastest ones."""
+"""Number of fastest layouts to find."""
 
 _VIRTUAL_STAGES = (1, 2, 4, 8)
 _SHARDED_ALIKE: tuple[Kind, ...] = ("per_document", "adaptive_cp")  # as Plain-4D, with one context-parallel rank
@@ -45,14 +45,14 @@ _PASSES: tuple[Passes, ...] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Refused:
-    """Layouts that cannot be, and why."""
+    """Layouts that are impossible, and why."""
 
     counts: dict[str, int]  # by reason
     nearest: ParallelLayout | None  # of those that do not fit into memory, the one that lacks least
-    lacking_bytes: float  # of its fullest GPU
+    lacking_bytes: float  # bytes that its fullest GPU lacks
 
     def sentences(self) -> list[str]:
-        """In words."""
+        """The reasons in sentences."""
         sentences = [f"{count:,} {'layout' if count == 1 else 'layouts'}: {why}." for why, count in self.counts.items()]
         if self.nearest is not None:
             lacking = f"{self.lacking_bytes / 2**30:.1f} GiB"
@@ -68,30 +68,30 @@ class LayoutSearch:
     by: Objective
     ranked: tuple[Choice, ...]  # the fastest layouts, each with its best plan; `outcome.scenario` has the layout
     without: Choice  # the best layout and plan without wlb
-    own: Choice | None  # the best plan on the layout that the caller has
-    own_without: Choice | None  # the best one there without wlb
+    own: Choice | None  # the best plan on the caller's layout
+    own_without: Choice | None  # the best plan without wlb on the caller's layout
     refused: Refused
-    layouts: int  # that are possible
-    candidates: int  # layouts, micro-batches and methods together
-    simulated: int  # of these; the others cannot be faster than the last of `ranked`
+    layouts: int  # number of possible layouts
+    candidates: int  # number of layouts, micro-batches and methods together
+    simulated: int  # number of simulated candidates; the others cannot be faster than the last of `ranked`
 
     @property
     def best(self) -> Choice:
-        """The fastest."""
+        """The fastest choice."""
         return self.ranked[0]
 
     def gain(self, over: Choice) -> float:
-        """Speed of the best layout over another, by the objective."""
+        """Speed of the best layout over another choice, by the objective."""
         return self.best.speedup(over.outcome, self.by)
 
     def gain_band(self, over: Choice) -> tuple[float, float]:
-        """The least and the most of it: the same two plans were attention faster or slower than assumed."""
+        """The least and the most of the gain of these two plans, if attention is faster or slower than assumed."""
         work = self.best.outcome.flops / over.outcome.flops if self.by == "flops" else 1.0
         least, most = self.best.speedup_band(over.outcome)
         return work * least, work * most
 
     def as_json(self) -> dict[str, Any]:
-        """Everything in numbers, as plain JSON values."""
+        """All results as plain JSON values."""
 
         def row(choice: Choice | None) -> dict[str, Any] | None:
             if choice is None:
@@ -121,7 +121,7 @@ class LayoutSearch:
 
 
 def in_short(layout: ParallelLayout) -> str:
-    """`tp 8 cp 2 pp 4 v 2 dp 1`, and ` ep 2` where experts are divided."""
+    """`tp 8 cp 2 pp 4 v 2 dp 1`, and ` ep 2` if experts are divided."""
     virtual = f" v {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
     experts = f" ep {layout.ep}" if layout.ep > 1 else ""
     experts += f" expert_tp {layout.expert_tp}" if layout.expert_tp is not None else ""
@@ -145,40 +145,40 @@ def search_layouts(
 ) -> LayoutSearch:
     """The fastest layouts of a model on a number of GPUs, with micro-batches and a method for each.
 
-    Tried are all divisors of `gpus` as tensor-, context-, pipeline- and data-parallel sizes, with 1, 2, 4 or 8 stages
-    of a pipeline rank, and all sizes of expert parallelism that divide the experts, as far as the model, the global
-    batch, the schedule and the memory allow. On each layout: Plain-4D, Fixed-4D, per-document and adaptive sharding;
+    It tries all divisors of `gpus` as tensor-, context-, pipeline- and data-parallel sizes, with 1, 2, 4 or 8 stages of
+    a pipeline rank, and all sizes of expert parallelism that divide the experts, as far as the model, the global batch,
+    the schedule and the memory allow. On each layout it tries Plain-4D, Fixed-4D, per-document and adaptive sharding;
     whole documents with and without adaptive release, in 1, 2 or 4 times as many micro-batches as a global batch has
-    contexts; and Dynamic-CP with and without release. Dynamic-CP divides context- and data-parallel ranks itself: it
+    contexts; and Dynamic-CP with and without release. Dynamic-CP divides context- and data-parallel ranks itself, so it
     is tried once for each of the other sizes, with the fewest context-parallel ranks.
 
-    What is promising comes first, by a bound (`Bounds`). What cannot be among the fastest `RANKED` layouts
-    by its bound is not simulated. Plans of unequal work can fall below the bound by chance; so it is lowered by as much
-    as any simulated plan did. Deterministic.
+    Candidates are simulated in the order of a bound on their time (`Bounds`). Those that by their bound cannot be among
+    the fastest `RANKED` layouts are not simulated. By chance a plan of unequal work can be faster than its bound, so
+    bounds are lowered by as much as that happened in simulated plans. Deterministic.
 
     Args:
-        lengths: int[n] tokens of the documents in arrival order; longer ones are split at the context. Some global
-            batches are enough, and time grows with them.
-        model: its shape.
-        hardware: what it runs on.
-        gpus: how many.
-        tokens_per_batch: of a global batch; as many contexts as it holds.
-        context: tokens of the longest document.
-        template: everything of a layout but its sizes: `fsdp`, `recompute` and the like; default: as
-            `wlb_tools.ParallelLayout` has them, or as `own`.
-        own: the layout that the caller has, to compare with.
+        lengths: int[n] tokens of the documents in arrival order; longer ones are split at the context. A few global
+            batches are enough; the search time grows with them.
+        model: its sizes.
+        hardware: the GPUs and links.
+        gpus: number of GPUs.
+        tokens_per_batch: of a global batch, rounded to whole contexts.
+        context: most tokens of a document.
+        template: fields of layouts other than sizes, such as `fsdp` and `recompute`; default: those of `own`, or the
+            defaults of `wlb_tools.ParallelLayout`.
+        own: the caller's layout, to compare with.
         by: see `tune`.
         max_mean_delay: iterations that a token may wait on average.
         progress: see `wlb_tools.simulate`.
         scenario: further arguments of `wlb_tools.Scenario`, such as `kernel_model` or `cp_overlap`.
 
     Raises:
-        WlbError: see `wlb_tools.simulate`; no layout is possible, and why; `own` has another number of GPUs, or
-            cannot be.
+        WlbError: see `wlb_tools.simulate`; no layout is possible, and why; `own` has another number of GPUs, or is
+            impossible.
 
     Complexity:
         A pipeline of equal micro-batches for every candidate, some thousands on 1,024 GPUs, and a simulation for each
-        that is not ruled out, typically some tens.
+        candidate that is not ruled out, typically some tens.
     """
     check_integer("gpus", gpus, minimum=1, maximum=MAX_WORLD_SIZE)
     check_integer("tokens_per_batch", tokens_per_batch, minimum=context)
@@ -202,7 +202,7 @@ def search_layouts(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A plan on a layout, and seconds of the whole stream that it takes at least, by the objective."""
+    """A plan on a layout, and the least seconds that it takes for the whole stream, by the objective."""
 
     scenario: Scenario
     settings: Settings
@@ -229,11 +229,11 @@ class _Search:
         self._bounds = Bounds(lengths, cut)
         self._refused: Counter[str] = Counter()
         self._nearest: tuple[float, ParallelLayout | None] = (math.inf, None)
-        self._found: dict[tuple[ParallelLayout, Settings], Choice | None] = {}  # None: there is no such plan
-        self._tightness = 1.0  # least simulated time over its bound, where that is below 1
+        self._found: dict[tuple[ParallelLayout, Settings], Choice | None] = {}  # None: the plan is impossible
+        self._tightness = 1.0  # least simulated time over its bound, if that is below 1
 
     def run(self, gpus: int, template: ParallelLayout, own: ParallelLayout | None) -> LayoutSearch:
-        """Everything."""
+        """The whole search."""
         self._progress("bounds", 0, 1)
         scenarios = [self._scenario(layout) for layout in self._layouts(gpus, template)]
         candidates = list(self._candidates(scenarios))
@@ -259,7 +259,7 @@ class _Search:
         )
 
     def _layouts(self, gpus: int, template: ParallelLayout) -> Iterator[ParallelLayout]:
-        """Layouts that are possible; the impossible ones are counted."""
+        """Possible layouts; impossible ones are counted."""
         experts = math.gcd(*num_experts(self._model)) or 1
         for tp in _divisors(gpus):
             for cp in _divisors(gpus // tp):
@@ -280,7 +280,7 @@ class _Search:
                                 self._refused[why] += 1
 
     def _obstacle(self, layout: ParallelLayout) -> str | None:
-        """Why a layout cannot be."""
+        """Why a layout is impossible."""
         try:
             layout.check(model=self._model)
         except WlbError as reason:
@@ -310,7 +310,7 @@ class _Search:
         return Refused(dict(sorted(self._refused.items())), nearest, 0.0 if nearest is None else lacking)
 
     def _scenario(self, layout: ParallelLayout) -> Scenario:
-        """On a layout, with costs fitted to it unless the caller gave some."""
+        """The scenario on a layout, with costs fitted to it unless the caller gave some."""
         scenario = Scenario(layout=layout, **self._options)
         if scenario.cost_model is not None:
             return scenario
@@ -328,11 +328,11 @@ class _Search:
             for settings in self._settings(scenario, dynamic=dynamic):
                 bound = self._bounds.seconds(scenario, settings)
                 if self._by == "flops" and settings.kind in ("plain", *_SHARDED_ALIKE):
-                    bound *= self._whole_flops / self._cut_flops  # what Fixed-4D cuts is not known yet
+                    bound *= self._whole_flops / self._cut_flops  # it is not yet known what Fixed-4D will cut
                 yield _Candidate(scenario, settings, bound)
 
     def _settings(self, scenario: Scenario, *, dynamic: bool) -> Iterator[Settings]:
-        """Plans that a layout can have."""
+        """Settings of plans that a layout allows."""
         prices = (None, DELAY_PRICE) if scenario.max_mean_delay else (None,)
         kinds: tuple[Kind, ...] = (*WITHOUT_WLB, "adaptive_cp")
         for kind in kinds:
@@ -365,7 +365,7 @@ class _Search:
         return sorted(best.values(), key=self._seconds)[:number]
 
     def _simulated(self, candidate: _Candidate) -> Choice | None:
-        """The simulated candidate; None, and counted, where its plan cannot be made."""
+        """The simulated candidate; None if its plan is impossible, which is counted."""
         scenario, settings = candidate.scenario, candidate.settings
         key = (scenario.layout, settings)
         if key in self._found:
@@ -381,7 +381,7 @@ class _Search:
         return choice
 
     def _seconds(self, choice: Choice) -> float:
-        """Seconds of the stream. By FLOPs: as if as many FLOPs were trained as uncut documents have."""
+        """Seconds of the stream. By FLOPs: scaled as if the FLOPs of uncut documents were trained."""
         work = self._whole_flops / choice.outcome.flops if self._by == "flops" else 1.0
         return work * choice.outcome.steady_seconds
 
@@ -407,11 +407,12 @@ class Bounds:
         return scenario.fitted_efficiency(self._lengths[False], attention_seconds=self._masks[layout.tp])
 
     def seconds(self, scenario: Scenario, settings: Settings) -> float:
-        """Seconds of the whole stream that a plan takes at least.
+        """The least seconds that a plan takes for the whole stream.
 
-        Attention of whole documents, evenly on context-parallel ranks; full global batches; every micro-batch the mean
-        one; no keys, where ranks gather only those that are needed. Of Dynamic-CP the work alone, without bubble and
-        exchange: its groups are any, and light micro-batches fill and drain the pipeline.
+        It assumes that attention of whole documents is even on context-parallel ranks, that global batches are full and
+        micro-batches equal, and that no keys are exchanged if only needed ones are gathered. For Dynamic-CP it is only
+        the work, without bubble and exchange, because groups may have any size, and light micro-batches fill and drain
+        the pipeline.
         """
         layout, tokens = scenario.layout, int(self._lengths[False].sum())
         count = scenario.micro_batches * (1 if settings.dynamic else settings.split)

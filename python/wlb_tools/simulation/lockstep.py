@@ -1,10 +1,10 @@
-"""Ranks that go through every micro-batch together, whatever documents each of them has: they meet inside it.
+"""Ranks that meet inside every micro-batch, and so go through them together.
 
-Ranks that divide experts among them do. In each layer an all-to-all waits until all of them have come so far. So where
-expert parallelism reaches over data-parallel replicas, or over groups of Dynamic-CP, these wait for the slowest in each
-micro-batch and not once a step: forwards and backwards take as long as the longest, and begin when all can. A weight
-gradient that is computed by itself takes as long too. The same holds for all ranks of a stage that gather parameters or
-sum gradients in every micro-batch (`sync="micro_batch"`), which they do layer by layer.
+Ranks that divide experts do: in each layer an all-to-all waits for all of them. So if expert parallelism reaches over
+data-parallel replicas, or over groups of Dynamic-CP, these wait for the slowest one in each micro-batch instead of once
+a step: forward and backward passes begin when all can, and take as long as the longest; so does a separate gradient of
+weights. The same holds for all ranks of a stage that gather parameters or sum gradients in every micro-batch
+(`sync="micro_batch"`), layer by layer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ Most = Callable[[Floats], Floats]
 
 
 def in_lockstep(most: Most, seconds: Floats, *, split: bool) -> Floats:
-    """Seconds of passes that ranks go through together: of forwards and backwards those of the slowest.
+    """Seconds of passes that ranks go through together: forward and backward passes take those of the slowest rank.
 
     Args:
-        most: of values of each of the ranks that meet, the most.
-        seconds: float64[..., 3] of forward, inputs' and weights' gradient of each of them by itself.
-        split: whether the schedule runs the two gradients apart. Otherwise they are one pass, in which one rank may be
-            slow in one of them and another in the other: what a rank waits for is added to its inputs' gradient.
+        most: function that takes values of ranks and returns the largest among those that meet.
+        seconds: float64[..., 3] of forward pass, gradient of inputs and gradient of weights of each rank alone.
+        split: whether the schedule runs the two gradients separately. Otherwise they are one pass, in which one rank
+            may be slow in one gradient and another rank in the other; a rank's waiting is added to its gradient of
+            inputs.
     """
     if split:
         return most(seconds)
@@ -41,11 +42,11 @@ def in_lockstep(most: Most, seconds: Floats, *, split: bool) -> Floats:
 
 
 class Replicas:
-    """Data-parallel replicas of a layout that meet: neighbours, by one of their ep groups or several in a row; or all.
+    """Data-parallel replicas that meet: those of one ep group, or of several neighbouring ones; or all replicas.
 
     Args:
-        layout: how many there are.
-        sync: where ranks with the same parameters wait for each other; "step": those that divide experts meet.
+        layout: has the number of replicas.
+        sync: where ranks with the same parameters wait for each other; with "step" only those that divide experts meet.
     """
 
     def __init__(self, layout: ParallelLayout, *, sync: Sync = "step") -> None:
@@ -53,7 +54,7 @@ class Replicas:
         self.count = layout.dp if sync == "micro_batch" else of_experts
 
     def most(self, values: Floats) -> Floats:
-        """float64[steps, dp, ...]: of each the most among the replicas that it meets."""
+        """float64[steps, dp, ...]: for each replica the largest among those that it meets."""
         return self._spread(self._met(values).max(axis=2), values)
 
     def mean(self, values: Floats) -> Floats:
@@ -68,24 +69,25 @@ class Replicas:
 
 
 class Groups:
-    """Groups of Dynamic-CP that meet, in each micro-batch.
+    """Groups of Dynamic-CP that meet in each micro-batch.
 
     Args:
         sizes: int64[groups] ranks of each group, micro-batch after micro-batch, in the order of the dp x cp ranks.
-        ep: ranks that meet, as those do that divide experts among them; neighbours, and a divisor of the dp x cp ranks.
+        ep: number of neighbouring ranks that meet, such as those that divide experts; divides the number of dp x cp
+            ranks.
     """
 
     def __init__(self, sizes: NDArray[np.int64], *, ep: int) -> None:
         self._sizes = sizes
-        begins = (np.cumsum(sizes) - sizes) % ep == 0  # where an ep group ends just as the group before does
-        self.number = np.cumsum(begins) - 1  # int64[groups] of those that meet, one after the other
+        begins = (np.cumsum(sizes) - sizes) % ep == 0  # where an ep group ends together with the group before
+        self.number = np.cumsum(begins) - 1  # int64[groups] number of those that meet
         self._begins = np.flatnonzero(begins)
 
     def most(self, values: Floats) -> Floats:
-        """float64[groups, ...]: of each the most among the groups that it meets."""
+        """float64[groups, ...]: for each group the largest among those that it meets."""
         return np.asarray(np.maximum.reduceat(values, self._begins, axis=0)[self.number])
 
     def mean(self, values: Floats) -> Floats:
-        """float64[groups]: the mean over their ranks."""
+        """float64[groups]: the mean over the ranks of groups that meet."""
         ranks, total = (np.add.reduceat(of, self._begins) for of in (self._sizes, self._sizes * values))
         return np.asarray((total / ranks)[self.number])

@@ -1,4 +1,4 @@
-"""Packing methods, which turn a stream of global batches into training steps of one form, `Step`."""
+"""Packing methods: each turns a stream of global batches into training steps of the form `Step`."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ class Setup:
     """Settings that the methods share."""
 
     num_micro_batches: int  # of one global batch
-    context: int  # tokens: the longest document, and a micro-batch of the fixed-length methods
-    max_tokens: int  # the most tokens of a micro-batch of variable length
-    cost_model: CostModel | None  # None: documents bring their costs
-    dp_size: int = 1  # data-parallel ranks that the micro-batches of a step are dealt to
+    context: int  # most tokens of a document, and tokens of a micro-batch of the fixed-length methods
+    max_tokens: int  # most tokens of a micro-batch of variable length
+    cost_model: CostModel | None  # None: documents have given costs
+    dp_size: int = 1  # data-parallel ranks to which the micro-batches of a step are dealt
     sync: Sync = "step"  # where these ranks wait for each other
-    split: int = 1  # so many times the micro-batches, where whole documents are packed
-    max_delay: int | None = None  # iterations after which a document no longer waits
-    max_step_cost: float | None = None  # of packers with release="adaptive"
+    split: int = 1  # factor on the number of micro-batches, if whole documents are packed
+    max_delay: int | None = None  # most iterations that a document waits
+    max_step_cost: float | None = None  # for packers with release="adaptive"
 
     @property
     def tokens_per_batch(self) -> int:
-        """The most tokens of a global batch."""
+        """Most tokens of a global batch."""
         return self.num_micro_batches * self.context
 
     @property
     def packed(self) -> int:
-        """Micro-batches of a global batch where whole documents are packed."""
+        """Micro-batches of a global batch if whole documents are packed."""
         return self.num_micro_batches * self.split
 
 
 @dataclass(frozen=True)
 class Step:
-    """One global batch as it is trained."""
+    """One global batch in training."""
 
     micro_batches: Sequence[MicroBatch]
     order: NDArray[np.int64]  # [dp, micro-batches of a rank] which rank trains which, in which order
@@ -69,14 +69,14 @@ class Step:
 
 
 def original(stream: GlobalBatches, setup: Setup, *, dealt: bool = True) -> Iterator[Step]:
-    """Documents concatenated as they arrive and cut every `context` tokens.
+    """Documents concatenated in order of arrival and cut every `context` tokens.
 
-    Micro-batches go to data-parallel ranks by `wlb.Packing.deal`, or as they come.
+    `dealt`: micro-batches go to data-parallel ranks by `wlb.Packing.deal`, instead of in order.
     """
     for i in range(stream.batches):
         first, last = int(stream.offsets[i]), int(stream.offsets[i + 1])
         costs = None
-        if stream.costs is not None:  # of a single batch a column may be all zeros, which `pack` refuses
+        if stream.costs is not None:  # in a single batch a column may have only zeros, which `pack` refuses
             present = stream.costs[first:last].any(axis=0)
             costs = stream.costs[first:last, present] if present.any() else np.ones(last - first)
         began = time.perf_counter()
@@ -100,10 +100,10 @@ def original(stream: GlobalBatches, setup: Setup, *, dealt: bool = True) -> Iter
 
 
 def whole(stream: GlobalBatches, setup: Setup) -> Iterator[Step]:
-    """Documents as they arrive, none of them cut: one that no longer fits a micro-batch of `context` begins the next.
+    """Documents in order of arrival, uncut: one that no longer fits a micro-batch of `context` begins the next one.
 
-    A step has as many micro-batches as a global batch; so the stream, of which less fits, has more steps. Micro-batches
-    go to data-parallel ranks by `wlb.Packing.deal`.
+    A step has as many micro-batches as a global batch but fewer tokens, so the stream has more steps. Micro-batches go
+    to data-parallel ranks by `wlb.Packing.deal`.
     """
     n = setup.num_micro_batches
     owner = next_fit(stream.lengths, setup.context)
@@ -123,7 +123,7 @@ def whole(stream: GlobalBatches, setup: Setup) -> Iterator[Step]:
 
 
 def next_fit(lengths: NDArray[np.int64], max_tokens: int) -> NDArray[np.int64]:
-    """int64[n]: the micro-batch of each document, if it begins the next one where this one has no room for it."""
+    """int64[n]: the micro-batch of each document, if a document without room begins the next micro-batch."""
     ends = lengths.cumsum()
     owner = np.zeros(lengths.size, dtype=np.int64)
     first, number = 0, 0
@@ -136,7 +136,7 @@ def next_fit(lengths: NDArray[np.int64], max_tokens: int) -> NDArray[np.int64]:
 
 
 def fixed_length(stream: GlobalBatches, setup: Setup, window: int) -> Iterator[Step]:
-    """Greedy over `window` global batches. The first of their steps waits for the last of them to arrive."""
+    """Greedy packing of `window` global batches at once. The first of their steps waits until the last has arrived."""
     n, arrival = setup.num_micro_batches, stream.arrival
     for i in range(0, stream.batches, window):
         end = min(i + window, stream.batches)
@@ -169,9 +169,9 @@ def var_length(
 ) -> Iterator[Step]:
     """WLB: whole documents, micro-batches of equal work and unequal tokens, outliers in waiting queues.
 
-    Documents enter as the loaders of `wlb.torch` read them, see `Reading`; only their order matters here, not
-    the stream's global batches. Where ranks wait for each other in every micro-batch, steps are planned for them.
-    `options` are further arguments of the packer. Long documents come up to `max_early` iterations before their turn.
+    Documents enter as the loaders of `wlb.torch` read them, see `Reading`; only their order matters here, not the
+    stream's global batches. If ranks wait for each other in every micro-batch, steps are planned for them. `options`
+    are further arguments of the packer. Long documents come up to `max_early` iterations before their turn.
     """
     given: dict[str, Any] = (
         {} if stream.costs is None else {"cost_columns": len(stream.limits), "limits": stream.limits}
@@ -198,7 +198,7 @@ def document_ids(micro_batches: Sequence[MicroBatch]) -> NDArray[np.int64]:
 
 
 def packer_options(setup: Setup) -> dict[str, Any]:
-    """Arguments of `wlb.Packer` for a setup, and of what tunes it; all but what waits and how it is placed."""
+    """Arguments of `wlb.Packer` and of its tuning for a setup, except those of waiting and of the placement."""
     return {
         "num_micro_batches": setup.packed,
         "max_tokens": setup.max_tokens,
@@ -211,7 +211,7 @@ def packer_options(setup: Setup) -> dict[str, Any]:
 
 
 def bounded(packer: Mapping[str, Any], max_step_cost: float | None) -> dict[str, Any]:
-    """Arguments of a packer with the bound on the work of a step, where its release rule knows one."""
+    """Arguments of a packer with the bound on the work of a step, if its release rule supports it."""
     adaptive = packer.get("release") == "adaptive" and max_step_cost is not None
     return {**packer, "max_step_cost": max_step_cost} if adaptive else {**packer}
 
@@ -227,12 +227,11 @@ def tune_waiting(
     max_step_cost: float | None = None,
     max_early: int = 0,
 ) -> TuneResult:
-    """The best of what may wait, for these documents and a packer with these arguments.
+    """The best setting of waiting, for these documents and a packer with these arguments.
 
-    With `queues`, their thresholds, by `wlb.tune_outlier_thresholds`; without, the price of delay of the adaptive
-    release within a bound on the work of steps, with documents up to `max_early` iterations before their turn, by
-    `wlb.tune_delay_price`. `costs` and `limits` are those of
-    documents that bring them.
+    With `queues` it tunes their thresholds, by `wlb.tune_outlier_thresholds`. Without, it tunes the price of delay of
+    the adaptive release within a bound on the work of steps, with documents up to `max_early` iterations before their
+    turn, by `wlb.tune_delay_price`. `costs` and `limits` are those of documents with given costs.
     """
     options = {**packer, "max_mean_delay": max_mean_delay, "costs": costs}
     if queues is None:

@@ -1,4 +1,4 @@
-"""A stream as one method trains it, and how long that takes."""
+"""The training of a stream under one method, and its time."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ ATTRIBUTION = (
     "dp_wait",
     "dp_communication",
 )
-"""What a GPU's time goes to: computing; waiting for the slowest context-parallel rank's attention; context- and
-tensor-parallel communication that nothing hides; waiting for the slowest of the ranks that divide experts among them,
-in each of their micro-batches, and the exchange with experts that nothing hides; idle in the pipeline; waiting for the
-slowest data-parallel replica; the gradient reduction that nothing hides."""
+"""Parts of a GPU's time: computing; waiting for the slowest context-parallel rank's attention; context- and
+tensor-parallel communication that nothing hides; waiting for the slowest of the ranks that divide experts, in each of
+their micro-batches, and the exchange with experts that nothing hides; idle in the pipeline; waiting for the slowest
+data-parallel replica; the gradient reduction that nothing hides."""
 
 IDLE = ("ep_wait", "bubble", "dp_wait")
-"""Of these, waiting for other stages or replicas."""
+"""Parts in which ranks wait for other stages or replicas."""
 
 
 def exposed_parts(made: StageSeconds) -> dict[str, Floats]:
-    """By `ATTRIBUTION`, what stages wait for inside their passes; in all `made.exposed`."""
+    """By `ATTRIBUTION`, what stages wait for inside their passes; adds up to `made.exposed`."""
     return {
         "cp_communication": made.exposed_cp,
         "tp_communication": made.exposed_tp,
@@ -55,11 +55,11 @@ class RankPart:
     """The part of a micro-batch that one rank of a pipeline stage computes."""
 
     step: int
-    pieces: slice  # of the run's rows: the documents of the micro-batch, or of the group of ranks
+    pieces: slice  # rows of the run: the documents of the micro-batch, or of the group of ranks
     shard: Shard  # of these documents
     rank: int  # in the group
     cp_size: int  # ranks of the group
-    first_rank: int | None  # of the group among the dp x cp ranks, where the plan chose it
+    first_rank: int | None  # first rank of the group among the dp x cp ranks, if the plan chose it
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class Outcome(Shown, ABC):
     run: Trained
     seconds: Floats  # [steps]
     attribution: dict[str, Floats]  # by ATTRIBUTION: [steps] seconds of the mean GPU; they add up to `seconds`
-    work: Floats  # [steps] seconds of all micro-batches over all stages, waiting aside
-    all_balance: Balance  # [steps] seconds of the heaviest micro-batch, and of the mean one
-    largest_micro_batch: int  # tokens, over `layout.cp` ranks
+    work: Floats  # [steps] seconds of all micro-batches over all stages, without waiting
+    all_balance: Balance  # [steps] seconds of the heaviest micro-batch and of the mean one
+    largest_micro_batch: int  # tokens on all `layout.cp` ranks
     memory: RankMemory  # [pp] the most over all steps
     scenario: Scenario
 
@@ -105,12 +105,12 @@ class Outcome(Shown, ABC):
     @property
     @abstractmethod
     def strategies(self) -> dict[str, int]:
-        """For how many micro-batches each sharding was chosen."""
+        """The number of micro-batches for which each sharding was chosen."""
 
     @property
     @abstractmethod
     def cp_sizes(self) -> dict[int, float]:
-        """Share of the tokens by the number of context-parallel ranks that they are trained on."""
+        """Share of the tokens by the number of their context-parallel ranks."""
 
     @property
     @abstractmethod
@@ -119,47 +119,47 @@ class Outcome(Shown, ABC):
 
     @property
     def pipelines(self) -> str:
-        """Unit of `timelines`: one pipeline per data-parallel rank, or one per rank."""
+        """The unit of `timelines`: one pipeline for each data-parallel rank, or one for each rank."""
         return "DP"
 
     @abstractmethod
     def at_attention_rate(self, rate: float) -> Outcome:
-        """This outcome with attention `rate` times as fast as the kernel model predicts; plan and shards stay."""
+        """This outcome with attention `rate` times as fast as the kernel model predicts, for the same shards."""
 
     @abstractmethod
     def parts(self) -> Iterator[RankPart]:
-        """Parts that are computed, rank by rank of every group, micro-batch after micro-batch.
+        """The parts of ranks, rank by rank of every group, micro-batch after micro-batch.
 
-        The order of ranks is that of `at_measured`.
+        `at_measured` takes them in this order.
         """
 
     @abstractmethod
     def placement(self, step: int) -> NDArray[np.int64]:
-        """int64[dp * cp, micro-batches]: which of `parts` every rank of a pipeline stage runs, in their order."""
+        """int64[dp * cp, micro-batches]: indices in `parts` that every rank of a pipeline stage runs, in order."""
 
     @abstractmethod
     def at_measured(self, seconds: Floats) -> Outcome:
-        """This outcome with measured seconds of computation; plan, shards and predicted communication stay.
+        """This outcome with measured seconds of computation; plan, shards and predicted communication stay the same.
 
         Args:
-            seconds: float64[parts, stages, 3] of every part of `parts` by itself: forward, inputs' and weights'
-                gradient (all of the backward in one of them, where the schedule does not split it).
+            seconds: float64[parts, stages, 3] of each part alone: forward pass, gradient of inputs and gradient of
+                weights (if the schedule does not split the backward pass, all of it is in one of the two).
         """
 
     @cached_property
     def swept(self) -> tuple[Swept, ...]:
-        """Times and balance of the same plan at each of `ATTENTION_RATES`; it was made for the rate 1."""
+        """Times and balance of the same plan at each of `ATTENTION_RATES`; it was made for rate 1."""
         graded = ((rate, self if rate == 1 else self.at_attention_rate(rate)) for rate in ATTENTION_RATES)
         return tuple(Swept(rate, of.total_seconds, of.steady_seconds, of.balance) for rate, of in graded)
 
     @property
     def imbalance_band(self) -> tuple[float, float]:
-        """The least and the most that the mean imbalance is at any of these rates."""
+        """The least and the most of the mean imbalance over these rates."""
         return band([float(at.balance.imbalance.mean()) for at in self.swept])
 
     @property
     def lost_time_band(self) -> tuple[float, float]:
-        """The least and the most time lost."""
+        """The least and the most lost time over these rates."""
         return band([at.balance.lost_time for at in self.swept])
 
     @abstractmethod
@@ -172,19 +172,19 @@ class Outcome(Shown, ABC):
 
     @property
     def tokens(self) -> int:
-        """Tokens trained: the same for all methods of a comparison."""
+        """Tokens trained, equal for all methods of a comparison."""
         return int(self.run.length.sum())
 
     @property
     def total_seconds(self) -> float:
-        """Seconds of all steps, those that empty the queues at the end of the stream included."""
+        """Seconds of all steps, with those that empty the queues at the end of the stream."""
         return float(self.seconds.sum())
 
     @property
     def steady_seconds(self) -> float:
-        """Seconds of all steps if those that empty the queues were as efficient as the others: for a longer stream.
+        """Seconds of all steps if those that empty the queues were as efficient as the others, as in a longer stream.
 
-        That is, the seconds before the flush times all work over the work before it.
+        These are the seconds before the flush, times all work, divided by the work before the flush.
         """
         streamed = self.run.streamed
         return float(self.seconds[:streamed].sum() * self.work.sum() / self.work[:streamed].sum())
@@ -211,22 +211,22 @@ class Outcome(Shown, ABC):
 
     @property
     def model_flops_utilization(self) -> float:
-        """FLOPs of the documents as they are trained, over what the GPUs could do in the time."""
+        """FLOPs of the documents as they are trained, divided by what the GPUs could compute in the time."""
         peak = self.scenario.hardware.peak_flops * self.scenario.layout.world_size
         return self.flops / (peak * self.total_seconds)
 
     @cached_property
     def flops(self) -> float:
-        """FLOPs of the documents as they are trained: fewer where they are cut."""
+        """FLOPs of the documents as they are trained, fewer if they are cut."""
         return float(self.scenario.model_flops(self.run.length).sum())
 
     @property
     def flush_share(self) -> float:
-        """Share of the time in steps at the end of the stream: emptying queues, and a global batch that is not full."""
+        """Share of the time in the last steps, which empty queues or are not full."""
         return float(self.seconds[self.run.streamed :].sum()) / self.total_seconds
 
     def summary(self) -> dict[str, Any]:
-        """In a few numbers, as plain JSON values."""
+        """A few numbers, as plain JSON values."""
         return dict(self._summary)
 
     def _columns(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class Outcome(Shown, ABC):
 
 
 def noise_factors(scenario: Scenario, shape: tuple[int, ...]) -> Floats:
-    """Log-normal factors of mean 1 on the times of micro-batches; all variants draw the same ones, from the start."""
+    """Log-normal factors of mean 1 on the times of micro-batches, equal for all methods."""
     if not scenario.noise:
         return np.ones(shape)
     sigma = np.sqrt(np.log1p(scenario.noise**2))

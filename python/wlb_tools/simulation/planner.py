@@ -1,4 +1,4 @@
-"""Arguments of `wlb.plan_dynamic_cp` that follow from a cluster."""
+"""Computes arguments of `wlb.plan_dynamic_cp` for a cluster."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved_1f1b", *V_SHAPED)
 
 
 def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
-    """Arguments of `wlb.plan_dynamic_cp` for a cluster; all but the lengths of a step.
+    """Arguments of `wlb.plan_dynamic_cp` for a cluster, except the lengths of a step.
 
     The planner has one rate for attention, one for the linear part and one for each kind of communication. They are
-    fitted to what the simulation knows: attention's to whole documents, the exchange of keys and values to the largest
-    group, the transfer between stages to a rank's share of a global batch in `2 * pp` micro-batches, the rest to a
-    micro-batch of one context over `layout.cp` ranks. So the planner's costs are not those that price its plans.
+    fitted to the times of the simulation: attention's to whole documents, the exchange of keys and values to the
+    largest group, the transfer between stages to a rank's share of a global batch in `2 * pp` micro-batches, the rest
+    to a micro-batch of one context on `layout.cp` ranks. So the planner's costs differ from those that price its plans.
 
     Args:
-        scenario: the cluster. A given `max_tokens` is shared out over `layout.cp` ranks; by default a rank has as many
-            tokens as fit into its memory beside the gathered keys of the largest group.
-        lengths: int[n] tokens of the documents that attention's rate is fitted to, by `selector` where there is one.
+        scenario: the cluster. A given `max_tokens` is divided by `layout.cp`; by default a rank has as many tokens as
+            fit into its memory beside the gathered keys of the largest group.
+        lengths: int[n] tokens of the documents to which attention's rate is fitted, by `selector` if there is one.
 
     Raises:
         WlbError: as `check_planner`.
@@ -46,7 +46,7 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
     linear, per_micro_batch = _line(scenario, alone, tokens, "rest")
     size = _largest_group(scenario)
     per_token, latency = _line(scenario, of_size(layout, size), tokens, "exchange")
-    # In the middle of the numbers of micro-batches that are tried, from `pp` to four times that.
+    # The middle of the numbers of micro-batches that are tried, from `pp` to four times that.
     share = -(-scenario.tokens_per_batch // (2 * layout.pp * world_size))
     sent = scenario.stage_seconds([share], attention_forward=[0.0], attention_backward=[0.0]).p2p
     return {
@@ -55,19 +55,19 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
         "num_virtual_stages": layout.virtual_stages,
         **({"schedule": schedule} if schedule in V_SHAPED else {}),
         **({"sync": scenario.waiting} if scenario.waiting != "step" else {}),
-        "min_micro_batches": layout.pp,  # schedules of torch take no fewer
+        "min_micro_batches": layout.pp,  # torch's schedules take no fewer
         "max_tokens_per_rank": per_rank,
         "cost_model": _attention_rates(scenario, lengths, linear),
         "cp_seconds_per_token": per_token / (size - 1),
         "cp_seconds_per_exchange": latency / (size - 1),
-        "cp_overlap": 0.0,  # what is hidden is left out of the seconds above
-        "p2p_seconds": float(sent[0]),  # what stages wait for is a part of their micro-batches
+        "cp_overlap": 0.0,  # the seconds above are without the hidden part
+        "p2p_seconds": float(sent[0]),  # the part for which stages wait is in their micro-batches
         "micro_batch_seconds": per_micro_batch,
     }
 
 
 def _attention_rates(scenario: Scenario, lengths: ArrayLike, linear: float) -> CostModel:
-    """A rate for the pairs under each of the model's masks."""
+    """A cost model with a rate for the pairs under each of the model's masks."""
     rates: dict[str, dict[int, float]] = {"full": {}, "window": {}, "chunk": {}}
     for mask, seconds in scenario.attention_by_mask(lengths).items():
         if mask.kind == "full":
@@ -80,11 +80,11 @@ def _attention_rates(scenario: Scenario, lengths: ArrayLike, linear: float) -> C
 
 
 def check_planner(scenario: Scenario) -> int:
-    """The most tokens of a rank in a micro-batch, where a cluster can be planned for at all.
+    """The most tokens of a rank in a micro-batch, after a check that the planner supports the cluster.
 
     Raises:
-        WlbError: a rank has no others to form a group with; the planner does not know the schedule, or
-            it interleaves a single stage a rank; the context does not fit into the largest group.
+        WlbError: there is only one rank to form groups of; the planner does not know the schedule, or it interleaves a
+            single stage a rank; the context does not fit into the largest group.
     """
     if _world_size(scenario) == 1:
         raise error("layout", "has dp x cp = 1: Dynamic-CP needs ranks to form groups of", value=scenario.layout)
@@ -112,8 +112,8 @@ def check_planner(scenario: Scenario) -> int:
             )
             raise error("max_tokens", message, value=scenario.max_tokens)
         return per_rank
-    # Where the number of ranks is no power of two, `dp` is rounded down: fewer ranks share the optimizer's state here
-    # than really do, so that memory is never taken for less than it is.
+    # If the number of ranks is no power of two, `dp` is rounded down. Then fewer ranks share the optimizer's state than
+    # in reality, so that memory is never underestimated.
     fits = max_tokens(
         scenario.model,
         dataclasses.replace(scenario.layout, cp=size, dp=max(1, _world_size(scenario) // size)),
@@ -126,7 +126,7 @@ def check_planner(scenario: Scenario) -> int:
 
 
 def obstacle(scenario: Scenario) -> WlbError | None:
-    """Why a cluster cannot be planned for, if it cannot."""
+    """Why a cluster cannot be planned for; None if it can."""
     try:
         check_planner(scenario)
     except WlbError as reason:
@@ -135,7 +135,7 @@ def obstacle(scenario: Scenario) -> WlbError | None:
 
 
 def of_size(layout: ParallelLayout, cp_size: int) -> ParallelLayout:
-    """The layout if all groups of its dp x cp ranks had that size; a few more ranks where it does not divide them."""
+    """The layout if all groups of its dp x cp ranks had that size; with a few more ranks if it does not divide them."""
     whole = math.lcm(layout.ranks_of_experts * layout.dp_replicate, cp_size)
     dp = -(-layout.size("dp_cp") // whole) * whole // cp_size
     return dataclasses.replace(layout, cp=cp_size, dp=dp)
@@ -150,7 +150,7 @@ def _largest_group(scenario: Scenario) -> int:
 
 
 def _line(scenario: Scenario, layout: ParallelLayout, tokens: int, part: str) -> tuple[float, float]:
-    """Seconds of each token of a rank, and those that do not depend on tokens, over all stages and passes."""
+    """Seconds of each token of a rank, and seconds that do not depend on tokens, over all stages and passes."""
     made = scenario.stage_seconds(
         [tokens, 2 * tokens], attention_forward=[0.0, 0.0], attention_backward=[0.0, 0.0], layout=layout
     )

@@ -25,7 +25,7 @@ from wlb_tools.simulation.trained import PackedRun, collect
 from wlb_tools.simulation.variants import Variant, chosen, defaults
 
 TUNED_SHARE = 4
-"""Thresholds are tuned on the first quarter of the global batches."""
+"""Thresholds are tuned on the first quarter of the global batches: 1 / TUNED_SHARE."""
 
 
 @explained
@@ -34,13 +34,13 @@ class Simulation(Shown):
     """One stream under several methods."""
 
     scenario: Scenario
-    thresholds: tuple[int, ...]  # of the outlier queues; with fitted costs they are that run's own
+    thresholds: tuple[int, ...]  # of the outlier queues; with fitted costs, those tuned with these costs
     batches: int  # global batches of the stream
     outcomes: dict[str, Outcome]  # by variant; the first is the baseline
 
     @property
     def baseline(self) -> Outcome:
-        """The first of the variants."""
+        """The first of the variants, with which others are compared."""
         return next(iter(self.outcomes.values()))
 
     def speedup(self, name: str) -> float:
@@ -48,9 +48,9 @@ class Simulation(Shown):
         return self.baseline.total_seconds / self.outcomes[name].total_seconds
 
     def speedup_band(self, name: str) -> tuple[float, float]:
-        """The least and the most of it, were attention faster or slower than assumed (`ATTENTION_RATES`).
+        """The least and the most of the speed-up, if attention is faster or slower than assumed (`ATTENTION_RATES`).
 
-        Plans and shards stay as they are: this is what they are worth by costs that they were not made by.
+        Plans and shards stay the same, so they are judged by other costs than those they were made with.
         """
         pairs = zip(self.baseline.swept, self.outcomes[name].swept, strict=True)
         return band([before.total_seconds / after.total_seconds for before, after in pairs])
@@ -80,7 +80,7 @@ class Simulation(Shown):
         return {key: [row[key] for row in rows] for key in rows[0]}
 
     def as_json(self) -> dict[str, Any]:
-        """Everything in numbers, as plain JSON values."""
+        """All results as plain JSON values."""
         return {
             "kernel_model": self.scenario.attention.source,
             "max_tokens": self.scenario.limit,
@@ -107,13 +107,14 @@ def simulate(
 ) -> Simulation:
     """Predicts what training takes under each method, on the same documents.
 
-    Every method trains every document of the stream once: throughput is all tokens over the time of all steps. Methods
-    that hold documents back empty their queues in further steps at the end, which count in full (`flush_share` says how
-    much that is: less, the longer the stream).
+    Every method trains every document of the stream once, and throughput is all tokens divided by the time of all
+    steps. Methods that hold documents back empty their queues in further steps at the end, which count in full
+    (`flush_share` is their share, which is smaller for longer streams).
 
-    The packer decides with `scenario.cost_model`; the prediction does not use it. It takes the kernel model's
-    attention, forward and backward, of the slowest context-parallel rank, the linear part at the hardware's rate, and
-    the communication that nothing hides, through the simulated pipeline. docs/simulation.md lists the assumptions.
+    The packer plans with `scenario.cost_model`, which the prediction does not use. The prediction takes the kernel
+    model's attention, forward and backward, of the slowest context-parallel rank, the linear part at the hardware's
+    rate, and the communication that nothing hides, and runs the simulated pipeline. docs/simulation.md lists the
+    assumptions.
 
     Args:
         lengths: int[n] tokens of the documents in arrival order, none longer than the context
@@ -128,8 +129,8 @@ def simulate(
         Simulation.
 
     Raises:
-        WlbError: a length out of range, no document at all, an unknown variant, one whose micro-batches the schedule
-            cannot have or memory cannot hold, or Dynamic-CP on a cluster that it cannot run for: one rank, a schedule
+        WlbError: a length out of range, no document, an unknown variant, one whose micro-batches the schedule does not
+            support or memory cannot hold, or Dynamic-CP on a cluster that does not support it: one rank, a schedule
             other than 1F1B and those in a V, a context that no group holds.
 
     Complexity:
@@ -150,7 +151,7 @@ def simulate(
     report = progress or (lambda *_: None)
     sample = stream.head(max(1, stream.batches // TUNED_SHARE))
     given = scenario.outlier_thresholds
-    thresholds: dict[Any, tuple[int, ...]] = {}  # by what they were tuned for
+    thresholds: dict[Any, tuple[int, ...]] = {}  # by the settings for which they were tuned
 
     runs: dict[Any, PackedRun] = {}
     sharded: dict[Any, Sharded] = {}

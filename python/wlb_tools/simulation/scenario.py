@@ -45,7 +45,7 @@ _INTEGERS = {
     "reserved_bytes": 0,
     "noise_seed": 0,
 }
-"""Whole numbers and the least that each may be."""
+"""Fields that are integers, and the least value of each."""
 
 _OPTIONAL = ("max_tokens", "num_micro_batches", "max_delay")
 
@@ -53,55 +53,55 @@ _OPTIONAL = ("max_tokens", "num_micro_batches", "max_delay")
 @explained
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A model on a cluster, its global batches, and what the packer is told.
+    """A model on a cluster, its global batches, and the settings of its packer.
 
     Args:
-        model: its shape.
-        layout: how it is spread over GPUs.
-        hardware: what it runs on.
+        model: its sizes.
+        layout: the layout on GPUs.
+        hardware: the GPUs and links.
         context: tokens; no document is longer, and the fixed-length methods cut every `context`.
         kernel_model: latency of attention with a tensor-parallel rank's heads, `num_heads / tp`: a kernel model, or the
-            name or path of what `wlb profile` measured. Its linear part counts, too, if it is that of this model's
+            name or path of what `wlb profile` measured. Its linear part is used, too, if it is that of this model's
             layer on a tensor-parallel rank. Default: the analytic one of the hardware, an assumption.
-        selector: the kernel model by which a sharding strategy is chosen, where it is not the one that predicts the
-            times: a choice then pays for the errors of what it went by.
+        selector: the kernel model by which a sharding strategy is chosen, if it is not the one that predicts the times;
+            wrong choices then cost time.
         max_tokens: `S_max`, the most tokens of a micro-batch of variable length; default: what fits into the GPUs'
-            memory, see `wlb_tools.max_tokens`; where a method makes more micro-batches, of which more are under
-            way, no more than fits of these. Whether a given one fits is not checked; outcomes say what it takes.
+            memory, see `wlb_tools.max_tokens`, or less for methods with more micro-batches under way. A given value is
+            not checked against memory; outcomes say how much they need.
         num_micro_batches: of a global batch, a multiple of `dp`; default: `pp * dp`, as in the paper.
-        schedule: of the pipeline; default: 1F1B, interleaved where the layout has virtual stages.
-        sync: where data-parallel ranks wait for each other, with what they send (`wlb_tools.cluster.data_parallel`):
-            once a "step", or in every "micro_batch", for which packers of whole documents then plan, as
-            `wlb.Packer` with `dp_size` does; default: in every one with `fsdp="zero3"`, else once a step.
-        cost_model: what the packer believes documents cost; default: the model's FLOPs, attention's at the hardware's
-            `attention_efficiency`. It does not enter the predicted times.
+        schedule: of the pipeline; default: 1F1B, interleaved if the layout has virtual stages.
+        sync: where data-parallel ranks wait for each other, and communicate (`wlb_tools.cluster.data_parallel`): once a
+            "step", or in every "micro_batch", for which packers of whole documents then plan, as `wlb.Packer` with
+            `dp_size` does; default: in every one with `fsdp="zero3"`, else once a step.
+        cost_model: costs of documents for the packer; default: the model's FLOPs, attention's at the hardware's
+            `attention_efficiency`. They are not used for the predicted times.
         outlier_thresholds: of the queues; default: tuned on the first quarter of the global batches.
         num_queues: how many thresholds are tuned.
         max_mean_delay: iterations that a token may wait on average, for tuning.
         max_delay: iterations after which a document leaves its queue; default: no limit.
-        max_step_cost: most work of a step under adaptive release, in mean global batches (`wlb.Packer`);
-            default: no bound.
+        max_step_cost: most work of a step under adaptive release, in mean global batches (`wlb.Packer`); default: no
+            bound.
         cp_overlap: share of context-parallel communication that computation hides.
         cp_keys: which keys context-parallel ranks gather: "all" (Transformer Engine, and most), or only the "needed",
-            as `wlb.torch.context_parallel_attention` does (`Shard.keys_gathered`, of layers with windows as if they
+            as `wlb.torch.context_parallel_attention` does (`Shard.keys_gathered`; layers with windows count as if they
             had none). Memory is that for all of them.
         tp_overlap: share of tensor-parallel communication that computation hides.
         ep_overlap: share of expert-parallel communication that computation hides.
         expert_imbalance: visits to the experts of the busiest of `ep` ranks over those to the mean one's, at least 1.
         p2p_overlap: share of a transfer between pipeline stages that travels as soon as it is sent, beside what the
-            receiving stage computes; for the rest that stage waits. All of it in schedules that receive ahead. Of 1F1B
-            as torch and Megatron-Core run it, none: it sends and receives at once, and waits for both. Of schedules in
-            which a hop stays on its rank ("zbv", "dualpipev") always 1.
-        dp_overlap: share of the gradient reduction and parameter gathering that computation hides; in a micro-batch no
-            more than the pass computes.
-        overhead: what stages and steps take beside what is predicted, where it was measured; default: nothing.
+            receiving stage computes; that stage waits for the rest. 1 for schedules that receive ahead; 0 for 1F1B of
+            torch and Megatron-Core, which sends and receives at once and waits for both; always 1 for schedules in
+            which a rank also sends to itself ("zbv", "dualpipev").
+        dp_overlap: share of the gradient reduction and parameter gathering that computation hides; in a micro-batch at
+            most as much as the pass computes.
+        overhead: measured time of stages and steps besides the predicted one; default: none.
         reserved_bytes: memory of a GPU that is not available.
         noise: standard deviation of every pass of a micro-batch through a stage, relative to its time.
         noise_seed: of the noise.
 
     Raises:
-        WlbError: naming the first value that makes no sense; the model does not fit into memory, and what would make
-            it fit; a schedule that the layout cannot have.
+        WlbError: naming the first invalid value; the model does not fit into memory, with changes that would make it
+            fit; the schedule does not support the layout.
     """
 
     model: ModelConfig
@@ -161,7 +161,7 @@ class Scenario:
         if self.max_tokens is not None and self.max_tokens < self.context:
             message = f"= {self.max_tokens}: must be at least the context, {self.context}"
             raise error("max_tokens", message, value=self.max_tokens)
-        _ = self.limit, self._equal, self.attention  # wrong ones are refused here
+        _ = self.limit, self._equal, self.attention  # refuse wrong ones here
 
     def _check_kernel_model(self) -> None:
         if self.kernel_model is None:
@@ -185,7 +185,7 @@ class Scenario:
 
     @property
     def measured_elsewhere(self) -> bool:
-        """Whether the kernel model's GPU is not the hardware's, as far as their names say."""
+        """Whether the kernel model's GPU differs from the hardware's, as far as their names tell."""
         generation = GENERATIONS.get(self.hardware.name, self.hardware.name)
         return generation not in self.attention.source.lower()
 
@@ -196,7 +196,7 @@ class Scenario:
 
     @property
     def tokens_per_batch(self) -> int:
-        """The most tokens of a global batch."""
+        """Most tokens of a global batch."""
         return self.micro_batches * self.context
 
     @property
@@ -206,7 +206,7 @@ class Scenario:
 
     @property
     def waiting(self) -> Sync:
-        """The `sync` in effect: the given one, or the default."""
+        """The given `sync`, or the default."""
         return check_sync(self.sync, self.layout)
 
     @property
@@ -216,7 +216,7 @@ class Scenario:
 
     @cached_property
     def dp_end(self) -> float:
-        """Seconds of data parallelism at the end of a step that nothing hides."""
+        """Seconds of data-parallel communication at the end of a step that nothing hides."""
         gradients = data_parallel_seconds(
             self.model, self.layout, self.hardware, schedule=self.pipeline_schedule, sync=self.sync
         )
@@ -224,12 +224,12 @@ class Scenario:
 
     @cached_property
     def step_end(self) -> float:
-        """Seconds of a step beside its micro-batches: `dp_end`, an optimizer on the CPU, and what was measured."""
+        """Seconds of a step besides its micro-batches: `dp_end`, an optimizer on the CPU, and measured overhead."""
         offloaded = offload_seconds(self.model, self.layout, self.hardware, schedule=self.pipeline_schedule)
         return self.dp_end + float(offloaded.max()) + self.overhead.step
 
     def exposed_dp(self, computing: Floats) -> Floats:
-        """Seconds of data parallelism in every pass that nothing hides: zeros where ranks meet once a step.
+        """Seconds of data-parallel communication in every pass that nothing hides; zeros if ranks meet once a step.
 
         Args:
             computing: float64[..., stages, 3] seconds that the slowest of the ranks that meet computes in each pass.
@@ -256,7 +256,7 @@ class Scenario:
 
     @property
     def generation(self) -> Generation:
-        """The GPU whose attention is assumed if no kernel model is given."""
+        """The generation of the GPU, whose attention is assumed if no kernel model is given."""
         if self.hardware.name not in GENERATIONS:
             message = f"is needed: {self.hardware.name!r} has no default, only {', '.join(GENERATIONS)} have"
             raise error("kernel_model", message)
@@ -264,7 +264,7 @@ class Scenario:
 
     @cached_property
     def linear(self) -> tuple[CostModel, CostModel] | None:
-        """Measured forward and backward of everything but attention in a layer; None: by FLOPs."""
+        """Measured forward and backward of everything but attention in a layer; None: computed by FLOPs."""
         if self.profile is None:
             return None
         linear = json.loads(read_profile(self.profile)).get("linear")
@@ -272,7 +272,7 @@ class Scenario:
         model, tp = self.model, self.layout.tp
         try:
             attention, feed_forward = model.attention, model.feed_forward
-        except WlbError:  # layers that differ in more than masks: no measurement is of all of them
+        except WlbError:  # layers differ in more than masks, so no measurement fits all
             return None
         mine = {
             "hidden_size": model.hidden_size,
@@ -296,13 +296,13 @@ class Scenario:
         return self.flops(attention_efficiency=self.hardware.attention_efficiency)
 
     def flops(self, *, attention_efficiency: float) -> CostModel:
-        """The model's FLOPs, those that recomputation repeats included."""
+        """The model's FLOPs, with those that recomputation repeats."""
         return self.model.cost_model(**self.cost_arguments(attention_efficiency=attention_efficiency))
 
     def cost_arguments(self, *, attention_efficiency: float) -> dict[str, Any]:
-        """Arguments of `wlb.ModelConfig.cost_model` for the model's FLOPs, those that recomputation repeats included.
+        """Arguments of `wlb.ModelConfig.cost_model` for the model's FLOPs, with those that recomputation repeats.
 
-        Attention that is recomputed without the rest counts as attention that is as much slower.
+        If only attention is recomputed, it counts as slower attention.
         """
         share = float(self.layout.recomputed_of_stages(self.model).sum()) / self.model.num_layers
         if self.layout.recompute == "full":
@@ -359,7 +359,7 @@ class Scenario:
         keys_gathered: ArrayLike | None = None,
         keys_moved: ArrayLike | None = None,
     ) -> StageSeconds:
-        """`wlb_tools.stage_seconds` on this cluster; another layout has groups of another size."""
+        """`wlb_tools.stage_seconds` on this cluster; give another layout for groups of another size."""
         forward = backward = None
         if self.linear is not None:
             count = np.asarray(tokens)
@@ -390,7 +390,7 @@ class Scenario:
         return dataclasses.replace(made, seconds=np.maximum(made.seconds + more, 0.0))
 
     def attention_seconds(self, lengths: ArrayLike) -> float:
-        """Seconds of whole documents' attention on one context-parallel rank, over all layers and passes.
+        """Seconds of attention of whole documents on one context-parallel rank, over all layers and passes.
 
         Args:
             lengths: int[n] tokens of the documents.
@@ -399,7 +399,7 @@ class Scenario:
 
     @cached_property
     def masks(self) -> tuple[tuple[Mask, ...], Floats]:
-        """The model's masks, and float64[masks, kinds]: how often a layer of each of `model.kinds` has each."""
+        """The model's masks, and float64[masks, kinds]: attention under each mask in a layer of each kind."""
         return attention_of_kinds(self.model)
 
     def attention_by_mask(self, lengths: ArrayLike) -> dict[Mask, float]:
@@ -427,7 +427,7 @@ class Scenario:
     def keys_exchanged(self, shard: Shard) -> tuple[int, int]:
         """Keys that every rank sends to the others, and that the rank with most of them gets, by `cp_keys`.
 
-        Gradients go the other way.
+        Gradients are sent in the opposite direction.
         """
         if self.cp_keys == "all":
             most = int(shard.tokens_per_rank.max())
@@ -436,18 +436,18 @@ class Scenario:
 
     @property
     def layer_shares(self) -> Floats:
-        """float64[kinds]: share of the layers that are of each of `model.kinds`."""
+        """float64[kinds]: share of each of `model.kinds` among the layers."""
         return np.array(list(self.model.kinds.values())) / self.model.num_layers
 
     def fitted_efficiency(self, lengths: ArrayLike, *, attention_seconds: float | None = None) -> float:
         """The `attention_efficiency` with which FLOPs have this cluster's ratio of attention to everything else.
 
-        Everything else includes communication that nothing hides; so this is above the kernel's own relative rate. From
-        whole documents, attention spread evenly over context-parallel ranks.
+        Everything else has the communication that nothing hides, so this is above the kernel's own relative rate. It is
+        computed from whole documents, with attention even on context-parallel ranks.
 
         Args:
             lengths: int[n] tokens of the documents.
-            attention_seconds: what `attention_seconds` gives for them, where it is known.
+            attention_seconds: result of the method `attention_seconds` for them, if it is known.
 
         Raises:
             WlbError: there is no document.
@@ -465,10 +465,11 @@ class Scenario:
         return ratio * rest / attention
 
     def setup(self, *, fitted_to: ArrayLike | None = None, split: int = 1) -> Setup:
-        """Settings that the packing methods share; with costs fitted to documents, see `fitted_efficiency`.
+        """Settings that the packing methods share, with costs fitted to given documents (`fitted_efficiency`).
 
         Raises:
-            WlbError: the schedule cannot have `split` times the micro-batches, or one context of each does not fit.
+            WlbError: the schedule does not support `split` times the micro-batches, or one context of each does not
+                fit.
         """
         cost_model = self.packer_cost
         if fitted_to is not None:
@@ -508,12 +509,12 @@ class Scenario:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule runs gradients of inputs and of weights apart."""
+        """Whether the schedule runs gradients of inputs and of weights separately."""
         return bool((self._equal.kinds > 1).any())
 
     @property
     def equal_bubble(self) -> float:
-        """Share of its time that the pipeline idles when all micro-batches take the same."""
+        """Share of its time in which the pipeline is idle even if all micro-batches take equally long."""
         ratio = self._equal.bubble_ratio
         return ratio / (1 + ratio)
 

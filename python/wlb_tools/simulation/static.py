@@ -1,4 +1,4 @@
-"""Time of a run without Dynamic-CP on the cluster, predicted by costs that the packer did not use."""
+"""Predicts the time of a run without Dynamic-CP on the cluster, by costs that the packer did not use."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from wlb_tools.simulation.variants import Strategy
 @explained
 @dataclass(frozen=True)
 class Sharded:
-    """Every micro-batch of a run over the context-parallel ranks; seconds are of attention in a layer of each kind."""
+    """Every micro-batch of a run on the context-parallel ranks; seconds are of attention in a layer of each kind."""
 
     forward: Floats  # [micro-batches, cp, kinds]
     backward: Floats  # [micro-batches, cp, kinds]
-    shares: Floats  # [kinds] of the layers
+    shares: Floats  # [kinds] among the layers
     tokens: NDArray[np.int64]  # [micro-batches] of the fullest rank
     keys: NDArray[np.int64]  # [micro-batches, 2] see Scenario.keys_exchanged
     copied: NDArray[np.int64]  # [micro-batches, cp, 2] see wlb_tools.cluster.overhead.copied
-    strategies: dict[str, int]  # how many micro-batches each was chosen for
-    choice: tuple[Strategy, ...]  # among which
+    strategies: dict[str, int]  # number of micro-batches for which each was chosen
+    choice: tuple[Strategy, ...]  # the strategies to choose from
 
     def at_attention_rate(self, rate: float) -> Sharded:
         """These shards with attention `rate` times as fast."""
@@ -92,12 +92,12 @@ def shard_run(run: PackedRun, scenario: Scenario, strategies: tuple[Strategy, ..
 @explained
 @dataclass(frozen=True)
 class StaticOutcome(Outcome):
-    """Under a run whose micro-batches all have the same context-parallel ranks."""
+    """Outcome of a run whose micro-batches all have the same context-parallel ranks."""
 
     run: PackedRun
     sharded: Sharded
-    costs: Floats  # [steps, dp, micro-batches of a rank, stages, 3] what wlb.simulate_pipeline takes
-    exposed: Floats  # the same: the part of it that waits or communicates
+    costs: Floats  # [steps, dp, micro-batches of a rank, stages, 3] costs for wlb.simulate_pipeline
+    exposed: Floats  # the same shape: the part of `costs` that waits or communicates
     p2p: Floats  # [steps, dp, micro-batches of a rank]
 
     @property
@@ -107,12 +107,12 @@ class StaticOutcome(Outcome):
 
     @property
     def strategies(self) -> dict[str, int]:
-        """For how many micro-batches each sharding was chosen."""
+        """The number of micro-batches for which each sharding was chosen."""
         return self.sharded.strategies
 
     @property
     def cp_sizes(self) -> dict[int, float]:
-        """All tokens, on the layout's ranks."""
+        """All tokens are on the layout's ranks."""
         return {self.scenario.layout.cp: 1.0}
 
     @property
@@ -167,7 +167,7 @@ class StaticOutcome(Outcome):
 
 
 def static(outcome: Outcome) -> StaticOutcome:
-    """The outcome, which is of a static run.
+    """The outcome, after a check that it is that of a static run.
 
     Raises:
         TypeError: it is not.
@@ -182,8 +182,8 @@ def score(
 ) -> StaticOutcome:
     """Times of every micro-batch on every stage, through the pipeline, to the end of every step.
 
-    With `measured` seconds of every context-parallel rank's part, see `Outcome.at_measured`, instead of those
-    that the kernel model and the linear part predict.
+    With `measured` seconds of every context-parallel rank's part (see `Outcome.at_measured`), they replace those that
+    the kernel model and the linear part predict.
     """
     layout, order = scenario.layout, run.order
     steps, width = run.tokens.shape
@@ -231,7 +231,7 @@ def score(
         in_lockstep(everyone.most, np.maximum(computing[row], 0.0), split=split)
     )
     costs = together + parts["dp_communication"][row]
-    exposed = np.minimum(sum(part[row] for part in parts.values()), costs)  # up to rounding, no more than the whole
+    exposed = np.minimum(sum(part[row] for part in parts.values()), costs)  # by rounding it could exceed the whole
     simulated = simulate_steps(
         costs,
         schedule=scenario.pipeline_schedule,

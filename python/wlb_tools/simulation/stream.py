@@ -1,4 +1,4 @@
-"""Documents in arrival order: divided into global batches, or read by a packer as training reads them."""
+"""Documents in arrival order, divided into global batches or read by a packer as in training."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class GlobalBatches:
 
     lengths: NDArray[np.int64]  # [n] tokens
     offsets: NDArray[np.int64]  # [batches + 1]
-    costs: NDArray[np.float64] | None = field(default=None, kw_only=True)  # [n, columns] of documents that bring them
-    limits: tuple[float, ...] = field(default=(), kw_only=True)  # the most of a micro-batch in each column
+    costs: NDArray[np.float64] | None = field(default=None, kw_only=True)  # [n, columns] if documents have given ones
+    limits: tuple[float, ...] = field(default=(), kw_only=True)  # most of a micro-batch in each column
 
     @property
     def batches(self) -> int:
@@ -37,7 +37,7 @@ class GlobalBatches:
         return self.lengths[: self.offsets[batches]]
 
     def costs_of_head(self, batches: int) -> tuple[NDArray[np.float64] | None, tuple[float, ...]]:
-        """Their costs and the limits, where documents bring them: the columns in which any of them costs something."""
+        """Their given costs and the limits, or None: only the columns in which any of these documents has a cost."""
         if self.costs is None:
             return None, ()
         costs = self.costs[: self.offsets[batches]]
@@ -45,7 +45,7 @@ class GlobalBatches:
         return costs[:, present], tuple(np.asarray(self.limits)[present].tolist())
 
     def work(self, cost_model: CostModel | None) -> NDArray[np.float64]:
-        """float64[n]: what each document costs by itself, or else by the model; memory is no work."""
+        """float64[n]: given costs of each document, or its costs by the model; columns of memory do not count."""
         if self.costs is not None:
             return np.asarray(self.costs[:, np.isinf(self.limits)].sum(axis=1))
         assert cost_model is not None
@@ -54,7 +54,7 @@ class GlobalBatches:
     def full(self, tokens: int) -> PieceBatches:
         """The tokens of this stream in global batches of exactly `tokens` each, except the last one.
 
-        For methods that cut documents anyway: where global batches divide, too.
+        For methods that cut documents anyway, and so also where a global batch ends.
         """
         ends = np.cumsum(self.lengths)
         total = int(ends[-1])
@@ -74,7 +74,7 @@ class GlobalBatches:
 class PieceBatches(GlobalBatches):
     """Global batches of pieces of documents."""
 
-    documents: NDArray[np.int64]  # [n] the document of a piece
+    documents: NDArray[np.int64]  # [n] the document of each piece
     firsts: NDArray[np.int64]  # [n] its first token inside that document
     remainder: bool  # whether the last global batch is not full
 
@@ -84,21 +84,21 @@ class Read:
     """The packing of one step."""
 
     packing: Packing
-    iteration: int  # of the packer: pushes so far, this one not counted
-    seconds: float | None  # of planning; None where the stream is over and the queues are emptied
+    iteration: int  # of the packer: number of pushes before
+    seconds: float | None  # of planning; None at the end of the stream, when queues are emptied
 
 
 class Reading:
     """Documents in order of arrival, on their way into a packer: the `wlb.filling.Source` of a simulation.
 
-    Read as by the loaders of `wlb.torch`, so that a simulation gives the plans that a run has (tested). What a packer
-    does not admit waits outside and enters a later step; so a stream can have more steps than global batches.
+    They are read as by the loaders of `wlb.torch`, so that a simulation has the plans of a run (tested). Documents that
+    a packer does not admit enter in a later step, so a stream may have more steps than global batches.
 
     Args:
         lengths: int64[n] tokens; none is longer than the packer's documents.
-        packer: new; it stays as it is.
-        tokens_per_batch: most tokens that enter in a step, one document at least; by default the packer's.
-        costs: float64[n, columns] for a packer that takes them.
+        packer: a new one; it is not changed.
+        tokens_per_batch: most tokens that enter in a step, at least one document; by default the packer's.
+        costs: float64[n, columns] for a packer with cost columns.
         max_early: iterations that a document may come before its turn, as for `BalancedBatchSampler`.
     """
 
@@ -122,13 +122,13 @@ class Reading:
         self._turns: Turns
         self._offered = np.empty(0, np.int64)
         self._read = 0
-        self._taken = np.empty(0, np.int64)  # those behind that have entered before their turn, ascending
+        self._taken = np.empty(0, np.int64)  # later documents that have entered before their turn, ascending
         self._iteration = 0
         self.turns = np.zeros(lengths.size, dtype=np.int64)
-        """int64[n]: the iteration in which each document came in order, of those read so far."""
+        """int64[n]: the iteration in which the turn of each document was, for documents read so far."""
 
     def offer(self, extra: int) -> Offer:
-        """See `wlb.filling.Source`; the last offer leaves no rest of less than a step."""
+        """See `wlb.filling.Source`. The last offer has all the rest, so that no small step is left."""
         wanted = (1 + extra) * self._tokens_per_batch
         first, ends = self._read, self._ends
         before = int(ends[first] - self._lengths[first])

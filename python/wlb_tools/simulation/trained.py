@@ -1,4 +1,4 @@
-"""A whole stream as one method trains it: rows that are counted alike whatever the method, and summaries of them."""
+"""A whole stream as one method trains it, in rows of one form for all methods, and summaries of it."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class Trained:
     """A whole stream as one method trains it: a row per piece of a document, in training order."""
 
     name: str
-    step: NDArray[np.int64]  # [pieces] global batch, in training order
+    step: NDArray[np.int64]  # [pieces] number of the training step
     document: NDArray[np.int64]  # [pieces] index into the stream
     start: NDArray[np.int64]  # [pieces] first token inside that document
     length: NDArray[np.int64]  # [pieces] tokens
-    delay: NDArray[np.int64]  # [pieces] iterations from its turn to training; below 0 before it
+    delay: NDArray[np.int64]  # [pieces] iterations from its turn to training; negative before its turn
     digests: tuple[str, ...]  # [steps]
-    # [steps before the flush or remainder] planning time: of the clock, so no part of what is equal
+    # [steps before the flush or remainder] planning time by the clock, so it is not compared
     seconds: NDArray[np.float64] = field(compare=False)
 
     @property
     def streamed(self) -> int:
-        """Steps before those at the stream's end: the flush that empties the queues, the global batch that is not full.
+        """Number of steps before those at the end, which empty the queues or have a global batch that is not full.
 
-        All steps where there are no others.
+        All steps, if there are no others.
         """
         return self.seconds.size or len(self.digests)
 
     @property
     def tokens_by_delay(self) -> NDArray[np.int64]:
-        """int64[delays]: tokens trained k iterations after they arrived; those before their turn do not wait."""
+        """int64[delays]: tokens trained k iterations after they arrived; tokens before their turn have delay 0."""
         return np.bincount(np.maximum(self.delay, 0), weights=self.length).astype(np.int64)
 
     @property
@@ -78,15 +78,15 @@ class Trained:
 @explained
 @dataclass(frozen=True)
 class PackedRun(Trained):
-    """Global batches of equally many micro-batches, all of them over the same context-parallel ranks."""
+    """Global batches of equally many micro-batches, all on the same context-parallel ranks."""
 
     thresholds: tuple[int, ...]  # of the outlier queues
-    micro_batch: NDArray[np.int64]  # [pieces] inside the step
+    micro_batch: NDArray[np.int64]  # [pieces] number inside the step
     costs: NDArray[np.float64]  # [steps, micro-batches]
     tokens: NDArray[np.int64]  # [steps, micro-batches]
     order: NDArray[np.int64]  # [steps, dp, micro-batches of a rank] which rank trains which, in which order
-    release: Release = "fifo"  # which outliers wait
-    column_costs: NDArray[np.float64] | None = None  # [steps, micro-batches, columns] where documents bring their costs
+    release: Release = "fifo"  # rule that chooses the documents that wait
+    column_costs: NDArray[np.float64] | None = None  # [steps, micro-batches, columns] if documents have given costs
     limits: tuple[float, ...] = ()  # of these columns
 
     @property
@@ -106,7 +106,7 @@ class PackedRun(Trained):
 
     @property
     def timed(self) -> NDArray[np.bool_]:
-        """bool[columns]: of the costs that documents bring, those that take time and not memory."""
+        """bool[columns]: which columns of given costs take time; the others are memory."""
         return np.isinf(self.limits)
 
     @property
@@ -115,11 +115,11 @@ class PackedRun(Trained):
         return self.balance.imbalance
 
     def graded(self, cost_model: CostModel, rates: Sequence[float] = ATTENTION_RATES) -> list[Balance]:
-        """Balance by costs that the packer did not use: `cost_model`'s, were attention at other rates.
+        """Balance by other costs than those of the packer: by `cost_model`, with attention at several rates.
 
         Args:
-            cost_model: what the documents were packed by.
-            rates: of attention, relative to what `cost_model` has.
+            cost_model: by which the documents were packed.
+            rates: of attention, relative to `cost_model`.
         """
         slot = self.step * self.costs.shape[1] + self.micro_batch
         of_pieces = cost_model.attention_cost(self.length)
@@ -128,7 +128,7 @@ class PackedRun(Trained):
         return [Balance.of(costs).first(self.streamed) for costs in graded]
 
     def bands(self, cost_model: CostModel) -> dict[str, Any]:
-        """The least and the most of balance that `graded` finds, as plain JSON values."""
+        """The least and the most of the balance at these rates, as plain JSON values."""
         graded = self.graded(cost_model)
         return {
             "imbalance_band": list(band([float(balance.imbalance.mean()) for balance in graded])),
@@ -138,8 +138,8 @@ class PackedRun(Trained):
     def columns(self) -> list[dict[str, Any]]:
         """Sums and limits of each cost column, as plain JSON values.
 
-        Of a column that takes time, `share` is its part of the steps' time, and `lost_time` as `Balance` has it;
-        `heaviest` is the most that a micro-batch has of it, in all steps.
+        For a column that takes time, `share` is its part of the steps' time, and `lost_time` is as in `Balance`;
+        `heaviest` is the most of it in any micro-batch of all steps.
         """
         if self.column_costs is None:
             return []
@@ -192,7 +192,7 @@ def collect(
     thresholds: tuple[int, ...] = (),
     release: Release = "fifo",
 ) -> PackedRun:
-    """Runs a method over the stream. A step in which every document waits trains nothing and is no step."""
+    """Runs a method over the stream. A step in which every document waits trains nothing and is left out."""
     trained = [step for step in steps if any(map(len, step.micro_batches))]
     micro_batches = [m for step in trained for m in step.micro_batches]
     shape = (len(trained), len(trained[0].micro_batches))

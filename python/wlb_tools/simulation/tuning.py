@@ -1,4 +1,4 @@
-"""Settings for a user's documents on a cluster, and what each choice costs in delay and memory."""
+"""Finds settings for a user's documents on a cluster, and what each choice costs in delay and memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Kind = Literal[Cutting, "no_waiting", "queues", "adaptive_release", "early", "dy
 Objective = Literal["tokens", "flops"]
 
 CUTTING: tuple[Cutting, ...] = get_args(Cutting)
-"""Kinds that cut documents where a context ends: names in `wlb_tools.simulation.VARIANTS`, the baseline first."""
+"""Kinds that cut documents at the end of a context: names in `wlb_tools.simulation.VARIANTS`, the baseline first."""
 
 KINDS: dict[Kind, str] = {
     **{name: VARIANTS[name].title for name in CUTTING},
@@ -40,23 +40,23 @@ KINDS: dict[Kind, str] = {
     "dynamic_cp": "Dynamic-CP",
     "wlb_dynamic_cp": "Dynamic-CP + release",
 }
-"""What a plan can be, that with least machinery first, and its name in reports."""
+"""Kinds of plans in the order of their complexity, and their names in reports."""
 
 EQUAL = 0.003
-"""Choices whose throughput differs by no more are equal: then the one that needs least (memory, delay) is taken."""
+"""Choices whose throughput differs by no more count as equal; the one with least memory or delay is taken."""
 
 FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""Contexts that are tried for `S_max`, as far as they fit, besides what just fits."""
+"""Multiples of the context that are tried for `S_max`, as far as they fit, besides the largest that fits."""
 
 SPLITS = (1, 2, 4)
-"""Times the scenario's micro-batches that are made of a global batch."""
+"""Multiples of the scenario's number of micro-batches that are tried."""
 
 PRICES = (DELAY_PRICE / 10, DELAY_PRICE, DELAY_PRICE * 10)
-"""Prices of delay that are tried with adaptive release, see `wlb.Packer`; and the one that balances best within
+"""Prices of delay that are tried with adaptive release (see `wlb.Packer`), besides the one that balances best within
 the limit of the mean delay."""
 
 EARLY = VARIANTS["early"].max_early
-"""Iterations that long documents may come before their turn, where that is tried."""
+"""Iterations that long documents may come before their turn, in plans that allow it."""
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
@@ -65,19 +65,19 @@ _SHOWN_POINTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A plan and how it is made."""
+    """A plan and its settings."""
 
     kind: Kind
-    max_tokens: int  # `S_max`; with Dynamic-CP of `layout.cp` ranks together
+    max_tokens: int  # `S_max`; with Dynamic-CP on `layout.cp` ranks together
     outlier_thresholds: tuple[int, ...] = ()
     delay_price: float | None = None  # of adaptive release
     max_early: int = 0  # iterations, of adaptive release
-    split: int = 1  # so many times the scenario's micro-batches, of the packer
+    split: int = 1  # factor on the scenario's micro-batches, for the packer
     strategy: Strategy = "adaptive"
 
     @property
     def dynamic(self) -> bool:
-        """Whether the ranks of a micro-batch are divided as its documents need."""
+        """Whether the ranks of a micro-batch are divided into groups."""
         return self.kind in ("dynamic_cp", "wlb_dynamic_cp")
 
     @property
@@ -87,7 +87,7 @@ class Settings:
 
     @property
     def variant(self) -> Variant:
-        """The variant to simulate; `S_max` and thresholds are the scenario's."""
+        """The variant to simulate; `S_max` and thresholds are those of the scenario."""
         if self.cuts:
             return VARIANTS[self.kind]
         return Variant(
@@ -101,37 +101,37 @@ class Settings:
 
     @property
     def machinery(self) -> tuple[float, ...]:
-        """Grows with what has to be built and run."""
+        """Sort key that grows with what a user has to build and run."""
         return (list(KINDS).index(self.kind), STRATEGIES.index(self.strategy), self.split)
 
 
 @explained
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Choice(Settings):
-    """A plan, and the stream under it. Equal to others with the same settings."""
+    """A plan and its outcome. Choices are equal if their settings are."""
 
     outcome: Outcome
 
     @property
     def delay(self) -> float:
-        """Iterations that a token is trained after its turn, or before it, on average."""
+        """Iterations between a token's turn and its training, on average."""
         return self.outcome.run.delay_mean + self.outcome.run.early_mean
 
     def speedup(self, baseline: Outcome, by: Objective = "tokens") -> float:
-        """Throughput over the baseline's, as in a long stream: of tokens, or of the FLOPs that these documents take.
+        """Throughput over the baseline's, as in a long stream: of tokens, or of the FLOPs of these documents.
 
-        By FLOPs a method pays for documents that it cuts: their tokens attend to less.
+        By FLOPs, cut documents count as less work, because their tokens attend to less.
         """
         work = self.outcome.flops / baseline.flops if by == "flops" else 1.0
         return work * baseline.steady_seconds / self.outcome.steady_seconds
 
     def speedup_band(self, baseline: Outcome) -> tuple[float, float]:
-        """The least and the most of the speed-up, as `Simulation.speedup_band`, of a long stream."""
+        """The least and the most of the speed-up in a long stream, as `Simulation.speedup_band`."""
         pairs = zip(baseline.swept, self.outcome.swept, strict=True)
         return band([before.steady_seconds / after.steady_seconds for before, after in pairs])
 
     def summary(self, baseline: Outcome) -> dict[str, Any]:
-        """In a few numbers, as plain JSON values."""
+        """A few numbers, as plain JSON values."""
         return {
             "kind": self.kind,
             "max_tokens": self.max_tokens,
@@ -154,16 +154,16 @@ class Tuning:
     """All settings that were tried, one at a time, and the choice."""
 
     scenario: Scenario  # with the fitted costs
-    by: Objective  # what the best trains most of in a second
+    by: Objective  # what the best choice trains most of in a second
     attention_efficiency: float  # of the fitted costs
-    by_memory: tuple[Choice, ...]  # S_max, ascending, of the queues; thresholds tuned for each
+    by_memory: tuple[Choice, ...]  # values of S_max, ascending, with queues whose thresholds are tuned for each
     by_delay: tuple[Choice, ...]  # thresholds at the chosen S_max: the Pareto front, by delay
     by_strategy: tuple[Choice, ...]  # sharding of the best plan without Dynamic-CP
-    by_plan: tuple[Choice, ...]  # of each kind the best within the limits, then the fastest if that is another
+    by_plan: tuple[Choice, ...]  # the best of each kind within the limits, then the fastest if that is another
     tried: tuple[Choice, ...]  # all plans at the chosen S_max
     thresholds: TuneResult  # at the chosen S_max
     simulation: Simulation  # `CUTTING`, then `by_plan` within the limits, by kind
-    planner: dict[str, Any] | None  # what `wlb.plan_dynamic_cp` was told; None where it cannot plan
+    planner: dict[str, Any] | None  # arguments of `wlb.plan_dynamic_cp`; None if it cannot plan
     best: Choice
 
     @property
@@ -172,7 +172,7 @@ class Tuning:
         return self.simulation.baseline
 
     def as_json(self) -> dict[str, Any]:
-        """Everything in numbers, as plain JSON values."""
+        """All results as plain JSON values."""
         return {
             "kernel_model": self.scenario.attention.source,
             "attention_efficiency": self.attention_efficiency,
@@ -195,30 +195,30 @@ def tune(
 ) -> Tuning:
     """The fastest of all plans here, and its settings, within a limit of the mean delay.
 
-    Tried are: documents as they come, cut where a context ends (Plain-4D, the same with sharding per document or
+    It tries: documents in order, cut at the end of a context (Plain-4D, the same with sharding per document or
     adaptive, and Fixed-4D); whole documents packed for the layout's ranks, with outlier queues, with adaptive release,
-    also where long documents come up to 4 iterations early, or with nothing waiting, in as many micro-batches as the
-    scenario says or 2 or 4 times as many; Dynamic-CP, and both together. With a limit of 0 every document is trained in
-    the step that it arrives for.
+    also with long documents up to 4 iterations early, or without waiting, in as many micro-batches as the scenario says
+    or 2 or 4 times as many; Dynamic-CP, and both together. With a limit of 0 every document is trained in the step in
+    which it arrives.
 
     Settings are not tried in all combinations: `S_max` is chosen with queues and then kept, and sharding strategies are
-    tried for one plan only.
+    tried for only one plan.
 
-    One after the other, each with the best of those before: the packer's costs are fitted to the cluster
-    (`Scenario.fitted_efficiency`); `S_max` from one context up to what fits; the Pareto front of thresholds;
-    the kinds of plan, their micro-batches and prices of delay; the sharding strategies of the best without Dynamic-CP.
-    Of those within 0.3 % of the fastest so far the one with least memory, delay or machinery is taken. Throughput is
-    that of a long stream (`Outcome.steady_seconds`): the sample's flush at its end would say more about the
-    sample's length.
+    Each choice starts from the best of those before: the packer's costs are fitted to the cluster
+    (`Scenario.fitted_efficiency`); then `S_max` from one context up to what fits; the Pareto front of thresholds; the
+    kinds of plan, their micro-batches and prices of delay; the sharding strategies of the best plan without Dynamic-CP.
+    Among choices within 0.3 % of the fastest so far, the one with least memory, delay or complexity is taken.
+    Throughput is that of a long stream (`Outcome.steady_seconds`), because the flush at the end of a sample depends on
+    the sample's length.
 
     Args:
-        lengths: int[n] tokens of the documents in arrival order, see `wlb_tools.simulate`. All of them are tuned
-            on, so give what is typical.
-        scenario: model, cluster, limits. `max_mean_delay` is kept by what is chosen; before its turn
-            counts as after. `max_tokens` is the most `S_max` that is tried, by default what fits into memory;
-            `cost_model` and `outlier_thresholds` are not used. Dynamic-CP is left out on a cluster that it cannot plan
-            for.
-        by: what counts as fast. "tokens": tokens a second, for which cutting documents pays, since their tokens then
+        lengths: int[n] tokens of the documents in arrival order, see `wlb_tools.simulate`. All of them are used for
+            tuning, so give typical ones.
+        scenario: model, cluster, limits. The choice keeps `max_mean_delay`, in which iterations before a document's
+            turn count like those after it. `max_tokens` is the largest `S_max` to try, by default what fits into
+            memory; `cost_model` and `outlier_thresholds` are not used. Dynamic-CP is left out if it does not support
+            the cluster.
+        by: what counts as fast. "tokens": tokens a second, which favours cutting documents, because their tokens then
             attend to less. "flops": FLOPs of the documents as they are trained.
         progress: see `wlb_tools.simulate`.
 
@@ -261,7 +261,7 @@ class _Search:
         self._jobs, self._done = 1 + len(self._limits) + _SHOWN_POINTS + plans + len(STRATEGIES), 0
 
     def run(self) -> Tuning:
-        """Everything, one after the other."""
+        """The whole tuning."""
         self._report("Plain-4D")
         others = simulate(self._lengths, self._scenario, variants=CUTTING)
         self._baseline = others.baseline
@@ -308,12 +308,12 @@ class _Search:
         )
 
     def _cutting(self, kind: Kind, outcome: Outcome) -> Choice:
-        # One for the whole run; "adaptive" counts under what it made of each micro-batch.
+        # One strategy for the whole run; "adaptive" is counted by the strategies that it chose.
         strategy = next((s for s in VARIANTS[kind].strategies if s in outcome.strategies), STRATEGIES[-1])
         return Choice(kind=kind, max_tokens=self._scenario.context, strategy=strategy, outcome=outcome)
 
     def _least(self, choices: list[Choice], need: Callable[[Choice], Any]) -> Choice:
-        """The choice that needs least, among those as fast as the fastest."""
+        """The choice that needs least, among those that are as fast as the fastest."""
         most = max(self._speed(choice) for choice in choices)
         return min((choice for choice in choices if self._speed(choice) * (1 + EQUAL) >= most), key=need)
 
@@ -321,7 +321,7 @@ class _Search:
         return choice.speedup(self._baseline, self._by)
 
     def _static(self, limit: int) -> Iterator[Choice]:
-        """Plans for the layout's ranks, other than those of the first front of thresholds."""
+        """Plans for the layout's ranks, except those of the first front of thresholds."""
         for split, most in self._most.items():
             fits = min(limit, most)
             if split > 1:
@@ -394,13 +394,13 @@ class _Search:
         return self._found.setdefault(settings, Choice(**vars(settings), outcome=outcome))
 
     def _within(self, choice: Choice) -> bool:
-        """Whether a choice keeps the limits. That of memory is the user's where they gave `max_tokens`."""
+        """Whether a choice keeps the limits. If the user gave `max_tokens`, memory is up to them."""
         memory = choice.outcome.memory.total.max()
         fits = self._given.max_tokens is not None or memory <= self._given.hardware.memory_bytes
         return bool(fits) and choice.delay <= self._given.max_mean_delay
 
     def _allowed(self, choices: list[Choice]) -> list[Choice]:
-        """The choices within the limits; if there are none, the one that waits least."""
+        """The choices within the limits, or if there are none, the one that waits least."""
         return [c for c in choices if self._within(c)] or [min(choices, key=lambda choice: choice.delay)]
 
     def _report(self, what: str) -> None:
@@ -409,7 +409,7 @@ class _Search:
 
 
 def _need(choice: Choice) -> tuple[Any, ...]:
-    """Sort key between equally fast choices: less machinery, then less delay, then less time."""
+    """Sort key for equally fast choices: less complexity, then less delay, then less time."""
     return (choice.machinery, choice.delay, choice.outcome.steady_seconds)
 
 
@@ -418,7 +418,7 @@ def _settings(choice: Choice) -> Settings:
 
 
 def _possible(scenario: Scenario, split: int) -> bool:
-    """Whether the schedule takes this multiple of the number of micro-batches."""
+    """Whether the schedule supports this multiple of the number of micro-batches."""
     layout = scenario.layout
     count = scenario.micro_batches // layout.dp * split
     try:
@@ -434,7 +434,7 @@ def _possible(scenario: Scenario, split: int) -> bool:
 
 
 def _most_tokens(scenario: Scenario, splits: Iterable[int]) -> dict[int, int]:
-    """Largest `S_max` with this multiple of the number of micro-batches, if one context of each fits."""
+    """Largest `S_max` with each multiple of the number of micro-batches, if one context of each fits."""
     found = {}
     for split in splits:
         with contextlib.suppress(WlbError):
@@ -443,7 +443,7 @@ def _most_tokens(scenario: Scenario, splits: Iterable[int]) -> dict[int, int]:
 
 
 def _spread(points: Iterable[TunedPoint], best: TunedPoint) -> list[TunedPoint]:
-    """Some of the Pareto front, evenly, both ends and the best among them."""
+    """Some points of the Pareto front, evenly, with both ends and the best."""
     front = list(points)
     picked = {int(index) for index in np.linspace(0, len(front) - 1, _SHOWN_POINTS - 1).round()}
     picked |= {index for index, point in enumerate(front) if point.thresholds == best.thresholds}

@@ -1,6 +1,6 @@
-"""Variants to compare: a way to pack, and a way to shard the packed documents.
+"""Variants to compare: a way to pack documents, and a way to shard them.
 
-One entry of `VARIANTS` makes a method part of every comparison.
+An entry of `VARIANTS` is part of every comparison.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ class Variant:
 
     Args:
         title: for reports.
-        packing: "original": as documents arrive, cut every context; "whole": as they arrive, uncut; "fixed_length":
-            greedy with cuts; "var_length": whole documents, outliers wait in queues; "dynamic_cp": whole documents,
-            each on a group of ranks that `wlb.plan_dynamic_cp` chooses, sharded one by one, with costs of its
-            own.
-        strategies: how a micro-batch is sharded over context-parallel ranks. Of several, the one whose slowest rank is
-            predicted to be fastest, for each micro-batch (the paper chooses between the first two; "adaptive" also
-            knows the hybrid of them).
-        static: one of the strategies for the whole run, the one with which it is faster.
+        packing: "original": in order of arrival, cut every context; "whole": in order of arrival, uncut;
+            "fixed_length": greedy with cuts; "var_length": whole documents, outliers wait in queues; "dynamic_cp":
+            whole documents, each on a group of ranks that `wlb.plan_dynamic_cp` chooses, sharded one by one, with costs
+            of its own.
+        strategies: how a micro-batch is sharded over context-parallel ranks. Among several, the one whose slowest rank
+            is predicted to be fastest is chosen for each micro-batch (the paper chooses between the first two;
+            "adaptive" also knows a hybrid of them).
+        static: whether the strategy with which the whole run is faster is chosen for all micro-batches.
         window: global batches that "fixed_length" packs at a time.
-        dealt: the micro-batches of a step go to data-parallel ranks by their costs (`wlb.Packing.deal`), for
-            "original": otherwise as they come.
-        packer: further arguments of `wlb.Packer` (`release`, `delay_price`, `method`, `max_step_cost`,
-            unless the scenario has one), for "var_length". With a release rule of its own no thresholds are given. For
-            "dynamic_cp": of a packer whose releases are planned; with none, nothing waits.
+        dealt: whether the micro-batches of a step go to data-parallel ranks by their costs (`wlb.Packing.deal`) under
+            "original", instead of in order.
+        packer: further arguments of `wlb.Packer` (`release`, `delay_price`, `method`, `max_step_cost`, unless the
+            scenario has one), for "var_length". With a release rule, no thresholds are given. For "dynamic_cp": those
+            of a packer whose releases are planned; without, nothing waits.
         max_early: iterations that long documents may come before their turn, for `packer` with release="adaptive", as
             `wlb.torch.BalancedBatchSampler` reads them.
-        fitted: the packer is told the cluster's ratio of attention to the rest, communication included, instead of
+        fitted: whether the packer gets the cluster's ratio of attention to the rest, with communication, instead of
             `Scenario.cost_model`; see `Scenario.fitted_efficiency`.
-        split: so many times the micro-batches of a global batch, of the same documents, where they stay whole, with a
-            smaller default of `S_max` where as large ones do not fit; of "dynamic_cp": of the packer.
+        split: factor on the micro-batches of a global batch if documents stay whole, with a smaller default of `S_max`
+            if memory needs it; for "dynamic_cp" of the packer.
     """
 
     title: str
@@ -88,10 +88,10 @@ class Variant:
                 raise error("packer", f"has {name}: must be among {', '.join(_OF_PACKER)}", value=self.packer[name])
 
     def obstacle(self, scenario: Scenario) -> WlbError | None:
-        """Why a cluster cannot have this method, if it cannot.
+        """Why a cluster does not support this method; None if it does.
 
-        Its schedule cannot have `split` times the micro-batches, or its memory not one context of each; or Dynamic-CP
-        cannot be planned.
+        Its schedule does not support `split` times the micro-batches, one context of each does not fit into memory, or
+        Dynamic-CP cannot be planned.
         """
         if self.dynamic:
             return obstacle(scenario)
@@ -102,7 +102,7 @@ class Variant:
         return None
 
     def arriving(self, stream: GlobalBatches, setup: Setup) -> GlobalBatches:
-        """The stream as this method receives it: full global batches where it cuts documents."""
+        """The stream as this method receives it: in full global batches if it cuts documents."""
         return stream.full(setup.tokens_per_batch) if self.cuts else stream
 
     def steps(self, stream: GlobalBatches, setup: Setup, thresholds: tuple[int, ...]) -> Iterator[Step]:
@@ -123,7 +123,7 @@ class Variant:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the ranks of a micro-batch are divided as its documents need."""
+        """Whether the ranks of a micro-batch are divided into groups."""
         return self.packing == "dynamic_cp"
 
     @property
@@ -133,7 +133,7 @@ class Variant:
 
     @property
     def packing_key(self) -> tuple[Any, ...]:
-        """Equal for variants that pack alike."""
+        """A key that is equal for variants that pack alike."""
         return (
             self.packing,
             self.window,
@@ -167,19 +167,19 @@ VARIANTS: dict[str, Variant] = {
     "whole": Variant(title="Plain-4D, uncut", packing="whole"),
     "early": Variant(title="WLB, adaptive release, early", **_WLB, fitted=True, packer=_ADAPTIVE, max_early=4),
 }
-"""By name, the baseline first. The paper's (section 7.1, figure 13) are Plain-4D, Fixed-4D, each optimisation alone and
-all of them. Then ours: a packer that knows the cluster's costs; with it, another rule for what waits; with that, twice
-as many micro-batches; Dynamic-CP with nothing waiting, and with that rule. All of them deal micro-batches to
-data-parallel ranks by cost. The last four show what refining full micro-batches gives, what dealing alone gives,
-documents uncut, and long documents read up to four iterations before their turn."""
+"""Variants by name, the baseline first. Those of the paper (section 7.1, figure 13) are Plain-4D, Fixed-4D, each
+optimisation alone and all of them. Then come ours: a packer with the cluster's costs; with these, another release rule;
+with that, twice as many micro-batches; Dynamic-CP with nothing waiting, and with that rule. All of them deal
+micro-batches to data-parallel ranks by cost. The last four show the effect of refining full micro-batches, of dealing
+alone, of uncut documents, and of long documents read up to four iterations before their turn."""
 
 _BY_NAME_ONLY = ("refined", "as_they_come", "whole", "early")
 DEFAULT = tuple(name for name in VARIANTS if name not in _BY_NAME_ONLY)
-"""What is compared unless one asks: the paper's methods, and ours that somebody could choose instead of WLB."""
+"""Variants of a default comparison: the paper's methods, and ours that a user could choose instead of WLB."""
 
 
 def defaults(scenario: Scenario) -> tuple[str, ...]:
-    """Names of `DEFAULT`, without those that the cluster cannot have."""
+    """Names of `DEFAULT`, without variants that the cluster does not support."""
     missing = obstacles(scenario)
     return tuple(name for name in DEFAULT if name not in missing)
 

@@ -1,4 +1,4 @@
-"""A simulation in words: what it rests on, and why it comes out as it does, computed from its parts."""
+"""A simulation in words: its assumptions, and the reasons for its result, computed from its parts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from wlb_tools.simulation.run import Simulation
 from wlb_tools.simulation.scenario import Scenario
 
 FLUSH_WARNING = 0.02
-"""A larger share of the time at the end of the stream says more about the stream's length than about a method."""
+"""If the end of the stream takes a larger share of the time, a comparison depends on the stream's length."""
 
 _MEETINGS = {"step": "once a step", "micro_batch": "in every micro-batch"}
 _PAPER_ORDER = ("per_document", "adaptive_cp", "packing", "wlb")
 
 
 def premises(simulation: Simulation) -> list[str]:
-    """Sentences about what was simulated and what the prediction rests on."""
+    """Sentences about what was simulated and the assumptions of the prediction."""
     scenario = simulation.scenario
     thresholds = " and ".join(f"{threshold:,}" for threshold in simulation.thresholds)
     return [
@@ -39,8 +39,8 @@ def premises(simulation: Simulation) -> list[str]:
 def explanation(simulation: Simulation, shown: str) -> list[str]:
     """Why `shown` is as fast as it is beside the baseline: sentences with numbers of the simulation.
 
-    What does not fit, what each kind of method could win of the baseline's time, what that costs, and what the end of
-    the stream does.
+    They say what does not fit, what each kind of method could win of the baseline's time, what that costs, and how much
+    the end of the stream takes.
     """
     before, after = simulation.baseline, simulation.outcomes[shown]
     sentences = [*_too_large(simulation), _room(simulation, before)]
@@ -53,7 +53,7 @@ def explanation(simulation: Simulation, shown: str) -> list[str]:
 
 
 def _too_large(simulation: Simulation) -> list[str]:
-    """Methods that would run out of memory: possible only under a limit that was given."""
+    """Methods that would run out of memory, which is possible only under a given limit."""
     hardware = simulation.scenario.hardware
     needs = {outcome.title: outcome.memory.total.max() for outcome in simulation.outcomes.values()}
     return [
@@ -142,7 +142,7 @@ def describe(scenario: Scenario) -> str:
 
 
 def kernel_sentence(scenario: Scenario) -> str:
-    """Sentence about the source of attention times, with a warning if it is another GPU."""
+    """Sentence about the source of attention times, with a warning if they are of another GPU."""
     source = scenario.attention.source
     label = "measured on a GPU" if source.startswith("measured") else "an assumption, measured nowhere"
     warning = f" Warning: that is another GPU than {scenario.hardware.name}." if scenario.measured_elsewhere else ""
@@ -192,7 +192,7 @@ def assumptions(scenario: Scenario) -> dict[str, str]:
 
 
 def _savings(layout: ParallelLayout) -> str:
-    """Settings of a layout that say what is kept where."""
+    """The settings of a layout that save memory."""
     replicas, layers = layout.dp_replicate, layout.recompute_layers
     said = [
         f"fsdp {layout.fsdp}{f' in {replicas} replicas' if replicas > 1 else ''}",
@@ -208,7 +208,7 @@ def _savings(layout: ParallelLayout) -> str:
 
 
 def _experts(scenario: Scenario) -> str:
-    """Assumptions about expert parallelism, if there is some."""
+    """Assumptions about expert parallelism, if there is any."""
     if scenario.layout.ep == 1:
         return ""
     busiest = f"{scenario.expert_imbalance:g} times the visits of the mean EP rank"

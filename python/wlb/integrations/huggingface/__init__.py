@@ -1,22 +1,22 @@
-"""Trainers of Hugging Face on wlb's plans: transformers' `Trainer`, TRL's `SFTTrainer` and what is made of them.
+"""wlb's plans in Hugging Face's trainers: transformers' `Trainer`, TRL's `SFTTrainer` and classes derived from them.
 
-Two lines, once the trainer is made as always::
+Two lines after the trainer was made::
 
     from wlb.integrations.huggingface import balance
 
     trainer = balance(trainer, max_tokens=65536)
     trainer.train(resume_from_checkpoint=...)
 
-What keeps documents apart is the model's attention, by `attn_implementation`:
+The model's attention keeps documents apart, depending on `attn_implementation`:
 
 - `"sdpa"`, `"eager"`, `"flex_attention"` find the documents in `position_ids`, but only without an `attention_mask` and
-  without a cache. A model called with `use_cache=True`, the default of most configurations, silently attends across
-  documents; so micro-batches say `use_cache=False`, and have no mask. `sdpa` and `eager` make a mask, tokens x tokens.
+  without a cache. With `use_cache=True`, the default of most configurations, a model attends across documents without
+  an error. So micro-batches have `use_cache=False` and no mask. `sdpa` and `eager` make a mask of tokens x tokens.
 - `"flash_attention_2"` and `"flash_attention_3"` (on a GPU only) take `cu_seq_lens_q/k` and `max_length_q/k`.
 
-`sdpa` and `eager` are tested on CPU with gradients, `flex_attention` forward and uncompiled (no backward on CPU);
-flash attention needs a GPU and is not.
-Layers that are no attention (convolutions, state-space layers) mix documents unless the model says otherwise.
+Tests on CPU cover `sdpa` and `eager` with gradients, and `flex_attention` forward and uncompiled (it has no backward on
+CPU), but not flash attention, which needs a GPU.
+Layers other than attention (convolutions, state-space layers) mix documents unless the model prevents it.
 """
 
 from wlb.integrations.huggingface.balance import balance

@@ -1,4 +1,4 @@
-"""A trainer of Hugging Face on wlb's plans: two lines."""
+"""Makes a trainer of Hugging Face train wlb's plans."""
 
 from __future__ import annotations
 
@@ -58,61 +58,61 @@ def balance(
 ) -> AnyTrainer:
     """Makes a trainer train micro-batches of equal work, on documents packed without padding.
 
-    The data set stays as the trainer has tokenised it, and its collator says what is learnt: it is asked for one
-    document at a time. What changes:
+    The data set stays as the trainer has tokenised it. Its collator still decides what is learnt, and gets one document
+    at a time. What changes:
 
     - A step trains as many tokens as the trainer's own batch sizes would on average, so that its learning rate stays
       right; `gradient_accumulation_steps` becomes the fewest micro-batches of `max_tokens` that hold them with a
       quarter to spare. Work is balanced by the FLOPs of `model.config`.
     - `max_steps` becomes the steps of `num_train_epochs` that have a label, unless it was given. Epochs are counted by
       documents: `eval_strategy="epoch"` and `save_strategy="epoch"` come where an epoch ends.
-    - Checkpoints hold what waits (`trainer_state.json`), and `train(resume_from_checkpoint=...)` goes on with the next
-      document, pieces of long ones included, on another number of ranks or workers and with other batch sizes too:
-      all epochs are trained to their end. A learning-rate schedule goes on where the documents stand: a step of half
-      as many tokens moves it by half a step. With `max_steps` given it counts steps, whatever their size.
-    - What the trainer logs of a step has its figures: `wlb/imbalance`, `wlb/lost_time`, `wlb/delay_max` and others
-      (`wlb.torch.StepMetrics`), wherever it reports to.
-    - Evaluation is a mean over tokens, on packed rows. With `compute_metrics`, or on data without a length, the
-      trainer's own batches are kept; their losses are weighted by labels.
+    - Checkpoints hold the documents that wait (`trainer_state.json`). `train(resume_from_checkpoint=...)` resumes with
+      the next document or piece, also on another number of ranks or workers and with other batch sizes, and trains all
+      epochs to their end. The learning-rate schedule follows the documents: a step of half as many tokens moves it by
+      half a step. If `max_steps` was given, it counts steps of any size.
+    - The trainer's logs have figures of each step, such as `wlb/imbalance`, `wlb/lost_time` and `wlb/delay_max`
+      (`wlb.torch.StepMetrics`).
+    - The evaluation loss is a mean over tokens, on packed rows. With `compute_metrics`, or on data without a length,
+      the trainer's own batches are kept and their losses are weighted by labels.
 
-    `train` plans anew from what the trainer has then: data set, collator, arguments and model may be set after this,
-    and a second `train` is a second stage. What cannot be balanced any more is refused there, by name.
+    You may change data set, collator, arguments and model of the trainer later: every `train` plans anew, so a second
+    `train` can be a second stage. It refuses by name what cannot be balanced.
 
-    A data set without a length is read as streams: one for each of its shards, each by one rank, and documents move to
-    where they are trained. Set `max_steps` as always; training ends earlier if the data does. It resumes from the data
-    set's own `state_dict`, or by reading again where that is not exact (shuffle buffers). Steps have the
-    `gradient_accumulation_steps` that were given, filled to four fifths.
+    A data set without a length is read as streams, one for each of its shards. One rank reads each stream, and
+    documents move to the ranks that train them. Set `max_steps` as always; training ends earlier if the data does. A
+    resume uses the data set's own `state_dict`, or reads again from the start if that is not exact (shuffle buffers).
+    Steps have the `gradient_accumulation_steps` that were given, and are four fifths full on average.
 
     Args:
-        trainer: transformers' `Trainer`, TRL's `SFTTrainer`, or one made of them; it is changed, and returned.
-        max_tokens: most tokens of a micro-batch: what the memory of a rank holds.
-        max_document_tokens: the context; by default that of the model, at most `max_tokens`.
-        oversize: "split" longer documents, each token predicting the next one all the same; "truncate" them; or it is
-            an "error".
-        max_delay: most steps that a document waits for others; 0: none waits.
-        tokens_per_batch: tokens of a step on all ranks, instead of those above.
-        lengths: int[documents] tokens after tokenisation, if they are known: by default read from the data set.
+        trainer: transformers' `Trainer`, TRL's `SFTTrainer`, or a class derived from them. It is changed and returned.
+        max_tokens: most tokens of a micro-batch, limited by the memory of a rank.
+        max_document_tokens: most tokens of a document; by default the model's context, at most `max_tokens`.
+        oversize: for longer documents: "split" them into pieces, where every token still predicts the next one,
+            "truncate" them, or raise an "error".
+        max_delay: most steps that a document waits for others; with 0 none waits.
+        tokens_per_batch: tokens of a step on all ranks, instead of those of the trainer's batch sizes.
+        lengths: int[documents] tokens after tokenisation, if you know them; by default read from the data set.
         cost_model: what documents cost, instead of `wlb.ModelConfig.from_hugging_face(model.config)`.
-        columns: names of further columns of documents that the model is given, numbers for each token
-            (`wlb.torch.RowReader` says which are carried anyway).
-        verify: prove on the first step, before the optimizer takes it, that the trainer's loss, gradients and
-            evaluation are those of documents alone (`wlb.torch.verify`); seconds.
+        columns: names of further columns of documents to give to the model, with numbers for each token
+            (`wlb.torch.RowReader` says which are always carried).
+        verify: before the first step of the optimizer, prove that the trainer's loss, gradients and evaluation are
+            those of each document alone (`wlb.torch.verify`). Takes some seconds.
         **packer: further arguments of `wlb.Packer`: `method`, `release`, `delay_price`; `multiple_of_tokens` and
-            `token_buckets`, which fill rows up: what fills them is learnt by nothing, and counted by nothing.
+            `token_buckets`, which pad rows. Nothing learns from padding, and it is not counted.
 
     Returns:
         The same trainer.
 
     Raises:
-        wlb.WlbError: an argument makes no sense; the trainer has its own packing on, groups by length, draws documents
-            by a sampler of its own, drops what is left, dispatches batches, or shards sequences; data without
-            `input_ids`, or with a column that has no known meaning; a model of which the costs are not known, or whose
-            routers would learn from padding. Nothing has changed then. In `train`: the same of what was changed since;
-            a checkpoint is of other data; what `wlb.torch.verify` finds.
+        wlb.WlbError: an argument is invalid; the trainer packs by itself, groups by length, has a sampler that draws
+            documents, drops the last documents, dispatches batches, or shards sequences; the data have no `input_ids`,
+            or a column without a known meaning; the costs of the model are not known, or its routers would learn from
+            padding. Nothing has changed then. `train` raises for the same reasons if something was changed since, for a
+            checkpoint of other data, and for what `wlb.torch.verify` finds.
 
     Complexity:
-        O(documents), where lengths are not read from documents. Without `max_steps` all steps of the run are planned,
-        some milliseconds each, here and once more when training begins, and one document of each is read.
+        O(documents) if lengths need not be read from documents. Without `max_steps`, all steps of the run are planned
+        here and again when training begins: some milliseconds each, and one document of each step is read.
     """
     check_named(packer)
     check_trainer(trainer)
@@ -146,7 +146,7 @@ def balance(
 
 
 class _Balanced(Trainer):
-    """Goes in front of a trainer's own class."""
+    """Class that is put in front of a trainer's own class."""
 
     _wlb_planner: Planner
     _wlb_plan: KnownLengths | Streamed
@@ -160,7 +160,7 @@ class _Balanced(Trainer):
         self._wlb_plan, self._wlb_plain, self._wlb_callback.pace = planned.plan, planned.plain, planned.pace
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Knows the checkpoint from which it goes on; also closes what reads streams."""
+        """Notes the checkpoint from which training resumes, and closes streams at the end."""
         self._wlb_resumed = Resumed.of(kwargs.get("resume_from_checkpoint"), MicroBatchCallback.__name__)
         try:
             result = super()._inner_training_loop(*args, **kwargs)
@@ -172,7 +172,7 @@ class _Balanced(Trainer):
         return result
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """The schedule of the run in steps of the size that it began with, moved by those that it takes now."""
+        """Makes a schedule for steps of the first size, and sets the pace at which present steps move it."""
         pace = self._wlb_callback.pace
         assert pace is not None
         scheduler = super().create_scheduler(pace.length(num_training_steps), *args, **kwargs)
@@ -180,7 +180,7 @@ class _Balanced(Trainer):
         return scheduler
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds the figures of the last step to a line of training, for whatever the trainer reports to."""
+        """Adds the figures of the last step to the training log."""
         if "loss" in logs:
             logs.update(self._wlb_callback.line)
         if logs.get("train_runtime") and "train_samples_per_second" in logs:
@@ -189,10 +189,10 @@ class _Balanced(Trainer):
         super().log(logs, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        """The micro-batches of a plan that is made now: of the data, collator, model and arguments that it has.
+        """The micro-batches of a new plan, from the present data, collator, model and arguments.
 
         Raises:
-            wlb.WlbError: one of them cannot be balanced, or the callback that keeps the states was taken away.
+            wlb.WlbError: one of them cannot be balanced, or the callback that saves states was removed.
         """
         if self._wlb_callback not in self.callback_handler.callbacks:
             message = "has no MicroBatchCallback any more, without which no checkpoint says where the data stand: "
@@ -203,10 +203,10 @@ class _Balanced(Trainer):
         return MicroBatchLoader(self._wlb_plan.steps(), plain=self._wlb_plain, before_first=check)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Packed rows, if that does no harm.
+        """Packed rows, if the evaluation allows it.
 
         Raises:
-            wlb.WlbError: accelerate would repeat rows on some ranks, and it cannot be told which.
+            wlb.WlbError: accelerate would repeat rows on some ranks, and cannot tell which.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
@@ -222,7 +222,7 @@ class _Balanced(Trainer):
         return Evaluation(rows, limits, self.args, plain=plain)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """The loss becomes the mean over labels: that of batches, as the Trainer has it, weighs them all the same."""
+        """Makes the loss the mean over labels; the Trainer's own mean gives all batches equal weight."""
         self._wlb_losses = []
         try:
             output = super().evaluation_loop(*args, **kwargs)
@@ -238,7 +238,7 @@ class _Balanced(Trainer):
         return output
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Padding is told to routers, and not counted; a row without documents teaches nothing at all."""
+        """Keeps padding from routers and from counts. A row without documents teaches nothing."""
         total = inputs["input_ids"].numel()
         real = inputs.pop(REAL, None) if isinstance(inputs, dict) else None
         if hasattr(self, "_total_train_tokens") and model.training:  # TRL's, to which it adds the rows of all ranks
@@ -251,7 +251,7 @@ class _Balanced(Trainer):
         return result
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Counts the tokens of documents, where the Trainer is to leave padding out."""
+        """Counts the tokens of documents, if the Trainer shall not count padding."""
         if self.args.include_num_input_tokens_seen != "non_padding":
             super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
             return
@@ -259,7 +259,7 @@ class _Balanced(Trainer):
         self.state.num_input_tokens_seen += int(self.accelerator.gather(real).sum())
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keeps the loss of a batch with the number of its labels, without rows that accelerate has repeated."""
+        """Keeps the loss of a batch and the number of its labels, without rows that accelerate repeated."""
         inputs = self._wlb_once(inputs)
         shifted = inputs.get("shift_labels")
         if shifted is None and inputs.get("labels") is not None:
@@ -270,9 +270,9 @@ class _Balanced(Trainer):
         return loss, logits, labels
 
     def _wlb_once(self, inputs: Any) -> Any:
-        """The batch, in which rows that fill up the last one, and were evaluated before, have no labels.
+        """The batch, in which rows that were repeated to fill it have no labels.
 
-        accelerate gives all ranks as many rows, and so repeats the first ones; it knows how many rows of the last
+        accelerate gives all ranks equally many rows, so it repeats the first ones. It knows how many rows of the last
         batches of all ranks are new, in the order of the ranks.
         """
         state = self.accelerator.gradient_state
@@ -292,16 +292,16 @@ class _Balanced(Trainer):
         return {**inputs, **masked}
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Labels of a step; None in an evaluation, whose losses are means over the labels of one batch."""
+        """Labels of a step; None in an evaluation, where losses are means over the labels of one batch."""
         if self._wlb_losses is not None:
             return None
         return super()._get_num_items_in_batch([_labels_to_count(batch) for batch in batch_samples], device)
 
 
 def _labels_to_count(batch: dict[str, Any]) -> dict[str, Any]:
-    """Labels that every version of transformers counts right: older ones do not look at `shift_labels`.
+    """Labels in a form that every version of transformers counts right: older ones do not look at `shift_labels`.
 
-    What follows the last token of a piece is learnt there, though no row holds it.
+    `shift_labels` also have the token that follows a piece, which is in no row.
     """
     shifted = batch.get("shift_labels")
     return batch if shifted is None else {"labels": torch.nn.functional.pad(shifted, (1, 0), value=IGNORE)}

@@ -1,4 +1,4 @@
-"""Programs that make their trainers themselves."""
+"""Balances the trainers of programs that make their trainers themselves."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from wlb.integrations.huggingface.balance import balance, check_named
 
 @contextmanager
 def balancing(*, check: Callable[[Trainer], None] = lambda trainer: None, **options: Any) -> Iterator[None]:
-    """Inside, every trainer of Hugging Face is balanced as it begins to train.
+    """Inside this context, every trainer of Hugging Face is balanced when it begins to train.
 
         with balancing(max_tokens=65536):
             main()
 
     Args:
-        check: gets a trainer before it is changed, to refuse it.
+        check: called with each trainer before it is changed; may refuse it.
         **options: of `balance`.
 
     Raises:
-        wlb.WlbError: an option is unknown; no trainer began to train, so that nothing was balanced: it has a loop of
-            its own, or trained in another process. In `train`: what `balance` raises.
+        wlb.WlbError: an option is unknown; or no trainer began to train, because the program has a loop of its own or
+            trained in another process. `train` raises what `balance` raises.
     """
     check_named(options)  # before data and model are loaded
     own, began = Trainer.train, []

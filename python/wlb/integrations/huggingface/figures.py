@@ -1,4 +1,4 @@
-"""A trainer's own figures of a micro-batch: of what is learnt in it, and of nothing where nothing is."""
+"""TRL's own figures of a micro-batch, only of rows that have labels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from wlb.torch.data import IGNORE
 
 _FIGURES = ("entropy", "mean_token_accuracy")
-"""TRL's, of which a line of its log has the mean over micro-batches."""
+"""Figures of TRL; its log has their means over micro-batches."""
 
 
 @contextmanager
 def learnt_alone(trainer: Any, inputs: Any, training: bool) -> Iterator[None]:
-    """Inside, TRL's `SFTTrainer` notes its figures of a micro-batch.
+    """Inside this context, TRL's `SFTTrainer` computes its figures of a micro-batch.
 
-    Means that ranks without a label in it would add are left out of what is gathered; counts are gathered whole. Where
-    no rank has a label, nothing is noted: TRL would note 0, or the entropy of padding. Ranks agree on it by one gather.
+    Ranks without a label add no means to what is gathered; counts are gathered from all. If no rank has a label,
+    nothing is noted; TRL itself would note 0, or the entropy of padding. Ranks agree on this by one gather.
     """
     noted = getattr(trainer, "_metrics", None)
     if noted is None:

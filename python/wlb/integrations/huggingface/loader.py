@@ -1,4 +1,4 @@
-"""Micro-batches of a plan for a trainer that asks for one batch after the other, and knows of no queues."""
+"""Micro-batches of a plan for a trainer that takes one batch after the other."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from wlb.torch.data.state import Snapshot, field
 from wlb.torch.metrics import StepMetrics
 
 REAL: Final = "wlb_real_tokens"
-"""In a row with padding: how many of its tokens are those of documents. They come first."""
+"""Key of a row with padding: how many of its tokens belong to documents. They come first."""
 
 
 def row_of(batch: PackedBatch, *, plain: bool) -> dict[str, Any]:
-    """A micro-batch as a Hugging Face model takes it; one with padding says how many tokens are none."""
+    """A micro-batch as a Hugging Face model takes it. If it has padding, it says how many tokens are real."""
     row = batch.as_hf(plain=plain)
     real = batch.tokens.numel() - batch.num_padding
     return row if real == row["input_ids"].numel() else row | {REAL: real}
@@ -32,20 +32,19 @@ def row_of(batch: PackedBatch, *, plain: bool) -> dict[str, Any]:
 class MicroBatchLoader:
     """Gives the Trainer one micro-batch at a time of the steps that a `StepLoader` or a `BalancedStream` gives.
 
-    No `DataLoader`, and without a length or `set_epoch`: the sampler goes from epoch to epoch by itself, and goes on
-    where it stood after a resume, which the Trainer's epochs know nothing of. Not to be given to
-    `accelerator.prepare`: the sampler yields this rank's part alone, and `accelerate` would share it out again.
+    This is no `DataLoader`, and has neither a length nor `set_epoch`: the sampler counts epochs by itself and continues
+    where it was after a resume, whatever the Trainer's epochs are. Do not give it to `accelerator.prepare`, which would
+    divide the micro-batches of this rank among all ranks.
 
     Args:
-        steps: Where the micro-batches come from. Those that are a `PackedBatch` are given as Hugging Face's models take
-            them (`PackedBatch.as_hf`).
-        plain: As there.
-        before_first: Gets the first step before it is given.
+        steps: Source of micro-batches. A `PackedBatch` is given as Hugging Face's models take it (`PackedBatch.as_hf`).
+        plain: As in `row_of`.
+        before_first: Called with the first step before it is given.
 
     Attributes:
         steps: As above.
-        untrained: The steps, without their micro-batches, that were given and of which it is not known that they were
-            trained, and the epochs done after them; None: nobody asks.
+        untrained: Steps that were given and may not have been trained yet, without their micro-batches, and for each
+            the epochs done after it. None if nobody needs them.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class MicroBatchLoader:
         self._documents: int | None = steps.describe()["documents"]
 
     def __iter__(self) -> Iterator[Any]:
-        """The micro-batches of the rest of the epoch, but for steps without a label (`labelled_steps`)."""
+        """The micro-batches of the rest of the epoch, without those of steps without a label (`labelled_steps`)."""
         for step, _ in labelled_steps(self.steps):
             if self._before_first is not None:
                 self._before_first(step)
@@ -73,23 +72,22 @@ class MicroBatchLoader:
                 yield row_of(batch, plain=self._plain) if isinstance(batch, PackedBatch) else batch
 
     def _epochs_after(self, step: Step[Any]) -> float | None:
-        """Passes over the documents that are read after a step; None of a stream, which has none."""
+        """Epochs done once a step is trained; None for a stream, which has no epochs."""
         if self._documents is None or step.snapshot is None or step.snapshot.progress.documents is None:
             return None
         return step.epoch + step.snapshot.progress.documents / self._documents
 
 
 class MicroBatchCallback(TrainerCallback, ExportableState):
-    """Keeps in the Trainer's checkpoints the state of the last step trained, and goes on after it.
+    """Saves the state of the last trained step in the Trainer's checkpoints, and resumes after it.
 
-    A step counts as trained once the optimizer has taken it, however many micro-batches the Trainer, or what stands
-    between it and the `MicroBatchLoader`, has fetched since. The Trainer asks one rank alone for the state,
-    which needs no communication.
+    A step counts as trained once the optimizer has taken it, even if the Trainer has fetched further micro-batches
+    since. The Trainer asks only one rank for the state, so the state needs no communication.
 
     Attributes:
-        line: Figures of the last step that was trained (`wlb.torch.StepMetrics`).
-        documents: Documents of which training began since it was called, on all ranks; pieces count once.
-        pace: Of the learning-rate schedule, which checkpoints hold, too; None: it takes a step with every step.
+        line: Figures of the last trained step (`wlb.torch.StepMetrics`).
+        documents: Documents of which training began since this call, on all ranks; pieces of one count once.
+        pace: Of the learning-rate schedule, saved in checkpoints too; None: every step moves it by one.
     """
 
     def __init__(self) -> None:
@@ -109,8 +107,8 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         """Restores the loader if training resumes.
 
         Raises:
-            wlb.WlbError: The Trainer has another loader, or arguments with which it would train other documents, or
-                the checkpoint was saved without this callback or is of other documents.
+            wlb.WlbError: The Trainer has another loader, or arguments with which it would train other documents; or the
+                checkpoint was saved without this callback, or is of other documents.
         """
         loader = kwargs["train_dataloader"]
         if not isinstance(loader, MicroBatchLoader):
@@ -136,7 +134,7 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
             state.num_train_epochs = loader.steps.num_epochs
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The optimizer has taken a step: that of the oldest batch that was handed out and not yet trained."""
+        """The optimizer has taken a step: the oldest one that was given and not yet trained."""
         step, epochs = self._untrained.popleft()
         self._trained, self.line = step.snapshot, self._metrics.end_step(step)
         self._steps_done = state.global_step
@@ -146,7 +144,7 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
             state.epoch = epochs  # the Trainer counts all steps as one epoch
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
-        """Training ends with the last epoch, though `max_steps` was given and says more."""
+        """Ends training with the last epoch, even if a larger `max_steps` was given."""
         if isinstance(self._steps, StepLoader) and self._steps.ended:
             control.should_training_stop = True
 

@@ -1,4 +1,4 @@
-"""A plan of what a trainer trains, from the data set, collator, model and arguments that it has when it is asked."""
+"""Plans from the data set, collator, model and arguments that a trainer has at that moment."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that training goes on from: optimizer steps before it, the state of the data, and of schedules."""
+    """A checkpoint from which training resumes: its optimizer steps, and the states of data and schedules."""
 
     step: int
     state: dict[str, Any]
@@ -65,7 +65,7 @@ class Resumed:
             callback: the name under which the Trainer saves the state of the data.
 
         Raises:
-            wlb.WlbError: the checkpoint was saved without it, or after another step than it says.
+            wlb.WlbError: the checkpoint has no state of the data, or one after another step.
         """
         path = os.path.join(folder or "", TRAINER_STATE_NAME)
         if folder is None or not os.path.isfile(path):
@@ -84,12 +84,12 @@ class Resumed:
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """The loader that is trained, and the training arguments that belong to it.
+    """The loader to train with, and the training arguments that belong to it.
 
     Attributes:
-        plan: where the micro-batches come from.
-        plain: whether the model takes no keywords.
-        arguments: those of the Trainer's that differ from what its user gave.
+        plan: source of micro-batches.
+        plain: whether the model takes no keyword arguments.
+        arguments: training arguments that the plan changes.
         pace: of the learning-rate schedule.
     """
 
@@ -103,8 +103,8 @@ class Planned:
 class Planner:
     """Plans for one trainer, from what it has at that moment.
 
-    What the plan sets among the trainer's arguments is known here, so that each plan is made from the values that the
-    user gave: before, or since the plan before. A value that is equal to the plan's own counts as unchanged.
+    It remembers which training arguments a plan has set, so the next plan starts from the values that the user gave,
+    before or since. A value equal to the plan's own counts as unchanged.
     """
 
     options: Options
@@ -112,10 +112,10 @@ class Planner:
     _measured: tuple[tuple[Any, ...], NDArray[np.int64]] | None = None  # data set and lengths
 
     def plan(self, trainer: Any, resumed: Resumed | None = None) -> Planned:
-        """Reads data set, collator, model and arguments; changes nothing.
+        """Reads data set, collator, model and arguments, and changes nothing.
 
         Raises:
-            wlb.WlbError: as `wlb.integrations.huggingface.balance`; or a checkpoint is of other data.
+            wlb.WlbError: as `wlb.integrations.huggingface.balance`; or the checkpoint is of other data.
         """
         check_trainer(trainer)
         limits = limits_of(trainer, self.options)
@@ -156,7 +156,7 @@ class Planner:
         )
 
     def remarks(self, planned: Planned, world_size: int) -> Iterator[str]:
-        """What the user of a plan may not expect: documents that `max_tokens` cuts, and a plan that balances nothing.
+        """Notes for the user: documents that `max_tokens` cuts, and plans in which there is nothing to balance.
 
         Args:
             planned: Of this planner.
@@ -179,7 +179,7 @@ class Planner:
             )
 
     def set_arguments(self, trainer: Trainer, arguments: Mapping[str, Any]) -> None:
-        """The trainer's arguments become those of a plan."""
+        """Sets the trainer's arguments to those of a plan."""
         self._set = (
             trainer.args,
             {name: (self._given(trainer, name), value) for name, value in arguments.items()},
@@ -252,19 +252,20 @@ class Planner:
         return Streamed(dataset, collator, limits.packer(num_micro_batches, tokens_per_batch), limits)
 
     def _steps(self, plan: KnownLengths, num_train_epochs: float, resumed: Resumed | None) -> int:
-        """Optimizer steps of the whole run, those done included: that is what ends it."""
+        """Optimizer steps of the whole run, with those already done."""
         sampler = plan.sampler()
         if resumed is not None:
             sampler.load_state_dict(resumed.state)
         state = sampler.state_dict()
-        # Counted anew by each plan: a collator may have been changed in place since, and masks other labels now.
+        # Counted for each plan: a collator may have been changed in place, so that it masks other labels.
         loading = plan.limits.loading
         documents = Documents(plan.rows, columns=loading.columns)
         epochs = labelled_steps_left(sampler, documents, loading.collate, plan.num_epochs)
         done = 0 if resumed is None else resumed.step
         if not epochs:
             return max(done, 1)
-        # The last epoch may be wanted in part, and may be trained in part.
+        # The last epoch may be incomplete, because of a fraction in `num_train_epochs` or because part of it is
+        # trained.
         begun = field_of(state, "position", int) / len(plan.rows) if len(epochs) == 1 else 0.0
         wanted = num_train_epochs - (plan.num_epochs - 1)
         last = epochs[-1] if wanted >= 1 else math.ceil(epochs[-1] * max(wanted - begun, 0.0) / max(1 - begun, 1e-9))
@@ -275,7 +276,7 @@ def limits_of(trainer: Any, options: Options) -> Limits:
     """Limits of the packer, read from the trainer's model as it is now.
 
     Raises:
-        wlb.WlbError: its costs are not known.
+        wlb.WlbError: the costs of the model are not known.
     """
     config = trainer.model.config
     context = options.max_document_tokens
@@ -296,7 +297,7 @@ def limits_of(trainer: Any, options: Options) -> Limits:
 
 
 def documents_of(trainer: Any, dataset: Any, description: str) -> tuple[Any, Any]:
-    """A data set and its collator, without the columns that the model does not take: as the trainer reads them."""
+    """A data set and its collator as the trainer reads them: without columns that the model does not take."""
     if hasattr(dataset, "remove_columns") and hasattr(dataset, "select_columns") and has_length(dataset):
         return trainer._remove_unused_columns(dataset, description=description), trainer.data_collator
     return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)

@@ -1,4 +1,4 @@
-"""Plans from which a trainer reads: over data of known lengths, over streams, and for an evaluation."""
+"""Sources of micro-batches for a trainer: data of known lengths, streams, and evaluations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, Pack
 from wlb.torch.data.loading import SHAPE, Loading, micro_batches
 from wlb.torch.data.rows import RowReader
 
-EVALUATED_TOGETHER: Final = 4  # micro-batches of a rank in a step of an evaluation: enough to fill them
+EVALUATED_TOGETHER: Final = 4  # micro-batches of a rank in a step of an evaluation, so that they are full
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Limits:
 
     @property
     def reader(self) -> RowReader:
-        """The reader of rows, which says which columns are carried."""
+        """The reader of rows, which knows the columns to carry."""
         return RowReader(self.loading.columns)
 
     @property
@@ -45,17 +45,17 @@ class Limits:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest document that is trained uncut."""
+        """Most tokens of a document that is not cut."""
         return self.loading.max_document_tokens or self.max_tokens
 
     def packer(self, num_micro_batches: int, tokens_per_batch: int | None = None) -> wlb.Packer:
-        """A packer for steps of this many micro-batches, for which this many tokens are read."""
+        """A packer for steps of `num_micro_batches` micro-batches, for which `tokens_per_batch` tokens are read."""
         arguments = {"max_tokens": self.max_tokens, "cost_model": self.loading.cost_model}
         arguments["tokens_per_batch"] = tokens_per_batch
         return self.loading.packer(num_micro_batches, **arguments | self.others)
 
     def micro_batches(self, tokens_per_batch: int, ranks: int) -> int:
-        """Fewest micro-batches, equally many on all ranks, that hold this many tokens with room to spare."""
+        """Fewest micro-batches, equally many on all ranks, that hold the tokens of a step and leave some room."""
         return ranks * micro_batches(tokens_per_batch, ranks=ranks, max_tokens=self.max_tokens)
 
 
@@ -67,10 +67,10 @@ class KnownLengths:
         rows: The documents.
         lengths: int64 [documents].
         packer: For their steps.
-        num_epochs: Of the run.
-        shuffle: Whether every epoch has an order of its own.
-        args: The trainer's.
-        limits: Of the packer.
+        num_epochs: Epochs of the run.
+        shuffle: Whether each epoch has its own order.
+        args: The trainer's arguments.
+        limits: Settings of the packer.
     """
 
     rows: Rows
@@ -82,7 +82,7 @@ class KnownLengths:
     limits: Limits
 
     def sampler(self) -> BalancedBatchSampler:
-        """A sampler of this rank, at the beginning of its data."""
+        """A sampler of this rank, at the beginning of the data."""
         args = self.args
         return BalancedBatchSampler(
             self.lengths,
@@ -95,7 +95,7 @@ class KnownLengths:
         )
 
     def steps(self) -> StepLoader[PackedBatch]:
-        """A loader that stands at the beginning."""
+        """A loader at the beginning of the data."""
         args = self.args
         workers = args.dataloader_num_workers
         return StepLoader(
@@ -115,10 +115,10 @@ class Streamed:
     """Documents of a data set without a length.
 
     Attributes:
-        dataset: Iterable, the same on every rank.
-        collator: For one document of it.
+        dataset: Iterable, equal on all ranks.
+        collator: Called with one document at a time.
         packer: For their steps.
-        limits: Of the packer.
+        limits: Settings of the packer.
     """
 
     dataset: Any
@@ -127,7 +127,7 @@ class Streamed:
     limits: Limits
 
     def steps(self) -> BalancedStream[PackedBatch]:
-        """A stream that stands at the beginning. A collective of all ranks; to be closed."""
+        """A stream at the beginning of the data. All ranks call this together. Close the stream at the end."""
         return BalancedStream(
             streams_of(self.dataset, self.collator, columns=self.limits.loading.columns),
             packer=self.packer,
@@ -138,10 +138,10 @@ class Streamed:
 
 
 class Evaluation:
-    """Every document once, in rows of packed documents; as many rows on every rank.
+    """Every document once, in rows of packed documents, with equally many rows on all ranks.
 
     Attributes:
-        dataset: What is evaluated.
+        dataset: The data to evaluate on.
     """
 
     def __init__(self, rows: Rows, limits: Limits, args: TrainingArguments, *, plain: bool) -> None:

@@ -1,4 +1,4 @@
-"""The proof before a trainer's first step: its own training step against documents alone."""
+"""The proof before a trainer's first step: compares its own training step with each document alone."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from wlb.torch.training import meeting_place
 
 
 def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
-    """Runs `wlb.torch.verify` on the trainer's own training step and evaluation, wrapped as they are.
+    """Runs `wlb.torch.verify` on the trainer's own training step and evaluation, with all wrappers.
 
-    With data of known length also on what a checkpoint after the first step would hold.
+    If lengths are known, it also checks the state that a checkpoint after the first step would hold.
 
     Raises:
-        wlb.WlbError: as there.
+        wlb.WlbError: as `wlb.torch.verify`.
 
     Warns:
-        UserWarning: the trainer has a loss of its own, which is not that of a token given those before it.
+        UserWarning: the trainer has a loss of its own, which need not be a sum over tokens, so nothing is verified.
     """
     losses = {
         "label_smoothing_factor": trainer.label_smoother is not None,
@@ -47,7 +47,7 @@ def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
         rows = [row_of(batch, plain=plain) for batch in of.micro_batches]
         items = trainer._get_num_items_in_batch(rows, device)
         if not float(items):
-            return 0.0  # as a step without labels is passed over
+            return 0.0  # steps without labels are not trained
         total = torch.zeros((), device=device)
         for index, row in enumerate(rows):
             with accelerator.no_sync(model) if index + 1 < len(rows) else nullcontext():
@@ -84,7 +84,7 @@ def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
 
 
 class _Steps:
-    """The steps that the trainer would take of a loader made anew, fetched and saved as it does."""
+    """The steps that the trainer would take from a new loader, fetched and saved as the trainer does it."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -96,24 +96,24 @@ class _Steps:
         args = self._trainer.args
         self._callback.on_train_begin(args, TrainerState(), TrainerControl(), train_dataloader=self._loader)
         each = args.gradient_accumulation_steps
-        while not self._steps.ended:  # an iteration is an epoch, which may have a single step
+        while not self._steps.ended:  # each iteration is an epoch, which may have only one step
             batches = iter(self._loader)
             while self._trainer.get_batch_samples(batches, each, args.device)[0]:
                 assert self._loader.untrained is not None
                 yield self._loader.untrained[-1][0]
 
     def state_after_the_first(self) -> Any:
-        """The state that a checkpoint holds after the optimizer's first step."""
+        """The state in a checkpoint after the optimizer's first step."""
         self._callback.on_step_end(self._trainer.args, TrainerState(), TrainerControl())
         return self._callback.state()["steps"]
 
     def load_state_dict(self, state: Any) -> None:
-        """The next step is that after the one with this state."""
+        """Continues with the step after the one that has this state."""
         self._steps.load_state_dict(state)
 
 
 def _without_ends(batch: PackedBatch) -> PackedBatch:
-    """Without what the last tokens of documents that were cut predict: a plain row has no place for it."""
+    """Without labels that follow the last tokens of pieces: a plain row has no place for them."""
     labels = batch.labels.clone()
     labels[batch.cu_seqlens[1:].long() - 1] = IGNORE
     return replace(batch, labels=labels, num_valid_tokens=int((labels != IGNORE).sum()))
@@ -121,7 +121,7 @@ def _without_ends(batch: PackedBatch) -> PackedBatch:
 
 @contextmanager
 def _as_it_was(trainer: Any) -> Iterator[None]:
-    """Without the auxiliary loss of experts, which depends on what shares a row; what is counted is put back."""
+    """Switches off the auxiliary loss of experts, which depends on the other documents of a row; restores counts."""
     counted = [(vars(owner), copy.deepcopy(_plain(owner))) for owner in (trainer, trainer.state)]
     if getattr(trainer, "aux_loss_enabled", False):
         trainer.aux_loss_enabled = False
@@ -133,7 +133,7 @@ def _as_it_was(trainer: Any) -> Iterator[None]:
 
 
 def _plain(owner: Any) -> dict[str, Any]:
-    """Attributes that are numbers and texts, or containers of them: metrics, counts of tokens and steps, flags."""
+    """Attributes that are numbers, texts or containers of them: metrics, counts of tokens and steps, flags."""
     return {name: value for name, value in vars(owner).items() if _is_plain(value)}
 
 

@@ -1,4 +1,4 @@
-"""Refusals of settings of a trainer that contradict a plan: by name, before anything is changed."""
+"""Refuses settings of a trainer that contradict a plan, by name and before anything has changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NEEDED: tuple[str, ...] = (
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuses what cannot be balanced.
+    """Refuses trainers that cannot be balanced.
 
     Raises:
         wlb.WlbError: The first reason, and what to do about it.
@@ -54,10 +54,10 @@ def check_trainer(trainer: Any) -> None:
 
 
 def shuffles(trainer: Any) -> bool:
-    """Whether the sampler of a trainer gives every epoch an order of its own; otherwise it keeps that of the data set.
+    """Whether each epoch has an order of its own; False if epochs keep the order of the data set.
 
     Raises:
-        wlb.WlbError: It does neither: it draws with weights, say, or leaves documents out. A plan would not ask it.
+        wlb.WlbError: The sampler draws with weights or leaves documents out. A plan would not use it.
     """
     dataset = trainer.train_dataset
     sampler = trainer._get_train_sampler(dataset)
@@ -79,10 +79,10 @@ def shuffles(trainer: Any) -> bool:
 
 
 def check_repeated(trainer: Any) -> None:
-    """Refuses an evaluation on several ranks in which nobody knows which rows fill up the last batch.
+    """Refuses evaluations on several ranks in which repeated rows cannot be told from others.
 
     Raises:
-        wlb.WlbError: each rank would read its own part of a stream.
+        wlb.WlbError: Each rank would read its own part of a stream.
     """
     if trainer.args.world_size > 1 and trainer.args.accelerator_config.dispatch_batches is False:
         message = (
@@ -100,7 +100,7 @@ def _check_examples(trainer: Any) -> None:
     """Refuses trainers whose examples are several sequences: DPO, KTO, reward models.
 
     Raises:
-        wlb.WlbError: It names the trainer, and what plans their micro-batches.
+        wlb.WlbError: It names the trainer, and a way to plan its micro-batches.
     """
     columns = getattr(trainer.train_dataset, "column_names", None) or ()
     names = [cls.__name__ for cls in type(trainer).__mro__]
@@ -125,7 +125,7 @@ def _check_class(trainer: Trainer) -> None:
 
 
 def _check_model(trainer: Any) -> None:
-    """Refuses a model that was set in the place of another: the Trainer would train the one that it has wrapped."""
+    """Refuses a model that was set after the trainer was made: the Trainer would train the one that it has wrapped."""
     unwrapped = (trainer.accelerator.unwrap_model(model) for model in (trainer.model, trainer.model_wrapped))
     named, trained = (getattr(model, "_orig_mod", model) for model in unwrapped)  # `_orig_mod`: inside a compiled one
     if named is not trained:
@@ -173,7 +173,7 @@ def _check_parallelism(trainer: Any) -> None:
 
 
 def _check_labels_are_counted(trainer: Any) -> None:
-    """Losses must be divided by the labels of the step, on all ranks."""
+    """Refuses losses that are not divided by the labels of the step on all ranks."""
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         name = type(trainer.model).__name__
         message = (

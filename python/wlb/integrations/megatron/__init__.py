@@ -2,12 +2,12 @@
 
 | what | in |
 | --- | --- |
-| `data_iterator`, `get_batch`, `loss_func`: steps for `forward_backward_func` | `data`, `rows` |
-| `pretraining`: the same for `megatron.training.pretrain` | `pretraining` |
+| `data_iterator`, `get_batch`, `loss_func`: steps for `forward_backward_func` | `data`, `rows` | | `pretraining`: steps
+for `megatron.training.pretrain` | `pretraining` |
 | `IndexedDocuments`: `.bin` and `.idx` files | `documents` |
-| `packed_layers`: wlb's attention in its layers; Dynamic-CP | `attention` |
-| `install_schedulers`: plans in the place of Megatron-Core's schedulers | `scheduler`, `packing_scheduler` |
-| `row_multiple`, `required_multiple`: what its kernels want tokens to be multiples of | `multiples` |
+| `packed_layers`: wlb's attention in Megatron-Core's layers; Dynamic-CP | `attention` |
+| `install_schedulers`: wlb's plans instead of Megatron-Core's schedulers | `scheduler`, `packing_scheduler` | |
+`row_multiple`, `required_multiple`: multiples of tokens that its kernels need | `multiples` |
 """
 
 from wlb.integrations.megatron.attention import PackedCoreAttention, PackedSelfAttention, packed_layers

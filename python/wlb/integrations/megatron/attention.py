@@ -1,4 +1,4 @@
-"""wlb's attention inside Megatron-Core's layers, over the ranks that a micro-batch names."""
+"""wlb's attention inside Megatron-Core's layers, over the ranks that hold a micro-batch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from wlb.torch.attention import context_parallel_attention
 
 @dataclass
 class ShardedSeqParams(PackedSeqParams):  # type: ignore[misc]
-    """Megatron-Core's description of a packed row, and how wlb put its tokens on ranks.
+    """Megatron-Core's description of a packed row, with the places of its tokens on ranks.
 
     Attributes:
-        shard: Where its tokens lie.
-        ranks: The ranks that hold it; None: this one alone.
-        position: The group whose sizes rotary embeddings go by, `ranks` or one of a single rank; None: the model's own.
+        shard: Where its tokens are.
+        ranks: The ranks that hold the row; None: only this one.
+        position: The group whose sizes rotary embeddings use: `ranks`, or one of a single rank; None: the model's own.
         padded: Whether some of this rank's tokens are padding.
     """
 
@@ -42,7 +42,7 @@ class ShardedSeqParams(PackedSeqParams):  # type: ignore[misc]
         """Refuses the shard of a forest.
 
         Raises:
-            wlb.WlbError: It is one.
+            wlb.WlbError: It is a shard of a forest.
         """
         if isinstance(self.shard, wlb.ForestShard):
             message = (
@@ -55,10 +55,10 @@ class ShardedSeqParams(PackedSeqParams):  # type: ignore[misc]
 
 
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
-    """Self-attention whose rotary embedding goes by the ranks of the micro-batch, not by those of the model.
+    """Self-attention whose rotary embedding uses the ranks of the micro-batch instead of those of the model.
 
-    Megatron-Core's own takes positions by the model's context-parallel group, and only its Transformer Engine kernel
-    by the group of the micro-batch: with a Dynamic-CP plan the two differ.
+    Megatron-Core computes positions for the model's context-parallel group, and only its Transformer Engine kernel uses
+    the group of the micro-batch. With a Dynamic-CP plan the two differ.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -82,11 +82,11 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     """`wlb.torch.context_parallel_attention` as a layer's `core_attention`: packed rows without a GPU kernel.
 
-    Megatron-Core has no attention for packed rows but Transformer Engine's. Its arguments are those of Megatron-Core's
+    In Megatron-Core only Transformer Engine has attention for packed rows. The arguments are those of Megatron-Core's
     `DotProductAttention`.
 
     Raises:
-        wlb.WlbError: the model has a dropout or a kind of scores that packed attention has not.
+        wlb.WlbError: the model has dropout or a kind of scores that packed attention does not have.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             raise error("attention_dropout", f"= {dropout}: wlb's attention has none; give 0.0", value=dropout)
         if getattr(attn_mask_type, "name", "causal") not in ("causal", "padding_causal"):
             raise error("attn_mask_type", f"= {attn_mask_type.name}: must be causal", value=attn_mask_type.name)
-        # With apply_query_key_layer_scaling Megatron-Core divides the scores by the layer's number, for the range of
-        # half precision, and multiplies the softmax's input by it: nothing changes, and here the range is float32's.
+        # With apply_query_key_layer_scaling Megatron-Core divides scores by the layer's number, because of the range of
+        # half precision, and multiplies the softmax's input by it. That changes nothing, and here scores are float32.
         self._scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self._window: int | None = None
         sizes: Any = getattr(config, "window_size", None)
@@ -160,20 +160,20 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         """Attention of this rank's tokens, each within its document.
 
         Args:
-            query: `[tokens, heads, head_dim]`; of a row of one document (`qkv_format` "sbhd"), as Megatron-Core's own
+            query: `[tokens, heads, head_dim]`; for a row of one document (`qkv_format` "sbhd"), as Megatron-Core's own
                 Dynamic-CP gives it, `[tokens, 1, heads, head_dim]`.
-            key: Like `query`, of key and value heads.
+            key: Like `query`, with key heads.
             value: Like `key`.
-            attention_mask: Not looked at: documents are told by `packed_seq_params`.
-            attn_mask_type: Not looked at either.
+            attention_mask: Not used: `packed_seq_params` has the documents.
+            attn_mask_type: Not used either.
             attention_bias: None.
-            packed_seq_params: Of `wlb.integrations.megatron.get_batch`, or Megatron-Core's own.
+            packed_seq_params: From `wlb.integrations.megatron.get_batch`, or Megatron-Core's own.
 
         Returns:
-            Like `query`; of "sbhd" `[tokens, 1, heads * head_dim]`.
+            Like `query`; for "sbhd" `[tokens, 1, heads * head_dim]`.
 
         Raises:
-            wlb.WlbError: nothing is packed, or there is a bias.
+            wlb.WlbError: the row is not packed, or there is a bias.
         """
         if packed_seq_params is None:
             raise error("packed_seq_params", "is missing: wlb's attention is for packed rows")
@@ -186,7 +186,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         return output.flatten(1).unsqueeze(1) if query.dim() == 4 else output
 
     def _row(self, params: PackedSeqParams) -> tuple[wlb.Shard, dist.ProcessGroup | None]:
-        """Shard and process group of a row. For Megatron-Core's own rows it reads the device once for all layers."""
+        """Shard and process group of a row. Megatron-Core's own rows are read from the device, once for all layers."""
         if isinstance(params, ShardedSeqParams) and params.shard is not None:
             return params.shard, params.ranks
         known: tuple[wlb.Shard, dist.ProcessGroup | None] | None = getattr(params, "_wlb_row", None)
@@ -203,21 +203,21 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
 
 
 def packed_layers(spec: Any, *, core_attention: bool = True) -> Any:
-    """The layers of a model, as Megatron-Core specifies them, made fit for packed rows.
+    """The specification of a model's layers, changed so that they take packed rows.
 
-    Needed without Transformer Engine, whose attention is the only one of Megatron-Core that takes packed rows; and for
-    Dynamic-CP plans, with it too.
+    Needed without Transformer Engine, which has Megatron-Core's only attention for packed rows. Dynamic-CP plans need
+    it with Transformer Engine, too.
 
     Args:
-        spec: of a layer or of a block of them: what `get_gpt_layer_local_spec()`, `get_gpt_layer_with_transformer_
-            engine_spec()` or `get_gpt_decoder_block_spec(...)` give. Not changed.
-        core_attention: attention is wlb's; False keeps the kernel that the layer has.
+        spec: of a layer or of a block of layers, from `get_gpt_layer_local_spec()`,
+            `get_gpt_layer_with_transformer_engine_spec()` or `get_gpt_decoder_block_spec(...)`. Not changed.
+        core_attention: whether to take wlb's attention; False keeps the kernel of the layer.
 
     Returns:
         A specification like the one given.
 
     Raises:
-        wlb.WlbError: a layer's attention is another than Megatron-Core's `SelfAttention` (MLA, Mamba).
+        wlb.WlbError: a layer's attention is not Megatron-Core's `SelfAttention` (MLA, Mamba).
     """
     if (layers := getattr(spec, "layer_specs", None)) is not None:
         return replace(spec, layer_specs=[packed_layers(layer, core_attention=core_attention) for layer in layers])

@@ -8,7 +8,7 @@ import wlb
 from wlb._core import MAX_TOKENS
 from wlb._errors import error
 
-# If one of these is set, the costs of layers do not follow from their sizes.
+# If one of these is set, the costs of layers cannot be computed from their sizes.
 _UNLIKE = {
     "multi_latent_attention": "latent attention",
     "is_hybrid_model": "Mamba layers",
@@ -20,14 +20,14 @@ _UNLIKE = {
 
 
 def cost_of(config: Any, *, vocab_size: int) -> wlb.CostModel:
-    """FLOPs of a document, by the sizes of a `TransformerConfig`.
+    """FLOPs of a document, from the sizes of a `TransformerConfig`.
 
     Args:
-        config: whose layers are equal.
-        vocab_size: rows of the output layer, which the configuration does not tell.
+        config: of a model whose layers are equal.
+        vocab_size: rows of the output layer, which are not in the configuration.
 
     Raises:
-        wlb.WlbError: there is no configuration, or its layers are not what its sizes say: give `cost_model`.
+        wlb.WlbError: there is no configuration, or sizes do not tell the costs of its layers: give `cost_model`.
     """
     if config is None:
         raise error("cost_model", "is missing: what documents cost is known from it, or from the model's configuration")

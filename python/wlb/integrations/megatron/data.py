@@ -1,4 +1,4 @@
-"""Documents in, steps for Megatron-Core out: the one call of a user's training loop."""
+"""`data_iterator`: turns documents into steps for Megatron-Core."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from wlb.torch.data import DynamicCpLoader, PackedBatch, StepLoader, collate
 from wlb.torch.data.loading import ROOM, Loading, micro_batches
 from wlb.torch.data.peers import Peers
 
-# Arguments of plans that follow from the model and the ranks.
+# Arguments of plans that are computed from the model and the ranks.
 _SET_HERE: Final = ("options", "world_size", "num_stages", "num_virtual_stages", "costs", "attention_costs", "ids")
 
 
@@ -42,11 +42,11 @@ def data_iterator(
     multiple_of_tokens: int = 1,
     **options: Any,
 ) -> DataIterator:
-    """Steps of micro-batches of equal work for Megatron-Core's `forward_backward_func`, whatever its schedule.
+    """Steps of micro-batches of equal work for Megatron-Core's `forward_backward_func`, with any schedule.
 
-    A collective of all ranks, after `initialize_model_parallel`. Of the ranks that train the same documents (all
-    stages, all tensor-parallel ranks) the first one reads; the first stage is sent tokens, the last one labels, and all
-    of them what rows consist of. Context-parallel ranks read for themselves, and keep their part.
+    All ranks call this together, after `initialize_model_parallel`. Among the ranks that train the same documents (all
+    stages, all tensor-parallel ranks) the first one reads. It sends tokens to the first stage, labels to the last one,
+    and the lengths of rows to all. Each context-parallel rank reads for itself and keeps its part.
 
         data = data_iterator("corpus_text_document", model=model, max_tokens_per_rank=8192, tokens_per_batch=2**20)
         for step in data:
@@ -59,39 +59,39 @@ def data_iterator(
                            packed_seq_params=batch.packed_seq_params, padding_mask=batch.padding_mask)
             return output, functools.partial(loss_func, batch.loss_mask)
 
-    **Padding.** Documents are padded to multiples of `2 * context_parallel_size`, as Megatron-Core cuts them (with
-    `dynamic_cp` by the largest group, which `max_cp_size` limits), and are not on one rank; rows to multiples of what
-    `row_multiple` says: the tensor-parallel size for sequence parallelism, 16 or 32 for FP8, MXFP8 and FP4. The
-    plan counts it. A row without documents holds padding of that size. `MegatronStep.padding_tokens` counts all of it.
-    Nothing of it is learnt: `loss_mask` tells it to losses, those of multi-token prediction too, and `padding_mask` to
-    routers of experts. A model that needs one of them and is not given it is stopped at its first forward pass; a
-    configuration of experts that cannot be told is refused (capacities, sinkhorn, ...).
+    **Padding.** Documents are padded to multiples of `2 * context_parallel_size`, because Megatron-Core cuts them so.
+    With `dynamic_cp` the largest group counts, which `max_cp_size` limits; with a size of 1 they are not padded. Rows
+    are padded to the multiple that `row_multiple` returns: the tensor-parallel size for sequence parallelism, 16 or 32
+    for FP8, MXFP8 and FP4. The plan counts padding as tokens. A row without documents has padding of that size.
+    `MegatronStep.padding_tokens` is the sum of all padding. Nothing learns from it: `loss_mask` excludes it from
+    losses, also of multi-token prediction, and `padding_mask` from the routers of experts. A model that needs one of
+    these masks and does not get it stops at its first forward pass. Experts that cannot leave padding out are refused
+    (capacities, sinkhorn, ...).
 
     Args:
-        dataset: `.bin` and `.idx` files: an `IndexedDataset`, `IndexedDocuments`, or what they are called
-            without these endings. Or `dataset[i]` gives document `i`: its tokens, or a mapping with `input_ids` and
-            maybe `labels` (-100 where nothing is learnt). The same on every rank; only those that read look at it.
+        dataset: `.bin` and `.idx` files: an `IndexedDataset`, `IndexedDocuments`, or the path of the files without
+            these endings. Or `dataset[i]` gives document `i`: its tokens, or a mapping with `input_ids` and maybe
+            `labels` (-100 where nothing is learnt). The same on every rank; only ranks that read use it.
         model: the model, or its chunks; or its `TransformerConfig`, with `cost_model` and without `dynamic_cp`.
-        max_tokens_per_rank: most tokens of a micro-batch that a rank holds: what its memory takes.
+        max_tokens_per_rank: most tokens of a micro-batch on a rank, limited by its memory.
         tokens_per_batch: tokens of a step, on all ranks.
-        dynamic_cp: every document gets as many ranks as it needs, among all data-parallel ones
-            (`wlb.plan_dynamic_cp`). Needs `initialize_model_parallel(hybrid_context_parallel=True)`, and layers
-            of `packed_layers`.
-        pad_token: what padding consists of.
-        each_rank_reads: instead of the first of those that train the same documents, so that nothing is sent: for a
-            loop that takes a step inside of a schedule, as `pretrain` does, where stages must not wait for each other.
-        multiple_of_tokens: a rank's rows are multiples of so many tokens beside what the configuration demands by
-            itself: 128 for HybridEP, for one. Divides `max_tokens_per_rank`.
+        dynamic_cp: whether every document gets as many of the data-parallel ranks as it needs (`wlb.plan_dynamic_cp`).
+            Needs `initialize_model_parallel(hybrid_context_parallel=True)`, and layers of `packed_layers`.
+        pad_token: token id of padding.
+        each_rank_reads: whether every rank reads for itself, so that nothing is sent. Needed in loops that fetch a step
+            inside a schedule, as `pretrain` does, where stages must not wait for each other.
+        multiple_of_tokens: a rank's rows are also padded to a multiple of this, such as 128 for HybridEP. Divides
+            `max_tokens_per_rank`.
         **options: of `wlb.torch.Loading`: `max_document_tokens` (by default what the ranks of a micro-batch hold
-            together), `oversize`, `max_delay`, `cost_model` (by default the model's FLOPs), `lengths` (of indexed files
-            known already), `num_epochs`, ...; and of `wlb.plan_dynamic_cp`: `max_cp_size`, ...
+            together), `oversize`, `max_delay`, `cost_model` (by default the model's FLOPs), `lengths` (if they are
+            known and there is no index), `num_epochs`, ...; and of `wlb.plan_dynamic_cp`: `max_cp_size`, ...
 
     Returns:
-        An iterator of steps, the same number on every rank. To be closed.
+        An iterator of steps, equally many on all ranks. Close it at the end.
 
     Raises:
-        wlb.WlbError: an argument makes no sense, the model is configured against packed rows, or megatron-core is too
-            old; it names what. Before anything is read.
+        wlb.WlbError: an argument is invalid, the model's configuration does not allow packed rows, or megatron-core is
+            too old. Raised before anything is read.
     """
     loading, planning = Loading.of(options, wlb.plan_dynamic_cp, data_iterator, but=(*_SET_HERE, *NOT_HERE))
     check_version()
@@ -156,7 +156,7 @@ def data_iterator(
     readers = everyone if dynamic_cp else parallel_state.get_data_parallel_group()
     shares = readers.size() * _shares(config, readers.size(), held, tokens_per_batch, dynamic_cp=dynamic_cp)
     padding: dict[str, Any] = {"multiple_of_tokens": cp_size * of_rows}
-    if dynamic_cp:  # the packer's micro-batches only say which rank reads
+    if dynamic_cp:  # the packer's micro-batches only decide which rank reads a document
         held, padding = max(context, math.ceil(ROOM * tokens_per_batch / shares)), {}
     loading = replace(loading, max_document_tokens=context)
     limits = {"max_tokens": held, "tokens_per_batch": tokens_per_batch, **padding}
@@ -202,7 +202,7 @@ def data_iterator(
 
 
 def _parts_of(model: Any) -> tuple[Any, list[Any]]:
-    """The configuration of a model, and its chunks; of a configuration, itself and none."""
+    """The configuration of a model, and its chunks. For a configuration: itself, and no chunks."""
     if hasattr(model, "calculate_per_token_loss"):
         return model, []
     chunks = model if isinstance(model, list) else [model]
@@ -213,10 +213,10 @@ def _parts_of(model: Any) -> tuple[Any, list[Any]]:
 
 
 def _ranks(config: Any, everyone: Any, *, dynamic_cp: bool, planning: dict[str, Any]) -> tuple[Ranks, int]:
-    """The groups of rows, and the most ranks that one of them has.
+    """The groups for rows, and the largest number of ranks of a group.
 
     Raises:
-        wlb.WlbError: With a Dynamic-CP plan, a group that it may ask for was not made.
+        wlb.WlbError: A group that a Dynamic-CP plan may need was not made.
     """
     group = parallel_state.get_context_parallel_group()
     if not dynamic_cp:
@@ -234,7 +234,7 @@ def _ranks(config: Any, everyone: Any, *, dynamic_cp: bool, planning: dict[str, 
 
 
 def _group_of(size: int, everyone: Any) -> Any:
-    """This rank's group of `size` ranks; None for last ranks, which are too few for a group."""
+    """This rank's group of `size` ranks; None if it is one of the last ranks, too few for a group."""
     if size == everyone.size():
         return everyone
     kind = "hybrid" if hasattr(parallel_state, "get_hybrid_data_context_parallel_groups") else "dynamic"
@@ -248,7 +248,7 @@ def _group_of(size: int, everyone: Any) -> Any:
 
 
 def _shares(config: Any, readers: int, held: int, tokens_per_batch: int, *, dynamic_cp: bool) -> int:
-    """Micro-batches of a data-parallel rank in a step: the fewest with room to spare that the schedule takes."""
+    """Micro-batches of a data-parallel rank in a step: the fewest with some room that the schedule accepts."""
     if dynamic_cp:
         return 1
     virtual = config.virtual_pipeline_model_parallel_size

@@ -1,4 +1,4 @@
-"""Documents of a run: Megatron's `.bin` and `.idx` files or any others, padded to the multiples that kernels take."""
+"""Documents of a run, from Megatron's `.bin` and `.idx` files or elsewhere, padded to the multiples of kernels."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from wlb.torch.data.documents import Document, Piece, cut, filled_up
 
 
 class IndexedDocuments(Dataset[Document]):
-    """The documents of Megatron's `.bin` and `.idx` files, of which only what the plan asks for is read.
+    """The documents of Megatron's `.bin` and `.idx` files. Only the parts that a plan needs are read.
 
-    Lengths come from the `.idx` file alone. A document is what the index calls one: a sequence, or several that follow
-    each other. One without tokens, which can train nothing, is left out, and `skipped` counts them.
+    Lengths come from the `.idx` file. A document is that of the index: one sequence, or several consecutive ones.
+    Documents without tokens are left out, and `skipped` counts them.
 
     Args:
-        dataset: an `IndexedDataset`, or what its files are called without `.bin` and `.idx`.
+        dataset: an `IndexedDataset`, or the path of its files without `.bin` and `.idx`.
 
     Attributes:
-        lengths: int [documents] tokens; where every document is one sequence, the index itself, not copied.
+        lengths: int [documents] tokens; if every document is one sequence, this is the index itself, not a copy.
         skipped: Documents without tokens.
 
     Raises:
-        wlb.WlbError: there are no such files, or they hold other things than text.
+        wlb.WlbError: there are no such files, or they have something other than text.
     """
 
     def __init__(self, dataset: IndexedDataset | str) -> None:
@@ -53,10 +53,10 @@ class IndexedDocuments(Dataset[Document]):
         return len(self.lengths)
 
     def __getitem__(self, index: int | Piece) -> Document:
-        """The document, or the piece of it; nothing else is read, but the token that follows a piece.
+        """The document, or a piece of it. Only it is read, and the token that follows a piece.
 
         Raises:
-            wlb.WlbError: The document ends before the piece does: its length in the plan is not the files'.
+            wlb.WlbError: The document ends before the piece does, so the plan had another length than the files.
         """
         number, start, length = index if isinstance(index, Piece) else (index, 0, int(self.lengths[index]))
         found = int(self.lengths[number])
@@ -81,20 +81,20 @@ class IndexedDocuments(Dataset[Document]):
 
 
 PADDING: Final = "padding"
-"""A column of padded documents."""
+"""Name of a column of padded documents."""
 
 
 class PaddedDocuments(Dataset[Document]):
-    """Documents of which every length is a multiple: what follows a document's own tokens is never learnt.
+    """Documents padded to a multiple of tokens. Padding is never learnt.
 
-    With causal attention no token sees what comes after it, so that padding changes nothing that is trained.
+    With causal attention no token sees later ones, so padding does not change what is trained.
 
     Args:
-        documents: `documents[i]` gives document `i` or the piece of it that a `Piece` names.
+        documents: `documents[i]` gives document `i`, or the piece of it that a `Piece` names.
         lengths: int [documents], tokens of each.
-        multiple: of which all lengths shall be.
-        token: what the padding consists of.
-        marked: whether documents bring a column `PADDING` that is 1 where they are padded.
+        multiple: all padded lengths are multiples of it.
+        token: token id of padding.
+        marked: whether documents have a column `PADDING`, which is 1 for padding.
 
     Attributes:
         lengths: int64 [documents], with padding.
@@ -130,7 +130,7 @@ class PaddedDocuments(Dataset[Document]):
         return index if isinstance(index, Piece) else Piece(index, 0, int(self.lengths[index]))
 
     def _own(self, piece: Piece) -> int | Piece:
-        """The part of a padded piece that the document itself has; the rest is padding."""
+        """The part of a padded piece that belongs to the document; the rest is padding."""
         size = int(self._real[piece.document])
         length = min(piece.length, size - piece.start)
         return piece.document if length == size else Piece(piece.document, piece.start, length)
@@ -138,7 +138,7 @@ class PaddedDocuments(Dataset[Document]):
     def _padded(self, document: Document, piece: Piece) -> Document:
         number, start, length = piece
         own, wanted = len(document.tokens), min(length, int(self._real[number]) - start)
-        if own != wanted:  # padding would hide it
+        if own != wanted:  # without this check, padding would hide the error
             message = f"has {start + own} tokens, but lengths says {start + wanted}"
             raise error("dataset", message, index=number, value=start + own)
         columns = {name: _filled(name, values, length) for name, values in document.columns.items()}
@@ -158,11 +158,11 @@ def _filled(name: str, values: Any, length: int) -> NDArray[Any]:
 
 
 def source(dataset: Any, lengths: ArrayLike | None) -> tuple[Any, NDArray[Any]]:
-    """Documents that understand pieces, and their lengths.
+    """Documents that can be read by pieces, and their lengths.
 
     Raises:
-        wlb.WlbError: It is a data set of Megatron's that packs documents by itself; or lengths are not of all its
-            documents, or of files that have their own.
+        wlb.WlbError: The data set is one of Megatron's that packs documents by itself; or lengths are not those of all
+            documents, or were given for files that have an index.
     """
     for cls in type(dataset).__mro__:
         if cls.__module__.startswith("megatron.core.datasets") and cls.__name__ in _PACKS:

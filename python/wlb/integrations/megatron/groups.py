@@ -1,4 +1,4 @@
-"""Groups of ranks for the samples of a step, as Megatron-Core has made them: 1, 2, 4, ... neighbours, and all ranks."""
+"""Groups of ranks for the samples of a step, as Megatron-Core makes them: 1, 2, 4, ... neighbours, or all ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from wlb._core import WlbError
 from wlb._errors import error
 
 Group = tuple[int, list[int]]
-"""How many ranks, and which samples."""
+"""Number of ranks, and the samples."""
 
-# Arguments of plans that follow from the samples and the ranks.
+# Arguments of plans that are computed from the samples and the ranks.
 SET_HERE: Final = (
     "lengths",
     "world_size",
@@ -25,18 +25,18 @@ SET_HERE: Final = (
     "ids",
 )
 
-# Megatron-Core pads samples one by one for its kernels; nothing pads micro-batches to the sizes of a plan.
+# Not supported here: Megatron-Core pads samples one by one, and nothing pads micro-batches to the sizes of a plan.
 NOT_HERE: Final = ("max_documents", "multiple_of_tokens", "token_buckets")
 
 
 def largest_group(world_size: int) -> int:
-    """The largest power of two of which there are groups for all ranks: smaller than all of them, or just these."""
+    """Size of the largest group: all ranks if they are a power of two, else the largest power of two up to half."""
     below = 1 << (world_size.bit_length() - 1)
     return below if below in (world_size, 1) else below // 2
 
 
 def planned(lengths: Any, **options: Any) -> list[list[Group]]:
-    """The groups of each micro-batch, by `wlb.plan_dynamic_cp`; those without samples are left out."""
+    """The groups of each micro-batch, by `wlb.plan_dynamic_cp`, without empty groups."""
     plan = wlb.plan_dynamic_cp(lengths, **options)
     return [
         [(group.cp_size, group.document_ids.tolist()) for group in part if len(group.document_ids)] for part in plan
@@ -44,13 +44,13 @@ def planned(lengths: Any, **options: Any) -> list[list[Group]]:
 
 
 def filled(groups: list[Group], *, world_size: int, max_cp_size: int) -> list[Group] | None:
-    """Spreads the same samples over groups so that no rank is idle; None if that needs groups above `max_cp_size`."""
+    """The same samples on larger groups so that no rank is idle; None if that needs groups above `max_cp_size`."""
     groups, left = list(groups), world_size - sum(size for size, _ in groups)
     while left:
         groups.sort(key=lambda group: group[0], reverse=True)
         growing = [at for at, (size, _) in enumerate(groups) if size <= min(left, max_cp_size // 2)]
         shared = [at for at, (_, rows) in enumerate(groups) if len(rows) > 1]
-        if growing:  # grow the smallest group, so that groups stay powers of two that fit
+        if growing:  # grow the smallest group, so that sizes stay powers of two that fit
             size, rows = groups[growing[-1]]
             groups[growing[-1]], left = (2 * size, rows), left - size
         elif shared and (size := groups[shared[-1]][0]) <= left:
@@ -63,7 +63,7 @@ def filled(groups: list[Group], *, world_size: int, max_cp_size: int) -> list[Gr
 
 
 def of_ranks(groups: list[Group], world_size: int) -> list[list[int]]:
-    """Samples of every rank: largest groups first, so that each begins at a multiple of its size."""
+    """Samples of every rank. The largest groups come first, so that each begins at a multiple of its size."""
     ranks: list[list[int]] = []
     for size, rows in sorted(groups, key=lambda group: -group[0]):
         ranks += [rows] * size
@@ -71,5 +71,5 @@ def of_ranks(groups: list[Group], world_size: int) -> list[list[int]]:
 
 
 def too_few(samples: int, what: str) -> WlbError:
-    """Samples that do not suffice for every rank."""
+    """The error for fewer samples than ranks."""
     return error("sample_id_seqlens", f"are {samples}, too few for {what}", value=samples)

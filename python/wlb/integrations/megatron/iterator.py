@@ -1,4 +1,4 @@
-"""A step at a time for Megatron-Core's `forward_backward_func`: read by some ranks, given to all."""
+"""The steps of a run for Megatron-Core's `forward_backward_func`: some ranks read them, all ranks get them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from wlb.torch.metrics import StepMetrics, writes_to
 
 AnyStep = Step[PackedBatch] | DynamicCpStep[PackedBatch]
 
-# Settings of the packer of a Dynamic-CP plan that follow from the number of reading ranks and of their tokens.
+# Settings of the packer of a Dynamic-CP plan that depend on the number of reading ranks and their tokens.
 _OF_READERS: Final = ("max_tokens", "num_micro_batches", "ranks", "tokens_per_batch", "shape")
 
 
@@ -39,15 +39,16 @@ class MegatronStep:
 
     Attributes:
         number: Steps before this one, since the run began.
-        epoch: Which pass over the documents it belongs to.
-        batches: Its micro-batches; as many on all ranks, with a Dynamic-CP plan another number in every step.
-        padding_tokens: Tokens of padding that kernels demand. Each is counted on one of the ranks that read: the sum
-            over them is that of the step. 0 on the others.
+        epoch: Pass over the documents to which it belongs.
+        batches: Its micro-batches, equally many on all ranks; with a Dynamic-CP plan their number differs between
+            steps.
+        padding_tokens: Tokens of padding that kernels demand. Only ranks that read count them, each its own, so their
+            sum is that of the step.
         arguments: For `forward_backward_func(forward_step_func=..., model=..., **step.arguments)`.
-        figures: What its plan says, by the names of `wlb.torch.StepMetrics`; on every rank, for Megatron's
-            writers are on the last one.
-        source: Of a rank that reads, the step of its loader: with its plan, its pieces for a `wt.Ledger`, and its
-            documents; None on the others.
+        figures: Figures of its plan, by the names of `wlb.torch.StepMetrics`; on every rank, because Megatron's writers
+            are on the last one.
+        source: On a rank that reads, the step of its loader, with its plan, its pieces for a `wt.Ledger`, and its
+            documents; None on others.
     """
 
     number: int
@@ -59,14 +60,14 @@ class MegatronStep:
     source: AnyStep | None
 
     def log(self, *writers: Any) -> None:
-        """Writes its figures, by its number from 1 on, as Megatron counts iterations.
+        """Writes its figures. Steps are numbered from 1, as Megatron counts iterations.
 
         Args:
-            *writers: what `wlb.torch.StepMetrics` takes, such as `get_tensorboard_writer()` and
-                `get_wandb_writer()`, which are None but on the last rank: None is passed over.
+            *writers: what `wlb.torch.StepMetrics` takes, such as `get_tensorboard_writer()` and `get_wandb_writer()`.
+                These return None except on the last rank, and None is ignored.
 
         Raises:
-            wlb.WlbError: A writer is none that is known.
+            wlb.WlbError: A writer is of an unknown kind.
         """
         for index, writer in enumerate(writers):
             if writer is not None:
@@ -76,9 +77,9 @@ class MegatronStep:
     def state(self) -> dict[str, Any] | None:
         """State to save after this step is trained; `DataIterator.load_state_dict` resumes after it.
 
-        The same on all ranks that read (the first tensor-parallel one of the first stage, so rank 0 of the world),
-        None on the others. Plain JSON values. Another number of data-parallel ranks may load it, and other stages; not
-        one whose kernels want another padding, for then documents have other lengths.
+        Plain JSON values, equal on all ranks that read (the first tensor-parallel rank of the first stage, so also rank
+        0 of the world), and None on the others. May be loaded on another number of data-parallel ranks or stages, but
+        not with kernels that need another padding, because documents then have other lengths.
         """
         return None if self.source is None else self.source.state
 
@@ -90,10 +91,10 @@ class Header:
     Attributes:
         failure: What went wrong while it was read; None: nothing.
         ended: Whether there is no further step.
-        number: Of the step.
-        epoch: Of it.
+        number: Number of the step.
+        epoch: Its epoch.
         rows: Its micro-batches.
-        figures: Of its plan.
+        figures: Figures of its plan.
         weighted: Whether its labels have weights.
     """
 
@@ -107,10 +108,10 @@ class Header:
 
 
 class DataIterator:
-    """The steps of a run, on every rank: made by `data_iterator`, which says what they are.
+    """The steps of a run, on every rank; made by `data_iterator`.
 
-    Every step is a collective of all ranks. Only those that read have documents, plans and a state; the others are sent
-    what their part of the model takes. A failure of one that reads is raised on all.
+    For every step all ranks communicate. Only ranks that read have documents, plans and a state; the others receive
+    what their part of the model needs. If a rank fails to read, all ranks raise.
     """
 
     def __init__(
@@ -137,14 +138,14 @@ class DataIterator:
         self._metrics = StepMetrics(steps if dynamic is None else dynamic)
 
     def __iter__(self) -> DataIterator:
-        """Itself: a loop that was left goes on in the next one."""
+        """Itself: a new loop continues where the last one stopped."""
         return self
 
     def __next__(self) -> MegatronStep:
         """The next step.
 
         Raises:
-            wlb.WlbError: A rank could not read, or ranks have other plans; on all ranks.
+            wlb.WlbError: On all ranks, if a rank could not read or ranks have different plans.
         """
         if self._config.finalize_model_grads_func is None:
             message = "is not set: nobody would add up gradients and divide them by the labels of a step; set it to "
@@ -163,11 +164,11 @@ class DataIterator:
             if step is not None:
                 header = self._header(step)
                 check_interleaved(len(header.rows), self._config)
-        except BaseException as cause:  # whatever it is, the other ranks wait for an answer
+        except BaseException as cause:  # of any kind: the other ranks wait for an answer
             failure, header = cause, Header(failure=failure_text(cause))
         self._sharing.header(header)
         if failure is not None:
-            self._iterator = None  # it has failed: a further call must not take that for the end of the data
+            self._iterator = None  # it has failed: another call must not see that as the end of the data
             raise failure
         return self._given(header, step)
 
@@ -180,7 +181,7 @@ class DataIterator:
         """Balance and delay so far, on ranks that read.
 
         Raises:
-            wlb.WlbError: This rank does not.
+            wlb.WlbError: This rank does not read.
         """
         return self._reading().metrics()
 
@@ -191,10 +192,10 @@ class DataIterator:
         return self._steps.state_dict() if self._dynamic is None else self._dynamic.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """The next step is the one after that which had this state. Every rank calls it; some do nothing.
+        """Continues after the step that had this state. Every rank calls it; ranks that do not read ignore it.
 
         Raises:
-            wlb.WlbError: This rank reads, and it is no state of these documents and settings.
+            wlb.WlbError: This rank reads, and the state is not of these documents and settings.
         """
         if self._steps is None:
             return
@@ -208,7 +209,7 @@ class DataIterator:
         self._iterator = None  # a step that was begun before the state was loaded is dropped
 
     def _packs_like(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state is of this packer, but for sizes of micro-batches, which only say who reads what."""
+        """Whether a state is of this packer. Sizes of micro-batches may differ: they only decide who reads."""
 
         def settings(steps: Mapping[str, Any]) -> dict[str, Any]:
             config = state_field(state_field(steps, "packer", dict), "config", dict)
@@ -218,7 +219,7 @@ class DataIterator:
         return settings(state) == settings(self._reading().state_dict())
 
     def close(self) -> None:
-        """Ends what reads ahead; before the process groups are destroyed. The state stays."""
+        """Ends reading ahead. Call it before the process groups are destroyed. The state stays."""
         self._iterator = None
         for hook in self._hooks:
             hook.remove()
@@ -232,9 +233,9 @@ class DataIterator:
         return self._steps
 
     def _read(self) -> AnyStep | None:
-        """The next step that has a label, once all that read have theirs; None after the last epoch.
+        """The next step that has a label, once all ranks that read have theirs; None after the last epoch.
 
-        Megatron-Core would decay weights and move by momentum in a step of which no label counts.
+        In a step without labels, Megatron-Core would still decay weights and apply momentum.
         """
         while True:
             step, labels = self._agreed()
@@ -244,10 +245,10 @@ class DataIterator:
             warn(message)
 
     def _agreed(self) -> tuple[AnyStep | None, int]:
-        """The next step, of the same plan on all that read, and its labels: more than 0 on all of them, or on none."""
+        """The next step, and its labels on all ranks. Ranks that read have checked that their plans are equal."""
         if self._iterator is None:
             self._iterator = self._run()
-        if self._peers is None:  # the ranks of a Dynamic-CP plan agree on every step by themselves
+        if self._peers is None:  # the ranks of a Dynamic-CP plan agree on every step anyway
             step = next(self._iterator, None)
             return step, step.num_valid_tokens if isinstance(step, DynamicCpStep) else 0
         step = None
@@ -287,7 +288,7 @@ class DataIterator:
         )
 
     def _given(self, header: Header, step: AnyStep | None) -> MegatronStep:
-        """The step on this rank; the rest of its tokens come with it."""
+        """The step on this rank, with the tokens that it receives."""
         if header.ended:
             raise StopIteration
         device = self._sharing.device
@@ -344,7 +345,7 @@ class DataIterator:
             return None
         mask = padding_of(row, num_tokens)
         if mask is None and self._padded:
-            # With several ranks a mask changes how Megatron-Core weighs a router's loss, so every row gets one.
+            # With several ranks, a mask changes the weight of a router's loss in Megatron-Core, so every row gets one.
             mask = np.zeros(num_tokens + row.filler, bool)
         if mask is None or self._sharing.first or not self._config.sequence_parallel:
             return mask  # the model of the first stage splits it among tensor-parallel ranks
@@ -375,5 +376,5 @@ class DataIterator:
 
 
 def _own(batch: PackedBatch) -> int:
-    """Tokens of a rank's part that come before what fills it up."""
+    """Tokens of a rank's part before its padding."""
     return batch.tokens.numel() - batch.num_padding // batch.cp_size

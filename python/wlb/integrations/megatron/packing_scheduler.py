@@ -1,4 +1,4 @@
-"""Our plans in the place of the schedulers that Megatron-Core has after 0.19, for `sequence_packing_scheduler`."""
+"""wlb's plans for `sequence_packing_scheduler`, instead of the schedulers that Megatron-Core has after 0.19."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from wlb.integrations.megatron.scheduler import DynamicCpScheduler
 
 
 def install_schedulers(*, cost_model: wlb.CostModel | None = None, **options: Any) -> list[str]:
-    """Puts wlb's plans in the place of Megatron-Core's schedulers, of which a version has some.
+    """Replaces those of Megatron-Core's schedulers that the installed version has by wlb's plans.
 
-    - `BalancedCPScheduler`, of `hybrid_context_parallel`: `DynamicCpScheduler`.
-    - `DpBalancedScheduler`, of `sequence_packing_scheduler="dp_balanced"`: as few micro-batches as hold the samples of
-      a step, of nearly equal work; it reads, moves and packs samples as before.
-    - `DefaultDynamicCPScheduler`, of `"default_dynamic_cp"`, in its development: groups of ranks for every micro-batch,
-      by `wlb.plan_dynamic_cp`.
+    - `BalancedCPScheduler`, of `hybrid_context_parallel`, by `DynamicCpScheduler`.
+    - `DpBalancedScheduler`, of `sequence_packing_scheduler="dp_balanced"`, by one that makes as few micro-batches as
+      hold the samples of a step, with nearly equal work; Megatron-Core reads, moves and packs samples as before.
+    - `DefaultDynamicCPScheduler`, of `"default_dynamic_cp"` in development versions, by one that chooses groups of
+      ranks for every micro-batch with `wlb.plan_dynamic_cp`.
 
     Args:
         cost_model: what samples cost; by default from the model's configuration, without the output layer.
-        **options: of `wlb.plan_dynamic_cp`, for the first and the last.
+        **options: of `wlb.plan_dynamic_cp`, for the first and the last scheduler.
 
     Returns:
-        The names of those that were replaced.
+        The names of the replaced schedulers.
 
     Raises:
         wlb.WlbError: the installed version has none of them, or an option is unknown.
@@ -60,7 +60,7 @@ def install_schedulers(*, cost_model: wlb.CostModel | None = None, **options: An
 
 
 class _Planned:
-    """Base of classes that run before Megatron-Core's own schedulers and know the model."""
+    """Base of classes that stand before Megatron-Core's own schedulers and know the model."""
 
     _cost: wlb.CostModel | None
     _options: dict[str, Any]
@@ -70,10 +70,10 @@ class _Planned:
     microbatch_group_size_per_vp_stage: int | None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Plans the samples as Megatron-Core's scheduler does, with wlb's costs, stages and padding of rows.
+        """Plans the samples as Megatron-Core's scheduler does, but with wlb's costs, stages and padding of rows.
 
         Raises:
-            wlb.WlbError: The kernels of the model do not take such rows.
+            wlb.WlbError: The model's kernels do not accept such rows.
         """
         run: Any = super().run  # type: ignore[misc]
         given = inspect.signature(run).bind(*args, **kwargs).arguments
@@ -86,7 +86,7 @@ class _Planned:
 
 
 class _Packing(_Planned):
-    """Micro-batches of nearly equal work, in the place of those that are filled in the order of the samples."""
+    """Micro-batches of nearly equal work, instead of micro-batches filled in the order of samples."""
 
     max_seqlen_per_dp_cp_rank: int
 
@@ -97,7 +97,7 @@ class _Packing(_Planned):
             sample_id_seqlens: number and tokens of every sample of the step, the same on all ranks.
 
         Raises:
-            wlb.WlbError: A sample is longer than what the ranks of a micro-batch hold, or there are fewer samples than
+            wlb.WlbError: A sample is longer than the ranks of a micro-batch can hold, or there are fewer samples than
                 micro-batches.
         """
         numbers, lengths = _columns(sample_id_seqlens)
@@ -122,7 +122,7 @@ class _Packing(_Planned):
 
 
 class _Dynamic(_Planned):
-    """Groups of ranks of nearly equal work for every micro-batch. No rank is idle in any, as theirs has it."""
+    """Groups of ranks of nearly equal work for every micro-batch. Like Megatron-Core's, it leaves no rank idle."""
 
     max_seq_len_per_rank: int
     min_cp_size: int
@@ -135,8 +135,8 @@ class _Dynamic(_Planned):
             sample_id_seqlens: number and tokens of every sample of the step, the same on all ranks.
 
         Raises:
-            wlb.WlbError: Nobody said what samples cost, a sample fits on no group, there are fewer samples than
-                micro-batches, or the smallest group is no power of two that divides the ranks.
+            wlb.WlbError: Costs of samples are not known, a sample fits on no group, there are fewer samples than
+                micro-batches, or the smallest group is no power of two that divides the number of ranks.
         """
         numbers, lengths = _columns(sample_id_seqlens)
         if not len(numbers):
@@ -145,7 +145,7 @@ class _Dynamic(_Planned):
         if least & (least - 1) or self.total_hdp_gpus % least:
             message = f"= {least}: must be a power of two that divides the {self.total_hdp_gpus} ranks"
             raise error("min_cp_size", message, value=least)
-        units = self.total_hdp_gpus // least  # units of `least` ranks, which always share samples
+        units = self.total_hdp_gpus // least  # a unit is `least` ranks that always share samples
         largest = min(largest_group(units), max(self._options.get("max_cp_size", self.total_hdp_gpus) // least, 1))
         plan = partial(
             planned,

@@ -1,4 +1,4 @@
-"""Steps for Megatron-LM's `pretrain`, which has its own loop: it takes a micro-batch at a time."""
+"""Micro-batches for Megatron-LM's `pretrain`, which has its own loop and takes one at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wlb.torch.data.loading import FOREVER, step_tokens
 def pretraining(
     dataset: Any, *, max_tokens_per_rank: int, num_epochs: int = FOREVER, validation: bool = False, **options: Any
 ) -> MicroBatches:
-    """The value that a data provider returns to Megatron-LM's `pretrain`, for training or for validation.
+    """The return value of a data provider for Megatron-LM's `pretrain`, for training or for validation.
 
     With `--dataloader-type external --micro-batch-size 1 --calculate-per-token-loss`::
 
@@ -30,31 +30,31 @@ def pretraining(
         provider.is_distributed = True
         pretrain(provider, model_provider, ModelType.encoder_or_decoder, forward_step)
 
-    where `forward_step` is that of `data_iterator`. With several stages the model's provider begins with
-    `get_args().variable_seq_lengths = True`, for which `pretrain` has no argument. `--global-batch-size` counts
-    micro-batches of `max_tokens_per_rank` tokens, which are filled to four fifths on average: so any documents can be
-    balanced.
+    `forward_step` is that of `data_iterator`. With several stages the model's provider begins with
+    `get_args().variable_seq_lengths = True`, for which `pretrain` has no option. `--global-batch-size` is the number of
+    micro-batches of `max_tokens_per_rank` tokens in a step. They are four fifths full on average, so that any documents
+    can be balanced.
 
     The last rank's TensorBoard and Weights & Biases writers get each step's figures. Megatron's checkpoints hold the
-    state, and a run that goes on from one begins after the step that was trained last. Samples and FLOPs that Megatron
-    reports count every micro-batch as `--seq-length` tokens; the loss and what is learnt don't.
+    state, and a resumed run continues after the last trained step. In the samples and FLOPs that Megatron reports,
+    every micro-batch counts as `--seq-length` tokens; the loss and the training are not affected.
 
-    A collective of all ranks.
+    All ranks call this together.
 
     Args:
         dataset: as for `data_iterator`.
-        max_tokens_per_rank: as there; `--global-batch-size` may hold so many on every rank.
-        num_epochs: of the documents; `pretrain` fails where they end before `--train-iters`.
-        validation: for validation: begins anew in every run, and writes no figures. Each evaluation takes the next
-            documents.
-        **options: of `data_iterator`, but `model`, `tokens_per_batch` and `each_rank_reads`: all do, for
-            `pretrain` takes micro-batches one by one, when a stage has nothing to send yet.
+        max_tokens_per_rank: as for `data_iterator`.
+        num_epochs: of the documents; `pretrain` fails if they end before `--train-iters`.
+        validation: whether it is for validation: it starts from the first document in every run, and writes no figures.
+            Each evaluation takes the next documents.
+        **options: of `data_iterator`, except `model`, `tokens_per_batch` and `each_rank_reads`: here every rank reads,
+            because `pretrain` takes micro-batches one by one, when a stage has nothing to send yet.
 
     Returns:
         An iterator of `wlb.integrations.megatron.rows.Batch`.
 
     Raises:
-        wlb.WlbError: an argument of the command line is against it, or no state was saved with the checkpoint.
+        wlb.WlbError: an argument of the command line contradicts the plan, or the checkpoint has no state of the data.
     """
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
     from megatron.training.arguments import core_transformer_config_from_args
@@ -87,12 +87,12 @@ def pretraining(
 
 
 class MicroBatches:
-    """The micro-batches of one step after the other, as many in each.
+    """The micro-batches of one step after the other, equally many in each.
 
     Args:
-        steps: where they come from.
+        steps: source of steps.
         each: micro-batches of a rank in a step.
-        writers: of the figures; None is passed over.
+        writers: of the figures; None is ignored.
     """
 
     def __init__(self, steps: DataIterator, each: int, writers: tuple[Any, ...] = ()) -> None:
@@ -103,7 +103,7 @@ class MicroBatches:
         return self
 
     def __next__(self) -> Batch:
-        """The next one; with the first of a step all of it is read.
+        """The next one. With the first one of a step the whole step is read.
 
         Raises:
             wlb.WlbError: the step has another number of micro-batches than `pretrain` takes.
@@ -121,7 +121,7 @@ class MicroBatches:
         """State after the last step that was given, for Megatron's checkpoints.
 
         Raises:
-            wlb.WlbError: a part of a step was given.
+            wlb.WlbError: a step was given only in part.
         """
         if self._left:
             message = f"= {self._each}: it was saved inside of a step, {len(self._left)} before its end"
@@ -129,17 +129,17 @@ class MicroBatches:
         return self._steps.state_dict()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The next one is the first of the step after that which had this state. Every rank calls it."""
+        """The next one is the first of the step after the one that had this state. Every rank calls it."""
         self._left.clear()
         self._steps.load_state_dict(state)
 
     def close(self) -> None:
-        """Ends what reads ahead."""
+        """Ends reading ahead."""
         self._steps.close()
 
 
 def _check(args: Any, options: dict[str, Any]) -> None:
-    """Refuses arguments of Megatron's command line that its own loop would take otherwise than the plan."""
+    """Refuses arguments of Megatron's command line with which its loop would contradict the plan."""
     for name in ("model", "tokens_per_batch", "each_rank_reads"):
         if name in options:
             raise error(name, "follows from Megatron's arguments and loop: leave it out", value=options[name])
@@ -162,7 +162,7 @@ def _check(args: Any, options: dict[str, Any]) -> None:
 
 
 def _saved(folder: str, iteration: int) -> Any:
-    """The state that Megatron saved with the checkpoint that the run goes on from; all ranks' are the same."""
+    """The state that Megatron saved with the checkpoint from which the run resumes, equal on all ranks."""
     from megatron.training.checkpointing import get_checkpoint_name
 
     name = "train_dataloader_dprank000.pt"

@@ -1,4 +1,4 @@
-"""Refusals of configurations of Megatron-Core that contradict a plan: by name, before anything is read."""
+"""Refuses configurations of Megatron-Core that contradict a plan, by name and before anything is read."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from wlb.integrations.megatron.attention import PackedSelfAttention, ShardedSeqP
 from wlb.integrations.megatron.multiples import quantized_multiple
 from wlb.integrations.versions import OLDEST
 
-NEWEST = (0, 20)  # the last that was looked at
+NEWEST = (0, 20)  # the newest version that was checked
 
 
 def check_version() -> None:
-    """Refuses a megatron-core that is too old; warns of one that is newer than what was looked at.
+    """Refuses a megatron-core that is too old, and warns of one that is newer than the newest checked version.
 
     Raises:
         wlb.WlbError: It is older than 0.16, or its `PackedSeqParams` do not name the ranks of a row.
@@ -49,7 +49,7 @@ def check_version() -> None:
         warn(f"megatron-core {found} is newer than {newest}, the last that wlb was tried with")
 
 
-# Switch of a configuration: what it does against packed rows, and what to do.
+# Options that contradict packed rows: the reason, and what to do.
 _SWITCHED_ON = {
     "hybrid_context_parallel": "plans groups by itself: leave it False, and give data_iterator dynamic_cp=True",
     "sequence_packing_scheduler": "packs by itself: leave it out",
@@ -63,10 +63,10 @@ _SWITCHED_ON = {
 
 
 def check_config(config: Any, *, dynamic_cp: bool) -> None:
-    """Refuses what would train other documents, or weigh them otherwise, than the plan says.
+    """Refuses configurations that would train other documents than the plan, or weigh them differently.
 
     Raises:
-        wlb.WlbError: Naming the first field of the configuration that does.
+        wlb.WlbError: Naming the first such field.
     """
     for name, why in _SWITCHED_ON.items():
         if value := getattr(config, name, None):
@@ -94,7 +94,7 @@ def check_config(config: Any, *, dynamic_cp: bool) -> None:
 
 
 def routers_learn(config: Any) -> bool:
-    """Whether routers of experts learn from how tokens are spread: by a loss, or by counting them."""
+    """Whether routers of experts learn from the distribution of tokens, by a loss or by counts."""
     if not getattr(config, "num_moe_experts", None):
         return False
     kinds, found = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
@@ -104,7 +104,7 @@ def routers_learn(config: Any) -> bool:
 
 
 def check_experts(config: Any) -> None:
-    """Refuses experts that padding would take room from, or that would learn from it and cannot be told.
+    """Refuses experts that padding takes room from, or whose routers would learn from padding.
 
     Raises:
         wlb.WlbError: Naming the first such field of the configuration.
@@ -133,7 +133,7 @@ def check_experts(config: Any) -> None:
 
 
 def _bias_leaves_out_padding() -> bool:
-    """Whether the counts behind the biases of experts are those of real tokens: 0.16 fails where there is padding."""
+    """Whether the counts behind the biases of experts leave out padding; 0.16 fails if there is padding."""
     counting = SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.zeros(2))
     count = inspect.unwrap(TopKRouter._apply_expert_bias)
     try:
@@ -145,14 +145,14 @@ def _bias_leaves_out_padding() -> bool:
 
 
 def told(chunks: Sequence[Any], config: Any) -> list[RemovableHandle]:
-    """Stops a model at its first forward pass of our rows if it is not told what is padding, and has to be.
+    """Stops a model at its first forward pass of packed rows if it needs a mask of padding and does not get it.
 
     Args:
-        chunks: of the model on this rank; empty where only its configuration is known.
-        config: of it.
+        chunks: of the model on this rank; empty if only its configuration is known.
+        config: of the model.
 
     Returns:
-        What to remove in the end.
+        Hooks to remove at the end.
     """
     predicts, learns = bool(getattr(config, "mtp_num_layers", None)), routers_learn(config)
     if not predicts and not learns:
@@ -183,7 +183,7 @@ def alignment_of(config: Any) -> int:
     """The multiple to which Megatron-Core's own sequence packing pads a rank's rows.
 
     Raises:
-        wlb.WlbError: the kernels of FP8 or FP4 do not take such rows.
+        wlb.WlbError: the kernels of FP8 or FP4 do not accept such rows.
     """
     demanded = quantized_multiple(config)
     given = getattr(config, "pad_packed_seq_alignment", None)
@@ -195,10 +195,10 @@ def alignment_of(config: Any) -> int:
 
 
 def check_layers(chunks: list[Any]) -> None:
-    """Refuses layers that go by the model's ranks where a Dynamic-CP plan gives each micro-batch its own.
+    """Refuses layers that use the ranks of the model, because in a Dynamic-CP plan each micro-batch has its own ranks.
 
     Raises:
-        wlb.WlbError: They are recurrent, or their attention takes positions so.
+        wlb.WlbError: They are recurrent, or their attention takes positions for the ranks of the model.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         name = type(module).__name__
@@ -215,10 +215,10 @@ _RECURRENT = {"MambaMixer", "GatedDeltaNet"}
 
 
 def check_interleaved(num_microbatches: int, config: Any) -> None:
-    """Refuses a number of micro-batches that Megatron-Core's interleaved schedule does not take.
+    """Refuses a number of micro-batches that Megatron-Core's interleaved schedule cannot run.
 
     Raises:
-        wlb.WlbError: It is smaller than a group of them, or leaves a last group below the number of stages.
+        wlb.WlbError: It is smaller than a group of them, or leaves a last group smaller than the number of stages.
     """
     if not config.virtual_pipeline_model_parallel_size:
         return

@@ -1,4 +1,4 @@
-"""One packed row as a rank's part of the model takes it, and what becomes of its losses."""
+"""A packed row as a rank's part of the model takes it, and the losses of rows."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Batch(NamedTuple):
     """The input of a forward step, in the order of Megatron-LM's `get_batch`.
 
     Attributes:
-        tokens: int64 [1, tokens of this rank]; None but on the first stage.
-        labels: int64 [1, tokens of this rank]: the token that follows each in its document, 0 where none is learnt;
-            None but on the last stage.
-        loss_mask: float32 [1, tokens of this rank]: 1 where there is a label, or its weight, and 0 elsewhere; None but
-            on the last stage.
-        attention_mask: None: documents are told by `packed_seq_params`.
-        position_ids: int64 [1, tokens of this rank], in its document.
+        tokens: int64 [1, tokens of this rank]; only on the first stage, else None.
+        labels: int64 [1, tokens of this rank]: the token that follows each in its document, 0 where nothing is learnt;
+            only on the last stage, else None.
+        loss_mask: float32 [1, tokens of this rank]: 1 or the weight where there is a label, 0 elsewhere; only on the
+            last stage, else None.
+        attention_mask: None: `packed_seq_params` has the documents.
+        position_ids: int64 [1, tokens of this rank], positions in documents.
         packed_seq_params: Documents, and the ranks that hold them.
         padding_mask: bool [1, tokens of this rank]: True where a token is padding, which routers of experts must not
-            learn from, on every stage; under sequence parallelism beyond the first stage of this tensor-parallel rank's
-            tokens. None for a model without experts, and where no row but one without documents can have padding.
+            learn from. On every stage; with sequence parallelism, beyond the first stage only the tokens of this
+            tensor-parallel rank. None for a model without experts, and if only rows without documents can have padding.
     """
 
     tokens: Tensor | None
@@ -51,10 +51,10 @@ class Row:
 
     Attributes:
         lengths: Tokens of its documents.
-        cp_size: Ranks that hold it.
-        cp_rank: This one among them.
-        filler: Tokens of padding at the end of this rank's row, a document of its own.
-        padded: Which of the rank's other tokens are padding, in bits; empty: none.
+        cp_size: Number of ranks that hold it.
+        cp_rank: This rank among them.
+        filler: Tokens of padding at the end of this rank's row, as a document of its own.
+        padded: Which of the rank's other tokens are padding, as bits; empty: none.
     """
 
     lengths: tuple[int, ...]
@@ -65,19 +65,19 @@ class Row:
 
     @cached_property
     def shard(self) -> wlb.Shard:
-        """The whole row, filler included."""
+        """The whole row, with filler."""
         filler = (self.filler * self.cp_size,) if self.filler else ()
         return wlb.shard([*self.lengths, *filler], cp_size=self.cp_size, strategy="per_document")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that hold a row, for each number of ranks.
+    """The ranks that hold a row, by the number of ranks.
 
     Attributes:
-        group: Of a row's number of ranks, this one's group; None for 1.
-        alone: A group of this rank alone.
-        dynamic: Whether rows differ in their ranks.
+        group: This rank's group, by number of ranks; None for 1.
+        alone: A group of this rank only.
+        dynamic: Whether rows have different numbers of ranks.
     """
 
     group: Callable[[int], dist.ProcessGroup | None]
@@ -91,7 +91,7 @@ class Ranks:
         longest = int(shard.lengths.max(initial=0))
         params = ShardedSeqParams(
             qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,  # one tensor for both: padding comes last, and no query sees it
+            cu_seqlens_q=cu_seqlens,  # one tensor for both: padding comes last, so no query sees it
             cu_seqlens_kv=cu_seqlens,
             cu_seqlens_q_padded=cu_seqlens,
             cu_seqlens_kv_padded=cu_seqlens,
@@ -111,7 +111,7 @@ def padding_of(row: Row, num_tokens: int) -> NDArray[np.bool_] | None:
     """Mask of padding in this rank's row, bool [tokens with padding]; None if there is none.
 
     Args:
-        row: how it lies.
+        row: its layout.
         num_tokens: of this rank, without filler.
     """
     bits = np.frombuffer(row.padded, np.uint8)
@@ -134,13 +134,13 @@ def batch_of(
     """The row on this rank's device, with its filler.
 
     Args:
-        row: how it lies.
-        ranks: who holds it.
-        tokens: int64 [tokens of this rank], without filler; None where no part of the model takes them.
-        labels: int64 [tokens of this rank], IGNORE where nothing is learnt; None likewise.
+        row: its layout.
+        ranks: that hold it.
+        tokens: int64 [tokens of this rank], without filler; None if no part of the model takes them.
+        labels: int64 [tokens of this rank], IGNORE where nothing is learnt; None if no part of the model takes them.
         weights: float32 [tokens of this rank], of labels; None: 1.
-        padding: bool, which tokens are padding, filler included, as the stage's routers see them; None: none.
-        pad: what the filler consists of.
+        padding: bool, which tokens are padding, with filler, for the routers of this stage; None: none.
+        pad: token id of the filler.
         device: of the model.
     """
     params, positions = ranks.described(row, device)
@@ -159,9 +159,9 @@ def batch_of(
 
 
 def get_batch(data_iterator: Iterator[Batch]) -> Batch:
-    """The next micro-batch of a step, on this rank's device: for the `forward_step` of a model.
+    """The next micro-batch of a step, on this rank's device, for the `forward_step` of a model.
 
-    Nothing is communicated: all ranks have a step once `DataIterator` gives it.
+    Ranks do not communicate here: each has its step already.
     """
     batch: Batch = next(data_iterator)
     return batch
@@ -171,8 +171,8 @@ def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[s
     """The losses of a micro-batch as Megatron-Core sums them over a step, with `calculate_per_token_loss`.
 
     Args:
-        loss_mask: of `get_batch`.
-        output: float [1, tokens of this rank]: what the model gives for labels.
+        loss_mask: from `get_batch`.
+        output: float [1, tokens of this rank]: the model's losses.
 
     Returns:
         Their sum; the number of labels, int32; and both together, float32 [2], as "lm loss" for reports.
@@ -184,16 +184,16 @@ def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 
 def mean_loss(reports: list[dict[str, Tensor]], *, group: dist.ProcessGroup | None = None) -> float | None:
-    """The mean loss over the labels of a step, from what Megatron-Core's `forward_backward_func` returns.
+    """The mean loss over the labels of a step, from the result of Megatron-Core's `forward_backward_func`.
 
     It waits for the device: call it for the steps that are logged.
 
     Args:
-        reports: of `loss_func`, one for each micro-batch; empty but on the last stage.
-        group: the data x context ranks, over which it is summed; by default those of Megatron-Core.
+        reports: from `loss_func`, one for each micro-batch; empty except on the last stage.
+        group: the data x context ranks to sum over; by default those of Megatron-Core.
 
     Returns:
-        The same on all ranks of the last stage; None on the others, and for a step without labels.
+        Equal on all ranks of the last stage; None on others, and for a step without labels.
     """
     if not reports:
         return None

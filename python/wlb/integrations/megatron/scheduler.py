@@ -1,4 +1,4 @@
-"""Our Dynamic-CP plans in the place of Megatron-Core's own scheduler."""
+"""wlb's Dynamic-CP plans instead of Megatron-Core's own scheduler."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from wlb.integrations.megatron.multiples import quantized_multiple
 
 
 class DynamicCpScheduler:
-    """Has the interface of Megatron-Core's `BalancedCPScheduler`; its plans are those of `wlb.plan_dynamic_cp`.
+    """A scheduler with the interface of Megatron-Core's `BalancedCPScheduler` and the plans of `wlb.plan_dynamic_cp`.
 
-    Megatron-Core reads, moves and trains samples as before, one at a time, each on the ranks that the plan says::
+    Megatron-Core reads, moves and trains samples as before, one at a time, each on the ranks of the plan::
 
         from megatron.core.datasets import data_schedule
         data_schedule.BalancedCPScheduler = wlb.integrations.megatron.DynamicCpScheduler
 
-    Between two of its barriers no rank gets more than `max_seq_len_per_rank` tokens in all, and ranks have nearly equal
-    work. Megatron-Core exchanges gradients with the last sample of a step, so every rank is given one there.
+    Between two of its barriers no rank gets more than `max_seq_len_per_rank` tokens, and ranks have nearly equal work.
+    Megatron-Core exchanges gradients during the last sample of a step, so every rank gets a sample there.
 
     Args:
-        max_seq_len_per_rank: tokens of a rank between two barriers.
+        max_seq_len_per_rank: most tokens of a rank between two barriers.
         dp_cp_group: the data x context ranks.
-        cost_model: what samples cost; by default from the model's configuration that
-            `get_groups_and_subsamples` is given, without the output layer, whose size that does not tell.
+        cost_model: what samples cost; by default from the model's configuration that `get_groups_and_subsamples` gets,
+            without the output layer, whose size it does not have.
         **options: of `wlb.plan_dynamic_cp`: `max_cp_size`, `cp_seconds_per_token`, ...
 
     Raises:
@@ -57,7 +57,7 @@ class DynamicCpScheduler:
         self._options.setdefault("max_cp_size", largest_group(self.total_hdp_gpus))
 
     def get_total_workload(self, seq_length: int, cp_size: int | None = None, config: Any = None) -> float:
-        """Work of a sample on each of `cp_size` ranks; by default on as many as it needs."""
+        """Work of a sample on each of `cp_size` ranks; by default on as many ranks as it needs."""
         cost = self._cost_of(config)
         return float(cost.cost([seq_length])[0]) / (cp_size or self.gpus_needed(seq_length))
 
@@ -76,12 +76,13 @@ class DynamicCpScheduler:
             config: the model's `TransformerConfig`, for what samples cost.
 
         Returns:
-            For every part between two barriers and every rank the lengths of its samples, and their numbers. A sample
-            that several ranks have is theirs together: 1, 2, 4, ... neighbours, whose number divides their first.
+            For every part between two barriers and every rank: the lengths of its samples, and their numbers. Several
+            ranks that have the same sample share it; they are 1, 2, 4, ... neighbours, beginning at a multiple of their
+            number.
 
         Raises:
-            wlb.WlbError: A sample fits on no group, is cut to rows that the kernels of FP8 or FP4 do not take, or there
-                are too few samples to give every rank one.
+            wlb.WlbError: A sample fits on no group, is cut into rows that the kernels of FP8 or FP4 do not accept, or
+                there are fewer samples than ranks.
         """
         numbers = [int(number) for number, _ in sample_id_seqlens]
         lengths = np.array([int(length) for _, length in sample_id_seqlens], np.int64)
@@ -111,7 +112,7 @@ class DynamicCpScheduler:
         return of_lengths, of_numbers
 
     def _filled(self, parts: list[list[Group]]) -> list[list[Group]]:
-        """The same samples, with no rank idle in the last part: one that is spread, or that takes samples of others."""
+        """The same samples with no rank idle in the last part, which gets larger groups or samples of other parts."""
         sizes = {"world_size": self.total_hdp_gpus, "max_cp_size": self._options["max_cp_size"]}
         idle = [self.total_hdp_gpus - sum(size for size, _ in part) for part in parts]
         order = sorted(range(len(parts)), key=lambda index: (idle[index], -index))

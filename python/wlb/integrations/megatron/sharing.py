@@ -1,4 +1,4 @@
-"""One rank reads for all stages and tensor-parallel ranks of the same documents; each is sent what it needs."""
+"""One rank reads for all stages and tensor-parallel ranks of the same documents, and sends each what it needs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sharing(Generic[T]):
-    """The ranks that train the same documents: tensor-parallel ones of all stages. All calls are collectives.
+    """The ranks that train the same documents: tensor-parallel ranks of all stages. They call each method together.
 
-    What all have to know goes first along the stages, by the first tensor-parallel rank of each, and then to the other
-    tensor-parallel ranks. Tokens go to those of the first stage, labels to those of the last one.
+    Values for all ranks first go along the stages, between the first tensor-parallel ranks, and then to the other
+    tensor-parallel ranks. Tokens go to the ranks of the first stage, labels to those of the last one.
 
     Attributes:
         tp: The tensor-parallel ranks of this stage.
         pp: The stages of this tensor-parallel rank.
-        device: Where their communicators take tensors.
-        predicts: Whether the last stage predicts further tokens, and takes tokens for that too.
-        each: Whether every rank reads for itself, and nothing is sent: for steps that are read inside of a schedule,
-            where a stage that waited for the next one would wait for ever.
+        device: The device of tensors to send.
+        predicts: Whether the last stage predicts further tokens, and so needs tokens, too.
+        each: Whether every rank reads for itself and nothing is sent. Needed if steps are read inside a schedule, where
+            a stage that waited for the next one would wait forever.
     """
 
     tp: dist.ProcessGroup

@@ -1,4 +1,4 @@
-"""torchtitan's `Trainer` on wlb's plans.
+"""wlb's plans in torchtitan's `Trainer`.
 
     from wlb.integrations.torchtitan import balance
 
@@ -6,13 +6,13 @@
         config = llama3_8b()                      # or any other of torchtitan's
         return balance(config, documents=documents, max_tokens=65536)
 
-`balance` gives the same configuration with a `WlbDataLoader`, and a trainer whose context and pipeline parallel
-ranks take the micro-batches as they are: of unequal length, cut document by document.
+`balance` returns a configuration with a `WlbDataLoader`, and a trainer whose context- and pipeline-parallel ranks take
+micro-batches of unequal length, cut document by document.
 """
 
 from wlb.integrations.versions import check_version
 
-check_version("torchtitan")  # before what an older one has not
+check_version("torchtitan")  # before imports that an older version does not have
 
 from wlb.integrations.torchtitan.balance import balance  # noqa: E402
 from wlb.integrations.torchtitan.context_parallel import DocumentAttention  # noqa: E402

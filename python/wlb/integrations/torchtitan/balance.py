@@ -1,4 +1,4 @@
-"""The way in: a configuration of torchtitan becomes one that trains wlb's plans."""
+"""Changes a configuration of torchtitan into one that trains wlb's plans."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ from wlb.integrations.torchtitan.trainer import BalancedTrainer
 def balance(config: Any, *, max_tokens: int, **options: Any) -> Any:
     """Makes a torchtitan configuration train on micro-batches of equal work.
 
-    A step trains as many tokens as before, `training.global_batch_size * training.seq_len`, so that the learning rate
-    stays right; how many micro-batches these are follows from `max_tokens`, and gradient accumulation from that.
-    `training.seq_len` is the context from now on: the longest document that is trained uncut.
+    A step trains as many tokens as before, `training.global_batch_size * training.seq_len`, so the learning rate stays
+    right. The number of micro-batches, and so gradient accumulation, follows from `max_tokens`. `training.seq_len` is
+    now the length of the longest document that is not cut.
 
-    Under context parallelism every micro-batch is sharded by `wlb.shard`, document by document: FlexAttention
-    through a load balancer of torch's, varlen attention, which torchtitan does not shard, as
-    `DocumentAttention`. Pipeline stages are told the lengths of every step. Rows are filled up to what kernels
-    and ranks demand, no further: a multiple of `cp * 128` tokens for FlexAttention, of `cp * tp` otherwise, and of the
-    chunks of the loss.
+    With context parallelism every micro-batch is sharded by `wlb.shard`, document by document: for FlexAttention by
+    torch's load balancers, for varlen attention, which torchtitan does not shard, by `DocumentAttention`. Pipeline
+    stages get the lengths of every step. Rows are padded only as far as kernels and ranks demand: to a multiple of `cp
+    * 128` tokens for FlexAttention, of `cp * tp` otherwise, and of the number of chunks of the loss.
 
-    Checkpoints hold the documents that wait, after the last step that was trained; another number of ranks may load
-    them. torchtitan's loggers also get `wlb/imbalance`, `wlb/lost_time`, `wlb/delay_mean`, `wlb/backlog_tokens`, ...
+    Checkpoints hold the documents that wait after the last trained step; another number of ranks may load them.
+    torchtitan's loggers also get `wlb/imbalance`, `wlb/lost_time`, `wlb/delay_mean`, `wlb/backlog_tokens`, ...
 
     Args:
-        config: torchtitan's, as its registry makes it; it stays as it is.
-        max_tokens: most tokens of a micro-batch: what the memory of a rank holds.
+        config: torchtitan's, as its registry makes it; it is not changed.
+        max_tokens: most tokens of a micro-batch, limited by the memory of a rank.
         **options: of `WlbDataLoader.Config`: `documents`, `streams` or `dataset` (by default the data set of
             `config.dataloader`), `max_document_tokens`, `oversize`, `max_delay`, `tokens_per_batch`, `token_buckets`,
             `num_epochs`, `lengths`, `cost_model`, `verify`, ...
 
     Returns:
-        A configuration of the same kind: `config.build().train()`, or `torchtitan.train`'s `--config`. What is changed
-        in it afterwards, from the command line for one, is taken and checked when the trainer is built.
+        A configuration of the same kind, for `config.build().train()` or `torchtitan.train`'s `--config`. You may still
+        change it, for example from the command line; it is checked when the trainer is built.
 
     Raises:
-        wlb.WlbError: what is against it, by name: a model in which documents see each other, CUDA graphs over unequal
-            lengths, a data loader that packs by itself, a validator in pipeline stages, ...
+        wlb.WlbError: the configuration contradicts a plan: a model in which documents see each other, CUDA graphs over
+            unequal lengths, a data loader that packs by itself, a validator in pipeline stages, ...
     """
     own = getattr(config, "dataloader", None)
     if isinstance(own, WlbDataLoader.Config) and issubclass(type(config)._owner, BalancedTrainer):
@@ -63,7 +62,7 @@ def balance(config: Any, *, max_tokens: int, **options: Any) -> Any:
 
 @cache
 def _balanced(owner: Any) -> Any:
-    """A trainer that takes plans, of the class that the configuration is for."""
+    """A trainer that takes plans, derived from the class for which the configuration is."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(owner.Config):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""One row of documents on the ranks of a context-parallel group, as a `wlb.Shard` says."""
+"""Cuts a row of documents for the ranks of a context-parallel group by a `wlb.Shard`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Rows = tuple[Tensor, ...]
 def shard_for_flex(mesh: DeviceMesh, rows: Rows, masks: Any, lengths: list[int], *, block: int) -> tuple[Rows, Any]:
     """This rank's part of rows, [1, tokens] each, and of their block masks.
 
-    Documents of which a rank would get less than two blocks stay whole: FlexAttention computes whole blocks.
+    Documents of which a rank would get fewer than two blocks stay whole, because FlexAttention computes whole blocks.
 
     Args:
         mesh: The context-parallel dimension.
-        rows: Of as many tokens as `lengths` have together, a multiple of `block` times the ranks.
+        rows: With as many tokens as all `lengths` together, a multiple of `block` times the number of ranks.
         masks: A `BlockMask` of the whole row, or several by name.
         lengths: int [documents] tokens.
         block: Queries of a block.
@@ -47,14 +47,14 @@ def shard_for_flex(mesh: DeviceMesh, rows: Rows, masks: Any, lengths: list[int],
 
 
 def shard_for_varlen(mesh: DeviceMesh, rows: Rows, lengths: list[int]) -> tuple[Rows, wlb.Shard]:
-    """This rank's part of rows, [1, tokens] each, and the shard, which `DocumentAttention` takes for a mask."""
+    """This rank's part of rows, [1, tokens] each, and the shard, which `DocumentAttention` takes as its mask."""
     shard = wlb.shard(lengths, cp_size=mesh.size())
     indices = torch.from_numpy(shard.rank(mesh.get_local_rank()).token_indices).to(rows[0].device, torch.int64)
     return tuple(row[:, indices] for row in rows), shard
 
 
 def with_document_attention(model: Any) -> Any:
-    """A model's configuration, its varlen attention made one that can be sharded; the one given stays as it is."""
+    """A copy of a model's configuration in which varlen attention can be sharded."""
     layers = []
     for layer in model.layers:
         attention = getattr(layer, "attention", None)
@@ -67,10 +67,10 @@ def with_document_attention(model: Any) -> Any:
 
 
 class DocumentAttention(Module):
-    """Varlen attention whose rows lie on the ranks of a context-parallel group, in torchtitan's layers.
+    """Varlen attention for torchtitan's layers whose rows are cut for the ranks of a context-parallel group.
 
-    What torchtitan's `VarlenAttention` is on one rank, through `wlb.torch.context_parallel_attention`: exact, in
-    the dtype of its inputs, for documents of any length, none of them padded.
+    Computes what torchtitan's `VarlenAttention` computes on one rank, by `wlb.torch.context_parallel_attention`:
+    exactly, in the dtype of its inputs, for documents of any length, without padding.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -86,7 +86,7 @@ class DocumentAttention(Module):
         self._group: dist.ProcessGroup | None = None
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Takes its group. Keys meet queries in the attention itself, so nothing is gathered around it."""
+        """Takes its group. Keys are exchanged in the attention itself, so nothing is gathered around it."""
         self._parallelized = True
         self._group = parallel_dims.get_mesh("cp").get_group()
 
@@ -104,7 +104,7 @@ class DocumentAttention(Module):
         """Attention of this rank's queries, [1, tokens, heads, head_dim]; keys may have fewer heads.
 
         Raises:
-            wlb.WlbError: A layer wants the normalizers of the softmax too (`out_transform`).
+            wlb.WlbError: A layer also needs the normalizers of the softmax (`out_transform`).
         """
         if out_transform is not None:
             raise error("out_transform", "is not there under context parallelism: take attn_backend='flex'")

@@ -1,4 +1,4 @@
-"""Costs of documents in a model of torchtitan: the terms of its own count of FLOPs."""
+"""Costs of documents in a model of torchtitan, computed from torchtitan's own count of FLOPs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 import wlb
 
 _EFFICIENCY: Final = 0.55  # FLOP rate of attention relative to matrix products, as in `ModelConfig.cost_model`
-_RECOMPUTED: Final = 7 / 6  # flash attention makes its scores again in the backward, which an MFU does not count
+_RECOMPUTED: Final = 7 / 6  # flash attention computes its scores again in the backward pass, which an MFU leaves out
 _FAR: Final = 2**20
 
 
 def cost_of_model(model_config: Any) -> wlb.CostModel:
-    """From the FLOPs of a token, forward and backward, that torchtitan counts for its MFU.
+    """Costs from the FLOPs of a token, forward and backward, that torchtitan counts for its MFU.
 
-    They grow linearly with the length: what does not grow is the work of a token, what does is that of a pair. So this
-    holds for every model that it has: its experts, its latent attention. Windows are counted as full attention, as
-    torchtitan does; give a cost model of your own for a model that lives by them.
+    These FLOPs grow linearly with the document's length: the constant part is the work of a token, the growing part
+    that of its pairs. So this holds for all of torchtitan's models, with experts or latent attention. As in torchtitan,
+    windows count as full attention; give your own cost model for a model with many of them.
 
     Complexity:
-        O(layers): the model is made without memory, on the meta device.
+        O(layers): the model is built on the meta device, without memory.
     """
     with torch.device("meta"):
         model = model_config.build()

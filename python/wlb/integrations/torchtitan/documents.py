@@ -1,4 +1,4 @@
-"""Documents of a configuration: of known lengths, streams, or a data set that torchtitan knows by name."""
+"""The documents of a configuration: with known lengths, as streams, or as one of torchtitan's data sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def known(config: Any, tokenizer: Any) -> tuple[Documents, Any] | None:
     """The documents of a configuration and their lengths, int [documents]; None if it has streams.
 
     Raises:
-        wlb.WlbError: It names no documents, or several kinds of them, or a data set that torchtitan does not know.
+        wlb.WlbError: It has no documents, several kinds of them, or a data set that torchtitan does not know.
     """
     given = [name for name in ("documents", "streams", "dataset") if _is_given(getattr(config, name))]
     if len(given) != 1:
@@ -36,7 +36,7 @@ def known(config: Any, tokenizer: Any) -> tuple[Documents, Any] | None:
 
 
 def streams(config: Any, tokenizer: Any) -> Sequence[Any]:
-    """The streams of a configuration that has no documents of known lengths, for `BalancedStream`."""
+    """The streams of a configuration without documents of known lengths, for `BalancedStream`."""
     if config.streams is None:
         return streams_of(_TokenStream(_registered(config, tokenizer), _tokens(config, tokenizer)), _as_they_are)
     if isinstance(config.streams, Sequence):
@@ -64,7 +64,7 @@ def _tokens(config: Any, tokenizer: Any) -> Callable[[Any], list[int]]:
 
 
 class _Tokenized(Sequence[NDArray[np.int64]]):
-    """Texts as their tokens, made when they are asked for."""
+    """Texts as tokens, tokenised when they are read."""
 
     def __init__(self, texts: Any, tokens: Callable[[Any], list[int]]) -> None:
         self._texts, self._tokens = texts, tokens
@@ -77,7 +77,7 @@ class _Tokenized(Sequence[NDArray[np.int64]]):
 
 
 class _TokenStream:
-    """A stream of texts as one of tokens. It has the shards and the state of the texts."""
+    """A stream of texts as a stream of tokens, with the shards and the state of the texts."""
 
     def __init__(self, texts: Any, tokens: Callable[[Any], list[int]]) -> None:
         self._texts, self._tokens = texts, tokens

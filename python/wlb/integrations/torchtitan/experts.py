@@ -1,4 +1,4 @@
-"""Mixtures of experts of torchtitan count the tokens of documents, not what fills rows up."""
+"""Keeps padding out of the counts of torchtitan's mixtures of experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RealTokens:
         parts: Of the model, on this rank.
 
     Attributes:
-        padding: bool [tokens of this rank], True where a token of the row that runs next is padding; None: none is.
+        padding: bool [tokens of this rank], True for tokens of padding in the row that runs next; None: no padding.
     """
 
     def __init__(self, parts: Sequence[Any]) -> None:
@@ -38,11 +38,11 @@ class _Counts:
         self._chosen: Tensor | None = None  # int64 [1, tokens, experts per token]
 
     def note(self, router: Any, args: Any, output: Any) -> None:
-        """Hook of the router: remembers which experts the tokens visit."""
+        """Hook of the router: remembers the experts of each token."""
         self._chosen = output[1]
 
     def leave_out(self, mixture: Any, args: Any, output: Any) -> None:
-        """Hook of the mixture: subtracts the visits of padding, after the mixture has counted all tokens."""
+        """Hook of the mixture: subtracts the visits of padding after the mixture has counted all tokens."""
         padding, chosen, self._chosen = self._real.padding, self._chosen, None
         if padding is None or chosen is None or not mixture.training:
             return
@@ -53,11 +53,11 @@ class _Counts:
 
 
 def check_experts(config: Any) -> None:
-    """Refuses experts whose counts padding cannot be taken out of.
+    """Refuses experts whose counts would include padding.
 
     Raises:
-        wlb.WlbError: Their biases move by counts of tokens that lie on tensor-parallel ranks, or in pipeline stages,
-            where nobody says which micro-batch runs.
+        wlb.WlbError: Their biases depend on counts of tokens that are on tensor-parallel ranks, or in pipeline stages,
+            where the running micro-batch is not known.
     """
     parallelism = config.parallelism
     for index, layer in enumerate(config.model_spec.model.layers):

@@ -1,4 +1,4 @@
-"""torchtitan's data loader: the micro-batches of a plan, one for every forward pass."""
+"""torchtitan's data loader that gives the micro-batches of a plan, one for every forward pass."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from wlb.torch.data.loading import FOREVER, SHAPE, Loading, step_tokens
 from wlb.torch.data.state import field as field_of
 from wlb.torch.metrics import StepMetrics
 
-_STATE: Final = "wlb"  # one text, whatever it holds: checkpoints ask for the keys before they load
-_FILLER: Final = 128  # padding is cut into documents of one attention block, which cost next to nothing
+_STATE: Final = "wlb"  # the state is one text under this key, because checkpoints ask for keys before they load
+_FILLER: Final = 128  # padding is cut into documents of one attention block, which take almost no time
 _PARTS: Final = {
     "documents",
     "streams",
@@ -38,34 +38,34 @@ _PARTS: Final = {
 
 
 class WlbDataLoader(BaseDataLoader):
-    """Gives torchtitan's Trainer micro-batches of equal work: documents side by side in one row.
+    """Gives torchtitan's Trainer micro-batches of equal work: several documents in one row.
 
     A batch is `{"input": int64 [1, tokens], "positions": int64 [1, tokens]}` and its labels, int64 [1, tokens]: the
-    next token of the document, -100 where there is none. Positions begin at 0 in every document, and in every piece of
-    a cut one, which is where torchtitan's varlen and FlexAttention masks begin. An empty micro-batch, legal in a plan,
-    becomes the shortest row that is allowed; no loss counts what fills rows up.
+    next token of the document, -100 where there is none. Positions begin at 0 in every document and in every piece of a
+    cut document, from which torchtitan makes its varlen and FlexAttention masks. An empty micro-batch, which a plan may
+    have, becomes the shortest row that is allowed. Padding has no labels.
 
-    Its state in torchtitan's checkpoints is the same on every rank, and may be loaded on another number of them.
+    The state in torchtitan's checkpoints is equal on all ranks, and may be loaded on another number of ranks.
 
     Args:
-        config: What is packed, and how.
+        config: What to pack, and how.
         dp_world_size: Data-parallel ranks.
-        dp_rank: Which of them this is.
-        tokenizer: Of data sets of text.
-        seq_len: The context, unless the configuration says less.
-        local_batch_size: Not used: a micro-batch holds what `max_tokens` says.
-        snapshot_every_n_steps: Not used: a state is written when it is asked for.
+        dp_rank: This rank among them.
+        tokenizer: For data sets of text.
+        seq_len: The model's context; the configuration may say less.
+        local_batch_size: Not used: `max_tokens` limits a micro-batch.
+        snapshot_every_n_steps: Not used: a state is made when it is asked for.
 
     Attributes:
         config: The configuration, with the lengths that were read.
-        steps: Where the micro-batches come from.
-        step: The one of which micro-batches were given last.
-        before_first: Gets the first step, before anything of it is given.
-        given: Steps that were given, those before a resume included.
-        figures: What its plan says, by the names of `wlb.torch.StepMetrics`.
+        steps: Source of micro-batches.
+        step: The step of the last micro-batch.
+        before_first: Called with the first step before any of it is given.
+        given: Number of steps that were given, with those before a resume.
+        figures: Figures of the step's plan, by the names of `wlb.torch.StepMetrics`.
 
     Raises:
-        wlb.WlbError: An argument makes no sense; the configuration names no documents, or several kinds of them.
+        wlb.WlbError: An argument is invalid; the configuration has no documents, or several kinds of them.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -73,88 +73,88 @@ class WlbDataLoader(BaseDataLoader):
         """Configuration: the documents and how they are packed."""
 
         max_tokens: int
-        """Most tokens of a micro-batch: what the memory of a rank holds."""
+        """Most tokens of a micro-batch, limited by the memory of a rank."""
 
         max_document_tokens: int | None = None
-        """Longest document that is trained uncut; by default training.seq_len, at most max_tokens."""
+        """Most tokens of a document that is not cut; by default training.seq_len, at most max_tokens."""
 
         oversize: Literal["split", "truncate", "error"] = "split"
-        """What happens to longer documents. Of split ones each token predicts the next one all the same."""
+        """What to do with longer documents. In split ones every token still predicts the next one."""
 
         max_delay: int = MAX_DELAY
-        """Most steps that a document waits for others; 0: none waits."""
+        """Most steps that a document waits for others; with 0 none waits."""
 
         tokens_per_batch: int | None = None
         """Tokens of a step on all ranks; by default four fifths of what its micro-batches hold."""
 
         micro_batches: int = 1
-        """Of a rank in a step: gradient accumulation times pipeline micro-batches. `balance` sets it."""
+        """Micro-batches of a rank in a step: gradient accumulation times those of the pipeline. Set by `balance`."""
 
         multiple_of_tokens: int = 1
-        """Micro-batches are filled up to a multiple of so many tokens, which max_tokens counts. `balance` makes it one
-        of what parallelism needs, too."""
+        """Micro-batches are padded to a multiple of this, and max_tokens counts the padding. `balance` also makes it a
+        multiple of what parallelism needs."""
 
         token_buckets: list[int] = field(default_factory=list)
-        """The only lengths of micro-batches, ascending: they are filled up to the next one, and compiled models see
-        these shapes alone. Lengths above max_tokens are not used."""
+        """The allowed lengths of micro-batches, ascending. Micro-batches are padded to the next one, so compiled models
+        see only these shapes. Lengths above max_tokens are not used."""
 
         max_documents: int | None = None
-        """Most documents of a micro-batch, but for what fills it up."""
+        """Most documents of a micro-batch, not counting padding."""
 
         shuffle: bool = True
-        """Whether documents come in another order in every epoch. Streams come as they are."""
+        """Whether each epoch has another order of documents. Streams keep their order."""
 
         seed: int = 0
-        """Of these orders."""
+        """Seed of these orders."""
 
         num_epochs: int | None = None
-        """After so many what waits is drained, and the data ends; None: it begins anew as often as needed. Streams are
-        read once."""
+        """Number of epochs, after which waiting documents are trained and the data ends. None: the data begins again as
+        often as needed. Streams are read once."""
 
         num_workers: int = 0
-        """Processes that read documents."""
+        """Number of processes that read documents."""
 
         prefetch_factor: int | None = None
-        """Micro-batches that each of them reads ahead."""
+        """Number of micro-batches that each of them reads ahead."""
 
         documents: Annotated[Any, tyro.conf.Suppress] = None
         """`documents[i]`: a mapping with `input_ids` and maybe `labels`, or tokens."""
 
         streams: Annotated[Any, tyro.conf.Suppress] = None
-        """Instead: iterables of documents, as `wlb.torch.BalancedStream` takes them; or one of Hugging Face's."""
+        """Instead: iterables of documents, as `wlb.torch.BalancedStream` takes them, or a Hugging Face stream."""
 
         weights: Annotated[Any, tyro.conf.Suppress] = None
-        """float [streams], the share of each stream in a step, as `wlb.torch.BalancedStream` takes them."""
+        """float [streams], the share of each stream in a step, as in `wlb.torch.BalancedStream`."""
 
         lengths: Annotated[Any, tyro.conf.Suppress] = None
-        """int [documents] tokens of each, if they are known. Else they are read, once."""
+        """int [documents] tokens of each, if they are known; otherwise they are read once."""
 
         cost_model: Annotated[Any, tyro.conf.Suppress] = None
-        """What documents cost. `balance` takes it from the model."""
+        """What documents cost. Set by `balance` from the model."""
 
         group: Annotated[Any, tyro.conf.Suppress] = None
-        """Data-parallel process group, for streams; by default all ranks. `balance` sets it."""
+        """Data-parallel process group, for streams; by default all ranks. Set by `balance`."""
 
         verify: bool = True
-        """Whether `balance`'s trainer proves before its first step that packing changes nothing that is learnt."""
+        """Whether to prove before the first step that packing does not change what is learnt."""
 
         give_lengths: Annotated[bool, tyro.conf.Suppress] = False
-        """Also gives "lengths", int [documents] with the filler, which context parallelism shards by."""
+        """Whether batches also have "lengths", int [documents] with padding, needed for context parallelism."""
 
         give_filler: Annotated[bool, tyro.conf.Suppress] = False
-        """Also gives "filler", the number of tokens at the end of the row that fill it up, for what counts tokens."""
+        """Whether batches also have "filler", the number of tokens of padding at the end of the row."""
 
         def most_tokens(self) -> int:
-            """The longest micro-batch: `max_tokens`, down to one of the lengths that are allowed.
+            """The longest micro-batch: `max_tokens`, or the largest allowed length below it.
 
             Raises:
-                wlb.WlbError: They make no sense, or are all above `max_tokens`.
+                wlb.WlbError: The allowed lengths are invalid, or are all above `max_tokens`.
             """
             multiple, buckets = self.multiple_of_tokens, self.token_buckets
             return most_tokens(self.max_tokens, multiple_of_tokens=multiple, token_buckets=buckets)
 
         def to_dict(self) -> dict[str, Any]:
-            """For a log: all but the data."""
+            """All fields except the data, for a log."""
             values = {part.name: getattr(self, part.name) for part in fields(self) if part.name not in _PARTS}
             return values | {"cost_model": repr(self.cost_model)}
 
@@ -208,7 +208,7 @@ class WlbDataLoader(BaseDataLoader):
             )
         else:
             documents, lengths = measured
-            self.config = replace(config, lengths=lengths)  # a second loader need not read the lengths again
+            self.config = replace(config, lengths=lengths)  # so that a second loader need not read the lengths again
             sampler = loading.sampler(lengths, packer, rank=dp_rank, ranks=dp_world_size)
             self.steps = StepLoader(
                 DataLoader(
@@ -223,12 +223,12 @@ class WlbDataLoader(BaseDataLoader):
         self._metrics = StepMetrics(self.steps)
         self.step: Step[PackedBatch] | None = None
         self.before_first: Callable[[Step[PackedBatch]], None] | None = None
-        self.given = 0  # steps handed out, those before a resume included
-        self._inside = 0  # micro-batches handed out of an unfinished step
+        self.given = 0  # steps that were given, with those before a resume
+        self._inside = 0  # micro-batches that were given of an unfinished step
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        """The micro-batches of this rank, step by step, to the end of the data; steps without a label are left out."""
-        # A state may stand at the end of the last epoch: then nothing is left, and no further epoch is begun.
+        """The micro-batches of this rank, step by step, to the end of the data, without steps that have no label."""
+        # A state may be that of the end of the last epoch. Then nothing is left, and no further epoch begins.
         ended = isinstance(self.steps, StepLoader) and self.steps.ended
         while not ended:
             for step, _ in labelled_steps(self.steps, group=self._share):
@@ -244,10 +244,10 @@ class WlbDataLoader(BaseDataLoader):
             ended = isinstance(self.steps, BalancedStream) or self.steps.ended
 
     def state_dict(self) -> dict[str, Any]:
-        """State after the last step that was given, the same on every rank. The Trainer fetches nothing ahead.
+        """State after the last step that was given, equal on all ranks. The Trainer fetches no batch ahead.
 
         Raises:
-            wlb.WlbError: A part of a step was given: the Trainer's steps have other numbers of micro-batches.
+            wlb.WlbError: A step was given only in part, because the Trainer takes another number of micro-batches.
         """
         if self._inside:
             message = f"= {self.config.micro_batches}: the Trainer saved after {self._inside} of them; make it what a "
@@ -259,10 +259,10 @@ class WlbDataLoader(BaseDataLoader):
             raise error("streams", f"have states that JSON does not hold: {cause}") from cause
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next iteration begins there. On an error nothing has changed.
+        """The next iteration begins at this state. On an error nothing has changed.
 
         Raises:
-            wlb.WlbError: It is the state of another loader, of other documents or of another configuration.
+            wlb.WlbError: The state is of another loader, other documents or another configuration.
         """
         if not state_dict:  # a checkpoint without a state of the loader
             return
@@ -277,10 +277,10 @@ class WlbDataLoader(BaseDataLoader):
         self._inside, self.given = 0, given
 
     def check_begin(self, step: int) -> None:
-        """Whether the data stand after the step at which the Trainer goes on.
+        """Checks that the data are after the step at which the Trainer resumes.
 
         Raises:
-            wlb.WlbError: They do not: its checkpoint was loaded without the state of the data, say.
+            wlb.WlbError: They are not, for example because the checkpoint was loaded without the state of the data.
         """
         if self.given != step:
             message = f"goes on after step {step}, but the data stand after step {self.given}: load the state of "
@@ -288,15 +288,15 @@ class WlbDataLoader(BaseDataLoader):
             raise error("checkpoint", message, value=step)
 
     def close(self) -> None:
-        """Ends what reads streams."""
+        """Ends the reading of streams."""
         if isinstance(self.steps, BalancedStream):
             self.steps.close()
 
     def row(self, batch: PackedBatch) -> tuple[dict[str, Any], Tensor]:
-        """One micro-batch as torchtitan takes it, filled up to a length that is allowed.
+        """One micro-batch as torchtitan takes it, padded to an allowed length.
 
         Raises:
-            wlb.WlbError: Documents bring position ids or weights, for which torchtitan's batches have no place.
+            wlb.WlbError: Documents have position ids or weights, which torchtitan's batches cannot have.
         """
         batch.check_columns((), "torchtitan's batches have no place for")
         tokens = batch.tokens.numel() - batch.num_padding
@@ -316,7 +316,7 @@ class WlbDataLoader(BaseDataLoader):
 
 
 def of_replicas(group: Any) -> Any:
-    """The data-parallel ranks, which share a step; None is this one alone: others have the same rows, or parts."""
+    """The data-parallel ranks, which share a step; None if that is only this rank."""
     if group is None and torch.distributed.is_initialized():
         return torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
     return group

@@ -16,10 +16,10 @@ from wlb.torch.pipeline.agreement import check_same
 
 
 def over_unequal_micro_batches(pipelining_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A `pipelining_fn` of a model, for its `ModelSpec`, whose schedule takes rows of any lengths.
+    """A `pipelining_fn` for a model's `ModelSpec` whose schedule takes rows of any length.
 
-    What the model's own makes stays: how layers are split, sharded, compiled. Its stages, which take the shape of the
-    first micro-batch for all, are exchanged for ours, and its schedule is made again over them.
+    The model's own function still splits, shards and compiles layers. Its stages, which use the shape of the first
+    micro-batch for all, are replaced by wlb's, and its schedule is made again with these.
     """
 
     def pipeline(model: Any, **arguments: Any) -> tuple[PlannedSchedule, list[Any], bool, bool]:
@@ -50,10 +50,10 @@ def over_unequal_micro_batches(pipelining_fn: Callable[..., Any]) -> Callable[..
 
 
 class PlannedSchedule:
-    """A schedule whose stages are told the lengths of a step before it runs.
+    """A schedule whose stages get the lengths of a step before it runs.
 
     Args:
-        schedule: Of torch, over these stages.
+        schedule: Of torch, with these stages.
         stages: Of this rank.
     """
 
@@ -86,7 +86,7 @@ class PlannedSchedule:
             raise
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
-        """Not here.
+        """Not supported.
 
         Raises:
             wlb.WlbError: Always.
@@ -95,12 +95,12 @@ class PlannedSchedule:
 
 
 def token_shares(ranks: Any, parallelism: Any) -> int:
-    """Among how many tensor-parallel ranks the tokens of an activation between stages are split."""
+    """Number of tensor-parallel ranks among which the tokens of activations between stages are split."""
     return ranks.tp if parallelism.enable_sequence_parallel else 1
 
 
 def _detachable(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Split backward passes detach the loss in place, which a view does not allow."""
+    """A loss whose result is no view: split backward passes detach it in place, which a view does not allow."""
 
     def loss(*args: Any, **kwargs: Any) -> Tensor:
         found = loss_fn(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The proof before a trainer's first step: torchtitan's own forward and backward against documents alone."""
+"""The proof before a trainer's first step: compares torchtitan's forward and backward with each document alone."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from wlb.torch.proof import Proof, verify
 
 
 def prove(trainer: Any, step: Step[PackedBatch]) -> None:
-    """Runs `wlb.torch.verify` on a trainer's own forward and backward of a step, wrapped as they are.
+    """Runs `wlb.torch.verify` on a trainer's own forward and backward of a step, with all wrappers.
 
-    Against logits of documents alone where a rank has the whole model and whole rows; under pipeline, tensor and
-    context parallelism, and with a loss of another kind, against the same documents in rows of their own. The state is
-    that which the Trainer would save after a step, of a loader that it reads as it reads its own.
+    If a rank has the whole model and whole rows, it compares with logits of each document alone. With pipeline, tensor
+    and context parallelism, and with a loss of another kind, it compares with the same documents in rows of their own.
+    The state to check is the one that the Trainer would save after a step.
 
     Raises:
-        wlb.WlbError: As there.
+        wlb.WlbError: as `wlb.torch.verify`.
     """
     ranks, loader = trainer.parallel_dims, trainer.dataloader
     mesh = ranks.get_optional_mesh("batch")
@@ -62,14 +62,14 @@ def _coarsest(trainer: Any) -> torch.dtype:
 
 
 def _trained(trainer: Any, rows: list[tuple[dict[str, Any], Tensor]]) -> float:
-    """Forward and backward of a step as in torchtitan's `train_step`; the mean loss, the same on all ranks."""
+    """Forward and backward of a step as in torchtitan's `train_step`; the mean loss, equal on all ranks."""
     ranks, each = trainer.parallel_dims, trainer.num_pipeline_parallel_microbatches
     rows = rows + [trainer.dataloader.row(collate([]))] * (-len(rows) % each)
     valid = sum((labels != IGNORE_INDEX).sum() for _, labels in rows).to(trainer.device)  # type: ignore[union-attr]
     if ranks.dp_enabled:
         valid = distributed.dist_sum_tensor(valid, ranks.get_mesh("batch"))
     if not int(valid):
-        return 0.0  # as a step without labels is passed over
+        return 0.0  # steps without labels are not trained
     total = torch.zeros((), device=trainer.device)
     for at in range(0, len(rows), each):
         inputs = [_on(row, trainer.device) for row, _ in rows[at : at + each]]
@@ -90,7 +90,7 @@ def _on(row: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _alone(trainer: Any, model: Any, batch: PackedBatch) -> Tensor:
-    """Logits of one document, by the masks and the context that the trainer makes."""
+    """Logits of one document, with the masks and the context that the trainer makes."""
     row, labels = trainer.dataloader.row(batch.to("cpu"))
     inputs, _, keywords = trainer.post_dataloading_process(_on(row, trainer.device), labels.to(trainer.device))
     hidden = getattr(model, "_skip_lm_head", False)  # a chunked loss applies the head itself
@@ -106,7 +106,7 @@ def _alone(trainer: Any, model: Any, batch: PackedBatch) -> Tensor:
 
 
 class _Steps:
-    """Steps for the proof, from a second loader that is read as the trainer reads its own, which stays as it is."""
+    """Steps for the proof, from a second loader, which is read as the trainer reads its own."""
 
     def __init__(self, trainer: Any) -> None:
         mesh = trainer.parallel_dims.get_optional_mesh("batch")
@@ -129,13 +129,13 @@ class _Steps:
             yield self.loader.step
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next step is that after the one with this state."""
+        """Continues with the step after the one that has this state."""
         self.loader.load_state_dict(state)
 
 
 @contextmanager
 def _as_it_was(trainer: Any) -> Iterator[None]:
-    """Runs no CUDA graph, which has one shape; what the trainer counts is put back."""
+    """Runs without CUDA graphs, which have only one shape; restores the trainer's counts."""
     metrics = trainer.metrics_processor
     seen, since, times = trainer.ntokens_seen, metrics.ntokens_since_last_log, list(metrics.data_loading_times)
     captured, trainer.fwd_bwd_fn = trainer.fwd_bwd_fn, trainer._forward_backward_body

@@ -1,4 +1,4 @@
-"""Refusals of configurations of torchtitan that contradict a plan: by name, before anything is built."""
+"""Refuses configurations of torchtitan that contradict a plan, by name and before anything is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HOOKS = ("init_distributed", "post_dataloading_process", "train_step", "close")
 
 
 def check_config(config: Any) -> None:
-    """Refuses what cannot be balanced.
+    """Refuses configurations that cannot be balanced.
 
     Raises:
         wlb.WlbError: The first reason, and what to do about it.
@@ -38,10 +38,10 @@ def check_config(config: Any) -> None:
 
 
 def check_dataloader(loader: Any) -> None:
-    """Refuses a data loader whose data set cannot be taken over: balance was given no documents.
+    """Refuses a data loader from which no data set can be taken, if balance got no documents.
 
     Raises:
-        wlb.WlbError: It packs by itself, in ways that a plan cannot keep; or it has no data set.
+        wlb.WlbError: It packs by itself, which a plan cannot keep; or it has no data set.
     """
     if type(loader) in (BaseDataLoader.Config, HuggingFaceTextDataLoader.Config):
         return

@@ -1,4 +1,4 @@
-"""torchtitan's Trainer with a plan: the number of micro-batches of a step, the parts of ranks, and what is logged."""
+"""torchtitan's Trainer with a plan: sets micro-batches of a step, cuts rows for ranks, and logs figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ else:
 
 
 class BalancedTrainer(_Trainer):
-    """Goes in front of a trainer's own class."""
+    """Class in front of a trainer's own class."""
 
     _wlb_loader: WlbDataLoader
     _wlb_real: RealTokens
@@ -65,16 +65,16 @@ class BalancedTrainer(_Trainer):
         self.metrics_processor.log = with_plans
 
     def init_distributed(self) -> Any:
-        """Also says what the loader has to know of the ranks: before it is built, nothing but these is there."""
+        """Also sets the ranks in the loader's configuration: now they are known, and the loader is not yet built."""
         ranks = super().init_distributed()
         self.config.dataloader = _for_ranks(self.config, ranks)
         return ranks
 
     def batch_generator(self, data_iterable: Any) -> Any:
-        """Called once the checkpoint is loaded: the data have to stand at the same step.
+        """Checks that the data are at the trainer's step. Called once the checkpoint is loaded.
 
         Raises:
-            wlb.WlbError: They do not.
+            wlb.WlbError: They are not.
         """
         if data_iterable is self._wlb_loader:
             self._wlb_loader.check_begin(self.step)
@@ -83,9 +83,9 @@ class BalancedTrainer(_Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Any], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Input of one context-parallel rank: masks of the whole row, then the rank's shard.
+        """Input of one context-parallel rank: masks of the whole row, and the rank's part of the row.
 
-        Padding is counted neither as tokens nor as visits of experts.
+        Padding is not counted, neither as tokens nor as visits of experts.
         """
         input_dict = dict(input_dict)
         filler, tokens = input_dict.pop("filler", 0), labels.shape[1]
@@ -110,7 +110,7 @@ class BalancedTrainer(_Trainer):
         return annotate_input_spmd_types(self.parallel_dims, inputs, labels, kwargs)
 
     def close(self) -> None:
-        """Also ends what reads streams."""
+        """Also ends the reading of streams."""
         if hasattr(self, "_wlb_loader"):
             self._wlb_loader.close()
         super().close()
@@ -122,7 +122,7 @@ def _query_block(inner: Any) -> int:
 
 
 def _for_ranks(config: Any, ranks: Any) -> WlbDataLoader.Config:
-    """The loader's configuration, with what follows from the numbers of ranks."""
+    """The loader's configuration, with the values that depend on the numbers of ranks."""
     loader, training, parallelism = config.dataloader, config.training, config.parallelism
     replicas = ranks.dp_replicate * ranks.dp_shard
     tokens = loader.tokens_per_batch
@@ -144,7 +144,7 @@ def _for_ranks(config: Any, ranks: Any) -> WlbDataLoader.Config:
 
 
 def _multiple(config: Any, ranks: Any) -> int:
-    """Multiple of a row's tokens that context-parallel and tensor-parallel ranks and the loss can divide."""
+    """Multiple of a row's tokens that context- and tensor-parallel ranks and the chunks of the loss can divide."""
     chunks = config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
     shares = token_shares(ranks, config.parallelism)
     block = 1

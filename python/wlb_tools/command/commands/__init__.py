@@ -1,1 +1,1 @@
-"""One file a command: its options, what it runs, what it reports."""
+"""One file for each command: its options, what it runs and reports."""

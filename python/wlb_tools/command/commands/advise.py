@@ -1,4 +1,4 @@
-"""`wlb advise`: one page about one training run: is anything to be gained, how, and what to paste."""
+"""`wlb advise`: one page about one training run: whether wlb helps, how, and what to paste."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from wlb_tools.simulation.words import describe, model_sentences
 Trainer = Literal["loop", "huggingface", "trl", "axolotl", "llamafactory", "lightning", "megatron"]
 
 _LITTLE = 1.01
-"""A predicted speed-up below this is within what nobody would notice."""
+"""A predicted speed-up below this is too small to notice."""
 
 
 def advise(
@@ -40,8 +40,8 @@ def advise(
 ) -> None:
     """One answer for one run: how unequal the documents are, what that costs, which plan, its gain, the lines to paste.
 
-    The gain is predicted against the same run that cuts documents in order of arrival (Plain-4D), with the range that
-    other rates of attention give. Where nothing is to be gained it says so.
+    The gain is predicted against a run that cuts documents in order of arrival (Plain-4D), with the range over other
+    rates of attention. If there is nothing to gain, the page says so.
 
     Args:
         steps: global batches to form.
@@ -59,7 +59,7 @@ def advise(
 
 
 def _one_rank(scenario: wlb_tools.Scenario) -> str | None:
-    """Why no rank ever waits for another; None: some do."""
+    """The reason why no rank ever waits for another; None: some do."""
     layout = scenario.layout
     if layout.dp == layout.pp == layout.cp == 1:
         if layout.tp == 1:
@@ -147,7 +147,7 @@ def _report(
 
 
 def _unequal(lengths: NDArray[np.int64]) -> dict[str, float]:
-    """Inequality of documents: the shares of the longest hundredth, and the median beside the longest."""
+    """Inequality of documents: the shares of the longest hundredth, and the longest relative to the median."""
     real = np.sort(lengths.astype(np.float64))[::-1]
     longest = real[: max(1, real.size // 100)]
     pairs = real * (real + 1) / 2
@@ -167,7 +167,7 @@ def _unequal_in_words(unequal: dict[str, float]) -> str:
 
 
 def _lines(tuning: Tuning, trainer: Trainer, model: str) -> str:
-    """Lines to paste into a trainer. Its entry point chooses its own plan; a loop gets the plan of this page."""
+    """Lines to paste into a trainer. Its entry point chooses a plan itself; a loop gets the plan of this page."""
     scenario, tokens = tuning.scenario, tuning.best.outcome.summary()["largest_micro_batch"]
     longest = scenario.context
     calls = {

@@ -1,4 +1,4 @@
-"""`wlb audit`: what a run trained, proved from its ledger."""
+"""`wlb audit`: proves from its ledger what a run trained."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def audit(
 ) -> None:
     """Proves from a run's ledger that every document was trained once an epoch.
 
-    Or names the first step and rank that diverge, and the documents that are missing or were trained twice. The ledger
-    is what `wlb.torch.Ledger` writes, a line a step and rank. After a crash: from which state on the run is sound.
-    Exits with 1 if something does not hold.
+    Otherwise it names the first step and rank that differ, and the documents that are missing or were trained twice.
+    The ledger is what `wlb.torch.Ledger` writes, a line for each step and rank. After a crash it says from which state
+    on the run is sound. Exits with 1 if something is wrong.
 
     Args:
         run: folder of a ledger, or a folder with RUN/ledger.
-        state: a state that the run saved, as JSON: proves everything up to it, waiting documents included.
+        state: a state that the run saved, as JSON: proves everything up to it, with the documents that wait.
         lengths: lengths of all documents, .npy: proves the end of every document.
     """
     folder = next((place for place in (run, run / "ledger") if (place / "ledger-00000.jsonl").exists()), run)

@@ -43,10 +43,10 @@ def demo(
 ) -> None:
     """Compares the packing methods on real documents: balance, delay, memory and planning time.
 
-    Documents arrive in random order. Every method gets the same global batches: the original order, the
-    fixed-length greedy over 1, 2, 4 and 8 global batches, WLB with 0 to 3 outlier queues, and WLB with the
-    adaptive release; thresholds and the price of delay are tuned on the first quarter of the stream. Then
-    come the two ways to shard a micro-batch over context-parallel ranks.
+    Documents arrive in random order. Every method gets the same global batches: the original order, the fixed-length
+    greedy over 1, 2, 4 and 8 global batches, WLB with 0 to 3 outlier queues, and WLB with the adaptive release.
+    Thresholds and the price of delay are tuned on the first quarter of the stream. A second table shows the two ways to
+    shard a micro-batch over context-parallel ranks.
 
     Args:
         sources: documents, as for `wlb lengths`; by default the Python files of this interpreter and its packages.

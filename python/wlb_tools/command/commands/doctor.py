@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def doctor(*, printing: Printing = Printing()) -> None:
-    """Tries what wlb needs of this machine: the engine, attention, the packages that it works with.
+    """Tries what wlb needs on this machine: the engine, attention, the packages that it works with.
 
-    Says what is wrong, and what to do about it. Attention is held to torch's own, document by document, with every
-    kernel that is there. Run it on each machine of a run: the digest of the plans must be the same on all. Exits with 1
-    if something is wrong; what is not installed is not.
+    Says what is wrong, and what to do about it. Every installed kernel of attention is compared with torch's own,
+    document by document. Run it on each machine of a run: all must print the same digest of the plans. Exits with 1 if
+    something is wrong; a package that is not installed is not wrong.
     """
-    from wlb_tools.command import checkup  # a tenth of the start of every command
+    from wlb_tools.command import checkup  # here, because it takes a tenth of the start of every command
 
     wrong, sentences = [], []
     about = machine()
@@ -85,7 +85,7 @@ def _packages(wrong: list[str]) -> list[checkup.Package]:
     if installed != wlb.__version__:
         wrong.append(f"wlb {installed} is installed, and {wlb.__version__} was imported, from {wlb.__file__}.")
     found = list(checkup.packages())
-    # A trainer may be there for something else; wlb refuses it by name where it is used.
+    # A trainer may be installed for another purpose; wlb refuses it by name when it is used.
     wrong += [
         f'{one.name} {one.installed}: {one.needed} is needed; run: pip install "{one.name}{one.needed}"'
         for one in found
@@ -114,7 +114,7 @@ def _training(wrong: list[str]) -> tuple[str, list[checkup.Attention]]:
     found: list[checkup.Attention] = []
     try:
         found += checkup.attention()
-    except Exception as error:  # whatever a kernel that was built for something else raises
+    except Exception as error:  # a kernel that was built for another system may raise anything
         wrong.append(f"Attention failed after {len(found)} kernels: {type(error).__name__}: {error}")
     wrong += [
         f"{one.kernel} on {one.device} in {one.dtype} is off by {max(one.forward, one.backward):.1g} of what is exact,"

@@ -1,4 +1,4 @@
-"""`wlb fit`: what documents cost, from the log of a run."""
+"""`wlb fit`: fits what documents cost to the log of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wlb_tools.command.output.console import Printing
 from wlb_tools.command.output.report import Block, Code, Paragraphs, Report
 from wlb_tools.command.output.written import costs_file, replaces
 
-_SHOWN = 10  # lines of outliers
+_SHOWN = 10  # most lines of outliers
 
 
 def fit(
@@ -29,18 +29,18 @@ def fit(
     cost_model: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
     printing: Printing = Printing(),
 ) -> None:
-    """Fits the costs of documents to what micro-batches took, and writes them to a file.
+    """Fits the costs of documents to the times of micro-batches, and writes them to a file.
 
-    LOG is a .jsonl or .csv with a row per micro-batch: lengths, the tokens of its documents, and seconds, what its
-    forward and backward took on the slowest of the ranks that share it. `wlb.torch.StepTimer` writes one, and any
-    trainer can. Where the ranks that share one differ in number (Dynamic-CP), a row has ranks, too. The file that comes
-    out is for --cost-model of the other commands, and for `wlb.CostModel.from_json`. What is
-    minimised, and how to read the report: docs/costs.md.
+    LOG is a .jsonl or .csv with a row for each micro-batch: lengths, the tokens of its documents, and seconds, the time
+    of its forward and backward pass on the slowest of the ranks that share it. `wlb.torch.StepTimer` writes one, and
+    any trainer can. If different numbers of ranks share micro-batches (Dynamic-CP), rows also have ranks. The written
+    file is for --cost-model of the other commands, and for `wlb.CostModel.from_json`. docs/costs.md explains the fit
+    and the report.
 
     Args:
         windows: sliding windows of the model's layers, such as 1024,4096.
         chunks: chunks of the model's layers.
-        full: attention is bidirectional, not causal.
+        full: attention is bidirectional instead of causal.
         cost_model: file to write; by default LOG with the ending .cost.json.
     """
     file = cost_model or log.with_suffix(".cost.json")

@@ -1,4 +1,4 @@
-"""`wlb lengths`: how long documents are, as a file for every other command and for a loader."""
+"""`wlb lengths`: measures documents, and writes their lengths for other commands and for loaders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wlb_tools.command.output.plan_files import at_once, write_names
 from wlb_tools.command.output.report import Paragraphs, Report, Table
 from wlb_tools.command.output.written import replaces
 
-_CLASSES = 10  # of lengths, each up to twice the one before; shorter documents are in the first
+_CLASSES = 10  # of lengths, each up to twice the one before; shorter documents are in the first class
 
 
 def lengths(
@@ -30,11 +30,11 @@ def lengths(
 ) -> None:
     """Measures the documents of SOURCES once, and writes how long each is.
 
-    The file is an int64[n] of tokens for every other command, for `wlb.pack` and for a loader. Row i is of document i,
-    a row or file of SOURCES in their order, unless some are empty, and left out: then a second file, of the same name
-    with .ids before its ending, says which document each row is of. Of a directory, line i of a third, with
-    .documents.txt, is the path of document i. The table shows where tokens and attention lie: a document of d tokens
-    has d (d + 1) / 2 pairs of tokens that attend.
+    The file is an int64[n] of tokens for every other command, for `wlb.pack` and for a loader. Row i belongs to
+    document i, a row or file of SOURCES in their order. Empty documents are left out; then a second file, of the same
+    name with .ids before its ending, has the document of each row. For a directory, line i of a third file, with
+    .documents.txt, is the path of document i. The table shows which documents have the tokens and the attention: a
+    document of d tokens has d (d + 1) / 2 pairs of tokens that attend.
 
     Args:
         output: file to write.
@@ -76,12 +76,12 @@ def lengths(
 
 
 def _others(output: Path) -> tuple[Path, Path]:
-    """Files that may stand beside the one with the lengths."""
+    """Files that may be written beside the one with the lengths."""
     return output.with_suffix(".ids.npy"), output.with_suffix(".documents.txt")
 
 
 def _write(documents: Documents, output: Path) -> list[Path]:
-    """Lengths, and the other files that are needed; gives their paths."""
+    """Writes lengths, and the other files that are needed; returns their paths."""
     files, (ids, names) = [output], _others(output)
     for of_others in (ids, names):  # files that an earlier run wrote beside this one
         of_others.unlink(missing_ok=True)
@@ -99,7 +99,7 @@ def _write(documents: Documents, output: Path) -> list[Path]:
 
 
 def _classes(documents: Documents) -> list[dict[str, float]]:
-    """By length: how many documents, and their shares of documents, of tokens and of pairs of tokens that attend."""
+    """For each class of lengths: how many documents, and their shares of documents, tokens and attending pairs."""
     lengths = documents.lengths
     top = int(lengths.max() - 1).bit_length()
     bounds = [1 << power for power in range(max(0, top - _CLASSES + 1), top + 1)]

@@ -1,4 +1,4 @@
-"""`wlb pack`: plans for a user's documents, as files."""
+"""`wlb pack`: writes plans for a user's documents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Method = Literal["original", "fixed_length", StreamMethod]
 
 @options(PANELS["batches"])
 class PackedBatches(Batches):
-    """Global batches, and what they become.
+    """Global batches, and their plans.
 
     Args:
         window: global batches that fixed_length plans at once.
@@ -53,14 +53,14 @@ def pack(
 ) -> None:
     """Packs the documents of SOURCE, each exactly once, and writes the plans.
 
-    plans.npz holds flat arrays: step, micro_batch, document_id, start and length of every piece of a document
-    (docs/semantics.md); plans.jsonl a line per global batch; pack.html and pack.png compare the plan with the original
-    order. The last global batches empty the queues and may be small. Of a directory, line i of
-    documents.txt is the path of document i; a path with unusual characters is a JSON string, in quotation marks.
+    plans.npz has flat arrays: step, micro_batch, document_id, start and length of every piece of a document
+    (docs/semantics.md). plans.jsonl has a line for each global batch. pack.html and pack.png compare the plan with the
+    original order. The last global batches empty the queues and may be small. For a directory, line i of documents.txt
+    is the path of document i; a path with unusual characters is a JSON string, in quotation marks.
 
     Args:
-        method: var_length: equal work, whole documents. refined: balanced better if --max-tokens leaves little room.
-            The others fill and cut at the context.
+        method: var_length: equal work, whole documents. refined: more even if --max-tokens leaves little room. The
+            others fill micro-batches up to the context and cut documents there.
     """
     for name, reason in _useless(method, batches, held, cost):
         raise CliError(f"--{option(name)}: {reason}")
@@ -112,7 +112,7 @@ def pack(
 
 
 def _useless(method: Method, batches: PackedBatches, held: Held, cost: DocumentCosts) -> Iterator[tuple[str, str]]:
-    """Options that are given and have nothing to do beside the others, and why."""
+    """Options that are given and have no effect beside the others, and why."""
     fills = method in ("original", "fixed_length")
     fixed = held.outlier_thresholds is not None or held.delay_price is not None
     adaptive = held.release == "adaptive"

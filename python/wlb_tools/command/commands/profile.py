@@ -1,4 +1,4 @@
-"""`wlb profile`: what attention and a layer take on the GPU at hand."""
+"""`wlb profile`: measures attention and a layer on this GPU."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def profile(
 ) -> None:
     """Measures this GPU: attention over lengths of queries and keys, and the rest of a transformer layer.
 
-    Writes a profile for `wlb.KernelModel` and `wlb.CostModel`, and beside it the records with every sample. A run
-    that is cut off goes on where it was when started again. At the end, the model's error on segments that it was
-    not made of.
+    Writes a profile for `wlb.KernelModel` and `wlb.CostModel`, and beside it the records with every sample. If a run is
+    stopped, start it again and it continues. At the end it prints the model's error on segments that were not used to
+    make it.
 
     Args:
         tp: tensor-parallel ranks that divide heads and layers: the number that `wlb simulate --tp` gets, 8 there by
@@ -49,7 +49,7 @@ def profile(
         queries: shortest and longest queries of a segment, such as --queries 16 8192.
         keys: shortest and longest keys of a segment, such as --keys 128 131072.
         tokens: fewest and most tokens of the layer, such as --tokens 1024 131072.
-        held_out: segments to test the model with.
+        held_out: segments on which to test the model.
         budget: seconds that this run may take.
         output: file to write, its records beside it; by default named after GPU, kernel and heads.
     """
@@ -96,7 +96,7 @@ def profile(
 
 
 def rate_table(measured: dict[str, Any]) -> Table:
-    """TFLOP/s of attention, forward and backward together, counting only the pairs that were asked for."""
+    """TFLOP/s of attention, forward and backward together, counting only the pairs of the mask."""
     queries, keys = (thin(measured[f"{name}_lengths"]) for name in ("query", "key"))
     weight, _ = pass_weights("forward_backward")
 
@@ -117,6 +117,6 @@ def rate_table(measured: dict[str, Any]) -> Table:
 
 
 def thin(values: list[int]) -> list[int]:
-    """Indices of at most `_SHOWN` of them, the last one included."""
+    """Indices of at most `_SHOWN` of them, with the last one."""
     step = -(-len(values) // _SHOWN)
     return sorted(range(len(values) - 1, -1, -step))

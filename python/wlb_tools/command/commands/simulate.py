@@ -1,4 +1,4 @@
-"""`wlb simulate`: what each method would give, on a user's documents, model and cluster."""
+"""`wlb simulate`: predicts every method for a user's documents, model and cluster."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def simulate(
 ) -> None:
     """Predicts speed, balance, delay and memory on a cluster: Plain-4D, Fixed-4D, WLB, Dynamic-CP, and their parts.
 
-    No GPU is needed. By default the cluster is the paper's for a 7B model with 128K tokens of context. Every
-    prediction says what it rests on; docs/simulation.md has the assumptions.
+    No GPU is needed. By default the cluster is that of the paper for a 7B model with 128K tokens of context. The report
+    names the source of every prediction; docs/simulation.md lists the assumptions.
 
     Args:
         steps: global batches to form.
     """
     scenario = cluster.scenario()
-    names = tuple(chosen(defaults(scenario) if variants is None else variants))  # before long work: names may be wrong
+    names = tuple(chosen(defaults(scenario) if variants is None else variants))  # checks names before the long work
     with output.progress() as bars:
         stream = reading.stream(sources, scenario.setup(), bars, steps=steps, longest=cluster.context)
         output.folder("simulate")
@@ -75,7 +75,7 @@ def simulate(
 
 
 def not_compared(scenario: wlb_tools.Scenario) -> tuple[str, ...]:
-    """Sentences: methods that are not compared by default, and the reason."""
+    """Sentences about methods that are not compared by default, and the reason."""
     titles: dict[str, list[str]] = {}
     for name, reason in obstacles(scenario).items():
         titles.setdefault(in_options(reason), []).append(VARIANTS[name].title)

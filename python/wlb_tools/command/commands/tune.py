@@ -1,4 +1,4 @@
-"""`wlb tune`: settings for a user's documents, with a cluster what each costs there, with GPUs alone their layout."""
+"""`wlb tune`: finds settings for a user's documents; for a cluster also plans, and with --gpus the layout."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from wlb_tools.simulation.methods import Setup
 _MICRO_BATCHES = 16
 _STEPS = 100
 _SEARCHED = 1 << 26
-"""Tokens that layouts are compared on, in 2 to 8 global batches: time grows with them."""
+"""Tokens on which layouts are compared, in 2 to 8 global batches; the time grows with them."""
 
 _SEARCH = {option(name) for name in SIZES} | {"gpus", "global-batch", "steps"}
 _WITHOUT_A_CLUSTER = {field.name for of in (Cost, Limits, Delay) for field in fields(of)} - {"gpu"}
 _WITHOUT_A_CLUSTER |= {"num_micro_batches", "num_queues"}
-"""Options that mean the same on a cluster and without one; any other of `TunedCluster` asks for a cluster."""
+"""Options that do not ask for a cluster; any other option of `TunedCluster` does."""
 
 
 @options("Cluster")
 class TunedCluster(Cluster):
-    """A cluster whose thresholds are found; by default there is none.
+    """A cluster whose thresholds are tuned. By default there is no cluster.
 
     Args:
         num_micro_batches: micro-batches of a global batch; by default 16, on a cluster pp x dp.
@@ -76,11 +76,11 @@ def tune(
     Without a cluster: the thresholds of the outlier queues, the price of delay of the adaptive release, and for both
     the Pareto front of imbalance against delay. With any option of the panel "Cluster" but --model and
     --attention-efficiency, the plan: queues, adaptive release, Dynamic-CP or both, `S_max`, the number of
-    micro-batches, the sharding strategy and the costs; what each choice costs in delay and memory, and the
-    configuration to paste. Plans that cut documents where a context ends are among those that it chooses from. Speed
-    is predicted; the report says on what grounds. --max-mean-delay 0 trains every document in the step that it arrives
-    for. With --gpus and --global-batch, the layout: tp, cp, pp, virtual stages and dp of the same GPUs, with
-    micro-batches and a method for each, as far as they fit into memory, beside the best layout without wlb.
+    micro-batches, the sharding strategy and the costs. The report shows what each choice costs in delay and memory, and
+    a configuration to paste. It also tries plans that cut documents at the end of a context. Speed is predicted, and
+    the report names the sources. --max-mean-delay 0 trains every document in the step in which it arrives. With --gpus
+    and --global-batch it searches the layout: tp, cp, pp, virtual stages and dp of these GPUs, each with micro-batches
+    and a method that fit into memory, and compares with the best layout without wlb.
 
     Args:
         steps: global batches to form; by default 100, or for layouts as many as have 64M tokens together.
@@ -126,7 +126,7 @@ def tune(
 
 
 def _waiting(stream: Stream, setup: Setup, delay: Delay, queues: int, bars: Progress, about: Settings) -> Report:
-    """Report for tuning without a cluster: which documents may wait."""
+    """Report of tuning without a cluster: which documents may wait."""
     limit = delay.max_mean_delay
     queued = tune_waiting(stream, setup, limit, bars, queues=queues)
     adaptive = tune_waiting(stream, setup, limit, bars, queues=None)
@@ -148,7 +148,7 @@ def _search(
     output: Output,
     command_line: str,
 ) -> None:
-    """The layout of GPUs."""
+    """Searches the layout of GPUs and reports it."""
     context = cluster.context
     tokens = (cluster.samples() or 0) * context
     batches = Batches(num_micro_batches=tokens // context, context=context, max_tokens=cluster.token_limit())

@@ -1,1 +1,1 @@
-"""Inputs of commands: documents, models and clusters, read from options."""
+"""Inputs of commands, read from options: documents, models and clusters."""

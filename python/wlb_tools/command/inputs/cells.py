@@ -1,7 +1,7 @@
 """Contents of a row of a file: text, token ids, a length, a chat, or a prompt and its completion.
 
-Every format gives columns of Arrow; here a column becomes lengths. A value that is not what the others are is refused
-with its file, row and column.
+Every format is read as columns of Arrow; this module turns a column into lengths. If a value is not like the others, it
+is refused with its file, row and column.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "outp
 class Wanted:
     """The fields to read from each row.
 
-    Args:
-        field: columns by name, several with commas between, whose texts make one document; "": found by their names.
-        holds: what the columns hold, where their type could be of several; None: their type says it.
-        measure: tokens of texts; None: bytes of UTF-8.
-        chat: text of a list of messages, by a tokenizer's template; None: there is no template.
-        no_chat: why there is none.
-        name: what tells this tokenizer and template from others; lengths are kept under it.
-        saw: "text" is added where text was measured: lengths then count what `measure` counts.
+    field: names of columns with commas between, whose texts make one document; "": found by their names.
+    holds: what the columns have, if their type could mean several things; None: the type decides.
+    measure: counts the tokens of texts; None: bytes of UTF-8.
+    chat: makes text of a list of messages by a tokenizer's template; None: there is no template.
+    no_chat: reason why there is none.
+    name: identifies tokenizer and template; lengths are cached under it.
+    saw: "text" is added if text was measured, so that lengths count what `measure` counts.
     """
 
     field: str = ""
@@ -52,10 +51,10 @@ class Wanted:
     saw: set[str] = dataclasses.field(default_factory=set, compare=False)
 
     def columns(self, names: Sequence[str], where: str) -> tuple[str, ...]:
-        """The columns to read, of those that a file has.
+        """The columns to read among those of a file.
 
         Raises:
-            CliError: they are not there; or none is given, and none or several could be meant.
+            CliError: they do not exist; or none was given, and none or several of the file's could be meant.
         """
         there = [*names]
         if self.field:
@@ -86,22 +85,22 @@ class Wanted:
 
 
 def utf8_lengths(texts: list[str]) -> NDArray[np.int64]:
-    """int64[n]: bytes of UTF-8. JSON may hold half a surrogate pair, which UTF-8 proper cannot write."""
+    """int64[n]: bytes of UTF-8. JSON may have half a surrogate pair, which UTF-8 cannot write."""
     return np.array([len(text.encode("utf-8", "surrogatepass")) for text in texts], dtype=np.int64)
 
 
 def measured(wanted: Wanted, texts: list[str]) -> NDArray[np.int64]:
-    """int64[n]: tokens, or bytes where there is no tokenizer."""
+    """int64[n]: tokens, or bytes without a tokenizer."""
     if texts:
         wanted.saw.add("text")
     return utf8_lengths(texts) if wanted.measure is None else wanted.measure(texts)
 
 
 def checked_lengths(values: Any, where: str, first_row: int = 0) -> NDArray[np.int64]:
-    """Lengths as they are, if they are any.
+    """Lengths, after a check that they are some.
 
     Raises:
-        CliError: naming the row of what is none.
+        CliError: naming the row of a value that is no length.
     """
     array = np.asarray(values)
     if array.dtype.kind == "f":
@@ -123,7 +122,7 @@ def table_lengths(batch: Any, columns: Sequence[str], wanted: Wanted, path: Path
     """int64[rows]: the documents of a record batch of Arrow.
 
     Raises:
-        CliError: a column is of another type than it should be, or a value is missing.
+        CliError: a column has another type than it should, or a value is missing.
     """
     arrays = [batch.column(name) for name in columns]
     for name, array in zip(columns, arrays, strict=True):
@@ -192,7 +191,7 @@ def _together(
 
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
-"""What ShareGPT's files call the roles."""
+"""Names of roles in ShareGPT's files."""
 
 
 def _chats(rows: Sequence[Any], wanted: Wanted, where: str, first_row: int) -> NDArray[np.int64]:
@@ -222,12 +221,12 @@ def object_lengths(
     Args:
         records: the objects.
         columns: keys to read.
-        wanted: what is read.
+        wanted: what to read.
         path: of the file.
-        rows: lines or places of the objects, for errors.
+        rows: lines or positions of the objects, for errors.
 
     Raises:
-        CliError: a key is missing, or its value is not of the type that the first has.
+        CliError: a key is missing, or its value has another type than in the first object.
     """
     if not records:
         return np.zeros(0, dtype=np.int64)

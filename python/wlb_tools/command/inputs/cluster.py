@@ -32,12 +32,12 @@ from wlb_tools.command.inputs.packing import Limits
 
 @options("Cluster", of=wlb_tools.ParallelLayout)
 class Layout(Options):
-    """By default the paper's layout of a 7B model with 128K tokens of context.
+    """By default the layout of the paper for a 7B model with 128K tokens of context.
 
     Args:
         dp: data-parallel ranks; with --gpus by default GPUs / (tp x cp x pp).
         stage_layers: layers of each stage in the order of the model, such as 7,8,8,7; by default as even as possible,
-            ends with fewer.
+            with fewer at the ends.
     """
 
     pp: int = 4
@@ -69,12 +69,12 @@ class Cluster(Cost, Limits):
         max_tokens: the most tokens of a micro-batch of variable length; on a cluster by default what fits into memory.
         reserved_bytes: GiB of a GPU that are not available.
         kernel_model: name or path of a profile of `wlb profile`, instead of the assumed kernel of the GPU. Its linear
-            part counts, too, if it was measured for this model's layer on a tensor-parallel rank.
-        launch_file: a launch file: a script or list of Megatron's arguments, a .toml of torchtitan, a .yaml of
-            axolotl or LLaMA-Factory. It becomes options, which typed options override. The command says what was
-            taken and what was left out.
+            part is used, too, if it was measured for this model's layer on a tensor-parallel rank.
+        launch_file: a launch file: a script or list of Megatron's arguments, a .toml of torchtitan, a .yaml of axolotl
+            or LLaMA-Factory. It becomes options, which typed options override. The command says what was taken and what
+            was left out.
         micro_batch_size: sequences of --context tokens in a micro-batch. `wlb tune` and `wlb advise` choose the tokens
-            of a micro-batch themselves, and take from this only the size of the global batch.
+            of a micro-batch themselves, and use this only for the size of the global batch.
         global_batch: size of a global batch, instead of --micro-batches: tokens, such as 4M, or samples of --context
             tokens, such as 256samples.
         gpu_count: number of GPUs: dp is GPUs / (tp x cp x pp); if dp is given, the product is checked.
@@ -92,14 +92,14 @@ class Cluster(Cost, Limits):
     reserved_bytes: Annotated[int, Parameter(converter=_gib, show_default=_in_gib)] = 4 * GIB
 
     def scenario(self, *, chosen: bool = False) -> wlb_tools.Scenario:
-        """The scenario that the options say.
+        """The scenario of the options.
 
         Args:
-            chosen: the tokens of a micro-batch are to be chosen, so that the scenario has micro-batches of one sequence
-                in a global batch of the same size.
+            chosen: whether the command chooses the tokens of a micro-batch; the scenario then has micro-batches of one
+                sequence in a global batch of the same size.
 
         Raises:
-            CliError: a name that there is not, or options that contradict each other.
+            CliError: a name is unknown, or options contradict each other.
             WlbError: as `wlb_tools.Scenario`.
         """
         layout = self.spread()
@@ -116,10 +116,10 @@ class Cluster(Cost, Limits):
         return plain(self, wlb_tools.Scenario, layout=layout, **named)
 
     def samples(self) -> int | None:
-        """Sequences of --context tokens in a global batch, where --global-batch says it.
+        """Sequences of --context tokens in a global batch, if --global-batch says it.
 
         Raises:
-            CliError: it is no multiple of the context, or --micro-batches says it, too.
+            CliError: it is no multiple of the context, or --micro-batches is given, too.
         """
         batch = self.global_batch
         if batch is None:
@@ -141,10 +141,10 @@ class Cluster(Cost, Limits):
         return batch.count // self.context
 
     def spread(self) -> wlb_tools.ParallelLayout:
-        """The layout, on all of the GPUs where their number is given and that of data-parallel ranks is not.
+        """The layout. If the number of GPUs is given and that of data-parallel ranks is not, it uses all GPUs.
 
         Raises:
-            CliError: experts cannot be divided among so many ranks; says which sizes can have that.
+            CliError: experts cannot be divided among these ranks; names sizes with which they can.
             WlbError: as `wlb_tools.ParallelLayout`.
         """
         layout, dp = self.layout, self.layout.dp
@@ -166,7 +166,7 @@ class Cluster(Cost, Limits):
         """Arguments of `wlb_tools.simulation.search_layouts`, except the layout and the global batch.
 
         Raises:
-            CliError: a name that there is not.
+            CliError: a name is unknown.
         """
         self._check_profile()
         searched = values_of(self, wlb_tools.Scenario)
@@ -180,7 +180,7 @@ class Cluster(Cost, Limits):
             raise CliError(f"--kernel-profile {path}: no such file")
 
     def _named(self) -> dict[str, Any]:
-        """Options that are given by a name, a file, or in other units."""
+        """Options that are given by a name or a file, or in other units."""
         hardware = self.preset()
         return {
             "model": self.model(),

@@ -1,4 +1,4 @@
-"""Sources of documents: a length for each document, and an id that leads back to it.
+"""Sources of documents: a length for each document, and an id by which to find it.
 
 | source | a document is | its id |
 | --- | --- | --- |
@@ -8,13 +8,13 @@
 | `*.parquet`, `*.arrow`, `*.feather` | a row | the row, from 0 |
 | `*.jsonl`, `*.json`, `*.csv`, `*.tsv`, `*.txt` | an object, a row or a line | the row, from 0 |
 | `*.npy`, `*.npz` | a length in tokens, or a row of token ids | its index |
-| `*.idx`, `*.bin` | what Megatron's indexed data set calls one; its tokens stay closed | its index |
+| `*.idx`, `*.bin` | a document of Megatron's indexed data set; its tokens are not read | its index |
 | `*.tar` | a sample of a WebDataset | its place |
 | a folder of `save_to_disk`, a name on the hub | a row of the data set | the row, from 0 |
 | `-` | a line of standard input, of text or JSON | the line, from 0 |
 
 Several sources follow one another. Empty documents (a blank line, an empty file) are left out, and the others keep
-their id. Without a tokenizer a length is in bytes of UTF-8.
+their ids. Without a tokenizer a length is in bytes of UTF-8.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from wlb_tools.command.inputs.tokenizers import load_tokenizer
 from wlb_tools.command.words import readable
 
 _CHUNK = 1024  # files measured at a time
-_ROWS = 16384  # of a data set, measured at a time
+_ROWS = 16384  # rows of a data set that are measured at a time
 
-# What lies beside data and is none.
+# Files beside data that are no data.
 _BESIDE = (
     "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json", "README*", "LICENSE*",
     "*.md", "*.lock", "*.crc", "_SUCCESS", "_metadata", "_common_metadata", "*.yaml", "*.yml", "*.ids.npy",
@@ -78,9 +78,9 @@ class Documents:
     unit: str  # what a length counts: "bytes" or "tokens"
     ids: NDArray[np.int64]  # [documents]
     lengths: NDArray[np.int64]  # [documents] >= 1
-    names: tuple[str, ...] | None = None  # of a directory: the path of document id i is names[i]
+    names: tuple[str, ...] | None = None  # for a directory: the path of document id i is names[i]
     empty: int = 0  # documents left out
-    files: int = 1  # that were read
+    files: int = 1  # files read
 
     @property
     def tokens(self) -> int:
@@ -119,13 +119,13 @@ def read_documents(
 
     Args:
         sources: files, folders, patterns of these, names of data sets on the hub, `-`; none: this interpreter's files.
-        wanted: what is read of each row.
-        pattern: names of the files to take from a directory, each a document; None: as the files there say.
+        wanted: what to read of each row.
+        pattern: names of the files to take from a directory, each of them a document; None: the kind of files decides.
         cache: lengths of files that were measured before.
-        progress: shows how far it is.
+        progress: shows progress.
 
     Raises:
-        CliError: naming the file, and where it applies the row and the column.
+        CliError: naming the file, and the row and column if there are some.
     """
     if not sources:
         found = _walk(_python_roots(), "*.py", progress)
@@ -182,13 +182,13 @@ def _documents(
 @dataclass(frozen=True)
 class _Part:
     lengths: NDArray[np.int64]
-    tokens: bool  # they count tokens, whatever the tokenizer
+    tokens: bool  # whether lengths count tokens, whatever the tokenizer
     files: int = 1
     names: tuple[str, ...] | None = None
 
 
 def _expanded(source: str) -> list[str]:
-    """The paths that a pattern matches; a source that is none, as it is."""
+    """The paths that a pattern matches; a source that is no pattern, unchanged."""
     if Path(source).exists() or not any(each in source for each in "*?["):
         return [source]
     found = sorted(glob.glob(source, recursive=True))
@@ -279,7 +279,7 @@ def _from_hub(name: str, wanted: Wanted, progress: Progress) -> _Part:
         raise CliError(f"{name}: {message}") from None
     try:
         found = datasets.load_dataset(name, split="train")
-    except Exception as cause:  # of many types: no network, no such name, several configurations
+    except Exception as cause:  # of many types: no network, unknown name, several configurations
         said = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
         raise CliError(f"{name}: no such file or directory, nor a data set that could be had: {said}") from None
     return _of_dataset(found, Path(name), wanted, progress)
@@ -357,7 +357,7 @@ def _saved(path: Path, wanted: Wanted, cache: LengthsCache | None, progress: Pro
             return _of_dataset(datasets.load_from_disk(str(path)), path, wanted, progress)
         except CliError:
             raise
-        except Exception as cause:  # whatever Arrow or datasets say of a damaged folder
+        except Exception as cause:  # Arrow and datasets may raise anything for a damaged folder
             said = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
             raise CliError(f"{path}: is no whole data set of save_to_disk: {said}") from None
     try:

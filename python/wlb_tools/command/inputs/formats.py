@@ -1,7 +1,7 @@
-"""Formats of files that hold documents, read through pyarrow, numpy and the standard library: a length for each row.
+"""Formats of files with documents, read by pyarrow, numpy and the standard library: a length for each row.
 
-Compression (gzip, Zstandard) is Arrow's. A file that ends too early, of another encoding or with a row that is not like
-the others is refused with its name and row.
+Arrow decompresses (gzip, Zstandard). If a file is cut off, has another encoding or a row that is not like the others,
+it is refused with its name and row.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from wlb_tools.command.inputs.cells import LENGTHS, Wanted, checked_lengths, mea
 
 Lengths = NDArray[np.int64]
 Reader = Callable[[Path, Wanted], Iterator[tuple[Lengths, int]]]
-"""Gives the lengths of some rows, and how many bytes of the file they took, until the file ends."""
+"""Yields the lengths of some rows, and how many bytes of the file they took, until the file ends."""
 
-_ROWS = 4096  # of a table, or lines, measured at a time
-_TEXT = 1 << 22  # characters of lines measured at a time
+_ROWS = 4096  # rows of a table, or lines, that are measured at a time
+_TEXT = 1 << 22  # characters of lines that are measured at a time
 _COMPRESSED = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 
 
 def reader_of(path: Path) -> Reader | None:
-    """The reader of a file, by its ending; None for an ending that says nothing."""
+    """The reader for a file's ending; None for an unknown ending."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED:
         return _READERS.get(suffixes[-2]) if len(suffixes) > 1 and suffixes[-2] in _STREAMED else None
@@ -42,12 +42,12 @@ def reader_of(path: Path) -> Reader | None:
 
 
 def endings() -> str:
-    """The endings that are read, for messages."""
+    """The supported endings, for messages."""
     return ", ".join([*_READERS, *(f"{ending}.gz/.zst" for ending in sorted(_STREAMED))])
 
 
 def is_index(path: Path) -> bool:
-    """Whether it is a part of a data set of Megatron's: `NAME.idx`, `NAME.bin`, or NAME beside these."""
+    """Whether it is a part of a Megatron data set: `NAME.idx`, `NAME.bin`, or NAME beside these."""
     return path.suffix in (".idx", ".bin") or Path(f"{path}.idx").is_file() or Path(f"{path}.bin").is_file()
 
 
@@ -93,7 +93,7 @@ def decoded(line: bytes, where: str) -> str:
     """Text of UTF-8.
 
     Raises:
-        CliError: naming the byte that is none.
+        CliError: naming the first wrong byte.
     """
     try:
         return line.decode("utf-8")
@@ -180,7 +180,7 @@ def _json(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
 
 
 def _text_lines(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
-    """A document a line; of numbers, lengths or token ids where the caller says so."""
+    """One document a line; or numbers, which are lengths or token ids if the caller says so."""
     if wanted.field:
         raise CliError(f"{path}: has lines of text and no columns: leave --field out")
     numbers_so_far = wanted.holds is None
@@ -265,7 +265,7 @@ def _arrow(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
                 yield from _batches(iter(table.to_batches()), path, wanted, table.schema.names)
             else:
                 streamed = ipc.open_stream(file)
-                # The end of a stream is marked: 8 bytes, which a file that was cut off lacks.
+                # A stream has an end mark of 8 bytes, which a file that was cut off lacks.
                 if path.stat().st_size >= 8:
                     with path.open("rb") as raw:
                         raw.seek(-8, os.SEEK_END)
@@ -311,7 +311,7 @@ def _csv(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
 
 
 def _texts_of(cells: list[bytes], wanted: Wanted, where: str) -> list[str]:
-    """Columns that are text whatever they look like: those of documents, unless they are lengths."""
+    """Texts of columns with documents, even if they look like numbers; other columns may be lengths."""
     columns = wanted.columns([decoded(cell, where) for cell in cells], where)
     return [] if wanted.holds == "lengths" or columns[0] in LENGTHS else [*columns]
 
@@ -320,10 +320,10 @@ def _texts_of(cells: list[bytes], wanted: Wanted, where: str) -> list[str]:
 
 
 def load_numbers(path: Path, *, mapped: bool = False) -> NDArray[Any]:
-    """Reads a .npy file; `mapped` leaves the numbers in the file until they are used.
+    """Reads a .npy file; with `mapped`, numbers stay in the file until they are used.
 
     Raises:
-        CliError: There is no such file, or it is none.
+        CliError: There is no such file, or it is no array.
     """
     if not path.is_file():
         raise CliError(f"{path}: no such file")
@@ -337,7 +337,7 @@ def load_numbers(path: Path, *, mapped: bool = False) -> NDArray[Any]:
 
 
 def _told(path: Path, error: Exception) -> str:
-    """What is wrong with a file that numpy cannot read: it takes any file for pickled objects."""
+    """What is wrong with a file that numpy cannot read; numpy would take it for pickled objects."""
     with path.open("rb") as file:
         head = file.read(64)
     if head.startswith(b"\x93NUMPY"):
@@ -351,11 +351,11 @@ def _told(path: Path, error: Exception) -> str:
 
 
 LENGTHS_MARK = b"wlb lengths\n"
-"""What `wlb lengths` writes behind the array of a .npy: its numbers are lengths, whatever the file is called."""
+"""Mark that `wlb lengths` writes behind the array of a .npy: its numbers are lengths, whatever the file's name."""
 
 
 def is_lengths(path: Path) -> bool:
-    """Whether `wlb lengths` wrote it."""
+    """Whether `wlb lengths` wrote the file."""
     with path.open("rb") as file:
         file.seek(-min(len(LENGTHS_MARK), path.stat().st_size), os.SEEK_END)
         return file.read() == LENGTHS_MARK
@@ -382,7 +382,7 @@ def _npz(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
 
 
 def _of_array(array: NDArray[Any], name: str, where: str, wanted: Wanted) -> Lengths:
-    """Lengths in a row of numbers; rows of token ids."""
+    """The numbers of a row are lengths; rows of numbers are token ids."""
     if array.dtype.kind not in "iuf" or array.ndim not in (1, 2):
         raise CliError(f"{where}: has shape {array.shape} of {array.dtype}: must be numbers, [n] or [n, tokens]")
     if wanted.holds == "text":
@@ -410,10 +410,10 @@ _NUMBER_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 
 
 def _indexed(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
-    """Documents of Megatron's indexed data set: a sequence each, or several that follow one another.
+    """Documents of Megatron's indexed data set: each is one sequence, or several consecutive ones.
 
-    After the header (magic, version, code of the dtype, number of sequences, of bounds between documents) come
-    int32[sequences] lengths, int64[sequences] places in the `.bin`, and int64[documents + 1] bounds in sequences.
+    After the header (magic, version, code of the dtype, number of sequences, number of bounds between documents) come
+    int32[sequences] lengths, int64[sequences] positions in the `.bin`, and int64[documents + 1] bounds in sequences.
     """
     stem = path.with_suffix("") if path.suffix in (".idx", ".bin") else path
     index, data = Path(f"{stem}.idx"), Path(f"{stem}.bin")
@@ -445,7 +445,7 @@ def _indexed(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
 
 
 def _tar(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
-    """A sample is the files of one name but for the ending; its text is that of `.txt`, or of a field in `.json`."""
+    """A sample is all files of one name without ending; its text is that of `.txt`, or of a field in `.json`."""
     try:
         with _opened(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
             samples = _samples(archive, path)
@@ -515,6 +515,6 @@ _READERS: dict[str, Reader] = {
     ".tar": _tar,
 }
 _STREAMED = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".tar"}
-"""Endings that may be followed by that of a compression."""
+"""Endings that the ending of a compression may follow."""
 
 indexed = _indexed

@@ -1,4 +1,4 @@
-"""Documents that bring their costs: a file beside the source, with a row for each of its documents."""
+"""Documents with given costs: a file beside the source, with a row for each of its documents."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Costs as a file has them.
+    """The costs in a file.
 
     Attributes:
         path: The file.
-        rows: Numbers [n, columns], of the document with id i in row i.
-        limits: The most of a micro-batch in each column; infinite where it takes time.
+        rows: Numbers [n, columns]; row i belongs to the document with id i.
+        limits: The most that a micro-batch may have in each column; infinite if the column takes time.
     """
 
     path: Path
@@ -39,8 +39,8 @@ class Columns:
         """float64[documents, columns]: what each costs.
 
         Raises:
-            CliError: There are not as many rows as documents, or a number that is negative or not finite, or a column
-                of zeros.
+            CliError: The number of rows is not that of documents, or a number is negative or not finite, or a column
+                has only zeros.
         """
         count = documents.ids.size + documents.empty
         if len(self.rows) != count:
@@ -49,7 +49,7 @@ class Columns:
                 f"{self.path}: has {len(self.rows):,} rows, and {documents.source} {count:,} documents{empty}"
             )
         nowhere = np.full(count, -1)
-        try:  # of all rows, so that an index is a row of the file
+        try:  # checks all rows, so that an index in the error is a row of the file
             wlb.Packing.from_assignment(
                 np.ones_like(nowhere), nowhere, num_micro_batches=1, max_tokens=MAX_TOKENS, costs=self.rows
             )
@@ -58,10 +58,10 @@ class Columns:
         return self.rows[documents.ids].astype(np.float64)
 
     def check_limits(self, costs: Floats, ids: NDArray[np.int64]) -> None:
-        """Whether every piece fits into a micro-batch.
+        """Checks that every piece fits into a micro-batch.
 
         Raises:
-            CliError: One does not; names its document.
+            CliError: One does not fit; names its document.
         """
         above = costs > np.array(self.limits)
         if above.any():
@@ -72,7 +72,7 @@ class Columns:
             )
 
     def in_words(self) -> str:
-        """A sentence about what the costs rest on."""
+        """A sentence about the source of the costs."""
         timed = [str(column) for column, limit in enumerate(self.limits) if limit == math.inf]
         memory = [
             f"column {k} is memory, at most {limit:,g}" for k, limit in enumerate(self.limits) if limit < math.inf
@@ -98,16 +98,16 @@ class DocumentCosts(Cost):
     limits: Annotated[tuple[float, ...] | None, Reals] = None
 
     def of_documents(self) -> wlb.CostModel | None:
-        """The cost model; None where documents bring their costs."""
+        """The cost model; None if documents have given costs."""
         return super().of_documents() if self.costs is None else None
 
     def columns(self) -> Columns | None:
         """Cost columns of the file, if one is given.
 
         Raises:
-            CliError: There are limits without it, or it holds no such array; or another option says what documents
-                cost, too.
-            WlbError: Limits that do not go with its columns.
+            CliError: There are limits without costs, the file has no such array, or another option also says what
+                documents cost.
+            WlbError: Limits do not go with the columns.
         """
         if self.costs is None:
             if self.limits is not None:

@@ -1,7 +1,7 @@
-"""Launch files as options: arguments of Megatron, torchtitan's TOML, axolotl's and LLaMA-Factory's YAML.
+"""Reads launch files as options: arguments of Megatron, torchtitan's TOML, axolotl's and LLaMA-Factory's YAML.
 
-Every key of a file is taken, or left out with the reason. What is taken becomes options of the command, before those
-that are typed: those win.
+Every key of a file is taken, or left out with the reason. Taken keys become options before the typed ones, which
+override them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Launch:
     """Options that a launch file sets.
 
     Args:
-        kind: of which trainer it is.
-        options: of `wlb simulate` and `wlb tune`.
+        kind: name of the trainer.
+        options: for `wlb simulate` and `wlb tune`.
         taken: sentences about keys that became options.
         left: keys that did not, with the reason.
-        accumulation: micro-batches of a data-parallel rank, where the file says them instead of a global batch.
+        accumulation: micro-batches of a data-parallel rank, if the file says them instead of a global batch.
     """
 
     kind: str
@@ -40,22 +40,22 @@ class Launch:
     accumulation: int = 0
 
     def take(self, key: str, value: object, option: str, given: object = ...) -> None:
-        """Notes that a key became an option; `given` is its value where it is not the key's own."""
+        """Notes that a key became an option; `given` is the option's value if it is not that of the key."""
         said = value if given is ... else given
         self.options[option] = None if said is True else str(said)
         self.taken.append(f"{key} = {value}: --{option}{'' if said is True else f' {said}'}")
 
     def leave(self, key: str, value: object, reason: str) -> None:
-        """Notes that a key did not."""
+        """Notes that a key did not become an option."""
         self.left.append(f"{key} = {value}: {reason}")
 
     def size(self, option: str, typed: Mapping[str, str], default: int = 1) -> int:
-        """An axis of the layout: as typed, else as the file says."""
+        """The size of an axis of the layout: as typed, else as in the file."""
         value = typed.get(option, self.options.get(option))
         return int(value) if value and value.isdigit() else default
 
     def complete(self, typed: Mapping[str, str]) -> None:
-        """Fills in what needs the number of ranks, which may be typed: data-parallel ranks and micro-batches.
+        """Sets the options that need the number of ranks, which may be typed: data-parallel ranks and micro-batches.
 
         Args:
             typed: the options that are typed, by name.
@@ -90,10 +90,10 @@ class Launch:
 
 
 def with_launch_file(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command with the options of its `--from FILE` before the others; and what is to be said.
+    """The words of a command with the options of its `--from FILE` before the others; and lines to print.
 
     Raises:
-        CliError: there is no such file, or it is of no trainer that is known.
+        CliError: there is no such file, or its trainer is unknown.
     """
     words = [*argv]
     for place, word in enumerate(words):
@@ -123,7 +123,7 @@ def read_launch(path: Path) -> Launch:
     """Options that a launch file sets.
 
     Raises:
-        CliError: it cannot be read, or is of no trainer that is known.
+        CliError: it cannot be read, or its trainer is unknown.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -151,7 +151,7 @@ def read_launch(path: Path) -> Launch:
 
 
 def _flags(text: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Options of a shell script, or of a list of arguments, and its variables, with those put in that are known."""
+    """Options and variables of a shell script or of a list of arguments; known variables are substituted."""
     variables: dict[str, str] = {}
     lines = re.sub(r"\\\n", " ", text).splitlines()
     words: list[str] = []
@@ -189,7 +189,7 @@ _SEVERAL = ("recompute-modules",)
 
 
 def _filled(text: str, variables: Mapping[str, str]) -> str:
-    """Text with `$NAME`, `${NAME}`, `${NAME:-default}` and `$((a * b))` put in."""
+    """Text in which `$NAME`, `${NAME}`, `${NAME:-default}` and `$((a * b))` are substituted."""
 
     def value(found: re.Match[str]) -> str:
         name, default = found.group(1) or found.group(3), found.group(2)
@@ -267,7 +267,7 @@ def _megatron(flags: Mapping[str, str], variables: Mapping[str, str]) -> Launch:
 
 
 def _stages(launch: Launch, first: int | None, last: int | None, layers: int | None) -> None:
-    """Layers of the first and the last stage, where a file sets them apart."""
+    """Layers of the first and the last stage, if a file sets them separately."""
     if first is None and last is None:
         return
     pp = launch.size("pp", {})
@@ -286,7 +286,7 @@ def _megatron_memory(
     number: Callable[..., int | None],
     given: Callable[[str], bool],
 ) -> None:
-    """Reads what is recomputed, sharded, offloaded, in FP8, or frozen."""
+    """Reads the settings of recomputation, sharding, offloading, FP8 and frozen weights."""
     _megatron_recompute(launch, rest, number)
     if given("use-torch-fsdp2") or rest.get("data-parallel-sharding-strategy") == "optim_grads_params":
         rest.pop("data-parallel-sharding-strategy", None)
@@ -397,7 +397,7 @@ def _megatron_model(
     launch.take("sizes of the model", f"{layers} layers of {hidden}", "model", words)
 
 
-# Why a key has no place; keys of logging, data, learning rates and the like have none to have.
+# Reasons why a key is left out; keys of logging, data, learning rates and the like need none.
 _REASONS: tuple[tuple[str, str], ...] = (
     (r"fp4", "FP4 is not modelled"),
     (r"fp8|float8", "FP8 is priced alike in every recipe"),
@@ -437,7 +437,7 @@ def _toml(path: Path, text: str) -> dict[str, Any]:
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys of all levels, with dots between, and their values."""
+    """Keys of all levels, joined by dots, and their values."""
     for name, value in content.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
@@ -513,7 +513,7 @@ _SCHEDULES = {
     "zbvzerobubble": ("zbv", 2),
     "dualpipev": ("dualpipev", 2),
 }
-"""torch's schedules: the word here, and the stages of a rank that torchtitan gives it."""
+"""torch's schedules: our name, and the stages of a rank under torchtitan."""
 
 
 def _titan_pipeline(launch: Launch, pop: Callable[..., Any], pp: int) -> None:
@@ -549,7 +549,7 @@ def _titan_recompute(launch: Launch, pop: Callable[..., Any], layers: int | None
 
 
 def _titan_float8(launch: Launch, keys: dict[str, Any], converters: list[str]) -> None:
-    """FP8: it needs its converter, whatever its section says."""
+    """Reads FP8, which needs its converter, whatever its section says."""
     section = [name for name in keys if "float8" in name]
     gathered = any("float8_all_gather" in name and keys[name] for name in section)
     if any("float8" in each for each in converters):
@@ -579,7 +579,7 @@ def _yaml(path: Path, text: str) -> dict[str, Any]:
 
 
 def _trainer(launch: Launch, content: Mapping[str, Any], names: Mapping[str, str], path: Path) -> Launch:
-    """A trainer on one model with data parallelism, as axolotl's and LLaMA-Factory's."""
+    """Reads a trainer of one model with data parallelism, such as axolotl's and LLaMA-Factory's."""
     rest = dict(content)
     model = rest.pop(names["model"], None)
     if model:
@@ -664,7 +664,7 @@ def _sharing(launch: Launch, rest: dict[str, Any], path: Path) -> None:
 
 
 def _deepspeed_file(path: Path, name: str) -> Mapping[str, Any] | None:
-    """DeepSpeed's JSON beside the launch file, or where its name says from here; None where there is none."""
+    """DeepSpeed's JSON beside the launch file, or at its relative path; None if it does not exist."""
     for folder in (path.parent, Path()):
         if (folder / name).is_file():
             try:

@@ -1,4 +1,4 @@
-"""Lengths of files that were tokenized before, kept by the content of the file and of the tokenizer."""
+"""A cache of lengths of tokenized files, by the content of the file and of the tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from wlb_tools.command.inputs.cells import Wanted
 
-_VERSION = b"1"  # of how a row becomes a length
+_VERSION = b"1"  # changes if rows get other lengths
 
 
 class LengthsCache:
@@ -27,7 +27,7 @@ class LengthsCache:
         self._keys: dict[Path, str] = {}
 
     def find(self, path: Path, wanted: Wanted) -> tuple[NDArray[np.int64], bool] | None:
-        """Lengths of the file's documents, and that they are of text; None: it was not tokenized before."""
+        """Lengths of the file's documents, and whether they are of text; None: not in the cache."""
         if wanted.measure is None or not path.is_file():
             return None
         kept = self._folder / f"{self._key(path, wanted)}.npy"
@@ -37,7 +37,7 @@ class LengthsCache:
             return None
 
     def keep(self, path: Path, wanted: Wanted, lengths: NDArray[np.int64]) -> None:
-        """Keeps them; a folder that cannot be written to is passed over."""
+        """Adds lengths to the cache, if its folder can be written to."""
         kept = self._folder / f"{self._key(path, wanted)}.npy"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The model of a command, and what its documents cost."""
+"""The model of a command, and the costs of its documents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MultiTokenPrediction = Annotated[
 
 
 def preset_meant(name: str) -> str | None:
-    """The preset that `--model` names, if any: a file of that name goes before a preset in another case."""
+    """The preset that `--model` names, if any; a file of that name comes before a preset in another case."""
     return None if name not in presets() and Path(name).exists() else preset_named(name)
 
 
@@ -38,7 +38,7 @@ def model_config(name: str, *, multi_token_prediction: bool = False) -> wlb.Mode
     """The model of a preset's name, of sizes, of a Hugging Face `config.json`, or of a name on the hub.
 
     Raises:
-        CliError: it is none of these, or the file says something that is not known.
+        CliError: it is none of these, or the file has something unknown.
     """
     preset = preset_meant(name)
     if preset is not None or ("=" in name and not Path(name).exists()):
@@ -69,7 +69,7 @@ def _by_sizes(text: str) -> wlb.ModelConfig:
 
 
 def _from_hub(name: str) -> Path:
-    """The config.json of a model on the hub: from the local cache, else downloaded."""
+    """The config.json of a model on the hub, from the local cache or downloaded."""
     problem = f"--model {name}: neither a file nor one of {', '.join(presets())}"
     if name.count("/") > 1 or name.endswith((".json", "/")):
         raise CliError(problem)
@@ -87,7 +87,7 @@ def _from_hub(name: str) -> Path:
         return Path(hub.hf_hub_download(name, "config.json"))
     except CliError:
         raise
-    except Exception as cause:  # of many types: no network, no such name, no permission
+    except Exception as cause:  # of many types: no network, unknown name, no permission
         said = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         raise CliError(f"{problem}; nor is it in the hub's cache, nor could it be had: {said}") from None
 
@@ -116,16 +116,16 @@ class Cost(Options):
             raise CliError(f"--gpu {self.gpu}: must be one of {', '.join(gpus())}") from None
 
     def efficiency(self) -> float:
-        """Attention's efficiency: as given, or as assumed of the GPU."""
+        """Attention's efficiency: as given, or as assumed for the GPU."""
         given = self.attention_efficiency
         return self.preset().attention_efficiency if given is None else given
 
     def shown_efficiency(self) -> float | None:
-        """The efficiency as a report's settings have it; None where costs do not rest on it."""
+        """The efficiency for a report's settings; None if costs do not depend on it."""
         return None if self.cost_file else self.efficiency()
 
     def in_words(self) -> str:
-        """A sentence about what the costs rest on."""
+        """A sentence about the source of the costs."""
         if self.cost_file:
             return f"Costs are those of {self.cost_file}."
         source = f"assumed of a {self.gpu}" if self.attention_efficiency is None else "as given"
@@ -135,7 +135,7 @@ class Cost(Options):
         )
 
     def from_file(self) -> wlb.CostModel | None:
-        """The costs in the file that the options name, if they do."""
+        """The costs from the file of the options, if there is one."""
         if self.cost_file is None:
             return None
         if "attention_efficiency" in self.given:
@@ -143,7 +143,7 @@ class Cost(Options):
         return _read(self.cost_file)
 
     def of_documents(self) -> wlb.CostModel | None:
-        """The cost model; unit: seconds where it was fitted, else GEMM-equivalent FLOPs."""
+        """The cost model; in seconds if it was fitted, else in GEMM-equivalent FLOPs."""
         if (costs := self.from_file()) is not None:
             for name in sorted(self.given & {"model_name", "multi_token_prediction", "gpu"}):
                 raise superfluous(name, "cost_file")

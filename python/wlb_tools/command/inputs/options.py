@@ -1,7 +1,7 @@
-"""Dataclasses as options: every field is one, with the name, type, default and help that its class gives it.
+"""Makes options of dataclasses: every field is an option with its name, type, default and help.
 
-`options(of=...)` takes the fields of a class of the library, so that they are declared there and nowhere else. The
-object of that class is made of the options by `plain`, and checks its values then. cyclopts reads the classes.
+`options(of=...)` takes the fields of a class of the library, so that they are declared only there. `plain` makes an
+object of that class from the options, and the class checks its values. cyclopts reads the classes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass_transform(**_: object) -> Callable[[T], T]:
-        """A stand-in for `typing.dataclass_transform` of Python 3.11, for type checkers alone."""
+        """A stand-in for `typing.dataclass_transform` of Python 3.11, only for type checkers."""
         return lambda decorator: decorator
 
 
@@ -33,25 +33,25 @@ P = TypeVar("P")
 Settings = dict[str, str | int | float | None]
 
 PANELS = {"batches": "Global batches", "waiting": "Waiting", "methods": "Methods"}
-"""Panels of the help that several classes have options in."""
+"""Panels of the help to which several classes add options."""
 
 BATCHES = Parameter(group=PANELS["batches"])
 
 NotAnOption = Parameter(parse=False)
-"""For fields that the command line cannot give."""
+"""For fields that are no options."""
 
 CommandLine = Annotated[str, NotAnOption]
-"""What was typed; a command that has a parameter of this type is given it."""
+"""The typed command; commands with a parameter of this type receive it."""
 
 Flag = Parameter(negative="")
-"""A switch that nothing needs to turn off."""
+"""A switch that has no form to turn it off."""
 
 
 class Options:
     """Base of classes whose fields are options.
 
     Attributes:
-        given: fields that the command line has; the others have their defaults.
+        given: fields that were given on the command line; the others have their defaults.
     """
 
     if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Options:
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __new__(cls, **given: Any) -> Any:
-        """Notes what is given."""
+        """Notes which fields were given."""
         made = super().__new__(cls)
         object.__setattr__(made, "given", frozenset(given))
         return made
@@ -77,9 +77,9 @@ def options(
 
     Args:
         group: the panel.
-        of: a dataclass of the library whose fields become options, too, with their types, defaults and help; but for
-            those that the class has, or inherits.
-        without: fields of `of` that are no options.
+        of: a dataclass of the library whose fields become options, too, with their types, defaults and help, except
+            those that the class has or inherits.
+        without: fields of `of` that do not become options.
         elsewhere: fields that belong to other panels, by panel.
     """
 
@@ -91,19 +91,19 @@ def options(
         for panel, names in elsewhere.items():
             for name in names:
                 hints[name] = cls.__annotations__[name] = Annotated[hints[name], Parameter(group=PANELS[panel])]
-        # What is inherited is annotated with text that only the module of its class can read.
+        # Inherited fields have annotations as text, which only the module of their class can read.
         cls.__init__.__annotations__ = hints
         decorated: T = Parameter(name="*", group=group)(cls)
-        del decorated.__cyclopts__.parameters[:-1]  # the panels of the classes that it inherits from
+        del decorated.__cyclopts__.parameters[:-1]  # the panels of base classes
         return decorated
 
     return decorate
 
 
 def _take(cls: type[Any], of: type[Any], without: Sequence[str]) -> None:
-    """Declares the fields of a dataclass in another class that does not have them, and what their help says.
+    """Declares the fields of a dataclass in another class that does not have them, with their help.
 
-    The class has a docstring with arguments, as the dataclass.
+    Both classes have docstrings with arguments.
     """
     taken = {name for base in cls.__mro__[1:] for name in getattr(base, "__dataclass_fields__", ())} | {*without}
     hints = get_type_hints(of, include_extras=True)
@@ -121,23 +121,23 @@ def _take(cls: type[Any], of: type[Any], without: Sequence[str]) -> None:
 
 
 def values_of(given: Options, cls: type[Any]) -> dict[str, Any]:
-    """Values of the options for the fields of a library class."""
+    """Values of the options that are fields of a library class."""
     ours = {field.name for field in dataclasses.fields(given)}
     return {field.name: getattr(given, field.name) for field in dataclasses.fields(cls) if field.name in ours}
 
 
 def plain(given: Options, cls: type[P], **changes: Any) -> P:
-    """An object of the library's class with the values of options that are fields of it; `changes` come first."""
+    """An object of the library's class from the options that are its fields; `changes` override them."""
     return cls(**values_of(given, cls) | changes)
 
 
 def joined(values: Iterable[object]) -> str:
-    """Values as an option takes them: with commas between."""
+    """Values as an option takes them, with commas between."""
     return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
 
 
 def settings(*given: Options) -> Settings:
-    """Options by name, in words with underscores, as plain JSON values."""
+    """Options by name, with underscores, as plain JSON values."""
     found: Settings = {}
     for options_ in given:
         hints = get_type_hints(type(options_), include_extras=True)
@@ -155,7 +155,7 @@ def settings(*given: Options) -> Settings:
 
 
 def _shown(hint: Any) -> Callable[[Any], str] | None:
-    """The function that shows an option whose unit is not that of its field; None if it has none."""
+    """The function that shows an option whose unit differs from its field's; None if there is none."""
     found = [each.show_default for each in getattr(hint, "__metadata__", ()) if isinstance(each, Parameter)]
     return next((shown for shown in found if callable(shown)), None)
 
@@ -184,7 +184,7 @@ def tokens_of(text: str) -> int:
     """A number of tokens: 8192, 8k (of 1,024) or 4M (of 1,048,576).
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no such number.
     """
     unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
     return int(text.replace("_", "") if unit == 1 else text[:-1]) * unit

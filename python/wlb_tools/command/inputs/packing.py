@@ -1,4 +1,4 @@
-"""Options of packing: what is packed together, and what may wait."""
+"""Options of packing and waiting."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Limits(Options):
     """The longest document and the largest micro-batch.
 
     Args:
-        context: context window in tokens: the longest document. A global batch has this many tokens a micro-batch.
+        context: context window in tokens: the longest document. A global batch has this many tokens for each
+            micro-batch.
         max_tokens: the most tokens of a micro-batch of variable length; by default 1.5 contexts.
-        memory_factor: --max-tokens in contexts, instead of tokens.
+        memory_factor: --max-tokens in contexts instead of tokens.
     """
 
     context: Annotated[int, Tokens] = 131072
@@ -48,8 +49,8 @@ class Delay(Options):
     """Limits on how long documents may wait.
 
     Args:
-        max_mean_delay: tuning keeps the mean delay of a token below this, in iterations.
-        max_delay: no document waits for more iterations than this; by default there is no limit.
+        max_mean_delay: limit of the mean delay of a token for tuning, in iterations.
+        max_delay: most iterations that a document waits; by default there is no limit.
         max_step_cost: with adaptive release: most work of a step, in mean global batches, such as 1.5; long documents
             are then spread over steps. By default there is no bound.
     """
@@ -84,14 +85,14 @@ class Batches(Limits):
 
 @options(PANELS["waiting"])
 class Held(Delay):
-    """Options of waiting: which documents, and how long.
+    """Options about documents that wait.
 
     Args:
         release: fifo: queues with thresholds. adaptive: no thresholds; a document waits if that makes the step faster.
         delay_price: with adaptive release: price of one iteration of delay for a global batch, as a part of an even
             step, such as 0.03; at a higher price fewer documents wait. By default it is tuned to --max-mean-delay.
-        num_queues: number of outlier queues; their thresholds are tuned.
-        outlier_thresholds: thresholds of the queues in tokens, ascending, such as 49152,98304; none are tuned then.
+        num_queues: number of outlier queues, whose thresholds are tuned.
+        outlier_thresholds: thresholds of the queues in tokens, ascending, such as 49152,98304; then none are tuned.
     """
 
     release: Release = "fifo"

@@ -1,4 +1,4 @@
-"""The stream of global batches that every method of a comparison sees."""
+"""The stream of global batches for every method of a comparison."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from wlb_tools.command.words import counted
 from wlb_tools.simulation.methods import Setup
 from wlb_tools.simulation.stream import GlobalBatches
 
-_MOST_PIECES = 10**8  # of several epochs, at 75 bytes each
+_MOST_PIECES = 10**8  # most pieces of several epochs, at 75 bytes each
 
 Source = Annotated[
     tuple[str, ...],
@@ -44,19 +44,19 @@ Source = Annotated[
 class Stream(GlobalBatches):
     """Global batches of the documents of a source.
 
-    A source document longer than the context arrives as several, one after the other.
+    A document longer than the context becomes several, one after the other.
     """
 
     documents: Documents
     ids: NDArray[np.int64]  # [n] document of the source
     starts: NDArray[np.int64]  # [n] its first token inside that document
-    epochs: int  # passes over the source, the last one perhaps not to its end
-    context: int  # tokens of the longest document
-    tokens_per_batch: int  # the most of a global batch
-    oversize: Oversize  # what became of longer documents
+    epochs: int  # passes over the source; the last one may be incomplete
+    context: int  # most tokens of a document
+    tokens_per_batch: int  # most tokens of a global batch
+    oversize: Oversize  # what was done with longer documents
 
     def described(self) -> dict[str, Any]:
-        """The documents of the source and what the stream took of them, as plain JSON values; lengths in `unit`."""
+        """The documents of the source and of the stream, as plain JSON values; lengths in `unit`."""
         return {
             **self.documents.described,
             "distinct_used": np.unique(self.ids).size,
@@ -87,15 +87,16 @@ class Texts(Options):
     """Options for reading documents.
 
     Args:
-        field: column with the documents, by default found by its name; several with commas between are joined, as
-            prompt,completion. A column is of text, token ids, lengths or chat messages.
-        pattern: names of the files to take from a directory; by default all data files, else every file a document.
-        tokenizer: counts the tokens: a tokenizer.json, a sentencepiece, tiktoken or tekken file, a folder with
-            one, or a name on the hub; by default a byte counts as a token.
-        text: the source is text, if it could be lengths or token ids.
-        tokens: the source has token ids, if it could be lengths.
-        lengths: the source has lengths of documents, if it could be token ids or text.
-        cache: lengths of files that were tokenized before are taken from the user's cache folder, and kept there.
+        field: column with the documents, by default found by its name; several with commas between are joined, such as
+            prompt,completion. A column has text, token ids, lengths or chat messages.
+        pattern: names of the files to take from a directory; by default all data files, or if there are none, every
+            file is a document.
+        tokenizer: counts the tokens: a tokenizer.json, a sentencepiece, tiktoken or tekken file, a folder with one, or
+            a name on the hub; by default a byte counts as a token.
+        text: the source has text, if it could also be lengths or token ids.
+        tokens: the source has token ids, if it could also be lengths.
+        lengths: the source has lengths of documents, if it could also be token ids or text.
+        cache: keep lengths of tokenized files in the user's cache folder, and use them.
     """
 
     field: str = ""
@@ -107,7 +108,7 @@ class Texts(Options):
     cache: bool = True
 
     def documents(self, sources: Sequence[str], progress: Progress) -> Documents:
-        """Finds the documents of `sources` and measures them; without one, this interpreter's Python files."""
+        """Finds the documents of `sources` and measures them; without sources, this interpreter's Python files."""
         held: list[Holds] = [name for name in get_args(Holds) if getattr(self, name)]
         if len(held) > 1:
             raise CliError(f"{' '.join(f'--{name}' for name in held)}: only one can be so")
@@ -138,7 +139,7 @@ class Reading(Texts):
         columns: Columns | None = None,
         longest: int | None = None,
     ) -> Stream:
-        """The documents of `sources` in global batches, see `order`; with their costs, if they bring them."""
+        """The documents of `sources` in global batches, see `order`; with their costs, if they have given ones."""
         documents = self.documents(sources, progress)
         context = setup.context if longest is None else longest
         stream = self.order(documents, context=context, tokens_per_batch=setup.tokens_per_batch, steps=steps)
@@ -147,7 +148,8 @@ class Reading(Texts):
         rows = np.searchsorted(documents.ids, stream.ids)
         whole, costs = documents.lengths[rows][:, None], columns.of(documents)[rows]
         pieces = stream.lengths[:, None]
-        # Of a document that is cut, a piece has the share of its tokens, as in a packer; whole ones keep the very bits.
+        # A piece has the share of its document's costs that it has of the tokens, as in a packer; the costs of whole
+        # documents stay exactly the same.
         costs = np.where(pieces == whole, costs, costs * pieces / whole)
         columns.check_limits(costs, stream.ids)
         return dataclasses.replace(stream, costs=costs, limits=columns.limits)
@@ -155,9 +157,9 @@ class Reading(Texts):
     def order(self, documents: Documents, *, context: int, tokens_per_batch: int, steps: int | None = None) -> Stream:
         """Orders the documents, fits them to `context` tokens and forms global batches of `tokens_per_batch`.
 
-        With a seed, every epoch is shuffled anew; without one the order is the source's. With `steps`, epochs
-        follow one another until there are so many global batches; without, there is one epoch and the last batch
-        may be small.
+        With a seed, every epoch has another order; without one the order is the source's. With `steps`, epochs follow
+        one another until there are that many global batches; without, there is one epoch, and the last batch may be
+        small.
         """
         name, unit, lengths = documents.source, documents.unit, documents.lengths
         if self.oversize == "truncate":
@@ -192,7 +194,8 @@ class Reading(Texts):
                 " choose --oversize split or truncate"
             )
 
-        # No batch exceeds `tokens_per_batch`, so the epochs hold `steps` of them; the small last one is cut off.
+        # No batch exceeds `tokens_per_batch`, so the epochs have at least `steps` of them; the small last one is left
+        # out.
         offsets = wlb.batch_offsets(lengths, tokens_per_batch=tokens_per_batch)
         if steps is not None:
             offsets = offsets[: steps + 1]

@@ -1,7 +1,7 @@
-"""Tokenizers of every kind that people have, as what counts the tokens of texts.
+"""Loads tokenizers of all common kinds, to count the tokens of texts.
 
-A file that a fine-tune saved may truncate and pad; both are switched off, or every document would have the same length.
-Special tokens are the trainer's business and are not added.
+A file that a fine-tune saved may truncate and pad. Both are switched off, because all documents would have the same
+length. Special tokens are not added; that is up to the trainer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Tokenizer:
     """A tokenizer that counts tokens.
 
     Args:
-        measure: tokens of texts.
-        chat: text of messages, by the tokenizer's template; None: it has none.
+        measure: counts the tokens of texts.
+        chat: makes text of messages by the tokenizer's template; None: it has none.
         name: a digest of its file.
     """
 
@@ -45,10 +45,10 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     Args:
         name: a `tokenizer.json`; a sentencepiece or tiktoken file; a `tekken.json`; a folder with one of these; a name
-            on the hub, from the local cache where it is there.
+            on the hub, taken from the local cache if it is there.
 
     Raises:
-        CliError: there is no such file, or it does not load; says what is missing.
+        CliError: there is no such file, or it cannot be loaded; says what is missing.
     """
     path = Path(name)
     folder: Path | None = None
@@ -95,7 +95,7 @@ def _from_hub(name: str) -> Path:
     try:
         hub.hf_hub_download(name, "tokenizer_config.json")
         return Path(hub.hf_hub_download(name, "tokenizer.json"))
-    except Exception as cause:  # of many types: no network, no such name, no permission
+    except Exception as cause:  # of many types: no network, unknown name, no permission
         said = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
         raise CliError(
             f"--tokenizer {name}: no such tokenizer file, nor in the hub's cache, nor to be had: {said}"
@@ -137,7 +137,7 @@ def _counts(lengths: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _clean(texts: list[str]) -> list[str]:
-    """Texts without half surrogate pairs, which JSON may hold and UTF-8 cannot."""
+    """Texts without half surrogate pairs, which JSON may have and UTF-8 cannot."""
     try:
         "".join(texts).encode()
     except UnicodeEncodeError:
@@ -180,7 +180,7 @@ def _sentencepiece(path: Path, content: bytes) -> Measure:
     return measure
 
 
-# How tiktoken's own encodings cut text before merging; a file of ranks does not say which it was made with.
+# tiktoken's own encodings cut text like this before merging; a file of ranks does not say with which it was made.
 _CL100K = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|"""
     r"""\s+(?!\S)|\s"""
@@ -245,7 +245,7 @@ def _by_ranks(path: Path, ranks: dict[bytes, int], pattern: str) -> Measure:
         raise _needs("tiktoken", path) from None
     try:
         encoding = tiktoken.Encoding(path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    except Exception as error:  # of its Rust: a pattern that is none, ranks that do not fit
+    except Exception as error:  # from its Rust: an invalid pattern, ranks that do not fit
         raise CliError(f"--tokenizer {path}: not a tokenizer file of tiktoken: {error}") from None
     threads = ThreadPoolExecutor(cpu_count() or 1)
 
@@ -259,7 +259,7 @@ def _by_ranks(path: Path, ranks: dict[bytes, int], pattern: str) -> Measure:
 
 
 def _chat(folder: Path | None) -> tuple[Chat | None, str]:
-    """The chat template of a folder, by transformers; and a digest of it."""
+    """The chat template of a folder, by transformers, and a digest of it."""
     if folder is None:
         return None, ""
     template = ""
