@@ -25,9 +25,11 @@ impl Packer {
         });
     }
 
-    /// Whether the queues release more into a step than they ever do if each push brings only what is admitted.
+    /// Whether documents were pushed into a step for which the queues release more than they ever do if each push brings
+    /// only what is admitted. New documents that stay in a queue count too: they will be due behind all that is carried.
     pub(super) fn exceeds_admission(&self, pieces: &[Waiting]) -> bool {
-        let brought = || pieces.iter().any(|waiting| waiting.arrived == self.iteration);
+        let in_queues = self.queue.levels().iter().flatten();
+        let brought = || pieces.iter().chain(in_queues).any(|waiting| waiting.arrived == self.iteration);
         // Each sum of costs may be rounded up by one token.
         let rounding = self.config.limits.as_ref().map_or(0, Vec::len) as i64;
         let most = Bounds::steady_load(&self.config).saturating_add(rounding);
