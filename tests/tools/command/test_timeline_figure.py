@@ -25,6 +25,8 @@ def test_the_picture() -> None:
     assert boxes == sum(map(len, timelines)) + len(critical) + 4 + 2
     assert png(figure) == png(draw_timelines(timelines))
     assert "waiting for the slowest DP rank" in figure.axes[0].get_title(loc="left")
+    rows = [label.get_text() for label in draw_timelines(timelines, numbers=[5, 2]).axes[0].get_yticklabels()]
+    assert rows == ["DP 5 · PP 0", "DP 5 · PP 1", "DP 2 · PP 0", "DP 2 · PP 1"]
     draw_timelines(wlb.simulate_pipeline(np.zeros(4), num_stages=2), title="nothing to do")
     with pytest.raises(wlb.WlbError, match="rows"):
         draw_timelines([])

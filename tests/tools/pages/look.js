@@ -105,7 +105,7 @@
   for (const bar of bars) {
     if (!shown(bar) || bar.closest("defs")) continue;
     const whole = bar.getBoundingClientRect();
-    if (whole.width < 1 || whole.height < 1) continue;
+    if (whole.width < 3 || whole.height < 1) continue; // no point is on it alone
     bar.scrollIntoView({ block: "center" });
     const frame = bar.getBoundingClientRect();
     const point = inside(bar, frame);

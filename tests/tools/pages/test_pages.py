@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import itertools
 import json
 import re
@@ -70,9 +72,12 @@ def test_a_picture_is_shown_once(
     assert (len(found), set(found)) == (5, shown), "the overview, and two steps of two methods"
 
 
-def test_a_picture_stays_where_plotly_does_not_run(browser: Browser, pages: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", ['id="plotly">', 'type="application/gzip">'], ids=["plotly", "a picture"])
+def test_pictures_stay_where_something_fails(
+    browser: Browser, pages: dict[str, Path], tmp_path: Path, broken: str
+) -> None:
     page = tmp_path / "page.html"
-    page.write_text(pages["simulate"].read_text().replace('id="plotly">', 'id="plotly">AAAA'))
+    page.write_text(pages["simulate"].read_text().replace(broken, f"{broken}AAAA"))
     browser.open(page, width=1280, dark=False, waits=False)
     assert browser.evaluate("drawn.then(() => 'drawn', () => 'failed')") == "failed"
     assert set(browser.evaluate(SHOWN)) == {"wide"}
@@ -117,24 +122,29 @@ def waited(browser: Browser, script: str) -> str:
 
 
 def test_bars_tell_what_the_simulation_says(pages: dict[str, Path]) -> None:
-    """Rank, tokens and times of every bar, beside the trace of the same step."""
+    """Rank, pass, micro-batch and times of every bar, beside the traces of the same steps."""
     page = pages["simulate"]
-    texts = re.findall(r'<script type="application/json">(.*?)</script>', page.read_text())
-    assert len(texts) == 4
-    trace = json.loads((page.parent / "step-typical-baseline.trace.json").read_text())["traceEvents"]
-    ops = {
-        (event["pid"], event["tid"], event["cat"], event["args"]["micro_batch"]): (event["ts"], event["dur"])
-        for event in trace
-        if event["ph"] == "X"
-    }
-    told = {}
-    for bars in json.loads(texts[0])["data"]:
-        for text, base, width in zip(bars.get("hovertext", ()), bars["base"], bars["x"], strict=False):
-            dp, pp, cat, micro_batch = re.findall(r"DP (\d) · PP (\d): (\w+) of micro-batch (\d)", text)[0]
-            told[int(dp), int(pp), cat, int(micro_batch)] = (1000 * base, 1000 * width)
-    assert told.keys() == ops.keys()
-    for op, times in told.items():
-        assert times == pytest.approx(ops[op], rel=1e-4, abs=0.1), op
+    packed = re.findall(r'<script type="application/gzip">(.*?)</script>', page.read_text())
+    (shown,) = {path.name.split("-", 2)[2] for path in page.parent.glob("step-*.json")} - {"baseline.trace.json"}
+    names = [f"step-{kind}-{of}" for kind in ("typical", "worst") for of in ("baseline.trace.json", shown)]
+    moved = False
+    for name, picture in zip(names, packed, strict=True):
+        ops = {
+            (event["pid"], event["tid"], event["cat"], event["args"]["micro_batch"]): (event["ts"], event["dur"])
+            for event in json.loads((page.parent / name).read_text())["traceEvents"]
+            if event["ph"] == "X"
+        }
+        told, order = {}, []
+        for bars in json.loads(gzip.decompress(base64.b64decode(picture)))["data"]:
+            for text, base, width in zip(bars.get("hovertext", ()), bars["base"], bars["x"], strict=False):
+                dp, pp, cat, micro_batch = re.findall(r"(?:DP|rank) (\d) · PP (\d): (\w+) of micro-batch (\d)", text)[0]
+                told[int(dp), int(pp), cat, int(micro_batch)] = (1000 * base, 1000 * width)
+                order.append(int(dp))
+        moved |= list(dict.fromkeys(order)) != sorted({*order})
+        assert told.keys() == ops.keys()
+        for op, times in told.items():
+            assert times == pytest.approx(ops[op], rel=1e-4, abs=0.1), (name, op)
+    assert moved, "the slowest pipeline comes first"
 
 
 @pytest.mark.parametrize(

@@ -188,14 +188,15 @@ def _attend(
         q, k, v = arguments.of_one_width(q, k, v, width)
         if known is not None:
             known = arguments.widened(known[0], how.computed), known[1]
-    share = q.shape[1] // degree
-    mine = slice(rank % degree * share, (rank % degree + 1) * share)  # heads that this rank computes
-    if alibi_slopes is not None:
-        arguments.check_slopes(alibi_slopes, q)
-        chosen = how.choose(kernel, q, alibi_slopes[mine])
-    if sinks is not None:
-        arguments.check_of_heads("sinks", sinks, q)
-        sinks = sinks if degree == 1 else sinks[mine]
+    if alibi_slopes is not None or sinks is not None:
+        share = q.shape[1] // degree
+        mine = slice(rank % degree * share, (rank % degree + 1) * share)  # heads that this rank computes
+        if alibi_slopes is not None:
+            arguments.check_slopes(alibi_slopes, q)
+            chosen = how.choose(kernel, q, alibi_slopes[mine])
+        if sinks is not None:
+            arguments.check_of_heads("sinks", sinks, q)
+            sinks = sinks if degree == 1 else sinks[mine]
     assert chosen is not None
     shown = return_lse or with_lse
     if how.heads is None:

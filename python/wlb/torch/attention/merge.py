@@ -88,12 +88,15 @@ class _Merged:
         self._q, self._kernel = q, kernel
         self._value_dim = q.shape[2] if value_dim is None else value_dim
         self._parts: tuple[Tensor, Tensor] | None = None
+        self._picked: tuple[Rows, Tensor] | None = None  # rows of the call before, and these queries
 
     def attend(self, keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
         """See `Attend`."""
         for call in calls:
-            q = queries_of(self._q, call.q_rows)
-            self.add(call, *self._kernel.forward(q, *_keys(keys, call.k_rows, self._value_dim), call))
+            if self._picked is None or self._picked[0] is not call.q_rows:
+                self._picked = call.q_rows, queries_of(self._q, call.q_rows)
+            given = self._picked[1], *_keys(keys, call.k_rows, self._value_dim), call
+            self.add(call, *self._kernel.forward(*given))
 
     def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
         """Adds a call's output and log-sum-exp, of the rows that the kernel was given."""
@@ -308,8 +311,10 @@ class _Attention(torch.autograd.Function):
         d_sinks = None if sinks is None else _of_sinks(sinks, lse_of_sinks, out, d_out)
         dq = q.new_empty(q.shape) if once else None
         totals: dict[int, _Sum] = {}  # by the part of the heads
+        picked: tuple[Rows, int, Any] = (None, 0, None)  # of the call before: its rows, heads, and what they are of
 
         def attend(keys: Keys, calls: Sequence[Call], heads: Heads, d_keys: Tensor) -> None:
+            nonlocal picked
             whole = heads.parts == 1
             mine = (d_out, q, out) if whole else [heads.of(x) for x in (d_out, q, out)]
             into = dq if whole or dq is None else heads.of(dq)
@@ -317,13 +322,15 @@ class _Attention(torch.autograd.Function):
             for call, d_call in zip(calls, of_calls, strict=False):
                 rows = call.q_rows
                 listed = isinstance(rows, Tensor)
+                if listed and (picked[0] is not rows or picked[1] != heads.part):
+                    picked = rows, heads.part, [queries_of(x, rows) for x in mine]
+                call_d_out, call_q, call_out = picked[2] if listed else mine
                 if places is not None:
                     lse = lses[places[heads.part, id(call)]]
                 else:
                     lse = lses[0] if whole else lses[0].chunk(heads.parts)[heads.part]
                     if isinstance(rows, Tensor):
                         lse = lse.index_select(1, rows)
-                call_d_out, call_q, call_out = (queries_of(x, rows) for x in mine) if listed else mine
                 given = (call_d_out, call_q, *_keys(keys, call.k_rows, value_dim), call_out, lse, call)
                 part, _ = kernel.backward(*given, (None if listed else into, d_call))
                 if into is None:

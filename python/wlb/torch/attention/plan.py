@@ -114,6 +114,7 @@ class _Tensors:
         if device.type == "cuda":
             host = host.pin_memory()
         moved = host.to(device, non_blocking=True)
+        self._numbers = numbers
         self._rows = moved[:begin]
         self._bounds = moved[begin:]
         self._host_bounds = numbers[begin:].copy() if begin else numbers
@@ -137,13 +138,18 @@ class _Tensors:
         flat = [(call, queries, keys) for of_keys, queries, keys in plain for call in of_keys]
         sizes = [size for (_, _, _, spans, *_), _, _ in flat for size in (spans + 1, spans + 1, spans)]
         bounds, host = iter(self._bounds.split_with_sizes(sizes)), self._host_bounds
+        before: tuple[NDArray[np.int32], Tensor] | None = None  # queries of the call before, if they are listed
 
         def made(call: Sequence[Any], queries: int, keys: int) -> Call:
+            nonlocal before
             q_rows, k_rows, begin, spans, longest_q, longest_k, window, fresh = call
             cu_q, cu_k, _ = next(bounds), next(bounds), next(bounds)
             of_queries = self.rows(q_rows, queries)
-            if isinstance(of_queries, Tensor):  # `index_copy_` takes no int32
-                of_queries = of_queries.long()
+            if isinstance(of_queries, Tensor):
+                listed = self._numbers[q_rows[0] : q_rows[0] + q_rows[1]]
+                if before is None or not np.array_equal(before[0], listed):
+                    before = listed, of_queries.long()  # `index_copy_` takes no int32
+                of_queries = before[1]  # one tensor for calls of the same queries, which are then picked once
             on_host = host[begin : begin + 3 * spans + 2]
             return Call(of_queries, self.rows(k_rows, keys), cu_q, cu_k, longest_q, longest_k, window, on_host, fresh)
 

@@ -35,11 +35,7 @@ class Hop:
     coming: int  # rows of what the next step needs
     home: int  # rows of gradients of own keys
     home_first: bool  # they come before the others
-
-    @property
-    def rows(self) -> int:
-        """Rows that arrive."""
-        return self.coming + self.home
+    rows: int  # that arrive
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ class Ring:
         of_coming, of_home = of_ranks(coming), of_ranks(home)
         first = any(of_home) and any(of_coming) and of_home.index(max(of_home)) < of_coming.index(max(of_coming))
         received = [one + other for one, other in zip(of_coming, of_home, strict=True)]
-        return Hop(of_ranks(sent), received, bool(sent), sum(of_coming), sum(of_home), first)
+        return Hop(of_ranks(sent), received, bool(sent), sum(of_coming), sum(of_home), first, sum(received))
 
     def forward(self, k: Tensor, v: Tensor, attend: Attend, group: dist.ProcessGroup | None) -> None:
         """See `KeyExchange`."""

@@ -168,16 +168,20 @@ def _svg(picture: Picture, name: str, narrow: bool) -> str:
 
 
 def _figure(interactive: Interactive) -> str:
-    """A picture to point at, as JSON that may stand inside an element."""
-    figure = {name: getattr(interactive, name) for name in ("data", "layout", "narrow")}
-    return json.dumps(figure, separators=(",", ":")).replace("<", "\\u003c")
+    """A picture to point at, as packed JSON."""
+    return _packed(json.dumps({name: getattr(interactive, name) for name in ("data", "layout", "narrow")}))
 
 
 def _plotly() -> str:
-    """Plotly's script, which draws without a network: compressed, as text. A page holds it once."""
+    """Plotly's script, which draws without a network. A page holds it once."""
     from plotly.offline import get_plotlyjs
 
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+    return _packed(get_plotlyjs())
+
+
+def _packed(text: str) -> str:
+    """Compressed text as text, which `page.js` unpacks."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _painted(cell: str, table: Table, row: int, column: int) -> Markup:

@@ -131,7 +131,6 @@ def interactive_timelines(
             height,
             barmode="overlay",
             bargap=0,
-            uniformtext={"minsize": 11, "mode": "hide"},
             xaxis=_AXIS
             | {"title": {"text": f"time since the step began ({unit})"}, "range": [0, _rounded(step * scale) or 1]},
             yaxis=_AXIS
