@@ -1249,8 +1249,8 @@ class Packer:
 
         Args:
             lengths: int[n], tokens of the new documents; may be empty.
-            ids: int64[n], names of the documents: none twice among those that are new or wait. With ``starts``, pieces of
-                one document have its id. Default: a running number.
+            ids: int64[n], names of the documents: none twice among those that are new or wait. With ``starts``, pieces
+                of one document have its id. Default: a running number.
             starts: int[n], first token of each piece inside the document that ``ids`` names, for a reader that cuts
                 documents itself. Default: 0, whole documents.
             costs: float64[n] or float64[n, cost_columns], cost of each document, exactly if the packer was made with
