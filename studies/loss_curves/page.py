@@ -230,6 +230,7 @@ def draw(head: Row, rows: list[Row], path: Path) -> None:
         axes.set_yticks(range(len(arms)), arms)
         axes.invert_yaxis()
         axes.set_xlabel(f"held-out loss beside {REFERENCE}, %, equal tokens; grey: the margin")
-        axes.set_title(f"What is learnt: {len(results.seeds(REFERENCE))} seeds, their means and 95 % intervals")
+        title = f"What is learnt: {len(results.seeds(REFERENCE))} seeds, their means and 95 % intervals"
+        figure.suptitle(title, x=0.01, ha="left", weight="bold", size=12)
         figure.savefig(path, dpi=130)
         plt.close(figure)

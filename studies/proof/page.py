@@ -296,10 +296,14 @@ def draw(record: Row, path: Path) -> None:
     """Gains by model FLOPs a second with their intervals, and predicted ones, layout by layout."""
     layouts = record["layouts"]
     names = [name for name in METHODS if any(name in layout["methods"] for layout in layouts)]
-    size = 3.6 * len(layouts) + 1.4, 1.4 + 0.25 * len(names)
+    columns = min(2, len(layouts))  # a page of the site has no room for more
+    rows = -(-len(layouts) // columns)
+    size = 3.8 * columns + 1.8, rows * (0.9 + 0.25 * len(names))
     with mpl.rc_context(STYLE):
-        figure, panels = plt.subplots(1, len(layouts), figsize=size, sharey=True, squeeze=False, layout="constrained")
-        for axes, layout in zip(panels[0], layouts, strict=True):
+        figure, panels = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+        for axes in panels.flat[len(layouts) :]:
+            axes.set_visible(False)
+        for axes, layout in zip(panels.flat, layouts, strict=False):
             found = gains(layout, flops=True, base=BASES[0])
             places = [-names.index(name) for name in found]
             ratios = np.array([one.ratio for one in found.values()])
