@@ -1097,7 +1097,7 @@ def pack(
 class Packer:
     """Packs one training step after the other from a stream of documents, and lets some documents wait.
 
-    A document that costs more than a fair share of a step makes its micro-batch heavy. The packer holds such
+    A document that costs more than a step's mean micro-batch makes its own micro-batch heavy. The packer holds such
     documents back for a few steps, until a step has enough work to go with them. Everything else is trained in the
     step in which it is pushed, if it fits; documents that do not fit are *carried over*, and come first in the next
     step. Both kinds wait.
@@ -1106,7 +1106,8 @@ class Packer:
     plan, and each loads the documents of its own micro-batches::
 
         for lengths, ids in global_batches:
-            packing = packer.push(lengths, ids) for index in packing.deal(dp_size)[dp_rank]:
+            packing = packer.push(lengths, ids)
+            for index in packing.deal(dp_size)[dp_rank]:
                 micro_batch = packing.micro_batches[index]  # document_ids, starts, lengths, cu_seqlens
         for packing in packer.flush():
             ...  # the documents that still wait
@@ -1116,7 +1117,7 @@ class Packer:
 
     Two rules choose what waits. The adaptive rule (the default) holds documents as long as the step becomes more
     even by more than their waiting costs. With ``outlier_thresholds`` documents wait in queues by length, as in
-    WLB-LLM, until there is one for every micro-batch.
+    WLB-LLM, until one queue holds a document for every micro-batch.
 
     The same pushes give the same plans on every rank, and after a resume under the same configuration. A packer can be
     pickled, and threads can share it; plans then depend on the order in which the threads push.
@@ -1130,7 +1131,7 @@ class Packer:
         cost_columns: number of costs that you give for each document in ``push(costs=)``, in the place of
             ``cost_model``. For example 2: time of the vision encoder, and time of the language model. One after the
             other lasts as long as the heaviest micro-batch of the first column and the heaviest of the second together;
-            the packer makes that sum small. The adaptive rule takes one column.
+            the packer makes that sum small. The adaptive rule takes exactly one column.
         limits: float64[cost_columns], most that a micro-batch may have in each column, infinite for no limit. A
             column with a limit counts as memory: it is kept below its limit and is not balanced.
         outlier_thresholds: int[q], tokens, ascending: shortest length of each queue. ``tune_outlier_thresholds`` finds
@@ -1139,11 +1140,12 @@ class Packer:
             ``release="fifo"`` alone means ``outlier_thresholds=()``.
         delay_price: price of waiting, for the adaptive rule. With the default, 0.03, a full step of tokens
             (``num_micro_batches * max_document_tokens``) is held for one step only if the heaviest micro-batch thereby
-            falls by at least 3 % of the mean one; a tenth of these tokens needs 0.3 %. The second step of a wait costs
-            twice as much as the first. A higher price means shorter waits. ``tune_delay_price`` finds the price for a
-            mean wait that you accept.
-        max_delay: most steps that a document waits. ``None`` is 16 with the adaptive rule, and no limit with
-            queues. It holds as long as no push brings more than the packer ``admits``.
+            falls by at least 3 % of the mean one; a tenth of these tokens needs 0.3 %. A wait of ``d`` steps
+            costs ``d * (d + 1) / 2`` times as much as a wait of one. A higher price means shorter waits.
+            ``tune_delay_price`` finds the price for a mean wait that you accept.
+        max_delay: most steps that a document waits; with queues most steps in its queue, and ``bounds`` says how many
+            it may then be carried over. ``None`` is 16 with the adaptive rule, and no limit with queues. If pushes
+            bring more than the packer ``admits``, documents may wait longer.
         max_document_tokens: longest document: the context window of the model. At most ``max_tokens``, which is the
             default: if ``max_tokens`` is larger than the context window, give both.
         oversize: what happens to longer documents: "error", "split" into several documents, or "truncate".
@@ -1165,14 +1167,15 @@ class Packer:
         max_step_cost: for the adaptive rule: most work of a step, as a multiple of an average step's. Documents that
             wait together are trained together, so without a bound the largest step can have several times the average
             work. Documents beyond the bound wait, so micro-batches are less even. An average step has
-            ``tokens_per_batch`` tokens, each of the mean cost of the last 128 to 256 steps' tokens. Documents that
+            ``tokens_per_batch`` tokens, each of the mean cost of a token in the documents pushed lately (all of the
+            first 256 steps, later at least the last 128). Documents that
             waited ``max_delay`` steps leave all the same; ``metrics().steps_over_max_cost`` counts the steps that
             exceed the bound for them. ``None``: no bound.
         tokens_per_batch: tokens of a global batch on average; ``max_step_cost`` needs it, and the data loaders of
             ``wlb.torch`` push so many for a step. Default: ``num_micro_batches * max_document_tokens``.
         on_backlog: what happens when more tokens wait after a push than ``bounds`` of an empty packer allows, because
-            pushes brought more than the packer ``admits``: "warn" once with a ``BacklogWarning``, or "error", which
-            changes nothing.
+            pushes brought more than the packer ``admits``: "warn" once with a ``BacklogWarning``; or "error": ``push``
+            raises ``WlbError`` and the packer stays as it was.
 
     Raises:
         WlbError: naming the argument that makes no sense.
@@ -1246,7 +1249,8 @@ class Packer:
 
         Args:
             lengths: int[n], tokens of the new documents; may be empty.
-            ids: int64[n], names of the documents, unique among new and waiting ones; default a running number.
+            ids: int64[n], names of the documents: none twice among those that are new or wait. With ``starts``, pieces
+                of one document have its id. Default: a running number.
             starts: int[n], first token of each piece inside the document that ``ids`` names, for a reader that cuts
                 documents itself. Default: 0, whole documents.
             costs: float64[n] or float64[n, cost_columns], cost of each document, exactly if the packer was made with
@@ -1344,13 +1348,14 @@ class Packer:
         """Most tokens that wait and longest wait from now on, if no push brings more than the packer ``admits``.
 
         Returns:
-            Bounds, of an empty packer: with "adaptive" ``tokens`` is ``2 * num_micro_batches * max_tokens``, and
-            ``delay`` is ``max_delay`` steps. With "fifo" ``tokens`` is ``num_micro_batches * max_tokens`` and, for each
-            queue, ``num_micro_batches - 1`` of its longest documents; ``delay`` is a few steps more than ``max_delay``,
-            if that is given. ``drain`` is the most steps that ``flush`` takes. After a state of another configuration
-            was loaded, or a push brought more than was admitted, all three begin higher. They do not rise while pushes
-            bring what is admitted, and are those of an empty packer again after ``settles`` steps. docs/semantics.md
-            has the formulas and the proof. O(pending).
+            Bounds: ``tokens``, most tokens that wait after a push; ``delay``, most steps that a document waits;
+            ``drain``, most steps that ``flush`` takes; ``settles``, steps until all are those of an empty packer, 0 if
+            they are. Of an empty packer with "adaptive", ``tokens`` is ``2 * num_micro_batches * max_tokens`` and
+            ``delay`` is ``max_delay``. With "fifo", ``tokens`` is ``num_micro_batches * max_tokens``, plus for each
+            queue ``num_micro_batches - 1`` times the longest length that it takes, and ``delay`` is above ``max_delay``
+            by ``2 * (tokens // (num_micro_batches * max_tokens)) + 1``. They are higher after a state of another
+            configuration was loaded, or a push brought more than was admitted, and never rise while pushes bring what
+            is admitted. docs/semantics.md has the proof. O(pending).
 
         Examples:
             >>> import wlb
@@ -1475,8 +1480,9 @@ class Packer:
         Waiting documents are priced anew from their lengths. ``outlier_thresholds`` are lengths and ``delay_price`` is
         relative, so both keep their meaning. If they were tuned for a mean wait, they were tuned under the old costs.
 
-        A state holds both cost models. To resume, make the packer with the *first* one, as the saved run did;
-        ``load_state_dict`` then sets the present one. Setting costs that are equal to the present ones does nothing.
+        A state holds both cost models. To resume, make the packer with the one that the saved run made its
+        packer with; ``load_state_dict`` then sets the present one. Setting costs that are equal to the present ones
+        does nothing.
 
         Args:
             cost_model: the new cost model, the same on every rank at the same step.
@@ -1495,8 +1501,8 @@ class Packer:
     @property
     def fingerprint(self) -> str:
         """Hex hash of the configuration under the present cost model, without ``num_micro_batches``, ``dp_size`` and
-        ``tokens_per_batch``. Two packers give the same plans if their fingerprints, these three values, and their
-        waiting documents are equal.
+        ``tokens_per_batch``. Two packers give the same plans from here on if their ``state_dict`` are equal; equal
+        fingerprints and equal values of these three say that their configurations are.
         """
     def metrics(self) -> PackerMetrics:
         """Figures since the stream began: imbalance, waits, tokens and work of steps (``PackerMetrics``)."""
@@ -1504,8 +1510,9 @@ class Packer:
         """The packer as plain JSON values, for a checkpoint.
 
         It has the ids and lengths of the documents that wait, and nothing of any rank: ``num_micro_batches`` and every
-        parallel size may change on resume. Save the state that the packer had after the last step that was *trained*,
-        with the position of the reader at that push; a packer in a loader that works ahead has gone on since.
+        parallel size may change on resume. Take it after each push, with the position of the reader behind the
+        documents of that push, and save the pair that belongs to the last step that was *trained*: a loader that works
+        ahead has pushed more since.
 
         Examples:
             >>> import json, wlb

@@ -32,6 +32,7 @@ ON_HOST = (
     "integrations/megatron/sharing.py:header",
     "integrations/megatron/rows.py:mean_loss",  # which the loop calls for a figure
     "torch/loss.py:count_valid_tokens",
+    "integrations/huggingface/balance.py:_wlb_of_all_ranks",
     "integrations/huggingface/balance.py:_sums",
     "integrations/huggingface/balance.py:evaluation_loop",
 )

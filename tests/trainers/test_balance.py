@@ -172,7 +172,8 @@ def test_a_killed_run_goes_on_bit_for_bit(before: int, after: int, tmp_path: Pat
 
 def waits(rank: int, folder: Path) -> dict[str, int]:
     with reads() as found:
-        balanced(folder, dist.get_world_size(), data=documents()[::2], eval_strategy="epoch").train()
+        options = {"eval_strategy": "epoch", "include_num_input_tokens_seen": "non_padding"}
+        balanced(folder, dist.get_world_size(), data=documents()[::2], **options).train()
     return dict(found)
 
 

@@ -25,6 +25,7 @@ from wlb.integrations.huggingface.plans import Evaluation, KnownLengths, Streame
 from wlb.integrations.huggingface.proof import prove
 from wlb.integrations.huggingface.refusals import check_repeated, check_trainer
 from wlb.integrations.rows import Rows
+from wlb.torch.collectives import host_group
 from wlb.torch.data import IGNORE, BalancedStream
 from wlb.torch.routers import routed
 from wlb.torch.training import meeting_place, takes_keywords
@@ -242,8 +243,7 @@ class _Balanced(Trainer):
         total = inputs["input_ids"].numel()
         real = inputs.pop(REAL, None) if isinstance(inputs, dict) else None
         if hasattr(self, "_total_train_tokens") and model.training:  # TRL's, to which it adds the rows of all ranks
-            filler = torch.tensor(0 if real is None else total - real, device=self.args.device)
-            self._total_train_tokens -= int(self.accelerator.gather(filler).sum())
+            self._total_train_tokens -= self._wlb_of_all_ranks(0 if real is None else total - real)
         with routed(model, real if real else None), learnt_alone(self, inputs, model.training):
             result = super().compute_loss(model, inputs, *args, **kwargs)
         if real == 0:
@@ -255,8 +255,15 @@ class _Balanced(Trainer):
         if self.args.include_num_input_tokens_seen != "non_padding":
             super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
             return
-        real = torch.tensor(inputs.get(REAL, inputs["input_ids"].numel()), device=self.args.device)
-        self.state.num_input_tokens_seen += int(self.accelerator.gather(real).sum())
+        self.state.num_input_tokens_seen += self._wlb_of_all_ranks(inputs.get(REAL, inputs["input_ids"].numel()))
+
+    def _wlb_of_all_ranks(self, count: int) -> int:
+        """Sum of a number of each rank; it is sent on the host, so that no rank waits for its device."""
+        if not dist.is_initialized():
+            return int(self.accelerator.gather(torch.tensor(count, device=self.args.device)).sum())
+        total = torch.tensor(count)
+        dist.all_reduce(total, group=host_group(description="wlb: tokens of a micro-batch"))
+        return int(total)
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Keeps the loss of a batch and the number of its labels, without rows that accelerate repeated."""

@@ -25,8 +25,9 @@ impl Packer {
         });
     }
 
-    /// Whether documents were pushed into a step for which the queues release more than they ever do if each push brings
-    /// only what is admitted. New documents that stay in a queue count too: they will be due behind all that is carried.
+    /// Whether documents were pushed into a step for which the queues release more than they ever do if each push
+    /// brings only what is admitted. New documents that stay in a queue count too: they will be due behind all that is
+    /// carried.
     pub(super) fn exceeds_admission(&self, pieces: &[Waiting]) -> bool {
         let in_queues = self.queue.levels().iter().flatten();
         let brought = || pieces.iter().chain(in_queues).any(|waiting| waiting.arrived == self.iteration);
