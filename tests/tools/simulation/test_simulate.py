@@ -130,6 +130,27 @@ def test_any_schedule_and_number_of_micro_batches(schedule: Any, virtual: int, p
         assert outcome.seconds[step] == pytest.approx(slowest + gradients, rel=1e-12)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_micro_batches_hold_what_their_ranks_compute(layout: wlb_tools.ParallelLayout) -> None:
+    """Of every method, static and Dynamic-CP: all tokens of a step, in the micro-batches that pipelines run."""
+    case = scenario(layout)
+    for outcome in simulate(documents(), case, variants=possible(case)).outcomes.values():
+        parts = list(outcome.parts())
+        for step in range(outcome.seconds.size):
+            lines, contents = outcome.timelines(step), outcome.contents(step)
+            assert [line.num_micro_batches for line in lines] == [len(row) for row in contents]
+            # Under Dynamic-CP a pipeline is a rank, and the ranks of a group hold the same documents together.
+            shared = outcome.pipelines == "rank"
+            held = sum(each.tokens / (each.cp_size if shared else 1) for row in contents for each in row)
+            assert held == pytest.approx(outcome.run.length[outcome.run.step == step].sum())
+            ranks = outcome.placement(step)[:: 1 if shared else layout.cp]
+            for row, of_rank in zip(contents, ranks.tolist(), strict=True):
+                for each, part in zip(row, of_rank, strict=True):
+                    lengths = outcome.run.length[parts[part].pieces]
+                    found = each.tokens, each.documents, each.longest, each.cp_size
+                    assert found == (lengths.sum(), lengths.size, lengths.max(initial=0), parts[part].cp_size)
+
+
 @pytest.mark.parametrize(("name", "keys"), [("plain", "all"), ("wlb", "all"), ("wlb", "needed")])
 def test_steps_recomputed_one_by_one(name: str, keys: Any) -> None:
     """The naive way: every micro-batch by itself, on its slowest rank, through its own pipeline."""
