@@ -77,12 +77,12 @@ def context_parallel_attention(
     kernel: kernels.KernelName = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of a packed micro-batch whose tokens lie on the ranks of `group` as `shard` says. Differentiable.
+    """Attention of a packed micro-batch whose tokens are on the ranks of `group` as in `shard`. Differentiable.
 
-    Tokens attend within their document only, to all before them and themselves, or to the whole document
-    (`shard.causal`); in a forest (`wlb.shard_forest`) to those before them on their path and themselves. Row `i` of
-    this rank's tensors is token `shard.rank(r).token_indices[i]`, `r` being its rank in `group`. Every shard runs on
-    every transport:
+    Tokens attend only within their document, to all earlier tokens and themselves, or to the whole document
+    (`shard.causal`). In a forest (`wlb.shard_forest`) they attend to earlier tokens on their path and themselves. Row
+    `i` of this rank's tensors is token `shard.rank(r).token_indices[i]`, where `r` is its rank in `group`. Every
+    transport runs every shard:
 
     - `all_gather`: gathers the keys that some rank needs from another, one varlen call; memory for the keys of the
       micro-batch while it runs. Best when keys have few heads, or documents are mostly local.
@@ -95,45 +95,45 @@ def context_parallel_attention(
       rank = ring position * ulysses_size + ulysses rank.
 
     The window is exact on every transport with every kernel. ALiBi is exact on every transport with the kernel
-    `reference`; flash-attn 2 has it on `ulysses`, on `all_gather` and `fetch` with a causal shard, and on one rank; the
-    others have none.
+    `reference`. flash-attn 2 has it on `ulysses`, on `all_gather` and `fetch` with a causal shard, and on one rank;
+    other kernels have none.
 
-    All arguments are checked before anything is sent. What differs only between ranks (their shards, say) cannot be
-    seen without communication: compare plans with `check_agreement`. The backward communicates as the forward
-    does: every rank must run it, also one without tokens. What a rank has to do is derived from the shard once, and
-    kept for all layers: by the first, or before it by `prepare_attention`.
+    All arguments are checked before anything is sent. Differences between ranks, such as different shards, cannot be
+    seen without communication: compare plans with `check_agreement`. The backward pass communicates, too, so every rank
+    must run it, also one without tokens. A rank's work is planned once for all layers, by the first layer or by
+    `prepare_attention`.
 
     Sinks (gpt-oss) are exact on every transport with every kernel: they join the softmax once, when all keys have.
     `reference`, flash-attn 2, 3 and 4 cap scores. Values narrower than keys (MLA: 192 and 128) are computed as they
     are by `reference`, flash-attn 3 and flash-attn 4; for other kernels they are padded with zeros, which is exact.
 
-    Tensors are computed in the dtype in which they come, also under `torch.autocast`, which is off inside. What is
-    float32 there (a rotary embedding may be) must be cast before to run on a flash kernel.
+    Tensors are computed in the dtype in which they come, also under `torch.autocast`, which is off inside. Cast tensors
+    that are float32 under autocast, such as those from a rotary embedding, or flash kernels do not take them.
 
-    A model under `torch.compile` has a graph break at a shard. Give it the tensor that `prepare_attention` returned for
-    the shard instead: attention is then one operator of one graph, whatever the micro-batch, `torch.ops.wlb.attention`
-    for policies of selective checkpointing. There is no second derivative.
+    Under `torch.compile` a shard breaks the graph. Give the tensor that `prepare_attention` returned for the shard
+    instead: attention is then one operator of one graph for all micro-batches, named `torch.ops.wlb.attention` in
+    policies of selective checkpointing. There is no second derivative.
 
     Args:
         q: Queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.
         k: Keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
         v: Values `[tokens of this rank, kv_heads, value_dim]`, of any width.
-        shard: How the whole micro-batch lies on the ranks; the same on all. In that of a forest a token attends to
-            itself and all tokens before it on its path.
+        shard: The places of the whole micro-batch's tokens on the ranks; the same on all ranks.
         group: The context-parallel group, of `shard.cp_size` ranks. None: one process holds everything.
         transport: How keys and queries meet; see above.
         ulysses_size: For `usp`: ranks that share heads. Divides the group's size.
         softmax_scale: Factor of the scores; None: `head_dim ** -0.5`.
-        softcap: Scaled scores become `softcap * tanh(score / softcap)` (Gemma 2), before any bias. None: they stay.
-        window: A token sees tokens less than this many positions away: with 1, itself. None, or from 2**31 - 1 on: any.
+        softcap: Scaled scores become `softcap * tanh(score / softcap)` (Gemma 2), before any bias. None: no cap.
+        window: A token sees tokens less than this many positions away; with 1 only itself. None, or 2**31 - 1 and more:
+            all.
         alibi_slopes: float `[heads]`, without gradient: `slope * distance in the document` is subtracted from scores.
-        sinks: Floating point `[heads]`: a logit of each head that takes a share of the softmax and has no value. Has a
-            gradient, of this rank's tokens: sum it over the ranks, as those of other parameters.
+        sinks: Floating point `[heads]`: a logit of each head that takes a share of the softmax and has no value. Its
+            gradient is that of this rank's tokens: sum it over the ranks, like those of other parameters.
         kernel: `flash_attn` (2, 3 or 4, must be installed), `varlen` (torch's own flash kernels), `reference` (softmax
             written out: exact, slow, any device and dtype), or `auto`: the fastest that can do it here (on a CPU
             torch's flash attention for it).
 
-        return_lse: Also gives the log-sum-exp of the scores, and of the sinks; the same on all ranks.
+        return_lse: Whether to return the log-sum-exp of the scores, and of the sinks, too; the same on all ranks.
 
     Returns:
         Output `[tokens of this rank, heads, value_dim]`; with `return_lse` it and the log-sum-exp, float `[tokens of
@@ -320,29 +320,29 @@ def prepare_attention(
     window: int | None = None,
     alibi: bool = False,
 ) -> Tensor:
-    """Derives what `rank` has to do for a micro-batch ahead of time, so that its first layer does not wait for it.
+    """Plans the work of `rank` for a micro-batch ahead of time, so that its first layer need not wait for the plan.
 
-    To be called for the next micro-batch while the device works on this one; from any thread, as nothing is sent to
-    other ranks. `context_parallel_attention` with the same options and the kernel "auto" then finds the plan, if few
-    others came between: the last 128 are kept. It costs a fraction of a millisecond of CPU time, without the GIL, in
-    segments of all ranks and in tokens of this rank; index arrays go to `device` in one copy, on its current stream
-    there, which must be the one that attention runs on.
+    Call it for the next micro-batch while the device works on this one, from any thread: nothing is sent to other
+    ranks. `context_parallel_attention` with the same options and the kernel "auto" then finds the plan, if it is among
+    the last 128 plans. Planning costs a fraction of a millisecond of CPU time, without the GIL, depending on the
+    segments of all ranks and the tokens of this rank. Index arrays go to `device` in one copy on its current stream,
+    which must be that of attention.
 
     Args:
-        shard: How the micro-batch will lie on the ranks.
+        shard: The places of the micro-batch's tokens on the ranks.
         rank: This process's rank in the context-parallel group.
-        device: Where the queries will be.
-        transport: As attention will be called.
-        ulysses_size: As attention will be called.
-        window: As attention will be called. Layers with different windows have plans of their own: one call for each.
+        device: Device of the queries.
+        transport: As in the call of attention.
+        ulysses_size: As in the call of attention.
+        window: As in the call of attention. Call this once for each window of the layers.
         alibi: Whether attention will be called with `alibi_slopes`.
 
     Returns:
-        int64 [1] on the CPU: what stands for the shard in `context_parallel_attention`, there and in compiled models.
-        It holds for this process, for the last 1,024 shards prepared; equal shards have equal ones.
+        int64 [1] on the CPU, to give to `context_parallel_attention` instead of the shard, also in compiled models. It
+        is valid in this process for the last 1,024 prepared shards. Equal shards have equal tensors.
 
     Raises:
-        WlbError: the rank is not of the shard, or options do not fit.
+        WlbError: the shard does not have this rank, or options do not fit.
     """
     arguments.check_any_shard(shard)
     arguments.check_rank(rank, shard.cp_size)

@@ -1,4 +1,4 @@
-"""The arguments of attention, checked without communication; what is wrong on all ranks is found on all."""
+"""Checks the arguments of attention without communication; an error on all ranks is found on all."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def check_transport(transport: Transport, ulysses_size: int | None, size: int) -
 
 
 class Described(NamedTuple):
-    """What is checked of a tensor."""
+    """Properties of a tensor that are checked."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -97,7 +97,7 @@ def check_are_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_tensors(q: Described, k: Described, v: Described, shard: wlb.Shard | wlb.ForestShard, rank: int) -> None:
-    """The tensors fit each other and, at last, this rank of the shard."""
+    """Checks that tensors fit each other and this rank of the shard."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != 3:
             shape = list(x.shape)
@@ -121,17 +121,17 @@ def check_tensors(q: Described, k: Described, v: Described, shard: wlb.Shard | w
 
 
 def widened(x: Tensor, width: int) -> Tensor:
-    """`x` with zeros behind its last axis."""
+    """`x` with its last axis padded with zeros."""
     return x if x.shape[2] == width else pad(x, (0, width - x.shape[2]))
 
 
 def of_one_width(q: Tensor, k: Tensor, v: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as wide as the widest: with zeros behind, which change no score and no output."""
+    """Queries, keys and values padded to the widest with zeros, which change no score and no output."""
     return widened(q, width), widened(k, width), widened(v, width)
 
 
 def check_heads(transport: Transport, degree: int, heads: int, kv_heads: int) -> None:
-    """`degree` ranks can share the heads."""
+    """Checks that `degree` ranks can share the heads."""
     if not _shared(degree, heads, kv_heads):
         raise error(
             "ulysses_size" if transport == "usp" else "transport",
@@ -144,18 +144,18 @@ def check_heads(transport: Transport, degree: int, heads: int, kv_heads: int) ->
 def cp_sizes(
     transport: Transport, *, num_heads: int, num_kv_heads: int | None = None
 ) -> tuple[int, ...] | Literal["any"]:
-    """The sizes of context-parallel groups that attention runs: for `wlb.plan_dynamic_cp(group_sizes=...)`.
+    """The sizes of context-parallel groups that attention supports, for `wlb.plan_dynamic_cp(group_sizes=...)`.
 
-    `ulysses` shares the heads of a model among the ranks of a group, so that their number has to divide the heads, and
-    divide the key heads or be a multiple of them. Attention refuses all other sizes.
+    `ulysses` divides the heads of a model among the ranks of a group, so their number has to divide the heads, and to
+    divide the key heads or be a multiple of them. Attention refuses other sizes.
 
     Args:
-        transport: As attention will be called. `usp` exchanges heads in blocks that are chosen apart: no limit.
+        transport: As in the call of attention. `usp` exchanges heads in blocks of a separate size, so it has no limit.
         num_heads: Query heads on one rank: divided by the tensor-parallel ranks.
         num_kv_heads: Key heads on one rank; `num_heads` if None.
 
     Returns:
-        Ascending from 1; "any" where a group of any size can do it.
+        Ascending from 1; "any" if every size is supported.
 
     Raises:
         WlbError: no such transport, or no heads; or key heads that do not divide the heads.

@@ -1,7 +1,7 @@
 """All-to-all over heads: from some heads of all tokens to all heads of some tokens, and back.
 
-As in DeepSpeed-Ulysses (Jacobs et al., 2023), for ranks that hold any tokens, in any number. It is done inside blocks
-of `degree` neighbouring ranks of the group, which exchange nothing with the others; no group of their own is needed.
+As in DeepSpeed-Ulysses (Jacobs et al., 2023), for ranks with any number of tokens. It runs inside blocks of `degree`
+neighbouring ranks of the group, which exchange nothing with other blocks and need no group of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wlb.torch.attention.plan import HeadsPlan
 
 @dataclass(frozen=True)
 class HeadsExchange:
-    """The all-to-all of one block; `block` are its ranks in `group`."""
+    """The all-to-all of one block; `block` has its ranks in `group`."""
 
     plan: HeadsPlan
     block: range

@@ -29,7 +29,7 @@ _SCORES = 1 << 22
 """Scores that the reference kernel holds at once: 16 MiB in float32."""
 
 _SCORES_OF_CPU = 1 << 19
-"""The same on a CPU: what its cache holds. More take up to three times as long, and more of them are masked."""
+"""The same on a CPU, limited by its cache. More take up to three times as long, and more of them are masked."""
 
 FLASH_ATTN_2 = "flash_attn.flash_attn_interface"
 FLASH_ATTN_3 = "flash_attn_interface"
@@ -49,14 +49,14 @@ Gradients = tuple[Tensor, Tensor]
 class Kernel(Protocol):
     """Attention of one call: `q` is `[queries, heads, head_dim]`, `k` `[keys, kv_heads, head_dim]`, and `v` likewise.
 
-    Values, and the output with them, may be narrower if the kernel takes them so. Their gradient has 0 beside them.
-    `q` may have rows beside those of the call (`Call.q_rows` that are neighbours): they are not read, and of results
-    these rows are not written.
+    Values, and the output with them, may be narrower if the kernel supports it. Their gradient is then padded with 0.
+    `q` may have more rows than the call (if `Call.q_rows` are neighbours): these are not read, and their results are
+    not written.
     """
 
     @staticmethod
     def tiles(head_dim: int) -> tuple[int, int]:
-        """Queries of a segment that the forward and the backward compute together: fewer take as long."""
+        """Queries of a segment that forward and backward pass compute together; fewer take as long as a whole tile."""
         ...
 
     @staticmethod
@@ -79,9 +79,9 @@ class Kernel(Protocol):
         call: Call,
         into: tuple[Tensor | None, Tensor] | None = None,
     ) -> Gradients:
-        """The gradients, written to `into` where that is given.
+        """The gradients, written to `into` if it is given.
 
-        `out` and `lse` are over all keys of a query, not only this call's.
+        `out` and `lse` are those over all keys of a query, not only over this call's keys.
         """
         ...
 
@@ -90,8 +90,8 @@ class Kernel(Protocol):
 class ReferenceKernel:
     """Softmax written out, span by span and in tiles of queries: exact, on any device, in any dtype.
 
-    Beside a mask by position, other kernels need a matrix of all queries by all keys. Here memory is bounded by the
-    tile, and keys outside the mask are not touched. Scores are float32 for half-precision inputs.
+    Masks other than by position would need a matrix of all queries by all keys in other kernels. Here memory is limited
+    by the tile, and keys outside the mask are not touched. Scores are float32 for half-precision inputs.
     """
 
     scale: float
@@ -177,7 +177,7 @@ class ReferenceKernel:
         return scores, slope
 
     def _tiles(self, call: Call, heads: int) -> Iterator[tuple[slice, slice, Tensor | None, Tensor | None]]:
-        """Rows of queries and of keys; their true distances and what the mask hides, where these are needed."""
+        """Rows of queries and of keys; their distances and the mask, if they are needed."""
         left, right = call.window
         scores = _SCORES_OF_CPU if call.cu_seqlens_q.device.type == "cpu" else _SCORES
         for (q_from, q_to, k_from, k_to), shift in zip(call.spans.tolist(), call.shifts.tolist(), strict=True):
@@ -206,9 +206,9 @@ class ReferenceKernel:
 class CpuFlashKernel:
     """torch's flash attention for the CPU, span by span: what its SDPA runs, with the log-sum-exp.
 
-    It aligns its causal mask top-left. A causal span of more keys than queries is therefore two parts, the keys that
-    all of its queries see and a square, merged by their log-sum-exps; its backward takes these, so that the two parts
-    add up. Windows are left to the reference kernel.
+    Its causal mask is aligned top-left. So a causal span with more keys than queries has two parts, the keys that all
+    its queries see and a square, merged by their log-sum-exps. The backward pass gets the merged ones, so that the two
+    parts add up. Windows are left to the reference kernel.
     """
 
     scale: float
@@ -292,7 +292,7 @@ class CpuFlashKernel:
     def _spans(call: Call) -> list[tuple[slice, list[tuple[slice, bool]]]] | None:
         """The queries of each span, and its keys in parts: the rows of a part, and whether it is a causal square.
 
-        None: a window cuts them.
+        None if a window cuts them.
         """
         if call.window not in ((-1, -1), (-1, 0)):
             return None
@@ -337,9 +337,9 @@ def _window(call: Call) -> dict[str, int]:
 def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
     """Offsets and longest span of queries and keys, as FlashAttention-2 and torch's varlen kernel take them.
 
-    It takes no side of a window to reach farther than the longest span of keys. To the right one does where queries are
-    more: the last key stands `queries - 1` after the first query. Keys would be lost, or seen (Dao-AILab/
-    flash-attention, #895). So with a window that number is the longest of either.
+    These kernels cut a side of a window at the longest span of keys. If there are more queries than keys, the right
+    side must reach farther: the last key is `queries - 1` after the first query. Otherwise keys would be lost, or seen
+    (Dao-AILab/flash-attention, #895). So with a window, the longest span of either is given as that of keys.
     """
     most = call.max_seqlen_k
     if call.window not in ((-1, -1), (-1, 0)):
@@ -348,19 +348,19 @@ def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
 
 
 def longest_queries(call: Call) -> int:
-    """Most queries of a span, at least 2: with 1, flash kernels take every row for a span of its own."""
+    """Most queries of a span, at least 2: with 1, flash kernels would take every row for a span of its own."""
     return max(call.max_seqlen_q, 2)
 
 
 def _like(q: Tensor) -> Tensor:
-    """Rows like these, one behind the other, to be filled in."""
+    """Uninitialised rows with these sizes, contiguous."""
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 def _gradients(
     q: Tensor, k: Tensor, into: tuple[Tensor | None, Tensor] | None, value_dim: int | None = None
 ) -> Gradients:
-    """Tensors for the gradients of queries, and of keys and values: `into` where that is given."""
+    """Tensors for the gradients of queries, and of keys and values: `into` if it is given."""
     dq = None if into is None else into[0]
     d_keys = k.new_empty((k.shape[0], 2, *k.shape[1:])) if into is None else into[1]
     if value_dim is not None and value_dim < k.shape[2]:
@@ -427,7 +427,7 @@ class VarlenKernel(FlashTiles):
     ) -> Gradients:
         """See `Kernel`."""
         given = (d_out, q, k, v, out, lse, *_spans(call), 0.0, call.window == (-1, 0))
-        # The state of a dropout that is not there.
+        # A random state of dropout, which is not used.
         nothing = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(*given, *nothing, scale=self.scale, **_window(call))
         if into is None:
@@ -564,7 +564,7 @@ class FlashAttention4:
         return dq, d_keys
 
     def _options(self, call: Call) -> dict[str, Any]:
-        """Its windows are None where they are open, and as they are said to be where they are wider than a span."""
+        """Window sides are None if they are open, and unchanged if they are wider than a span."""
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_k")
         given = {name: getattr(call, name) for name in names} | {"max_seqlen_q": longest_queries(call)}
         causal = call.window == (-1, 0)
@@ -574,7 +574,7 @@ class FlashAttention4:
 
 @functools.cache
 def _flash_attn_2() -> Any:
-    """The module of flash-attn 2, or None. Its package alone proves nothing: flash-attn 4 installs one without it."""
+    """The module of flash-attn 2, or None. Its package may be installed without it, by flash-attn 4."""
     return _installed(FLASH_ATTN_2)
 
 
@@ -595,7 +595,7 @@ def _flash_attn_4() -> Any:
 def _installed(module: str) -> Any:
     try:
         return importlib.import_module(module)
-    except Exception:  # missing, or built for another torch, or of another compiler
+    except Exception:  # missing, or built for another torch or compiler
         return None
 
 
@@ -613,13 +613,13 @@ def choose(
     """The kernel for these tensors.
 
     `value_dim` is the width of values, that of `q` if None; the widest call has `more` channels. `alibi_aligned` says
-    that every span's last query stands at its last key, so that a flash kernel measures true distances. "auto" prefers
-    flash-attn 3 (on Hopper), flash-attn 4 (Hopper, Blackwell), flash-attn 2, torch's varlen kernels. On the CPU it
-    takes torch's flash attention for that. It takes the reference kernel for float32 and float64 on a GPU, and for
-    ALiBi and softcap where no flash kernel has them.
+    that every span's last query is at its last key, so that a flash kernel uses true distances. "auto" prefers
+    flash-attn 3 (on Hopper), flash-attn 4 (Hopper, Blackwell), flash-attn 2, then torch's varlen kernels, and on a CPU
+    torch's flash attention for it. It takes the reference kernel for float32 and float64 on a GPU, and for ALiBi and
+    softcap if no flash kernel supports them.
 
     Raises:
-        WlbError: there is no such kernel, it is not installed, or has not what was asked for.
+        WlbError: there is no such kernel, it is not installed, or it does not support the options.
     """
     if name not in get_args(KernelName):
         raise error("kernel", f"= {name!r}: must be one of {', '.join(get_args(KernelName))}", value=name)
@@ -670,7 +670,7 @@ def is_prepared_in_buckets(device: torch.device) -> bool:
 
 
 def value_width(kernel: Kernel, q: Tensor, value_dim: int, more: int = 0) -> int:
-    """The width at which a chosen kernel computes values: theirs, or that of heads, to which they are then padded."""
+    """The width at which a chosen kernel computes values: their own, or that of heads, to which they are padded."""
     if value_dim == q.shape[2]:
         return value_dim
     head_dim, _ = widths = _widths(q, value_dim, more)
@@ -678,7 +678,7 @@ def value_width(kernel: Kernel, q: Tensor, value_dim: int, more: int = 0) -> int
 
 
 def _widths(q: Tensor, value_dim: int | None, more: int) -> tuple[int, int]:
-    """Of heads and values in the widest call. Heads are as wide as values at least."""
+    """Widths of heads and values in the widest call. Heads are at least as wide as values."""
     value_dim = q.shape[2] if value_dim is None else value_dim
     return max(q.shape[2], value_dim) + more, value_dim + more
 
@@ -689,7 +689,7 @@ def _generation(q: Tensor) -> int:
 
 
 def _flash_attn(generation: int) -> list[type[FlashAttention2 | FlashAttention3 | FlashAttention4]]:
-    """Those of flash-attn's kernels that are installed and for this GPU, the fastest first."""
+    """The installed kernels of flash-attn that this GPU supports, the fastest first."""
     found: list[type[FlashAttention2 | FlashAttention3 | FlashAttention4]] = []
     if generation == 9 and _flash_attn_3() is not None:
         found.append(FlashAttention3)
@@ -707,7 +707,7 @@ def _lacks(
     alibi_slopes: Tensor | None,
     alibi_aligned: bool,
 ) -> str | None:
-    """What a kernel of flash-attn has not that is asked for, or None."""
+    """What a kernel of flash-attn lacks for the options, or None."""
     if alibi_slopes is not None:
         if kind is not FlashAttention2:
             return "has no ALiBi"

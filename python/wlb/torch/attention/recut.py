@@ -1,9 +1,9 @@
-"""From one cut of a micro-batch to another, between layers: attention is even under one, neighbours meet under another.
+"""Moves tokens between two cuts of a micro-batch, so that attention is even and neighbours meet in other layers.
 
-Convolutions and recurrent states run along a document: a rank that holds one run of the packed sequence
-(``wlb.shard(..., strategy="contiguous")``) needs little of the rank before it. Attention under that cut would be
-uneven. A model with both kinds of layers moves its hidden states from one cut to the other, each token once; what a
-convolution needs of the rank before is its halo.
+Convolutions and recurrent states run along a document: a rank with one run of the packed sequence (``wlb.shard(...,
+strategy="contiguous")``) needs little from the rank before it. But attention would be uneven with that cut. A model
+with both kinds of layers moves its hidden states from one cut to the other, each token once; the tokens that a
+convolution needs from the rank before are its halo.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def recut(x: Tensor, before: wlb.Shard, after: wlb.Shard, *, group: dist.Process
         x = x + recurrent(x, runs.rank(cp_rank))
         x = recut(x, runs, even, group=group)
 
-    What crosses the border of two ranks inside a document: the last tokens before it, for a convolution, are
-    `halo`; a state the layer passes on itself: `runs.rank(r).position_ids` begin above 0 where a rank goes on
-    with the document of the one before it.
+    Inside a document that two ranks share, a convolution needs the last tokens of the rank before: use `halo`. A layer
+    passes on a state by itself: `runs.rank(r).position_ids` begin above 0 if a rank continues the document of the one
+    before it.
 
     Args:
         x: `[tokens, ...]`, row `i` being token `before.rank(r).token_indices[i]`, where `r` is this rank in `group`.
@@ -73,7 +73,7 @@ def recut(x: Tensor, before: wlb.Shard, after: wlb.Shard, *, group: dist.Process
         `[tokens, ...]`, row `i` being token `after.rank(r).token_indices[i]`.
 
     Raises:
-        WlbError: the shards are of other documents or numbers of ranks, the group has another size, or `x` another
+        WlbError: the shards are of other documents or numbers of ranks, the group has another size, or `x` has another
             number of tokens.
 
     Complexity:
@@ -99,7 +99,7 @@ def recut(x: Tensor, before: wlb.Shard, after: wlb.Shard, *, group: dist.Process
 
 @dataclass(frozen=True)
 class HaloRoute:
-    """Tokens that one rank sends to later ranks, and gets from earlier ranks."""
+    """Tokens that one rank sends to later ranks and receives from earlier ranks."""
 
     sent: Tensor  # int32: its rows, by destination
     sent_rows: list[int]  # how many to each rank
@@ -111,7 +111,7 @@ class HaloRoute:
         """The route of `rank`; tensors on the host.
 
         Raises:
-            WlbError: A rank holds something else than one run of the packed sequence, in the order of the ranks.
+            WlbError: Some rank does not have exactly one run of the packed sequence, in the order of the ranks.
         """
         runs: list[tuple[int, int]] = []
         end = 0
@@ -176,9 +176,9 @@ class _Halo(torch.autograd.Function):
 
 @not_compiled
 def halo(x: Tensor, shard: wlb.Shard, *, tokens: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The tokens before this rank's first one that a causal convolution sees of its document. Differentiable.
+    """The tokens before this rank's first one that a causal convolution needs from its document. Differentiable.
 
-    All ranks of the group have to call it, and run its backward. For a kernel of `width` taps::
+    All ranks of the group have to call it and run its backward pass. For a kernel of `width` taps::
 
         runs = wlb.shard(lengths, cp_size=cp_size, strategy="contiguous")
         x = recut(x, even, runs, group=group)

@@ -1,9 +1,9 @@
-"""Data: which documents a rank trains in every step, and the tensors they become.
+"""Chooses the documents that a rank trains in every step, and makes tensors of them.
 
-Known lengths: `BalancedBatchSampler` in a `DataLoader`, read by `StepLoader`; `balanced_loader` makes all three. A
-stream without an index: `BalancedStream`. Both plan with a `wlb.Packer` and give a `Step` at a time. Every step brings
-the state to save once it is trained, which holds documents, so that a run goes on exactly there, on another number of
-ranks or workers too; a `Ledger` keeps what was trained.
+For known lengths: `BalancedBatchSampler` in a `DataLoader`, read by `StepLoader`; `balanced_loader` makes all three.
+For a stream without an index: `BalancedStream`. Both plan with a `wlb.Packer` and yield one `Step` after the other.
+Each step has the state to save once it is trained. It holds documents, so a run resumes exactly after that step, also
+on another number of ranks or workers. A `Ledger` records what was trained.
 """
 
 from wlb.torch.data.batch import IGNORE, PackedBatch

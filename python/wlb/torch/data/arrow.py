@@ -1,4 +1,4 @@
-"""Hugging Face's data sets read from their Arrow tables: no list of Python integers is made for any token."""
+"""Reads Hugging Face's data sets from their Arrow tables, without making Python integers of tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ArrowRows:
     """Reads rows of a data set as arrays.
 
     Attributes:
-        tables: The data set, with the columns that are read alone, giving tables.
+        tables: The data set with only the columns that are read, in the format of tables.
 
     Complexity:
         One query, and a copy of the rows asked for.
@@ -29,7 +29,7 @@ class ArrowRows:
 
     @classmethod
     def of(cls, dataset: Any, reader: RowReader, argument: str) -> ArrowRows | None:
-        """The rows of a data set of Arrow tables; None for any other data set.
+        """The rows of a data set of Arrow tables; None for other data sets.
 
         Raises:
             wlb.WlbError: The data set has a column that `reader` refuses.
@@ -52,10 +52,10 @@ class ArrowRows:
         return [{name: arrays[at] for name, arrays in columns.items()} for at in range(len(numbers))]
 
     def sequence_lengths(self) -> list[NDArray[np.int64]] | None:
-        """int64 [documents] of each row, the tokens of its documents; None where every row is a document.
+        """int64 [documents] of each row, the tokens of its documents; None if every row is one document.
 
         Raises:
-            wlb.WlbError: Some row has none.
+            wlb.WlbError: Some rows have none.
         """
         if "seq_lengths" not in self.tables.column_names:
             return None
@@ -67,9 +67,9 @@ class ArrowRows:
 
 
 def arrow_lengths(dataset: Any) -> NDArray[np.int64] | None:
-    """int64 [rows], tokens of each without padding, without making documents; None of what is no such data set.
+    """int64 [rows], tokens of each without padding, without making documents; None for other data sets.
 
-    Padding is where an `attention_mask` is 0: that column is read if there is one.
+    Tokens with 0 in `attention_mask`, if there is such a column, are padding.
     """
     if not _is_tables(dataset):
         return None
@@ -85,7 +85,7 @@ def arrow_lengths(dataset: Any) -> NDArray[np.int64] | None:
 
 
 def _is_tables(dataset: Any) -> bool:
-    """Whether it is a `Dataset` with documents, and no function of the user's own makes them as they are read."""
+    """Whether it is a `Dataset` of documents whose rows no function of the user makes when they are read."""
     needed = ("with_format", "column_names", "select_columns", "format", "features")
     if not all(hasattr(dataset, name) for name in needed):
         return False
@@ -93,7 +93,7 @@ def _is_tables(dataset: Any) -> bool:
 
 
 def _is_text(dataset: Any, name: str) -> bool:
-    """Whether a column holds text, or nothing, also inside of lists and structures."""
+    """Whether a column has only text or nothing, also inside lists and structures."""
     kinds = import_module("pyarrow.types")
 
     def text(kind: Any) -> bool:
@@ -115,7 +115,7 @@ def _holds_integers(dataset: Any, name: str) -> bool:
 
 
 def _arrays(column: Any) -> list[Any]:
-    """Each document of a column, where its tokens lie in memory; what has gaps is read item by item."""
+    """Each document of a column as a view of its memory; a column with gaps is read item by item."""
     arrays: list[Any] = []
     # Scattered documents would be one chunk each, which is slower than one copy.
     for chunk in [column.combine_chunks()] if column.num_chunks > 1 and not column.null_count else column.chunks:

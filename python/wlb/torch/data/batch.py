@@ -1,4 +1,4 @@
-"""One micro-batch as one context-parallel rank sees it."""
+"""A micro-batch on one context-parallel rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wlb._errors import error
 from wlb._shown import explained
 
 IGNORE: Final = -100
-"""The label of a token that predicts nothing; what `torch.nn.functional.cross_entropy` ignores by default."""
+"""The label of a token that predicts nothing; `torch.nn.functional.cross_entropy` ignores it by default."""
 
 WEIGHTS: Final = "loss_weights"
 """The column of weights of losses, float [tokens]."""
@@ -29,28 +29,28 @@ AHEAD: Final = "labels_ahead"
 @explained
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """The tokens of one micro-batch that lie on one context-parallel rank, in the order of `shard.rank(cp_rank)`.
+    """The tokens of one micro-batch on one context-parallel rank, in the order of `shard.rank(cp_rank)`.
 
     Attributes:
         tokens: int64 [tokens_of_this_rank].
         labels: int64 [tokens_of_this_rank]: the token that follows in the document, IGNORE at its end.
-        position_ids: int64 [tokens_of_this_rank], from 0 in every document, and in every piece of a cut one. Where a
-            document brings its own (`own_positions`), those: int64 [..., tokens_of_this_rank], such as [3, tokens] of
+        position_ids: int64 [tokens_of_this_rank], from 0 in every document, and in every piece of a cut one. If a
+            document has its own (`own_positions`), those: int64 [..., tokens_of_this_rank], such as [3, tokens] of
             mRoPE.
         cu_seqlens: int32 [documents + 1], of the whole packed sequence, on all ranks; padding is a document. With
-            `max_documents` it has that and 2 entries, whatever the documents: the last ones repeat the end.
-        max_seqlen: The longest document, in tokens, padding included; 0 without documents.
-        shard: How the packed sequence lies on all context-parallel ranks.
+            `max_documents` it always has that and 2 entries, of which the last ones repeat the end.
+        max_seqlen: Tokens of the longest document, also of padding; 0 without documents.
+        shard: The places of the packed sequence's tokens on all context-parallel ranks.
         cp_rank: The rank whose tokens these are.
         document_ids: int64 [documents], in packed order, without the padding.
         num_valid_tokens: Labels that are not IGNORE, on all context-parallel ranks together.
-        cp_first_rank: First rank of its context-parallel group among the data x context ranks, where the plan chose a
+        cp_first_rank: First rank of its context-parallel group among the data x context ranks, if the plan chose a
             group for this micro-batch (`ContextParallelGroups.of` finds it); None: the group is that of the mesh.
         columns: Further values of each token by name, [..., tokens_of_this_rank]. "loss_weights", float
-            [tokens_of_this_rank]: by what the loss of each label is multiplied. "labels_ahead", int64
-            [k - 1, tokens_of_this_rank]: row j has the label j + 2 ahead in the document, IGNORE behind its end. And
-            the columns that the loader was asked to carry. Padding has weight 0, no labels, and 0 in other columns.
-        own_positions: Whether documents brought `position_ids` of their own.
+            [tokens_of_this_rank]: factors of the loss of each label. "labels_ahead", int64 [k - 1,
+            tokens_of_this_rank]: row j has the label j + 2 ahead in the document, IGNORE behind its end. And the
+            columns that the loader was asked to carry. Padding has weight 0, no labels, and 0 in other columns.
+        own_positions: Whether documents have `position_ids` of their own.
     """
 
     tokens: Tensor
@@ -84,10 +84,10 @@ class PackedBatch:
     ) -> PackedBatch:
         """Makes a batch from the tokens of this rank; all other tensors are made from `shard`.
 
-        Position ids of the documents' own may be among `columns`, or `position_ids` with `own_positions`.
+        The documents' own position ids may be in `columns`, or in `position_ids` with `own_positions`.
 
-        A document of the shard beyond `document_ids` is padding: its positions begin anew as often as those of the
-        longest document do, so that they stay in any context.
+        A document of the shard beyond `document_ids` is padding: its positions begin again from 0 whenever they would
+        exceed those of the longest document, so that they stay in any context.
         """
         device = tokens.device
         columns = dict(columns or {})
@@ -121,9 +121,9 @@ class PackedBatch:
 
     @property
     def num_padding(self) -> int:
-        """Tokens at the end of the packed sequence that fill it up, on all context-parallel ranks together.
+        """Tokens of padding at the end of the packed sequence, on all context-parallel ranks together.
 
-        They are a document of their own, which none sees, and predict nothing.
+        They are a document of their own, which no other token sees, and predict nothing.
         """
         return int(self.shard.lengths[-1]) if self.shard.lengths.size > self.document_ids.numel() else 0
 
@@ -131,8 +131,8 @@ class PackedBatch:
     def real(self) -> Tensor:
         """Mask of the tokens of documents: bool [tokens_of_this_rank], False for padding.
 
-        For what counts tokens: routers of mixtures of experts, and losses over positions. Many take the inverse as a
-        `padding_mask`.
+        Needed by everything that counts tokens: routers of mixtures of experts, and losses over positions. Many take
+        the inverse as a `padding_mask`.
 
             >>> import wlb.torch as wt
             >>> wt.collate([[5, 6, 7]], multiple_of_tokens=4).real.tolist()
@@ -145,11 +145,11 @@ class PackedBatch:
         return torch.from_numpy(indices < end).to(self.tokens.device)
 
     def check_columns(self, taken: Collection[str], taker: str) -> None:
-        """Refuses what documents bring and `taker` has no place for: it would be dropped without a word.
+        """Refuses columns of documents that `taker` does not use and would drop silently.
 
         Args:
-            taken: What it takes, of "position_ids" and the names of `columns`.
-            taker: What it is called in the error.
+            taken: The columns that it uses, among "position_ids" and the names of `columns`.
+            taker: Its name in the error.
 
         Raises:
             wlb.WlbError: Naming the column.
@@ -172,26 +172,27 @@ class PackedBatch:
     def as_hf(self, *, plain: bool = False) -> dict[str, Any]:
         """One row of documents as Hugging Face's causal models take it: `model(**batch.as_hf())`.
 
-        The models shift labels themselves, so `labels` are not shifted here, and the first of each document is IGNORE:
-        no document predicts the next. What the last token of a piece predicts stands in `shift_labels` alone, which
-        losses take as they are. An empty micro-batch becomes one token that no loss counts: legal in every model.
+        These models shift labels themselves, so `labels` are not shifted here, and the first label of each document is
+        IGNORE, because no document predicts the next one. The label of the last token of a piece is only in
+        `shift_labels`, which losses take as they are. An empty micro-batch becomes one token that no loss counts, which
+        every model can run.
 
         Args:
-            plain: Only what every causal model takes. For models without `**kwargs`; what the last tokens of pieces
-                predict is then not learnt.
+            plain: Return only what every causal model takes, for models without `**kwargs`. The label after a piece is
+                then not learnt.
 
         Returns:
-            `input_ids`, `position_ids` (from 0 in every document), `labels`: int64 [1, tokens]; `use_cache` False, or
-            attention would see other documents. Unless `plain` also `shift_labels`, int64 [1, tokens], and what flash
-            attention wants: `cu_seq_lens_q`, `cu_seq_lens_k`, int32 [documents + 1]; `max_length_q`, `max_length_k`.
-            Documents' own position ids of several rows come as int64 [1 + rows, 1, tokens]: before them a row that
-            counts from 0 in every document, in which models with mRoPE find the documents. Further columns are
-            [1, ..., tokens].
+            `input_ids`, `position_ids` (from 0 in every document), `labels`: int64 [1, tokens]; `use_cache` False,
+            without which attention would see other documents. Unless `plain` also `shift_labels`, int64 [1, tokens],
+            and arguments of flash attention: `cu_seq_lens_q`, `cu_seq_lens_k`, int32 [documents + 1]; `max_length_q`,
+            `max_length_k`. If documents have several rows of position ids, these are int64 [1 + rows, 1, tokens]: the
+            first row counts from 0 in every document, by which models with mRoPE find the documents. Further columns
+            are [1, ..., tokens].
 
         Raises:
-            wlb.WlbError: It is a part of a micro-batch, that of one context-parallel rank. Documents bring weights,
-                which these models' losses do not take; or position ids of one row in which the borders of documents
-                cannot be found.
+            wlb.WlbError: It is only one context-parallel rank's part of a micro-batch. Documents have weights, which
+                these models' losses do not take; or one row of position ids in which the borders of documents cannot be
+                found.
         """
         if self.cp_size > 1:
             message = f"is rank {self.cp_rank}'s part of {self.cp_size}: these models take whole documents, cp_size=1"
@@ -300,9 +301,9 @@ def _from_rows(
 
 
 def shared_rows(count: int, tokens: int) -> Tensor:
-    """Memory for int64 [count, tokens] of a batch: in a worker of a `DataLoader` it is shared with the trainer.
+    """Memory for int64 [count, tokens] of a batch. In a worker of a `DataLoader` it is shared with the trainer.
 
-    So the batch is not copied when it is handed over. torch's own `default_collate` does the same.
+    So the batch is not copied between the processes, as by torch's own `default_collate`.
     """
     if get_worker_info() is None or not tokens:
         return torch.empty((count, tokens), dtype=torch.int64)
@@ -311,7 +312,7 @@ def shared_rows(count: int, tokens: int) -> Tensor:
 
 
 def together(rows: Sequence[Tensor]) -> Tensor:
-    """Rows [tokens] as one tensor [rows, tokens]: a view if one memory has nothing but these, one after the other."""
+    """Rows [tokens] as one tensor [rows, tokens]: a view if they are all of one memory, in order."""
     first, size = rows[0], rows[0].numel()
     memory = first.untyped_storage()
     one = memory.nbytes() == len(rows) * size * first.element_size() and all(
@@ -326,7 +327,7 @@ def count_positions(
 ) -> NDArray[np.bool_] | None:
     """Writes the position of each of a rank's tokens in its document.
 
-    What is behind so many documents is padding: it counts anew as often as the longest document does.
+    Tokens after the first `documents` documents are padding, whose positions stay below the longest document's length.
 
     Returns:
         bool [tokens]: which tokens are padding; None without padding.
@@ -342,7 +343,7 @@ def count_positions(
 def cumulative(lengths: NDArray[Any], size: int | None = None) -> NDArray[np.int32]:
     """int32 [documents + 1]: where each document begins in the packed sequence, and where the last one ends.
 
-    Of `size` entries, if that is given: documents without tokens at the end make up for it.
+    With `size`, it has that many entries: empty documents follow at the end.
     """
     result = np.zeros(lengths.size + 1 if size is None else size, np.int32)
     np.cumsum(lengths, out=result[1 : lengths.size + 1])

@@ -1,4 +1,4 @@
-"""Documents of one micro-batch become tensors."""
+"""Makes tensors of the documents of one micro-batch."""
 
 from __future__ import annotations
 
@@ -44,40 +44,40 @@ def collate(
 ) -> PackedBatch:
     """Packs documents one after the other and keeps what this context-parallel rank computes.
 
-    Labels are shifted in the whole sequence, before it is sharded: every token predicts the one that follows it in its
-    document, wherever that lies, and the last one predicts nothing. The last token of a *piece* predicts the first of
-    the next piece (`Document.next_token`): a cut shortens what a token sees and drops no prediction. Tokens that are
-    not to be learnt (`Document.labels`) are seen, and weigh in the plan, like all others.
+    Labels are shifted in the whole sequence before it is sharded: every token predicts the next one of its document, on
+    whatever rank that is, and the last one predicts nothing. The last token of a *piece* predicts the first of the next
+    piece (`Document.next_token`), so a cut changes only what tokens see. Tokens that are not to be learnt
+    (`Document.labels`) are seen, and count in the plan, like all others.
 
-    As the `collate_fn` of a `DataLoader`: `functools.partial(collate, cp_rank=..., cp_size=...)`.
+    Use it as the `collate_fn` of a `DataLoader`: `functools.partial(collate, cp_rank=..., cp_size=...)`.
 
     Args:
-        documents: Each a `Document`; or bare token ids: array, tensor, bytes or sequence of integers, [n], n >= 1; or a
-            mapping with `"input_ids"`, and maybe `"labels"` and other columns (`wlb.torch.RowReader` says what
-            they mean). None at all is legal: the batch is empty.
+        documents: Each is a `Document`; or bare token ids: array, tensor, bytes or sequence of integers, [n], n >= 1;
+            or a mapping with `"input_ids"`, and maybe `"labels"` and other columns (`wlb.torch.RowReader` says what
+            they mean). May be empty; the batch is then empty.
         cp_rank: This rank in the context-parallel group.
         cp_size: Ranks of that group.
         strategy: As in `wlb.shard`.
         causal: As in `wlb.shard`. Labels are those of next-token prediction either way.
-        document_ids: int64 [documents], instead of those that the documents bring; rows bring their index here.
-        multiple_of_tokens: Filled up to a multiple of so many tokens, on all context-parallel ranks together; as the
-            packer has it, which counts the padding. The padding is a document of its own with token 0, positions that
-            begin anew and no labels.
-        token_buckets: Filled up to the first of these sizes, ascending; as the packer has them.
-        max_documents: `cu_seqlens` has this and 2 entries (the padding's too), as a captured step wants it.
-        columns: Names of further columns of rows that are carried, as `PackedBatch.columns`. Give them here too where
-            the documents were read with them, so that a batch without documents has them: of 0 tokens.
+        document_ids: int64 [documents], instead of those in the documents; by default rows have their index here.
+        multiple_of_tokens: Pads to a multiple of this number of tokens, on all context-parallel ranks together. Give
+            the same to the packer, which counts the padding. The padding is a document of its own with token 0,
+            positions from 0 and no labels.
+        token_buckets: Pads to the first of these sizes that is large enough, ascending; as in the packer.
+        max_documents: `cu_seqlens` has this and 2 entries (with padding's), as CUDA graphs need.
+        columns: Names of further columns of rows to carry, as `PackedBatch.columns`. If the documents were read with
+            columns, give these here too, so that an empty batch also has them.
         labels_ahead: How many tokens ahead every token predicts, for multi-token prediction. Above 1 the batch has
             `columns["labels_ahead"]`, int64 [labels_ahead - 1, tokens]: in row j the label j + 2 ahead in the document,
-            on whatever rank that token lies. A roll of each rank's labels is wrong wherever documents or ranks meet.
+            on whatever rank that token is. To roll each rank's labels would be wrong where documents or ranks meet.
         **sharding: Further arguments of `wlb.shard`: `max_imbalance`, `kernel_model` and `cp_seconds_per_key` for
             "adaptive", ...
 
     Returns:
-        The batch; its tensors lie in ordinary memory of the CPU.
+        The batch, in ordinary memory of the CPU.
 
     Raises:
-        wlb.WlbError: An argument makes no sense; it names the document.
+        wlb.WlbError: An argument is invalid; names the document.
 
     Complexity:
         O(documents), and one copy of the tokens and columns of this rank.
@@ -148,7 +148,7 @@ def held_runs(held: wlb.RankShard) -> list[Run]:
 
 
 def whole_runs(documents: Sequence[Document]) -> list[Run]:
-    """Documents of arrays one after the other."""
+    """Runs of whole documents, one after the other."""
     return [(number, 0, document.tokens.size) for number, document in enumerate(documents)]
 
 
@@ -157,7 +157,7 @@ def packed(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Tokens of runs of documents of arrays, and what each predicts: int64 [tokens] both.
 
-    By default all documents one after the other; a run of document `len(documents)` is padding.
+    By default all documents, one after the other; a run of document `len(documents)` is padding.
     """
     runs = whole_runs(documents) if runs is None else runs
     tokens, labels = np.empty((2, sum(end - start for _, start, end in runs)), np.int64)
@@ -186,7 +186,7 @@ def pack(
 
 
 def joined(documents: Sequence[Document], layout: Layout, runs: Sequence[Run] | None = None) -> dict[str, NDArray[Any]]:
-    """Columns of the runs of `packed`, [..., tokens] each; none where a layout has none."""
+    """Columns of the runs of `packed`, [..., tokens] each; empty if the layout is."""
     if not layout or not documents:
         return {}
     runs = whole_runs(documents) if runs is None else runs

@@ -17,7 +17,7 @@ _CHUNK = 1 << 18  # lengths that are checked at a time, so that they fit into a 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The lengths of all documents, checked once; the array itself is neither copied nor changed.
+    """The lengths of all documents, checked once. The array is neither copied nor changed.
 
     Attributes:
         lengths: int [documents], in memory or mapped from a file.
@@ -33,13 +33,12 @@ class Corpus:
 
     @classmethod
     def of(cls, lengths: ArrayLike, *, longest: int | None) -> Corpus:
-        """Reads all lengths once, a block at a time; not even once if they are mapped from a file that is known.
+        """Reads all lengths once, a block at a time; or not at all if they are mapped from a known file.
 
-        Of an array that is mapped read-only, what is found is kept beside its file (`Sidecar` says what is
-        trusted).
+        For an array that is mapped read-only, the result is kept beside its file (`Sidecar` says what is trusted).
 
         Complexity:
-            O(documents), about 10 ns each; where it is known, milliseconds.
+            O(documents), about 10 ns each; milliseconds for a known file.
 
         Raises:
             wlb.WlbError: A length is not positive, or above `longest`, or there is none.
@@ -71,7 +70,7 @@ def _chunk(array: NDArray[Any], first: int) -> NDArray[np.int64]:
 
 
 def _refused(array: NDArray[Any], longest: int | None) -> Exception:
-    """The error for the first length that is not positive, or too long; there is one."""
+    """The error for the first length that is not positive or too long, of which there is one."""
     for first in range(0, array.size, _CHUNK):
         chunk = _chunk(array, first)
         bad = chunk < 1 if longest is None else (chunk < 1) | (chunk > longest)

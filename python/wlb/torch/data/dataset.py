@@ -1,4 +1,4 @@
-"""Data sets of documents, read whole or by the pieces that a plan asks for."""
+"""Data sets of documents, which are read whole or in the pieces of a plan."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from wlb.torch.data.rows import RowIndex, RowReader
 
 
 class Documents(Dataset[Document]):
-    """A map-style data set of token sequences that understands what `BalancedBatchSampler` yields.
+    """A map-style data set of token sequences that takes the indices and pieces of a `BalancedBatchSampler`.
 
-    Rows with `seq_lengths` hold several documents, each of which has a number of its own here.
+    Each document in a row with `seq_lengths` has a number of its own here.
 
     Args:
-        dataset: `dataset[i]` gives row `i`: a one-dimensional array, tensor or sequence of token ids; or a mapping
-            with these as `"input_ids"`, and maybe `"labels"` and other columns (`wlb.torch.RowReader` says what
-            they mean), such as a row of Hugging Face's datasets. Those are read from their Arrow tables as arrays,
-            whatever format they are set to, unless a function of your own (`set_transform`) makes the rows.
-        columns: Names of further columns that are carried.
+        dataset: `dataset[i]` gives row `i`: a one-dimensional array, tensor or sequence of token ids; or a mapping with
+            these as `"input_ids"`, and maybe `"labels"` and other columns (`wlb.torch.RowReader` says what they mean),
+            such as a row of Hugging Face's datasets. Those are read from their Arrow tables as arrays, whatever format
+            they are set to, unless a function of your own (`set_transform`) makes the rows.
+        columns: Names of further columns to carry.
         labels_ahead: How many tokens ahead every token predicts (`collate`).
-        argument: What a user calls `dataset`, in errors.
+        argument: Name of `dataset` in errors.
 
     Raises:
-        wlb.WlbError: `columns` or `labels_ahead` make no sense. When a row is read: as `wlb.torch.RowReader`.
+        wlb.WlbError: `columns` or `labels_ahead` are invalid. When a row is read: as `wlb.torch.RowReader`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Documents(Dataset[Document]):
         self._indexed = False
 
     def check(self) -> None:
-        """Reads the first row, whose columns are most likely those of all: a run fails before it begins.
+        """Reads the first row, whose columns are most likely those of all, so that a run fails before it begins.
 
         Raises:
             wlb.WlbError: As `wlb.torch.RowReader`.
@@ -53,9 +53,9 @@ class Documents(Dataset[Document]):
             self[0]
 
     def lengths(self) -> NDArray[np.int64]:
-        """int64 [documents], tokens of each. Those in Arrow tables are not read for it, others once.
+        """int64 [documents], tokens of each. Documents in Arrow tables are not read for it; others are read once.
 
-        Where Arrow tables have an `attention_mask`, it is read: padding is not counted.
+        If Arrow tables have an `attention_mask`, it is read, and padding is not counted.
         """
         index = self._documents_of_rows()
         if index is not None:
@@ -73,14 +73,14 @@ class Documents(Dataset[Document]):
         """The document, or the piece of it.
 
         Raises:
-            wlb.WlbError: The document ends before the piece does: its length in the plan is not the data set's. Or it
-                has not as many labels as tokens, or as `wlb.torch.RowReader`.
+            wlb.WlbError: The document ends before the piece does, so the plan had another length. Or it has not as many
+                labels as tokens, or as `wlb.torch.RowReader`.
         """
         [row] = self._rows_of([index])
         return self._made(self.dataset[row] if self._rows is None else self._rows([row])[0], index)
 
     def __getitems__(self, indices: list[int | Piece]) -> list[Document]:
-        """The documents of a micro-batch, read at once if the data set can; `DataLoader` calls it."""
+        """The documents of a micro-batch, read at once if the data set supports it; `DataLoader` calls this."""
         together = self._rows or getattr(self.dataset, "__getitems__", None)
         if together is None:
             return [self[index] for index in indices]
@@ -89,13 +89,13 @@ class Documents(Dataset[Document]):
         return [self._made(row, index) for row, index in zip(rows, indices, strict=True)]
 
     def _rows_of(self, indices: Sequence[int | Piece]) -> list[int]:
-        """In which rows documents lie."""
+        """The rows that have these documents."""
         numbers = [index.document if isinstance(index, Piece) else index for index in indices]
         found = self._documents_of_rows()
         return numbers if found is None else [int(found.rows[number]) for number in numbers]
 
     def _documents_of_rows(self) -> RowIndex | None:
-        """Index of documents by row; None where every row is one document."""
+        """Index of documents by row; None if every row is one document."""
         if not self._indexed:
             if self._rows is None:
                 self._index = RowIndex.of_rows(self.dataset, self._argument)
@@ -141,18 +141,18 @@ def measured(
     columns: Sequence[str] = (),
     labels_ahead: int = 1,
 ) -> tuple[Documents, ArrayLike]:
-    """Documents to plan for, and their lengths: as given, or read.
+    """Documents to plan for, and their lengths, given or read.
 
     Args:
         dataset: As `Documents` takes it.
         lengths: int [documents], or None.
-        argument: What a user calls `dataset`.
+        argument: Name of `dataset` in errors.
         columns: As `Documents` takes them.
-        labels_ahead: Likewise.
+        labels_ahead: As `Documents` takes it.
 
     Raises:
-        wlb.WlbError: The data set has no length, as streams have none, or is empty; there are not as many lengths; its
-            first row cannot be read.
+        wlb.WlbError: The data set has no length, like a stream, or is empty; the number of lengths is not that of
+            documents; its first row cannot be read.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         kind = type(dataset).__name__

@@ -1,4 +1,4 @@
-"""Documents on their way from a data set to `collate`: whole, or the piece that the plan asks for."""
+"""Documents between a data set and `collate`: whole ones, or the pieces of a plan."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from wlb.torch.data.batch import AHEAD, IGNORE, WEIGHTS
 
 
 class Piece(NamedTuple):
-    """A part of a document, where the plan cuts one (`oversize="split"` or `"truncate"`).
+    """A part of a document that the plan cuts (`oversize="split"` or `"truncate"`).
 
-    No integer on purpose: a data set that knows nothing of pieces fails instead of giving the whole document.
+    It is not an integer, so that a data set that does not support pieces fails instead of returning the whole document.
     """
 
     document: int
@@ -33,20 +33,19 @@ class Piece(NamedTuple):
 @explained
 @dataclass(frozen=True)
 class Document:
-    """Tokens with their name and what follows them.
+    """Tokens of a document or piece, with its name and what follows.
 
     Attributes:
-        tokens: int[n], anything `collate` takes.
-        id: The document in its data set.
+        tokens: int[n], anything that `collate` takes.
+        id: Number of the document in its data set.
         start: Where `tokens` begins inside the document, in tokens.
-        next_token: The token that follows in the document, None at its end or where it is not to be learnt. It is
-            predicted by the last of `tokens`, so that cutting a document changes what a token sees, but not which
-            tokens are learnt.
-        labels: int[n], not shifted, as Hugging Face has them: what is to be predicted in each token's place, IGNORE
-            where nothing is: in a prompt, say. None: all tokens are.
+        next_token: The token that follows in the document; None at its end, or if it is not to be learnt. The last of
+            `tokens` predicts it, so that a cut changes what tokens see, but not which tokens are learnt.
+        labels: int[n], not shifted, as Hugging Face has them: what is to be predicted at each token's place, IGNORE
+            where nothing is learnt, as in a prompt. None: all tokens are learnt.
         columns: Further values of each token by name, numbers [..., n]: "position_ids", "loss_weights" (float, shifted:
-            by what the loss of each token's prediction is multiplied), "labels_ahead" (see `collate`), and the columns
-            that a loader was asked to carry.
+            factors of the loss of each token's prediction), "labels_ahead" (see `collate`), and the columns that a
+            loader was asked to carry.
     """
 
     tokens: Any
@@ -58,7 +57,7 @@ class Document:
 
 
 def cut(document: Document, start: int, length: int) -> Document:
-    """The piece of `length` tokens from `start` on, with what follows."""
+    """The piece of `length` tokens from `start` on, with the token that follows."""
     end, labels = start + length, document.labels
     predicted = document.tokens if labels is None else labels
     next_token = int(predicted[end]) if end < len(predicted) else document.next_token
@@ -77,7 +76,7 @@ def num_labels(document: Document) -> int:
 
 
 def token_array(tokens: Any, argument: str, index: int) -> NDArray[Any]:
-    """One-dimensional integers, not copied where that can be.
+    """One-dimensional integers, not copied if possible.
 
     Raises:
         wlb.WlbError: `tokens` is something else, or empty, or has a token beyond int64.
@@ -102,7 +101,7 @@ def token_array(tokens: Any, argument: str, index: int) -> NDArray[Any]:
 
 
 def label_array(labels: Any, num_tokens: int, argument: str, index: int) -> NDArray[Any]:
-    """The labels of a document, not copied where that can be.
+    """The labels of a document, not copied if possible.
 
     Raises:
         wlb.WlbError: They are no integers, not as many as tokens, or negative without being IGNORE.
@@ -120,7 +119,7 @@ def label_array(labels: Any, num_tokens: int, argument: str, index: int) -> NDAr
 
 
 def column_array(values: Any, num_tokens: int, argument: str, name: str, index: int) -> NDArray[Any]:
-    """The values of a column, int64 or float [..., tokens]; a single number holds for every token.
+    """The values of a column, int64 or float [..., tokens]; a single number is repeated for every token.
 
     Raises:
         wlb.WlbError: They are no numbers, or not as many as tokens.
@@ -155,7 +154,7 @@ def not_as_many(labels: int, tokens: int, argument: str, index: int) -> wlb.WlbE
 
 
 def integer(value: Any, argument: str, name: str, index: int) -> int:
-    """A number that says something of the document at `index`, as an int.
+    """An integer property of the document at `index`.
 
     Raises:
         wlb.WlbError: It is no integer, below 0, or beyond int64.
@@ -200,7 +199,7 @@ def as_arrays(document: Document, argument: str, index: int) -> Document:
 # --- columns of several documents -------------------------------------------------------------------------------------
 
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
-"""Of each column its name, its type ("i8", "f4" or "f8"), and its shape without the tokens; by name."""
+"""Name, type ("i8", "f4" or "f8") and shape without tokens of each column, in the order of names."""
 
 
 def layout_of(document: Document) -> Layout:
@@ -215,8 +214,8 @@ def common_layout(layouts: Sequence[Layout], argument: str) -> Layout:
     """The columns of all documents of a micro-batch or step.
 
     Raises:
-        wlb.WlbError: Documents have another shape of a column; or one has no column that others have and that no rule
-            makes up for: positions count from 0, weights are 1.
+        wlb.WlbError: A column has different shapes in documents; or a document lacks a column that others have and that
+            has no default. Defaults are positions from 0 and weights of 1.
     """
     if not any(layouts):
         return ()
@@ -238,7 +237,7 @@ def common_layout(layouts: Sequence[Layout], argument: str) -> Layout:
 
 
 def laid_out(document: Document, layout: Layout) -> dict[str, NDArray[Any]]:
-    """The columns of a document of arrays as all documents beside it have them, [..., tokens] each."""
+    """The columns of a document of arrays with those of the layout, [..., tokens] each."""
     size = document.tokens.size
     found = {}
     for name, dtype, shape in layout:
@@ -261,12 +260,12 @@ def filled_up(name: str, values: NDArray[Any], padding: int) -> NDArray[Any]:
 
 
 def num_rows(layout: Layout) -> int:
-    """Numbers that the columns have for a token."""
+    """Number of values that the columns have for each token."""
     return sum(math.prod(shape) for *_, shape in layout)
 
 
 def as_bits(columns: Mapping[str, NDArray[Any]]) -> list[NDArray[np.int64]]:
-    """Columns as they travel between ranks: int64 [rows, tokens] each, floats bit by bit."""
+    """Columns in the form in which they are sent: int64 [rows, tokens] each, floats bit by bit."""
     found = []
     for values in columns.values():
         rows = values.reshape(-1, values.shape[-1])
@@ -275,7 +274,7 @@ def as_bits(columns: Mapping[str, NDArray[Any]]) -> list[NDArray[np.int64]]:
 
 
 def of_bits(rows: NDArray[np.int64], layout: Layout) -> dict[str, NDArray[Any]]:
-    """Columns of what arrived, int64 [rows, tokens] of all of them."""
+    """Columns from their sent form, int64 [rows, tokens] of all of them."""
     found, at = {}, 0
     for name, dtype, shape in layout:
         part = np.ascontiguousarray(rows[at : (at := at + math.prod(shape))])

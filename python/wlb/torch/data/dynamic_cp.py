@@ -54,19 +54,19 @@ class DynamicCpStep(Generic[T]):
     Attributes:
         number: Global steps before this one, since the run began.
         plan: Of the whole step, the same on every rank. Its documents are numbered in the order of their ids.
-        micro_batches: This rank's part of each, in the order of the plan: as many on every rank, another number in
-            every step. One without documents for this rank has 0 tokens, and has to be run like the others.
-        num_valid_tokens: Labels that count in the whole step, each once however many ranks share its document: what
-            `token_normalized_loss` divides by. The same on every rank; 0 means that there is nothing to train, and
-            that no rank's optimizer is to step.
-        planning_seconds: What the plan took, in the background.
-        stall_seconds: How long this rank waited for the step: what of reading, planning and moving was not hidden
-            behind the step before.
-        epoch: Which pass over the documents it belongs to, if `batches` gives a `Step`; else 0.
-        pieces: The documents of groups of which this rank is the first, by the ids of the packer that let them go: each
-            is on one rank's list. None if `batches` does not give a `Step`: their ids may come again.
-        snapshot: Where the loader stands after it: `state`, and its digest.
-        rank: This rank, of the data x context ranks.
+        micro_batches: This rank's part of each, in the order of the plan: equally many on all ranks, another number in
+            every step. Without documents for this rank one has 0 tokens, and has to be run like the others.
+        num_valid_tokens: Labels of the whole step that count, each once, however many ranks share its document:
+            `token_normalized_loss` divides by it. The same on every rank. 0 means that there is nothing to train, and
+            that no rank's optimizer may step.
+        planning_seconds: Time of planning, in the background.
+        stall_seconds: Time for which this rank waited for the step, because reading, planning and moving took longer
+            than the step before.
+        epoch: Pass over the documents to which it belongs, if `batches` yields `Step`s; else 0.
+        pieces: The documents of groups whose first rank is this one, by the ids of the packer that released them; each
+            is on the list of one rank. None if `batches` does not yield `Step`s, because their ids may come again.
+        snapshot: Position of the loader after it: `state`, and its digest.
+        rank: This rank among the data x context ranks.
     """
 
     number: int
@@ -87,19 +87,19 @@ class DynamicCpStep(Generic[T]):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that share the step: the data x context ranks that it was planned for."""
+        """Ranks that share the step: the data x context ranks for which it was planned."""
         return self.plan.world_size
 
     @property
     def groups(self) -> tuple[wlb.CpGroup, ...]:
-        """The group that this rank is in, and its documents, of each micro-batch."""
+        """This rank's group in each micro-batch, and its documents."""
         return tuple(micro_batch.group_of(self.rank) for micro_batch in self.plan)
 
     @property
     def state(self) -> dict[str, Any]:
         """State to save after this step is trained; a loader that loads it resumes after this step.
 
-        Whatever was read since. As `Step.state`; the same on every rank if that of `batches` is.
+        It does not depend on what was read since. As `Step.state`; the same on every rank if that of `batches` is.
         """
         return written(self.snapshot)
 
@@ -109,12 +109,12 @@ class DynamicCpStep(Generic[T]):
 
 
 class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
-    """An iterator of steps over any iterator of documents: a plan for each, a context-parallel group for each document.
+    """Steps from any iterator of documents: with a plan for each step and a context-parallel group for each document.
 
-    The documents of a step are what all ranks read for it together, each its own share, and knows of no other. Each
-    counts the tokens of its share, only lengths and ids are gathered, every rank makes the same plan, and tokens go
-    straight to the ranks that train them: one that holds an eighth of a document gets that eighth. All this runs in a
-    thread, one step ahead of training, over a process group of its own.
+    All ranks read the documents of a step together, each its own share, without knowing the others'. Each rank counts
+    the tokens of its share, only lengths and ids are gathered, every rank makes the same plan, and tokens go straight
+    to the ranks that train them: a rank with an eighth of a document gets only that eighth. All this runs in a thread,
+    one step ahead of training, over a process group of its own.
 
         loader = DynamicCpLoader(
             DataLoader(Documents(dataset), batch_sampler=my_share_of_each_batch, collate_fn=list, num_workers=2),
@@ -128,47 +128,48 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
                 ...  # attention over groups.of(batch)
 
     **What to iterate.** An item is a list of documents, as `collate` takes them: those of one step that this rank
-    reads, perhaps none. Of a global batch with an index known to all, let rank r of n read `indices[r::n]`. It may also
-    be a `Step`, as a `StepLoader` gives it with `collate_fn=list`: all its documents. So outliers wait in the queues of
-    a `wlb.Packer` first, and what the packer lets go is planned here: make its `num_micro_batches` a multiple of the
-    ranks. What a packer promises of micro-batches (`dp_size`, `max_documents`, padded sizes) would not hold for those
-    that are planned here, and is refused: give sizes to `plan` instead.
+    reads. It may be empty. If all ranks know the index of a global batch, rank r of n may read `indices[r::n]`. An item
+    may also be a `Step`, as a `StepLoader` yields it with `collate_fn=list`, for all its documents. Then outliers wait
+    in the queues of a `wlb.Packer` first, and the documents that it releases are planned here; make its
+    `num_micro_batches` a multiple of the ranks. Settings of the packer about micro-batches (`dp_size`, `max_documents`,
+    padded sizes) would not hold for those planned here, and are refused: give sizes to `plan` instead.
 
-    **Fixed sizes.** With `multiple_of_tokens` or `token_buckets` in `plan`, every rank has so many tokens of every
-    micro-batch. The last document of its group is then padding, as `collate` makes it: token 0, positions that begin
-    anew, no labels. With `max_documents`, `cu_seqlens` has that and 2 entries. Only the number of micro-batches and the
+    **Fixed sizes.** With `multiple_of_tokens` or `token_buckets` in `plan`, every rank has the padded number of tokens
+    in every micro-batch. The last document of its group is then padding, as `collate` makes it: token 0, positions from
+    0, no labels. With `max_documents`, `cu_seqlens` has that and 2 entries. Only the number of micro-batches and the
     sizes of groups still change from step to step: fix the first with `num_micro_batches`, the second with graphs for
     each size.
 
-    A rank whose iterator ends gives nothing while the others go on; when all have ended, so does the iteration. The
-    next one iterates again. A loop that was left goes on in the next one.
+    If a rank's iterator ends, it gives nothing while the others continue. The iteration ends when all have ended, and
+    the next one begins again. A new loop continues where the last one stopped.
 
-    **State.** Every step brings the one to save once it is trained (`DynamicCpStep.state`), whatever was read since. If
-    `batches` has `state_dict` and
-    `load_state_dict`, it holds that of `batches`, and may be loaded wherever that may: a `StepLoader`'s is the same on
-    every rank and does not know how many there are. Otherwise it counts the items read by this rank, which are skipped,
-    and may be loaded by this rank of as many only; should `batches` end before, the next step fails.
+    **State.** Each step has the state to save once it is trained (`DynamicCpStep.state`). If `batches` has `state_dict`
+    and `load_state_dict`, it has the state of `batches`, and may be loaded wherever that may: a `StepLoader`'s is the
+    same on every rank and for any number of ranks. Otherwise it counts the items that this rank read, which are then
+    skipped, and only this rank, of as many, may load it. If `batches` ends before, the next step fails.
 
     Args:
-        batches: See above. Read in a thread, by every rank of the pipeline and tensor-parallel groups alike.
+        batches: See above. Read in a thread, by every rank; ranks that differ only in pipeline stage or tensor-parallel
+            position read the same.
         plan: Makes the plan from int64 [documents], their lengths: `functools.partial(wlb.plan_dynamic_cp, ...)` with
-            the group's size for a world. The same on every rank.
-        costs: What a document costs on one rank, in seconds for the whole model, where its length does not tell: a
-            float array by the ids of documents, of which none is cut; or a function of a document, called once for each
-            of a step, in the thread of the rank that reads it. `plan` is then called with `costs=`, float64
-            [documents], and has no cost model.
+            the group's size as `world_size`. The same on every rank.
+        costs: What a document costs on one rank, in seconds for the whole model, if its length does not tell: a float
+            array by the ids of documents, none of which is cut; or a function of a document, called once for each
+            document in the thread of the rank that reads it. `plan` is then called with `costs=`, float64 [documents],
+            and has no cost model.
         attention_costs: The part of `costs` that is attention; `plan` is called with `attention_costs=`, too.
         group: The data x context ranks: `data_and_context(mesh).get_group()`. None: one process.
-        prepare: Gets every micro-batch in the thread, and gives what the step will hold: to call `prepare_attention`,
-            or `PackedBatch.pin_memory`. The CUDA device is the one in use when the loader was made, if CUDA was.
-        columns: Names of further columns of rows that are carried (`wlb.torch.RowReader` says which are anyway).
+        prepare: Called in the thread with every micro-batch; its result is in the step. Use it for `prepare_attention`,
+            or `PackedBatch.pin_memory`. The CUDA device is that of the moment when the loader was made, if CUDA was
+            used.
+        columns: Names of further columns of rows to carry (`wlb.torch.RowReader` says which are always carried).
         labels_ahead: How many tokens ahead every token predicts (`collate`).
 
     Attributes:
-        tokens_moved: Tokens that came to this rank from others so far.
+        tokens_moved: Tokens that this rank received from others so far.
 
-    Every step is a collective on `group`: its ranks take as many. With a group, making one is a collective of the whole
-    world: every rank makes its own at the same point. Close it before the process groups are destroyed.
+    All ranks of `group` communicate for every step, so they take equally many. With a group, all ranks of the world
+    have to make their loaders at the same point. Close it before the process groups are destroyed.
     """
 
     def __init__(
@@ -206,12 +207,12 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         self.tokens_moved = 0
 
     def __next__(self) -> DynamicCpStep[T]:
-        """The next step. A collective, but it only waits for what the ranks' threads do.
+        """The next step. All ranks call this, and each only waits for the threads of all ranks.
 
         Raises:
-            wlb.WlbError: Reading or `prepare` failed on some rank, a document does not fit, or plans differ; on every
-                rank. Or the loader is closed.
-            RuntimeError: A rank ended, or is later than the timeout.
+            wlb.WlbError: On every rank, if reading or `prepare` failed on some rank, a document does not fit, or plans
+                differ. Or the loader is closed.
+            RuntimeError: A rank has ended, or is later than the timeout.
         """
         started = time.perf_counter()
         step = self._steps.take()
@@ -234,12 +235,12 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         return {"documents": None, "tokens": None, "fingerprint": None, "longest": None, "num_epochs": None}
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
-        """Goes on where the saved one stood. No communication; before the first step.
+        """Resumes after the step of the state. Needs no communication; call it before the first step.
 
         Raises:
-            wlb.WlbError: The state was changed after it was saved, or was not saved here, or for a `batches` without
-                state on another rank or number of ranks, or `batches` refuses its part: a `StepLoader` that of another
-                packer configuration, unless `allow_config_change` accepts that.
+            wlb.WlbError: The state was changed after it was saved, or was saved by something else; or `batches` has no
+                state and it is of another rank or number of ranks; or `batches` refuses its part, such as a
+                `StepLoader` that of another packer configuration, unless `allow_config_change` accepts it.
         """
         if self._steps.begun:
             raise error("state", "is loaded after a step; load it into a new loader", value=self._number)
@@ -258,7 +259,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         self._steps.position = self._latest = self._position()
 
     def _reader(self) -> dict[str, int]:
-        """The rank whose item count a state holds; another rank reads other documents."""
+        """The rank whose item count a state has; other ranks read other documents."""
         return {} if self._stateful else {"rank": self._peers.rank, "num_ranks": self._peers.size}
 
     # In the thread.
@@ -354,7 +355,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
             documents, names = self._read_share()
             costs = {name: costs_of(documents, name, of) for name, of in self._costs.items()}
             layout = common_layout([layout_of(document) for document in documents], "batches")
-        except BaseException as cause:  # whatever it is, the other ranks wait for an answer
+        except BaseException as cause:  # of any kind: the other ranks wait for an answer
             failure = cause
         # All fit in int64: `checked` looked.
         named = zip(documents, names, strict=True)
@@ -371,12 +372,12 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         self._peers.agree(parts, failure, step=self._number, argument="batches", what="step or kind of costs")
         costs = {name: np.concatenate([part["costs"][name] for part in parts]) for name in self._costs}
         everyone = [part["rows"] for part in parts]
-        # Every rank asks, so that all fail or none.
+        # Every rank checks this, so that either all fail or none.
         layout = common_layout([part["layout"] for part in parts if part["layout"] is not None], "batches")
         return documents, Table.of(everyone, costs, ended=all(part["ended"] for part in parts)), layout
 
     def _planned(self, table: Table) -> tuple[wlb.DynamicCpPlan, float]:
-        """The plan, once all ranks have it."""
+        """The plan, after all ranks have it."""
         started = time.perf_counter()
         failure: BaseException | None = None
         plan = None
@@ -462,10 +463,10 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
 
 
 def check_source(batches: object) -> None:
-    """Whether all that the packer in front of a loader promises can be kept.
+    """Checks that a loader can keep all settings of the packer before it.
 
     Raises:
-        wlb.WlbError: It plans for ranks, or the shapes of its micro-batches.
+        wlb.WlbError: The packer plans for ranks, or for sizes of micro-batches.
     """
     packer = getattr(batches, "packer", None)
     if not isinstance(packer, wlb.Packer):
@@ -480,10 +481,10 @@ def check_source(batches: object) -> None:
 
 
 def _check_every_document(plan: wlb.DynamicCpPlan, lengths: NDArray[np.int64]) -> None:
-    """Checks that the plan has every document once and whole: what it left out would be lost, yet counted in the loss.
+    """Checks that the plan has every document once and whole; others would be lost but counted in the loss.
 
     Raises:
-        wlb.WlbError: It has not.
+        wlb.WlbError: It does not.
     """
     groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
     ids = np.concatenate([group.document_ids for group in groups])

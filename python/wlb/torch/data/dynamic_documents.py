@@ -1,4 +1,4 @@
-"""The documents of a step of dynamic context parallelism: what each rank tells of those it read, and what they cost."""
+"""The documents of a step of dynamic context parallelism: the data that ranks exchange about them, and their costs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from wlb.torch.data.documents import Document, as_arrays, integer
 from wlb.torch.data.rows import RowReader
 
 Costs = Callable[[Document], Any]
-"""Of a document as its rank reads it."""
+"""Function that returns the costs of a document as its rank reads it."""
 
 
 def checked(row: Document | Any, index: int, reader: RowReader) -> list[Document]:
-    """The documents of a row, with tokens and numbers that all later steps can take: those may not fail on one rank.
+    """The documents of a row, checked so that no later step can fail on only one rank.
 
-    Those of rows get the id -1.
+    Documents of rows get the id -1.
 
     Raises:
-        wlb.WlbError: It has no tokens, labels that do not fit, or a number that is none, below 0, or beyond int64.
+        wlb.WlbError: It has no tokens, labels that do not fit, or a value that is no number, below 0, or beyond int64.
     """
     found = [as_arrays(document, "batches", index) for document in reader.documents(row, index, "batches")]
     if not isinstance(row, Document):
@@ -39,7 +39,7 @@ def checked(row: Document | Any, index: int, reader: RowReader) -> list[Document
 
 
 def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:
-    """A function of a document, of an array that has the costs by their ids.
+    """A function of a document, made from an array of costs by ids if one is given.
 
     Raises:
         wlb.WlbError: It is neither, or a number is negative or not finite, or all costs are 0.
@@ -94,18 +94,18 @@ def costs_of(documents: list[Document], name: str, of_document: Costs) -> NDArra
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The documents of a step, by id and start: who read which does not change the plan.
+    """The documents of a step, by id and start, so that the plan does not depend on which rank read them.
 
     Attributes:
         lengths: int64 [documents], tokens of each.
-        starts: int64 [documents], where each begins in the document that it is a piece of.
-        names: int64 [documents], a packer's ids; -1 where there is none.
-        ids: int64 [documents]; of bare tokens, their place among all that were read for the step.
-        labels: int64 [documents]: how many of its tokens predict what counts.
-        ranks: int64 [documents]: who read it.
-        positions: int64 [documents]: its place among what that rank read.
-        costs: By the planner's name for them, float64 [documents] each.
-        ended: Whether all ranks have come to their end.
+        starts: int64 [documents], first token of each in the document of which it is a piece.
+        names: int64 [documents], a packer's ids; -1 without one.
+        ids: int64 [documents]; for bare tokens, their index among all that were read for the step.
+        labels: int64 [documents]: number of its predictions that count.
+        ranks: int64 [documents]: the rank that read it.
+        positions: int64 [documents]: its index among the documents that this rank read.
+        costs: float64 [documents] each, by the planner's name for them.
+        ended: Whether the iterators of all ranks have ended.
     """
 
     lengths: NDArray[np.int64]

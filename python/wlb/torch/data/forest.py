@@ -1,4 +1,4 @@
-"""Samples of one micro-batch of a forest become tensors, each shared token once."""
+"""Makes tensors of the samples of one micro-batch of a forest, each shared token once."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ Ints = NDArray[np.int64]
 @explained
 @dataclass(frozen=True, eq=False)
 class ForestBatch:
-    """The tokens of one micro-batch of a forest that lie on one context-parallel rank, each shared token once.
+    """The tokens of one micro-batch of a forest on one context-parallel rank, each shared token once.
 
-    An *edge* is a prediction that counts in some sample: from the token before, which lies on this rank, to the token
-    that follows it on a path. A token behind which samples part has several. A loss is computed once an edge, on
-    `hidden[edge_rows]`; what each sample does with it is its own: `to_samples` gives every sample the value of each of
-    its predictions.
+    An *edge* is a prediction that counts in some sample: a token of this rank predicts the token that follows it on a
+    path. A token that different tokens follow has several edges. A loss is computed once for each edge, on
+    `hidden[edge_rows]`. `to_samples` gives every sample the value of each of its predictions, for losses that differ
+    between samples.
 
     Attributes:
         tokens: int64 [tokens_of_this_rank], in the order of `shard.rank(cp_rank)`.
-        position_ids: int64 [tokens_of_this_rank]: tokens before each on its path. Siblings have the same.
-        sample_counts: int64 [tokens_of_this_rank]: in how many samples each token is; 0 for filler. A mean over
-            tokens with these weights, such as a loss of routers, is that of all samples without sharing. With the
-            weights `sample_counts > 0` each shared token counts once.
+        position_ids: int64 [tokens_of_this_rank]: number of tokens before each on its path. Siblings have the same.
+        sample_counts: int64 [tokens_of_this_rank]: number of samples with each token; 0 for padding. A mean over tokens
+            with these weights, such as a loss of routers, is that of all samples without sharing. With the weights
+            `sample_counts > 0` each shared token counts once.
         edge_rows: int64 [edges]: the row of `tokens` that predicts.
         edge_targets: int64 [edges]: the token that it predicts.
-        edge_weights: int64 [edges]: in how many samples that counts, at least 1. For cross-entropy, whose sums add up.
+        edge_weights: int64 [edges]: number of samples in which it counts, at least 1; weights of a cross-entropy.
         sample_edges: int64 [predictions]: edge of each prediction of this rank that counts, sample by sample, in the
             order of tokens.
-        sample_of: int64 [predictions]: whose it is: a place in `sample_ids`.
-        sample_positions: int64 [predictions]: position in its sample of the token that is predicted.
-        sample_ids: int64 [samples], as the plan has them.
-        shard: How the tokens lie on all context-parallel ranks.
+        sample_of: int64 [predictions]: its sample, as an index into `sample_ids`.
+        sample_positions: int64 [predictions]: position in its sample of the predicted token.
+        sample_ids: int64 [samples], as in the plan.
+        shard: The places of the tokens on all context-parallel ranks.
         cp_rank: The rank whose tokens these are.
-        num_valid_tokens: Predictions that count, of all samples and context-parallel ranks together: as many as without
+        num_valid_tokens: Predictions that count, of all samples and context-parallel ranks together, as many as without
             sharing.
     """
 
@@ -80,10 +80,10 @@ class ForestBatch:
 
         Returns:
             [predictions, ...], in the order of `sample_of` and `sample_positions`. On one of several context-parallel
-            ranks only what this one predicts: sums over ranks are those of the micro-batch.
+            ranks only the predictions of this rank: sums over ranks are those of the micro-batch.
 
         Raises:
-            wlb.WlbError: Another number of values than edges.
+            wlb.WlbError: The number of values is not that of edges.
         """
         edges = self.edge_rows.numel()
         if values.ndim < 1 or values.shape[0] != edges:
@@ -105,7 +105,7 @@ class ForestBatch:
         return replace(self, **moved)
 
     def as_hf(self, *, plain: bool = False) -> NoReturn:
-        """Refused: Hugging Face's causal models take a restart of positions for a new document.
+        """Refused, because Hugging Face's causal models take a restart of positions for a new document.
 
         Raises:
             wlb.WlbError: Always.
@@ -125,24 +125,25 @@ def collate_forest(
 ) -> ForestBatch:
     """Packs the samples of a micro-batch, each shared token once, and keeps what this context-parallel rank computes.
 
-    Every token predicts the one that follows it in its sample; where samples part it predicts several. Which
-    predictions count is each sample's own (`Document.labels`).
+    Every token predicts the next one of its sample; if different tokens follow in different samples, it predicts each
+    of them. Each sample says which predictions count (`Document.labels`).
 
     Args:
-        samples: Those of the micro-batch, in the order of its `sample_ids`: each a `Document`, bare token ids, or a
+        samples: Those of the micro-batch, in the order of its `sample_ids`: each is a `Document`, bare token ids, or a
             mapping with `"input_ids"` and maybe `"labels"` or a mask (`wt.RowReader`).
-        micro_batch: Of a `wlb.ForestPlan`; or a forest, all of its samples.
+        micro_batch: Of a `wlb.ForestPlan`; or a forest, with all its samples.
         cp_rank: This rank in the context-parallel group.
         cp_size: Ranks of that group.
-        multiple_of_tokens: Filled up to a multiple of so many unique tokens, on all context-parallel ranks together,
+        multiple_of_tokens: Pads to a multiple of this number of unique tokens, on all context-parallel ranks together,
             with a root of its own, of token 0, that predicts nothing.
 
     Returns:
-        The batch; its tensors lie in ordinary memory of the CPU.
+        The batch, in ordinary memory of the CPU.
 
     Raises:
-        wlb.WlbError: Another number of samples; tokens that differ where the forest says that they are shared (which,
-            and at which token); a piece of a document; labels other than the tokens; columns, which nodes do not have.
+        wlb.WlbError: The number of samples is wrong; tokens that the forest shares differ (with the sample and the
+            token); a sample is a piece of a document; labels are not the tokens; there are columns, which nodes do not
+            have.
 
     Complexity:
         O(tokens of all samples).
@@ -182,7 +183,7 @@ def collate_forest(
         follows = np.ones(at.size - 1, bool) if sample.labels is None else _counts(sample, number)
         counted.append(np.flatnonzero(follows) + 1)
 
-    # Edges are named by the token that is predicted: each but the first of a root is predicted by one token.
+    # An edge is named by the predicted token, because each token except the first of a root is predicted by one token.
     before = _Runs.of(packed).before
     mine = shard.rank(cp_rank).token_indices
     row = np.full(tokens.size, -1, np.int64)
@@ -234,22 +235,22 @@ def forest_step(
     """This rank's part of the step of a plan, as `train_step` and `verify` take it.
 
     Args:
-        samples: All samples of the plan's forest, by their ids: anything with indices, which is asked for those of this
-            rank alone. Each is what `collate_forest` takes.
+        samples: All samples of the plan's forest, by their ids: anything with indices. Only those of this rank are
+            read. Each is what `collate_forest` takes.
         plan: Of `wlb.pack_forest`, the same on all ranks.
         number: Steps before this one, since the run began.
         dp_rank: This rank among the data-parallel ranks.
-        dp_size: Data-parallel ranks; None: those that the plan was made for, or one.
+        dp_size: Data-parallel ranks; None: the number for which the plan was made, or one.
         cp_rank: This rank in the context-parallel group.
         cp_size: Ranks of that group.
         multiple_of_tokens: As `collate_forest` takes it.
 
     Returns:
-        The step; its `indices` say which micro-batches of the plan are this rank's (`plan.deal`).
+        The step; its `indices` are those of this rank's micro-batches in the plan (`plan.deal`).
 
     Raises:
-        wlb.WlbError: Another number of samples than the plan's; ranks that are not there; micro-batches that ranks
-            cannot have equally many of; and what `collate_forest` refuses.
+        wlb.WlbError: The number of samples is not the plan's; a rank does not exist; ranks cannot have equally many
+            micro-batches; and for what `collate_forest` refuses.
 
     Complexity:
         O(tokens of this rank's samples).
@@ -288,7 +289,7 @@ def forest_step(
 
 
 def paths_of(forest: wlb.PrefixForest) -> list[Ints]:
-    """Places of the tokens of each sample, with the nodes of the forest one behind the other."""
+    """Places of the tokens of each sample, if the nodes of the forest follow one another."""
     runs = _Runs.of(forest)
     return [runs.of_sample(int(end)) for end in forest.ends]
 
@@ -301,7 +302,7 @@ class _Runs:
     parents: Ints
     start: Ints
     end: Ints
-    before: Ints  # place of the token before each on its path, -1 for the first of a root
+    before: Ints  # place of the token before each on its path, -1 for the first token of a root
 
     @classmethod
     def of(cls, forest: wlb.PrefixForest) -> _Runs:
@@ -322,7 +323,7 @@ class _Runs:
 
 
 def _filled(forest: wlb.PrefixForest, padding: int) -> wlb.PrefixForest:
-    """The forest and a root of filler, which is its last sample and its last root."""
+    """The forest with a root of padding, which is its last sample and its last root."""
     parents, lengths = np.append(forest.parents, -1), np.append(forest.lengths, padding)
     return wlb.PrefixForest.from_parents(parents, lengths, np.append(forest.ends, forest.num_nodes))
 

@@ -1,4 +1,4 @@
-"""Costs that the user gives: an array beside the lengths, or a function of a document."""
+"""Costs given by the user: an array beside the lengths, or a function of a document."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from wlb._errors import error
 from wlb.torch.data.sidecar import Facts, Sidecar
 
 Floats = NDArray[np.float64]
-_CHUNK = 1 << 18  # numbers looked at together
+_CHUNK = 1 << 18  # numbers checked at a time
 
 
 def check_given(costs: object, packer: wlb.Packer) -> None:
-    """Whether there are costs exactly where the packer takes them.
+    """Checks that costs are given if and only if the packer takes them.
 
     Raises:
-        wlb.WlbError: There are none, or too many.
+        wlb.WlbError: They are missing, or not needed.
     """
     if costs is None and packer.cost_columns is not None:
         message = f"are missing: the packer was made with cost_columns={packer.cost_columns}, so documents bring them"
@@ -31,10 +31,10 @@ def check_given(costs: object, packer: wlb.Packer) -> None:
 
 
 def cost_row(costs: Any, columns: int, argument: str, index: int) -> Floats:
-    """float64 [columns]: what the document at `index` costs.
+    """float64 [columns]: the costs of the document at `index`.
 
     Raises:
-        wlb.WlbError: These are not so many numbers, or one is negative or not finite.
+        wlb.WlbError: There is another number of costs, or one is negative or not finite.
     """
     try:
         given = np.asarray(costs)
@@ -54,12 +54,12 @@ def cost_row(costs: Any, columns: int, argument: str, index: int) -> Floats:
 class CorpusCosts:
     """Costs of documents that have numbers.
 
-    An array is checked once, and neither copied nor changed; one that is mapped read-only from a file is read once in
-    its life, as lengths are (`Corpus`). A function is asked again whenever a step is planned, also in a resumed run: it
-    has to answer alike on every rank, and every time.
+    An array is checked once, and neither copied nor changed. If it is mapped read-only from a file, it is read only
+    once, like lengths (`Corpus`). A function is called whenever a step is planned, also in a resumed run, so it has to
+    return the same on every rank and every time.
 
     Attributes:
-        fingerprint: A hash of the array; None of a function, which has none.
+        fingerprint: A hash of the array; None for a function.
     """
 
     def __init__(self, costs: ArrayLike | Callable[[int], Any], packer: wlb.Packer, lengths: NDArray[Any]) -> None:
@@ -126,7 +126,7 @@ class CorpusCosts:
         return {"least": float(least), "largest": largest.tolist(), "fingerprint": digest.hexdigest()}
 
     def _refused(self, limits: Floats, cut: int | None, lengths: NDArray[Any]) -> Exception | None:
-        """The error for the first number that cannot be, or of whose document no piece has room; None if all have."""
+        """The error for the first invalid cost, or one for which no piece has room; None if there is none."""
         for first in range(0, len(self._array), _CHUNK):
             chunk = self._chunk(first)
             whole = np.asarray(lengths[first : first + _CHUNK], np.float64)[:, None]

@@ -1,4 +1,4 @@
-"""A line for every step that was trained, from which `wlb audit` proves what a run trained."""
+"""Writes a line for every trained step, from which `wlb audit` proves what a run trained."""
 
 from __future__ import annotations
 
@@ -46,32 +46,32 @@ class Ledger:
             optimizer.step()
             ledger.record(step)
 
-    `wlb audit run` then proves that every document was trained once an epoch, or tells where that ends.
+    `wlb audit run` then proves that every document was trained once an epoch, or names the first step that differs.
 
-    One rank of each data-parallel rank's pipeline, context and tensor-parallel ranks writes: they train the same
-    documents. Under a `DynamicCpLoader` every rank of its group does, and `dp_rank` is the rank in that group.
+    Among the pipeline-, context- and tensor-parallel ranks of each data-parallel rank, which train the same documents,
+    one writes. Under a `DynamicCpLoader` every rank of its group writes, and `dp_rank` is the rank in that group.
 
-    A run that goes on from a checkpoint makes a new one on the same folder, on the same or another number of ranks; it
-    need not be told. The first step that it records says from which state the run went on, and lines of that step and
-    later ones, written before the crash, no longer count.
+    A run that resumes from a checkpoint makes a new ledger on the same folder, on the same or another number of ranks.
+    The first step that it records says from which state the run resumed. Earlier lines of that step and of later ones
+    no longer count.
 
-    Record a step before a checkpoint of it is saved: where ranks save together all have their lines then. A checkpoint
-    of a step that some rank has no line of leaves a gap that the audit names.
+    Record a step before a checkpoint of it is saved: if ranks save together, all have their lines then. A checkpoint of
+    a step without a line of some rank leaves a gap that the audit names.
 
-    A line is in the hands of the operating system before `record` returns: it survives the death of the process. One
-    that was cut off in the middle is passed over by the audit.
+    When `record` returns, the operating system has the line, so it survives the death of the process. The audit ignores
+    a line that was cut off.
 
     Args:
-        folder: made if it is not there. Shared by all ranks, or gathered before the audit.
+        folder: made if it does not exist. Shared by all ranks, or gathered before the audit.
         dp_rank: This data-parallel rank.
         dp_size: Data-parallel ranks.
-        source: The loader that gives the steps: a `StepLoader`, `BalancedStream` or `DynamicCpLoader`.
+        source: The loader of the steps: a `StepLoader`, `BalancedStream` or `DynamicCpLoader`.
 
     Attributes:
         path: The file.
 
     Raises:
-        wlb.WlbError: A rank makes no sense.
+        wlb.WlbError: A rank is invalid.
         OSError: The folder cannot be made.
     """
 
@@ -80,18 +80,18 @@ class Ledger:
         check_integer("dp_rank", dp_rank, minimum=0, maximum=dp_size - 1)
         self._about = {"dp_rank": int(dp_rank), "dp_size": int(dp_size), **source.describe()}
         self._last: int | None = None
-        self._after: str | None = None  # the hash of the last line, once it was read or written
+        self._after: str | None = None  # the hash of the last line that was read or written
         self.path = ledger_file(Path(folder), dp_rank)
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def record(self, step: _Step) -> None:
-        """Appends the line of a step. Call it once the optimizer has taken the step, for every step that was given.
+        """Appends the line of a step. Call it for every step, once the optimizer has taken it.
 
         O(documents of this rank); no communication.
 
         Raises:
-            wlb.WlbError: A step was left out: its documents were lost, or trained and not recorded. Or the loader that
-                made it keeps no states.
+            wlb.WlbError: A step was left out, so its documents were lost, or were trained and not recorded. Or the
+                step's loader keeps no states.
             OSError: The file cannot be written.
         """
         lines: list[dict[str, Any]] = []
@@ -127,7 +127,7 @@ class Ledger:
         self._last = step.number
 
     def _planned(self, step: _Step) -> dict[str, Any]:
-        """Fields from which the hash of the plan can be computed again; none for Dynamic-CP, whose hash is the digest.
+        """Fields from which the hash of the plan can be computed; none for Dynamic-CP, whose hash is the digest.
 
         Raises:
             wlb.WlbError: The step has the micro-batches of another rank.
@@ -164,7 +164,7 @@ class Ledger:
 
 
 def _last_check(file: BinaryIO, end: int) -> str | None:
-    """The hash of the last whole line of a file of `end` bytes, read from its end; None if it has none."""
+    """The hash of the last whole line of a file of `end` bytes, read from its end; None if there is none."""
     size = 0
     while size < end:
         size = min(max(2 * size, 1 << 16), end)
@@ -177,6 +177,6 @@ def _last_check(file: BinaryIO, end: int) -> str | None:
 
 
 def _share(plan: wlb.Packing, numbers: NDArray[np.int64]) -> Share:
-    """The share of a rank that has these micro-batches of a plan."""
+    """The share of a rank with these micro-batches of a plan."""
     parts = [plan[number] for number in numbers.tolist()]
     return Share.of(numbers, [Pieces.of([part.document_ids], [part.starts], [part.lengths]) for part in parts])

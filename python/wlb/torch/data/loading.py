@@ -1,4 +1,4 @@
-"""Steps from documents of known lengths: `balanced_loader` for a loop of your own, and the options of all loaders."""
+"""Steps from documents of known lengths: `balanced_loader` for your own loop, and the options of all loaders."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from wlb.torch.data.rows import RowReader
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import StepLoader
 
-SHAPE: Final = ("multiple_of_tokens", "token_buckets", "max_documents")  # as a packer and `collate` have them
+SHAPE: Final = ("multiple_of_tokens", "token_buckets", "max_documents")  # options of a packer and of `collate`
 
 ROOM: Final = Fraction(5, 4)
-"""What the micro-batches of a step may hold, over the tokens of the step: so any documents can be balanced."""
+"""Capacity of a step's micro-batches, divided by the tokens of the step; leaves room to balance any documents."""
 
 FOREVER: Final = 2**31 - 1
-"""Epochs of a run that a trainer ends by its steps."""
+"""Number of epochs of a run that a trainer ends by its steps."""
 
 
 @explained
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Loading:
-    """Arguments of `balanced_loader` and of loaders inside trainers: how documents become steps.
+    """Arguments of `balanced_loader` and of loaders inside trainers.
 
     Attributes:
-        max_document_tokens: the context; by default what a micro-batch holds.
-        oversize: "split" longer documents, each token predicting the next one all the same; "truncate" them; or it is
-            an "error".
-        max_delay: most steps that a document waits for others; 0: none waits.
-        cost_model: what documents cost, where the model's configuration does not say it.
-        lengths: int[documents] tokens, if they are known; else they are read, once.
-        num_epochs: of the run: after the last one what waits is drained.
-        shuffle: another order in every epoch.
+        max_document_tokens: most tokens of a document; by default what a micro-batch holds.
+        oversize: for longer documents: "split" them into pieces, where every token still predicts the next one,
+            "truncate" them, or raise an "error".
+        max_delay: most steps that a document waits for others; with 0 none waits.
+        cost_model: what documents cost, if the model's configuration does not tell.
+        lengths: int[documents] tokens, if you know them; otherwise they are read once.
+        num_epochs: epochs of the run, after which waiting documents are trained.
+        shuffle: whether each epoch has another order.
         seed: of these orders.
-        num_workers: processes that read.
-        columns: names of further columns of rows that are carried (`wlb.torch.RowReader` says which are anyway).
+        num_workers: number of processes that read.
+        columns: names of further columns of rows to carry (`wlb.torch.RowReader` says which are always carried).
         labels_ahead: how many tokens ahead every token predicts (`collate`).
 
     Raises:
-        wlb.WlbError: a number makes no sense.
+        wlb.WlbError: a number is invalid.
     """
 
     max_document_tokens: int | None = None
@@ -83,11 +83,11 @@ class Loading:
 
         Args:
             options: by name.
-            *functions: whose options the others are.
-            but: names of theirs that are set by the caller.
+            *functions: functions whose options the others must be.
+            but: names of their options that the caller sets itself.
 
         Raises:
-            wlb.WlbError: one is of none of them; or as the class.
+            wlb.WlbError: an option is unknown; or as the class.
         """
         check_options(options, cls, *functions, but=but)
         own = {field.name for field in fields(cls)}
@@ -108,9 +108,9 @@ class Loading:
         return wlb.ModelConfig.from_hugging_face(mapping).cost_model()
 
     def packer(self, num_micro_batches: int, **others: Any) -> wlb.Packer:
-        """A packer for steps of `num_micro_batches`; `others` are further arguments of `wlb.Packer`, and come first.
+        """A packer for steps of `num_micro_batches`; `others` are arguments of `wlb.Packer` that take precedence.
 
-        Among them the `tokens_per_batch` that are read for a step, if they are no context for each micro-batch.
+        Give `tokens_per_batch` if it is not one context for each micro-batch.
         """
         arguments: dict[str, Any] = {"max_document_tokens": self.max_document_tokens, "oversize": self.oversize}
         if self.max_delay:
@@ -164,17 +164,17 @@ def balanced_loader(
                 loss = wt.train_step(model, step)
                 ...  # optimizer; save step.state
 
-    A step has the fewest micro-batches of `max_tokens` that hold `tokens_per_batch` with a quarter to spare. Not to be
-    given to `accelerator.prepare`: each rank reads its own part already.
+    A step has the fewest micro-batches of `max_tokens` that hold `tokens_per_batch` and leave a quarter of room. Do not
+    give the loader to `accelerator.prepare`, because each rank already reads only its own part.
 
     Args:
         dataset: `dataset[i]` gives row `i`: its tokens, or a mapping with `input_ids` and maybe `labels` (-100 where
             nothing is learnt), `attention_mask`, `position_ids`, `completion_mask`, `loss_weights` and others
             (`wlb.torch.RowReader`).
-        max_tokens: most tokens of a micro-batch: what the memory of a rank holds.
+        max_tokens: most tokens of a micro-batch, limited by the memory of a rank.
         tokens_per_batch: tokens of a step on all ranks.
-        config: that of a Hugging Face model, for what documents cost; or give `cost_model`.
-        group: data-parallel ranks; None for all there are, or a single process.
+        config: of a Hugging Face model, from which costs of documents are computed; or give `cost_model`.
+        group: data-parallel ranks; None: all ranks, or a single process.
         **options: of `wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `cost_model`,
             `lengths`, `num_epochs`, `shuffle`, `seed`, `num_workers`, `columns`, `labels_ahead`; and of `wlb.Packer`:
             `method`, `release`, `delay_price`, `max_step_cost`, ...
@@ -183,11 +183,11 @@ def balanced_loader(
         The steps of this rank.
 
     Raises:
-        wlb.WlbError: an argument makes no sense, or is unknown; a data set without a length, or with a column that has
-            no known meaning and is not in `columns`; a model of which the costs are not known.
+        wlb.WlbError: an argument is invalid or unknown; a data set has no length, or a column without a known meaning
+            that is not in `columns`; the costs of the model are not known.
 
     Complexity:
-        O(documents), where lengths are not read from documents.
+        O(documents) if lengths need not be read from documents.
     """
     loading, packer = Loading.of(options, wlb.Packer, but=("num_micro_batches",))
     check_integer("max_tokens", max_tokens, minimum=1)
@@ -206,17 +206,17 @@ def balanced_loader(
 
 
 def step_tokens(held: int) -> int:
-    """Tokens of a step whose micro-batches hold at most `held` tokens together, with room to spare."""
+    """Tokens of a step whose micro-batches hold at most `held` tokens together, with some room."""
     return max(1, math.floor(held / ROOM))
 
 
 def micro_batches(tokens: int, *, ranks: int, max_tokens: int, together: int = 1) -> int:
-    """Fewest micro-batches of a rank that leave room to spare in a step of this many tokens.
+    """Fewest micro-batches of a rank for a step of this many tokens, with some room.
 
     Args:
         tokens: Of the step, on all ranks.
-        ranks: Data-parallel ones.
+        ranks: Number of data-parallel ranks.
         max_tokens: Most tokens of a micro-batch.
-        together: What their number has to be a multiple of.
+        together: The number of micro-batches is a multiple of it.
     """
     return max(1, math.ceil(ROOM * tokens / (ranks * max_tokens * together))) * together

@@ -1,4 +1,4 @@
-"""One stream of documents: how far it was read, and how it is read from there again."""
+"""One stream of documents: its position, and how it is read again from there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class ReadDocument:
-    """A document as its rank has read it, and what it costs in each column."""
+    """A document as its rank has read it, with its costs in each column."""
 
     document: Document
     costs: tuple[float, ...]
@@ -37,13 +37,14 @@ def costs_of(costs: Callable[[Any], Any], columns: int, document: Any, argument:
 
 
 def restores_itself(stream: Any) -> bool:
-    """Whether a stream gives and takes a state of its own that says where it stands.
+    """Whether a stream saves and restores its own position.
 
-    torchdata's `StatefulDataLoader` over an iterable data set without a state does not: torchdata 0.11 counts what it
-    skips after a resume a second time, so that the next resume skips too much. What was read of it is read again.
+    torchdata's `StatefulDataLoader` over an iterable data set without a state does not: torchdata 0.11 counts the items
+    that it skips after a resume a second time, so that the next resume skips too many. Such a stream is read again from
+    its start.
 
     Raises:
-        wlb.WlbError: it does, but asks for arguments that say what was trained, which nobody knows where it is read.
+        wlb.WlbError: its `state_dict` needs arguments, which are not known where the stream is read.
     """
     if not all(hasattr(stream, f"{verb}state_dict") for verb in ("", "load_")):
         return False
@@ -59,7 +60,7 @@ def restores_itself(stream: Any) -> bool:
             "state_dict takes none"
         )
         raise error("streams", message, value=stream) from None
-    except ValueError:  # a function without a signature
+    except ValueError:  # the function has no signature
         pass
     return True
 
@@ -82,7 +83,7 @@ class _Noted(dict[str, Any]):
 
 
 class OneStream:
-    """One stream and how far it was read. Not opened before it is read."""
+    """One stream and its position. It is opened only when it is read."""
 
     def __init__(
         self,
@@ -103,10 +104,10 @@ class OneStream:
         self.ended = False
 
     def read(self, tokens: int, number: int) -> list[ReadDocument]:
-        """Documents until its share is used up; a long one is paid for in the steps after."""
+        """Documents until the stream's share is used up; if one is longer, later shares are smaller."""
         self._credit += 0 if self.ended else tokens
         if self.ended or self._credit <= 0:
-            return []  # not opened: a stream that was just opened does not yet know where it stands
+            return []  # leave it closed: a stream that was just opened does not know its position yet
         if self._iterator is None:
             self._iterator = self._open()
         documents: list[ReadDocument] = []
@@ -116,13 +117,13 @@ class OneStream:
                 self.ended = True
                 break
             documents += self._documents_of(row, f"streams[{number}]")
-        # Here the stream has been asked for a row since it was opened: only then its state is where it stands.
+        # A stream knows its position only after a row was read, which is so here.
         if restores_itself(self._documents):
             self._saved = copy.deepcopy(self._documents.state_dict())
         return documents
 
     def _documents_of(self, row: Any, argument: str) -> list[ReadDocument]:
-        """The documents of the next row: all of them, for a stream goes on with a row."""
+        """The documents of the next row: all of them, because a stream resumes at a row."""
         if isinstance(row, Document):
             raise error(argument, "is a Document: give what it is made of", index=self._read)
         given = _Noted(row) if self._costs is not None and isinstance(row, Mapping) else row
@@ -143,7 +144,7 @@ class OneStream:
         return documents
 
     def _kept(self, document: Document) -> Document:
-        """The trainable part of a document, and the token after it, which the last token predicts."""
+        """The trainable part of a document, with the token after it, which the last token predicts."""
         if self._longest is None or document.tokens.size <= self._longest + 1:
             return document
         end = self._longest + 1
@@ -152,7 +153,7 @@ class OneStream:
         return replace(document, tokens=document.tokens[:end], labels=labels, columns=columns)
 
     def tokens_left(self, documents: int, mean: float) -> float:
-        """Estimated tokens that are left, by the mean length of the documents read, or a given mean before."""
+        """Estimated tokens that are left, by the mean length of documents read, or `mean` if none was read."""
         left = max(documents - self._read, 1)
         return left * (self._tokens / self._read if self._read else mean)
 

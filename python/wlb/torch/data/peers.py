@@ -1,4 +1,4 @@
-"""The ranks that read documents together: what each knows, and tokens from where they were read to where they train."""
+"""The ranks that read documents together: they share what each knows, and send tokens to the ranks that train them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ T = TypeVar("T")
 
 
 class Peers:
-    """The ranks that read documents together; a single rank without a group. All methods but `close` are collectives.
+    """The ranks that read documents together, or a single rank. All ranks call each method except `close`.
 
-    They talk over a group of their own, for a thread must not come between collectives of training; and on the host,
-    for no kernel is to wait for documents. Making one is a collective of the whole world.
+    They communicate over a group of their own, because a thread must not interfere with training, and on the host,
+    because no kernel should wait for documents. All ranks of the world have to make one at the same point.
 
-    Nobody waits for longer than collectives of the given group do, or gloo's 30 minutes if that is longer: a rank may
-    be behind the others while it saves a checkpoint.
+    The timeout is that of the given group, or gloo's 30 minutes if that is longer: a rank may be behind the others
+    while it saves a checkpoint.
 
     Args:
         group: Its ranks.
-        description: What the group of their own is for.
+        description: Purpose of the new group.
 
     Attributes:
         rank: This rank in the group.
         size: Ranks of the group.
-        ranks: Them, by their numbers in the world.
+        ranks: Their numbers in the world.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, description: str) -> None:
@@ -70,18 +70,18 @@ class Peers:
         what: str,
         step: int | None = None,
     ) -> None:
-        """Raises on all ranks what failed on some: each part has its "failure" or None, and an "agreement".
+        """Raises on all ranks if some failed or disagree: each part has its "failure" or None, and an "agreement".
 
         Args:
-            parts: What `gather` gave, by rank.
-            failure: This rank's own, or None.
-            argument: That the error names.
-            what: Is to be the same on all ranks, in words.
-            step: The number of the step that is made, if it is known.
+            parts: Results of `gather`, by rank.
+            failure: This rank's own failure, or None.
+            argument: Name for the error.
+            what: What has to be the same on all ranks, in words.
+            step: The number of the step, if it is known.
 
         Raises:
-            wlb.WlbError: That names the ranks.
-            BaseException: `failure`, where it is one that is to end the program, such as `SystemExit`.
+            wlb.WlbError: Naming the ranks.
+            BaseException: `failure`, if it should end the program, such as `SystemExit`.
         """
         if failure is not None and not isinstance(failure, Exception):
             raise failure
@@ -102,16 +102,16 @@ class Peers:
             raise error("group", f"has ranks {others} with another {what} than rank {self.ranks[0]}", value=others)
 
     def finished(self, work: Callable[[], T], *, step: int) -> T:
-        """Runs `work` for a step and returns its result once all ranks succeeded, so that none goes on alone.
+        """Runs `work` for a step and returns its result once all ranks succeeded, so that no rank continues alone.
 
         Raises:
-            wlb.WlbError: It failed on some; on every rank.
+            wlb.WlbError: On every rank, if it failed on some.
         """
         failure: BaseException | None = None
         result: list[T] = []
         try:
             result = [work()]
-        except BaseException as cause:  # whatever it is, the other ranks wait for an answer
+        except BaseException as cause:  # of any kind: the other ranks wait for an answer
             failure = cause
         parts = self.gather({"failure": failure_text(failure), "agreement": None})
         self.agree(parts, failure, step=step, argument="step", what="step")
@@ -148,5 +148,5 @@ class Peers:
 
 
 def failure_text(failure: BaseException | None) -> str | None:
-    """A failure as the other ranks read it."""
+    """A failure as text for the other ranks."""
     return None if failure is None else f"{type(failure).__name__}: {failure}"

@@ -11,17 +11,17 @@ _ROUNDS = 8
 
 
 class Permutation:
-    """A pseudo-random bijection of 0..size-1, computed where it is asked for.
+    """A pseudo-random bijection of 0..size-1, computed when it is needed.
 
-    A Feistel network over the least power of two that holds `size`, walked until it lands inside (Black and Rogaway,
-    "Ciphers with arbitrary finite domains", 2002). So 10^8 documents are shuffled without an array of 10^8 indices on
-    every rank, resuming in the middle costs nothing, and the order depends on no library's random generator: a state
-    saved today means the same under any later numpy.
+    A Feistel network over the smallest power of two that holds `size`, repeated until its result is below `size` (Black
+    and Rogaway, "Ciphers with arbitrary finite domains", 2002). So 10^8 documents are shuffled without an array of 10^8
+    indices on every rank, resuming in the middle costs nothing, and the order depends on no library's random generator:
+    a state saved today means the same under any later numpy.
 
     Args:
         size: Elements, at least 1.
         seed: Any integer.
-        epoch: Another permutation for each.
+        epoch: Each epoch has another permutation.
     """
 
     def __init__(self, size: int, *, seed: int, epoch: int) -> None:

@@ -25,18 +25,18 @@ VERSION: Final = 2
 
 @dataclass(frozen=True)
 class ReadingOrder:
-    """Order in which documents become global batches: all settings that must not change in a run, except the packer.
+    """Order in which documents become global batches: all settings except the packer that must not change in a run.
 
     Attributes:
         corpus: The documents.
         tokens_per_batch: Tokens that enter the packer in every step.
-        min_step_tokens: Tokens that a step trains at least, but at the end of the run.
+        min_step_tokens: Least tokens of a step, except at the end of the run.
         shuffle: Whether every epoch has an order of its own.
         seed: Of these orders.
         num_epochs: Epochs of the run.
-        oversize: What happens to documents over `limit`, as the packer has it.
-        limit: Longest document, in tokens.
-        costs: What they cost, where they bring that to the packer.
+        oversize: What to do with documents longer than `limit`, as in the packer.
+        limit: Most tokens of a document.
+        costs: Given costs of documents, if the packer takes them.
         max_early: Iterations that a document may come before its turn.
     """
 
@@ -57,7 +57,7 @@ class ReadingOrder:
         return self.limit if self.oversize == "truncate" else None
 
     def documents(self, epoch: int, first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Numbers and tokens of those at places `first` to `end` of an epoch: int64 [end - first] each."""
+        """Numbers and tokens of the documents at places `first` to `end` of an epoch: int64 [end - first] each."""
         documents = np.arange(first, end)
         if self.shuffle:
             documents = Permutation(self.corpus.lengths.size, seed=self.seed, epoch=epoch)(documents)
@@ -78,18 +78,18 @@ class ReadingOrder:
 
 
 class DocumentsAhead:
-    """The documents of an epoch from a place on: what a packer is offered (`next_packing`).
+    """The documents of an epoch from a place on, as they are offered to a packer (`next_packing`).
 
-    Under `oversize="split"` documents are cut here, where the packer would cut them, so that one that is longer than a
-    global batch enters piece by piece.
+    Under `oversize="split"` documents are cut here at the packer's limit, so that one that is longer than a global
+    batch enters piece by piece.
 
-    Behind those whose turn has come it offers documents of later global batches that would wait for others of their
+    After those whose turn has come it offers documents of later global batches that would wait for others of their
     cost, as early as the packer says (`Packer.leads`), up to `max_early` iterations.
 
     Attributes:
-        place: Of the next document in the epoch.
-        offset: Its tokens that have entered.
-        taken: int64 [documents], places from `place` on of those that have entered before their turn, ascending.
+        place: Place of the next document in the epoch.
+        offset: Number of its tokens that have entered.
+        taken: int64 [documents], places from `place` on of documents that entered before their turn, ascending.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class DocumentsAhead:
         self._finished = np.empty(0, np.bool_)
 
     def offer(self, extra: int) -> Offer:
-        """See `Source`; the last offer of an epoch leaves no rest of less than a step."""
+        """See `Source`. The last offer of an epoch has all the rest, so that no small step is left."""
         order = self._order
         wanted = (1 + extra) * order.tokens_per_batch
         ahead = order.max_early * order.tokens_per_batch
@@ -133,7 +133,7 @@ class DocumentsAhead:
             if end == total or left.sum() > looked_at:
                 break
             self.guess *= 2
-        # Cut to the same documents whatever the guess was, since early documents depend on all of them.
+        # Cut to the same documents whatever the guess was, because early documents depend on all of them.
         seen = max(int(np.searchsorted(left.cumsum(), looked_at, side="right")) + 1, self._taken_until - self.place)
         end = min(self.place + seen, end)
         documents, left = documents[: end - self.place], left[: end - self.place]
@@ -175,7 +175,7 @@ class DocumentsAhead:
 
     @property
     def _taken_until(self) -> int:
-        """The place behind the document that follows the last one that came early."""
+        """The place after the last document that came early."""
         return int(self.taken[-1:].sum()) + 2
 
     def advance(self, pieces: int) -> None:
@@ -193,21 +193,22 @@ class DocumentsAhead:
 
 
 class StepReader:
-    """Gives the `Packing` of one global step after the other, and stands between two of them.
+    """Yields the `Packing` of one global step after the other; its position is between two of them.
 
-    Document `i` of epoch `e` is known to the packer as `e * documents + i`: it may still wait when its epoch is over.
-    A document that waits at the end of an epoch is trained in the next one; after the last they are drained.
+    Document `i` of epoch `e` has the id `e * documents + i` in the packer, because it may still wait when its epoch is
+    over. A document that waits at the end of an epoch is trained in the next one; after the last epoch they are
+    drained.
 
-    What waits stays within `packer.bounds()`: no more is read than the packer admits. A step trains `min_step_tokens`
-    at least: more is read until it does (`next_packing`). Only the drained steps at the end may be smaller.
+    Waiting documents stay within `packer.bounds()`, because only admitted documents are read. If a step would train
+    fewer than `min_step_tokens`, more are read (`next_packing`). Only the drained steps at the end may be smaller.
 
     Attributes:
-        epoch: The epoch that it stands in.
+        epoch: The present epoch.
         step: Global steps so far.
     """
 
     def __init__(self, order: ReadingOrder, packer: wlb.Packer) -> None:
-        """Begins with epoch 0, with the configuration of `packer`, which is left alone."""
+        """Begins with epoch 0 and the configuration of `packer`, which is not changed."""
         self._order = order
         self._config = packer
         self._packer = packer.empty_copy()
@@ -222,7 +223,7 @@ class StepReader:
 
     @property
     def packer(self) -> wlb.Packer:
-        """The one that gave the configuration; it holds nothing."""
+        """A packer with the configuration, without documents."""
         return self._config
 
     @property
@@ -237,7 +238,7 @@ class StepReader:
 
     @property
     def oldest_wait(self) -> int:
-        """Iterations that the oldest of what waits has waited."""
+        """Iterations for which the oldest waiting document has waited."""
         return self._packer.oldest_wait
 
     def metrics(self) -> wlb.PackerMetrics:
@@ -245,7 +246,7 @@ class StepReader:
         return self._packer.metrics()
 
     def copy(self) -> StepReader:
-        """One that goes on from here on its own."""
+        """A copy that continues from here independently."""
         result = StepReader(self._order, self._config)
         result._restore(self._state())
         return result
@@ -280,7 +281,7 @@ class StepReader:
         return packing
 
     def total_steps(self) -> int:
-        """Global steps of the whole run, those done included; O(documents to come), for it plans them all."""
+        """Global steps of the whole run, with those already done. O(documents left), because it plans them all."""
         reader = self.copy()
         while reader.epoch < self._order.num_epochs:
             while not reader.ended:
@@ -297,10 +298,10 @@ class StepReader:
         return micro_batch.document_ids % self._order.corpus.lengths.size
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the beginning of `epoch`; what waits goes along. Nothing happens if it is the present one.
+        """Goes to the beginning of `epoch` with the waiting documents. Nothing happens if it is the present one.
 
         Raises:
-            wlb.WlbError: Documents of this or a later epoch still wait: they would be trained twice.
+            wlb.WlbError: Documents of this or a later epoch still wait, and would be trained twice.
         """
         if epoch == self.epoch:
             return
@@ -320,7 +321,7 @@ class StepReader:
         return {**self._lengths(), "longest": order.longest, "num_epochs": order.num_epochs}
 
     def snapshot(self) -> Snapshot:
-        """The state, to be written out later; it does not change when the reader goes on."""
+        """The state, to be written out later; it does not change when the reader continues."""
         state = self._state()
         read = self._position + (self._offset > 0) + self._taken.size
         return Snapshot.of(state, Progress.of(read, state))
@@ -373,7 +374,7 @@ class StepReader:
         return outside([id], [self._offset], [length - self._offset])
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
-        """Goes on where the saved one stood; on an error nothing has changed.
+        """Resumes at the position of the state; on an error nothing has changed.
 
         Raises:
             wlb.WlbError: The state was changed after it was saved, or is of other documents, another order, or another

@@ -1,4 +1,4 @@
-"""Rows of a data set become documents: one reader for every loader, stream and trainer."""
+"""Makes documents of the rows of a data set, for every loader, stream and trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wlb.torch.data.batch import AHEAD, IGNORE, WEIGHTS
 from wlb.torch.data.documents import Document, as_arrays, column_array, label_array, token_array
 
 MASKS: Final = ("loss_mask", "completion_mask", "assistant_masks")
-"""Columns that say which tokens are learnt."""
+"""Columns that mark the tokens to learn."""
 
 _WEIGHTS: Final = (WEIGHTS, "token_weights", "weights")
 _TAKEN: Final = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_lengths")
@@ -37,7 +37,7 @@ WITHOUT_EFFECT: Final = frozenset(
         "max_length_k",
     ]
 )
-"""Columns that are dropped: they change nothing that is learnt."""
+"""Columns that are dropped, because they do not change what is learnt."""
 KNOWN: Final = frozenset((*_TAKEN, *MASKS, *_WEIGHTS, *_OF_ONE_DOCUMENT)) | WITHOUT_EFFECT
 """Columns with a known meaning."""
 
@@ -52,17 +52,17 @@ class RowReader:
     A row is a sequence of token ids, or a mapping with `input_ids`, [n] tokens. These columns of a mapping have a
     meaning; None in their place means that the row has none:
 
-    - `labels`, int [n], not shifted: what is learnt in the place of each token, -100 where nothing is.
+    - `labels`, int [n], not shifted: what is to be learnt at the place of each token, -100 where nothing is.
     - `shift_labels`, int [n]: what each token predicts, -100 where it predicts nothing. Becomes labels.
     - `loss_mask`, `completion_mask`, `assistant_masks`, 0 or 1 [n] for each token: labels are -100 where one is 0.
-    - `loss_weights`, `token_weights` or `weights`, or a `loss_mask` with fractions, numbers [n]: the loss of predicting
-      this token is multiplied by it; the mean is still over labels. A token of weight 0 is not learnt.
+    - `loss_weights`, `token_weights` or `weights`, or a `loss_mask` with fractions, numbers [n]: factors of the loss of
+      predicting each token; the mean is still over labels. A token of weight 0 is not learnt.
     - `attention_mask`, 0 or 1 [n]: 0 at the beginning and at the end is padding, which is cut off.
-    - `position_ids`, int [..., n]: carried. Those of one row that count from 0 are made anew.
-    - `seq_lengths`, int [documents]: the row holds several documents of so many tokens, and is split.
+    - `position_ids`, int [..., n]: carried. Single rows that count from 0 are made anew.
+    - `seq_lengths`, int [documents]: the row has several documents of these lengths, and is split.
     - `seq_idx`, `cu_seq_lens_q`, `cu_seq_lens_k`, `token_type_ids`: dropped if they describe a single document, or are
       0 everywhere; refused otherwise.
-    - `length`, `num_tokens`, `special_tokens_mask`, `offset_mapping`, text: dropped, for they change nothing that is
+    - `length`, `num_tokens`, `special_tokens_mask`, `offset_mapping`, text: dropped, because they do not change what is
       learnt.
 
     Any other column with numbers is an error that names it, unless it is one of `columns`.
@@ -98,17 +98,17 @@ class RowReader:
 
     @functools.cached_property
     def asked(self) -> tuple[str, ...]:
-        """Columns that are carried because somebody asked for them."""
+        """Columns that are carried because the user asked for them."""
         handled = {*_TAKEN, *MASKS, *_WEIGHTS}
         return tuple(name for name in self.columns if name not in handled)
 
     def nothing(self) -> Part:
-        """The columns of no document at all, of 0 tokens."""
+        """The columns of an empty batch, with 0 tokens."""
         found: Part = {name: np.empty(0, np.int64) for name in self.asked}
         return found if self.labels_ahead == 1 else found | {AHEAD: np.empty((self.labels_ahead - 1, 0), np.int64)}
 
     def check_names(self, names: Sequence[str], argument: str, index: int | None = None) -> None:
-        """Refuses columns without a known meaning that nobody asked for, and the lack of what somebody asked for.
+        """Refuses unknown columns that the user did not ask for, and the lack of columns that the user asked for.
 
         Raises:
             wlb.WlbError: Naming the first such column.
@@ -133,11 +133,11 @@ class RowReader:
         """The documents of a row: one, or with `seq_lengths` several.
 
         Args:
-            row: As the class says; or a `Document`, which is one already.
-            index: The row's number, in errors.
-            argument: Who gave the row, in errors.
-            first_id: Of the first document; by default `index`.
-            used: Columns that something else reads, and that are not carried: a function of costs, for one.
+            row: As in the class; or a `Document`, which is returned.
+            index: The row's number, for errors.
+            argument: Name of the row's source, for errors.
+            first_id: Id of the first document; by default `index`.
+            used: Columns that only something else reads, such as a function of costs; they are not carried.
 
         Raises:
             wlb.WlbError: The row cannot be read; the error names the column.
@@ -161,7 +161,7 @@ class RowReader:
         return [self._document(part, id + at) for at, part in enumerate(self.parts(row, index, argument, used))]
 
     def parts(self, row: Mapping[str, Any], index: int, argument: str, used: Collection[str] = ()) -> list[Part]:
-        """The documents of a row as mappings of arrays that mean the same, in as few columns as possible.
+        """The documents of a row as mappings of arrays with the same meaning, in as few columns as possible.
 
         Raises:
             wlb.WlbError: As `documents`.
@@ -203,7 +203,7 @@ class RowReader:
         return document
 
     def _ahead_of(self, document: Document, argument: str, index: int) -> Document:
-        """A document that somebody made, with labels further ahead, which are known where it is whole."""
+        """A given document, with labels further ahead, which are known only if it is whole."""
         if document.start or document.next_token is not None:
             message = (
                 f"is a piece of document {document.id}: what follows its next token is not known here; give "
@@ -224,7 +224,7 @@ def _with_labels_ahead(document: Document, most: int) -> Document:
 
 
 class _Row:
-    """The columns of one row, each checked when it is asked for."""
+    """The columns of one row, each of which is checked when it is read."""
 
     def __init__(self, given: Mapping[str, Any], tokens: NDArray[Any], argument: str, index: int) -> None:
         self._given, self._tokens, self._argument, self._index = given, tokens, argument, index
@@ -265,7 +265,7 @@ class _Row:
         return found
 
     def weights(self) -> NDArray[Any] | None:
-        """Float32 [tokens], by what the loss of predicting each is multiplied; None: by 1."""
+        """Float32 [tokens], factors of the loss of predicting each token; None: all 1."""
         for name in self._weighted():
             values = self.numbers(name).astype(np.float32)
             if not ((values == 0) | (values == 1)).all():
@@ -349,10 +349,10 @@ class _Row:
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
     def without_the_usual(self, part: Part) -> Part:
-        """The columns of one document that say more than a row without them.
+        """The columns of one document without those that have the default meaning.
 
         Raises:
-            wlb.WlbError: Positions begin anew, so that there are several documents.
+            wlb.WlbError: Positions begin again, so there are several documents.
         """
         positions = part.get("position_ids")
         if positions is not None and positions.ndim == 1:
@@ -366,10 +366,10 @@ class _Row:
         return part
 
     def check_single(self, name: str) -> None:
-        """Whether a column says that the row is a single document.
+        """Checks that a column describes a single document.
 
         Raises:
-            wlb.WlbError: It says something else.
+            wlb.WlbError: It does not.
         """
         value = self._given[name]
         values = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
@@ -404,7 +404,7 @@ def num_documents(row: Any, index: int) -> int:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a column holds text, or parts of text by name, from which tokens were made; or nothing at all."""
+    """Whether a column has text, from which tokens were made, or parts of text by name; or nothing."""
     if value is None or isinstance(value, str | bytes):
         return True
     if isinstance(value, Mapping):
@@ -415,7 +415,7 @@ def is_text(value: Any) -> bool:
 
 
 def split_row(row: Mapping[str, Any], argument: str, index: int) -> list[Mapping[str, Any]]:
-    """A row of several documents (`seq_lengths`) as rows of one each, with all columns that have a value a token.
+    """A row of several documents (`seq_lengths`) as rows of one document each, with all columns of one value a token.
 
     Raises:
         wlb.WlbError: Its lengths are not those of its tokens.
@@ -476,11 +476,11 @@ def _tokens_of(row: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class RowIndex:
-    """Index of documents by row, for rows that hold several.
+    """Index of documents by row, for rows with several documents.
 
     Attributes:
         rows: int64 [documents].
-        parts: int64 [documents]: its place among the documents of its row.
+        parts: int64 [documents]: index among the documents of the row.
         lengths: int64 [documents], tokens.
     """
 
@@ -490,7 +490,7 @@ class RowIndex:
 
     @classmethod
     def of_rows(cls, dataset: Any, argument: str) -> RowIndex | None:
-        """Index of a data set whose first row has `seq_lengths`; None for others, whose rows are documents.
+        """Index of a data set whose first row has `seq_lengths`; None for others, where each row is a document.
 
         Complexity:
             Every row is read; of Hugging Face's data sets that column alone, if all rows have it.

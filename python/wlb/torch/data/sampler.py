@@ -1,4 +1,4 @@
-"""A batch sampler over known lengths, which gives a data-parallel rank the documents of its micro-batches."""
+"""A batch sampler over known lengths, which yields the documents of a data-parallel rank's micro-batches."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class PlannedStep(NamedTuple):
 
     Attributes:
         packing: The plan.
-        indices: int64 [micro-batches of this rank]: which of the plan's they are.
-        seconds: What planning took.
-        reader: Stands after the step.
+        indices: int64 [micro-batches of this rank]: their indices in the plan.
+        seconds: Time of planning.
+        reader: Its position is after the step.
     """
 
     packing: wlb.Packing
@@ -39,54 +39,53 @@ class PlannedStep(NamedTuple):
 
 
 class BalancedBatchSampler(Sampler[list["int | Piece"]]):
-    """The documents of one micro-batch after the other: those of this data-parallel rank, of balanced work.
+    """The documents of one micro-batch after the other: those of this data-parallel rank, with balanced work.
 
-    Every rank plans the same global steps, with a packer of its own, and takes its share (`Packing.deal`), as planned
-    for the ranks where the packer was made with `dp_size`:
-    `num_micro_batches_per_rank` micro-batches in every step, some perhaps empty. Elements are document numbers, or a
-    `Piece` where the packer cuts a document; wrap the data set in `Documents` to have pieces cut.
+    Every rank plans the same global steps with a packer of its own, and takes its share (`Packing.deal`, or the plan's
+    own ranks if the packer was made with `dp_size`): `num_micro_batches_per_rank` micro-batches in every step, some
+    perhaps empty. Elements are document numbers, or a `Piece` if the packer cuts a document; wrap the data set in
+    `Documents` so that pieces are cut.
 
-    One iteration is one epoch, the next one goes on with the next epoch. A document that waits at the end of an epoch
-    is trained in the next, and after epoch `num_epochs - 1` (and any later one) all that wait are drained in further
-    steps: then every document was trained once an epoch.
+    One iteration is one epoch, and the next iteration continues with the next epoch. A document that waits at the end
+    of an epoch is trained in the next one. After epoch `num_epochs - 1` (and any later one) all waiting documents are
+    trained in further steps; then every document was trained once an epoch.
 
-    The state holds documents, not shards. Read through `StepLoader`, every step brings its own: `step.state` is what to
-    save once that step is trained, with a plain `DataLoader` and whatever fetches steps ahead. `state_dict` here stands
-    after the last micro-batch *yielded*: right only where nothing is fetched ahead, and what a `StatefulDataLoader`
-    asks for, which keeps track of its workers by itself.
+    The state has documents, not shards. If you read through `StepLoader`, each step has its own: save `step.state` once
+    that step is trained, also if a `DataLoader` or something else fetches steps ahead. `state_dict` of the sampler is
+    the state after the last micro-batch *yielded*, which is right only if nothing is fetched ahead, and for a
+    `StatefulDataLoader`, which keeps track of its workers by itself.
 
-    Memory: the lengths, as given (not copied; a memory map stays one), and what waits in the packer. A shuffled order
-    is computed, not stored (`Permutation`). All lengths are read once here, to check and to fingerprint them; those of
-    a file that is mapped read-only, `np.load(path, mmap_mode="r")`, by one process of a machine in the first run, and
-    never again: what was found is kept beside it, in `<path>.wlb.json`, and taken as long as the file is the same.
+    Memory: the lengths, as given (not copied; a memory map stays one), and documents that wait in the packer. A
+    shuffled order is computed, not stored (`Permutation`). All lengths are read once here, to check and to fingerprint
+    them. If a file is mapped read-only, `np.load(path, mmap_mode="r")`, one process of a machine reads it in the first
+    run, and never again: the result is kept beside it, in `<path>.wlb.json`, and used as long as the file is the same.
 
     Args:
         lengths: int [documents], tokens of each, from 1. The same on every rank.
-        packer: Gives the configuration; it stays as it is. `packer.num_micro_batches` is that of the whole step.
+        packer: Gives the configuration; it is not changed. `packer.num_micro_batches` is that of the whole step.
         dp_rank: This rank in the data-parallel group.
         dp_size: Ranks of that group; divides `packer.num_micro_batches`, and is the packer's, if that has one.
-        tokens_per_batch: Tokens that enter the packer in every step, rounded down to whole documents, one at least. By
-            default the packer's; at most `num_micro_batches * max_tokens`. A packer that bounds the work of steps
-            (`max_step_cost`) has to be told.
-        min_step_tokens: Tokens that a step trains at least: where its documents wait for others, more are read first.
-            By default a tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the
-            steps that drain the packer at the end of the run may hold fewer, and those of a single micro-batch where a
-            short document and one of `max_tokens` cannot share it.
-        shuffle: Another order in every epoch; else documents come as they are numbered.
+        tokens_per_batch: Tokens that enter the packer in every step, rounded down to whole documents, at least one. By
+            default the packer's; at most `num_micro_batches * max_tokens`. Required if the packer bounds the work of
+            steps (`max_step_cost`).
+        min_step_tokens: Least tokens of a step: if its documents wait for others, more are read first. By default a
+            tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the steps that drain
+            the packer at the end of the run may be smaller, and steps of a single micro-batch, if a short document and
+            one of `max_tokens` do not fit into it together.
+        shuffle: Whether each epoch has another order; otherwise it is that of the numbers of documents.
         seed: Of these orders.
         num_epochs: Epochs of the run; more may be added when it is resumed.
         max_early: Iterations that a document may be trained before its turn, for a packer with release="adaptive" and a
             cost model. Then long documents are read as long before their turn as they would wait after it
-            (`Packer.leads`): so the mean displacement falls by a fifth to a third at equal balance. Of the next
-            `1 + max_early` global batches lengths are looked at. None comes before its epoch. 4 is enough.
-        costs: float [documents] or [documents, columns], what each costs, where the packer was made with
-            `cost_columns`; the same on every rank. Or a function of a document's number that gives its float, or
-            floats: it is asked whenever a step is planned, in workers too, and has to answer alike every time. A piece
-            of a document has the share of its tokens. A state knows an array by its hash; a function is taken at its
-            word.
+            (`Packer.leads`), so the mean displacement is a fifth to a third less at equal balance. The lengths of the
+            next `1 + max_early` global batches are read. No document comes before its epoch. 4 is enough.
+        costs: float [documents] or [documents, columns], the costs of each document, if the packer was made with
+            `cost_columns`; the same on every rank. Or a function of a document's number that returns a float or floats.
+            It is called whenever a step is planned, in workers too, and has to return the same every time. A piece of a
+            document has the share of its tokens. A state checks an array by its hash, but cannot check a function.
 
     Raises:
-        wlb.WlbError: An argument makes no sense; a document is too long for the packer.
+        wlb.WlbError: An argument is invalid; a document is too long for the packer.
     """
 
     def __init__(
@@ -143,8 +142,8 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         self._start = self._origin = StepReader(order, packer)
         self._skip = 0
         self._plans: deque[PlannedStep] | None = None  # for a `StepLoader` that follows the next iteration
-        self._followed = False  # whether a StepLoader sets where the next iteration begins
-        self._moves = 0  # how often the beginning of an iteration was set
+        self._followed = False  # whether a StepLoader sets the beginning of the next iteration
+        self._moves = 0  # how many times the beginning of an iteration was set
         self._yielded = (self._start.snapshot(), 0)
 
     @property
@@ -154,25 +153,25 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
 
     @property
     def reader(self) -> StepReader:
-        """Stands where the next iteration begins."""
+        """Its position is the beginning of the next iteration."""
         return self._start
 
     def total_steps(self) -> int:
-        """Global steps of the whole run, those done included: what a learning rate schedule wants to know.
+        """Global steps of the whole run, with those already done, for a learning rate schedule.
 
-        Known only once all are planned, which is done here: some milliseconds a step. It stays the same when a run is
-        resumed, unless its settings change.
+        All steps are planned here, some milliseconds each. The number stays the same when a run is resumed, unless its
+        settings change.
         """
         return self._start.total_steps()
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration that of `epoch`; iterations go from one to the next without it.
+        """Makes the next iteration that of `epoch`. Without it, iterations go from one epoch to the next.
 
-        What is left of another epoch is skipped, but for documents that already wait. Nothing happens if `epoch` is
-        the present one, also in its middle: so it does no harm after a resume.
+        The rest of the present epoch is skipped, except documents that already wait. Nothing happens if `epoch` is the
+        present one, also in its middle, so it does no harm after a resume.
 
         Raises:
-            wlb.WlbError: It is an earlier one, and documents wait that would be trained twice.
+            wlb.WlbError: It is an earlier epoch, and documents wait that would be trained twice.
         """
         if epoch != self._start.epoch:
             reader = self._start.copy()
@@ -194,13 +193,13 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         if not yielded:
             return state
         inside = {"micro_batches": yielded, "dp_size": self._dp_size}
-        # No step left this state: a run that resumes from it continues the chain of the last step.
+        # This state is not that after a step: a run that resumes from it continues the chain of the last step.
         return seal({**state, **inside, "previous": Link.after(state).previous, "moved": True})
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
-        """Makes the next iteration go on where the saved one stood. On an error nothing has changed.
+        """Makes the next iteration begin at the position of the state. On an error nothing has changed.
 
-        The numbers of ranks and of micro-batches may be others than when the state was saved, unless that was in the
+        The numbers of ranks and of micro-batches may differ from those when the state was saved, unless that was in the
         middle of a step. `tokens_per_batch` and `num_epochs` may change too.
 
         Raises:
@@ -220,15 +219,15 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         self._begin(reader, yielded)
 
     def follow(self) -> deque[PlannedStep]:
-        """For `StepLoader`: the steps of the iteration that begins next, filled when they are planned."""
+        """For `StepLoader`: the steps of the next iteration, filled in when they are planned."""
         self._plans = deque()
         return self._plans
 
     def consumer(self) -> StepReader:
-        """For `StepLoader`, which says from now on where the next iteration begins: where the latest one did.
+        """For `StepLoader`, which from now on sets the beginning of the next iteration: returns the present one.
 
         Raises:
-            wlb.WlbError: That is inside a step.
+            wlb.WlbError: It is inside a step.
         """
         if self._skip:
             message = f"begins after {self._skip} of {self.num_micro_batches_per_rank} micro-batches of a step"
@@ -237,14 +236,14 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         return self._origin
 
     def consumed(self, reader: StepReader) -> None:
-        """For `StepLoader`: the next iteration begins where `reader` stands, which moves no more."""
+        """For `StepLoader`: the next iteration begins at the position of `reader`, which does not change any more."""
         self._start = reader
 
     def check_stands(self, reader: StepReader) -> None:
-        """For `StepLoader`: whether the next iteration still begins where it was last told.
+        """For `StepLoader`: checks that the next iteration still begins where it was last set.
 
         Raises:
-            wlb.WlbError: A state was loaded since, or another epoch or iteration begun.
+            wlb.WlbError: A state was loaded since, or another epoch or iteration began.
         """
         if self._start is not reader:
             raise _moved("loader")
@@ -254,7 +253,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         return self._start.describe()
 
     def share(self, packing: wlb.Packing) -> NDArray[np.int64]:
-        """int64 [num_micro_batches_per_rank]: the micro-batches of a plan that are this rank's, in schedule order."""
+        """int64 [num_micro_batches_per_rank]: the indices of this rank's micro-batches in a plan, in schedule order."""
         mine: NDArray[np.int64] = packing.deal(self._dp_size)[self._dp_rank]
         return mine
 
@@ -298,9 +297,9 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
 
 
 def _moved(argument: str) -> wlb.WlbError:
-    """The error of a loop that goes on although its sampler was told to begin elsewhere.
+    """The error of a loop that continues although its sampler was set to another position.
 
-    Its next step would be one that nobody wants, and the state after it would be passed on as the sampler's.
+    Its next step would be wrong, and so would be the state after it.
     """
     message = (
         "was given a state, another epoch or a second iteration while this one went on: leave the loop and begin again"

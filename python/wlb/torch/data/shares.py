@@ -1,4 +1,4 @@
-"""Shares of the streams in the tokens of a step: by weights, or so that all streams end together."""
+"""Shares of the streams in the tokens of a step: given by weights, or so that all streams end together."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from wlb.torch.data.one_stream import OneStream
 class Shares:
     """The share of each stream in the tokens that are read for a step.
 
-    Weights that are given stand. Without weights, the shares follow the sizes of the streams: what is left of each is
-    its documents that are left (`len`) times the mean length of those read, so that all streams end together. Streams
-    that are shards of one data set (`whole`, as `streams_of` names it) have equal shares.
+    Given weights stay as they are. Without weights, shares follow the rest of each stream: its documents that are left
+    (`len`) times the mean length of those read, so that all streams end together. Streams that are shards of one data
+    set (`whole`, as `streams_of` names it) have equal shares.
 
     Attributes:
         weights: One for each stream; or None.
-        sizes: Documents of each stream; or None, where weights stand.
+        sizes: Documents of each stream; or None if there are weights.
 
     Raises:
-        wlb.WlbError: `weights` has another number of values than there are streams, or a value that is no finite number
-            above 0; or it is missing, and a stream does not say how many documents it has.
+        wlb.WlbError: The number of weights is not that of streams, or one is no finite number above 0; or there are no
+            weights, and a stream does not say how many documents it has.
     """
 
     def __init__(self, streams: Sequence[Iterable[Any]], weights: Sequence[float] | None) -> None:

@@ -1,4 +1,4 @@
-"""Facts about a memory-mapped array, found once and kept in a file beside it."""
+"""Keeps facts about a memory-mapped array, such as lengths, in a file beside it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMAT: Final = "wlb.lengths"
 VERSION: Final = 1
 _BLOCKS, _BLOCK = 256, 1024  # samples: number of blocks, elements of each
 _WAIT = 120.0  # seconds at most for another process of this machine
-_SLOW = 1.0  # seconds: a longer search is worth a warning if it cannot be saved
+_SLOW = 1.0  # seconds: if a longer search cannot be saved, it warns
 
 Facts = dict[str, Any]
 
@@ -30,20 +30,20 @@ Facts = dict[str, Any]
 class Sidecar:
     """`lengths.npy.wlb.json`, beside `lengths.npy`: facts about arrays that map it.
 
-    **What is trusted.** What it says is taken if the file has the size and the modification time (in nanoseconds) that
-    it had then, the array is the same part of it, of the same type, and 256 blocks of 1,024 elements, evenly over the
-    array with its first and last, have the same hash. So a file that was written anew is seen, also where its time was
-    set back, and an array of up to 262,144 elements is compared as a whole; a few elements changed in place in a larger
-    one, with the old modification time restored, are not seen.
+    **What is trusted.** The facts are used if the file has the same size and modification time (in nanoseconds) as
+    then, the array is the same part of it, of the same type, and 256 blocks of 1,024 elements, evenly over the array
+    with its first and last, have the same hash. So a file that was written again is noticed, also if its time was set
+    back, and an array of up to 262,144 elements is compared as a whole. If a few elements of a larger one were changed
+    in place and the old modification time restored, that is not noticed.
 
-    Written to a temporary file that then takes its name, so no reader sees half of it. A damaged one is replaced, with
-    a warning. Delete it to have the facts found anew.
+    It is written to a temporary file that is then renamed, so that no reader sees half of it. A damaged one is
+    replaced, with a warning. Delete it to compute the facts again.
 
     Args:
         path: The mapped file.
         array: Mapped from it, contiguous.
         offset: Of its first element in the file, in bytes.
-        use: What its numbers mean. One file may be lengths to one reader and costs to another, who want other facts.
+        use: Meaning of its numbers: one file may be lengths for one reader and costs for another, with different facts.
     """
 
     def __init__(self, path: Path, array: NDArray[Any], offset: int, use: str = "") -> None:
@@ -56,7 +56,7 @@ class Sidecar:
     def of(cls, array: NDArray[Any], use: str = "") -> Sidecar | None:
         """Sidecar of the file behind an array that was memory-mapped by `np.load` or `np.memmap`; else None.
 
-        None if it is in memory, is not contiguous, or may be written to: then memory need not be what the file is.
+        None if it is in memory, is not contiguous, or is writable: then memory may differ from the file.
         """
         mapped = array
         while isinstance(mapped.base, np.ndarray):
@@ -69,10 +69,10 @@ class Sidecar:
         return cls(Path(mapped.filename), array, mapped.offset + inside, use)
 
     def facts(self, find: Callable[[], Facts]) -> Facts:
-        """Facts of the sidecar; if there are none, those that `find` gives, which are then written.
+        """Facts of the sidecar; if there are none, those that `find` returns, which are then written.
 
-        Of processes that ask at the same time on one machine, one finds and the others wait, unless nothing can be
-        kept in that folder.
+        If several processes of one machine ask at the same time, one finds them and the others wait, unless nothing can
+        be written to that folder.
         """
         kept = self._read()
         if kept is not None:
@@ -83,12 +83,12 @@ class Sidecar:
                 return kept
             before, started = self._stamp(), time.perf_counter()
             facts = find()
-            if before is not None and self._stamp() == before:  # it was not written to meanwhile
+            if before is not None and self._stamp() == before:  # the file did not change meanwhile
                 self._write(before, facts, seconds=time.perf_counter() - started)
             return facts
 
     def _stamp(self) -> Facts | None:
-        """Size, time and identity of the file, which change with it; None if it is gone."""
+        """Size, time and identity of the file, which show changes; None if it does not exist."""
         try:
             found = self._mapped.stat()
         except OSError:
@@ -106,7 +106,7 @@ class Sidecar:
         return digest.hexdigest()
 
     def _content(self) -> dict[str, Any] | None:
-        """All of the file that still holds; None if there is nothing."""
+        """The parts of the file that are still valid; None if there are none."""
         try:
             text = self._path.read_text()
         except (OSError, UnicodeDecodeError) as problem:
@@ -153,7 +153,7 @@ class Sidecar:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Among the processes of this machine, while they can keep what they find; for at most two minutes."""
+        """Admits one process of this machine at a time, if results can be kept; others wait at most two minutes."""
         try:
             import fcntl
 

@@ -1,4 +1,4 @@
-"""Saved states: what they hold is looked at before it is trusted, and each names the one before."""
+"""Saved states: their content is checked, and each names the one before."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def field(state: Mapping[str, Any], name: str, kind: type[T]) -> T:
 
 
 def same(state: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
-    """Checks that `state` has what is `expected`; names the first that differs.
+    """Checks that `state` has the `expected` values; names the first that differs.
 
     Raises:
         wlb.WlbError: It is missing or differs.
@@ -49,14 +49,15 @@ def same(state: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> N
 
 @dataclass(frozen=True)
 class Link:
-    """A state's place in the chain in which each names the one that the step before it left.
+    """A state's place in the chain, in which each state names the one after the step before.
 
-    A state that no step left, but a change of epoch, of configuration or an interruption inside a step, says that it
-    has "moved", and names the state of the last step: so the chain of steps does not depend on what was saved between.
+    A state that was saved without a completed step, after a change of epoch or configuration or inside a step, says
+    that it has "moved", and names the state after the last step. So the chain of steps does not depend on states in
+    between.
 
     Attributes:
         previous: Digest of the state before the last step; None before the first.
-        head: Digest of the state that the last step left; None: that is the state sealed here.
+        head: Digest of the state after the last step; None: the state sealed here.
     """
 
     previous: str | None = None
@@ -71,7 +72,7 @@ class Link:
         return cls(previous, previous if field(state, "moved", bool) else field(state, "digest", str))
 
     def sealed(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state with its place and its digest."""
+        """The state with its link and its digest."""
         linked = seal({**state, "previous": self.previous, "moved": False})
         if self.head not in (None, linked["digest"]):
             linked = seal({**state, "previous": self.head, "moved": True})
@@ -90,7 +91,7 @@ class Link:
 
 
 def outside(ids: Iterable[int] = (), starts: Iterable[int] = (), lengths: Iterable[int] = ()) -> dict[str, list[int]]:
-    """Pieces that were read and have not entered the packer, as a state has them: the rest of each document."""
+    """Pieces that were read and have not entered the packer, in the form of a state: the rest of each document."""
     return {"ids": list(ids), "starts": list(starts), "lengths": list(lengths)}
 
 
@@ -109,10 +110,10 @@ def read_outside(state: Mapping[str, Any]) -> list[tuple[int, int, int]]:
 
 
 def check_outside(rows: Iterable[tuple[int, int, int]], packer: wlb.Packer) -> None:
-    """Whether a packer can go on with pieces that wait outside.
+    """Checks that a packer can continue with pieces that wait outside.
 
     Raises:
-        wlb.WlbError: One is the rest of a document, or longer than the packer takes, and it does not split documents.
+        wlb.WlbError: One is the rest of a document, or longer than the packer's limit, and it does not split documents.
     """
     for id, start, length in rows:
         if packer.oversize != "split" and (start or length > packer.max_document_tokens):
@@ -130,7 +131,7 @@ class Progress:
     """Progress of a run after a step, over all ranks.
 
     Attributes:
-        documents: Those read of this epoch; of a stream all that were read. None: not known.
+        documents: Documents read of this epoch, or of a stream. None: not known.
         pieces: Pieces of documents that were read and wait.
         tokens: Their tokens.
     """
@@ -147,12 +148,12 @@ class Progress:
 
 
 class Snapshot:
-    """A state that was taken, and is written out only if it is asked for.
+    """A state that was taken, and is written out only if it is needed.
 
     Attributes:
         digest: The state's.
-        previous: Digest of the state before the step that it was taken after.
-        progress: How far the run is.
+        previous: Digest of the state before the step after which it was taken.
+        progress: Progress of the run.
     """
 
     def __init__(self, state: Mapping[str, Any], progress: Progress, write: Callable[[], dict[str, Any]]) -> None:
@@ -173,7 +174,7 @@ class Snapshot:
         return copy.deepcopy(self._written)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker sends the finished state with its step, not the objects that make it.
+        # A worker sends the finished state with its step, not the objects from which it is made.
         return {**vars(self), "_written": self.state, "_write": None}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""One global step at a time, from a loader that gives one micro-batch at a time."""
+"""Yields one global step at a time, from a loader that yields one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Step(Generic[T]):
 
     Attributes:
         number: Global steps before this one, since the run began.
-        epoch: Which pass over the documents it belongs to; 0 for a stream.
+        epoch: Pass over the documents to which it belongs; 0 for a stream.
         packing: The plan of the whole step, the same on every rank: compare its `digest()`. Its document ids are the
-            packer's own. Of a forest (`forest_step`) its `wlb.ForestPlan`.
-        indices: int64 [micro-batches of this rank]: which of the plan's they are.
-        micro_batches: In that order, which suits a pipeline: the lightest at both ends.
-        planning_seconds: What the plan took.
-        snapshot: Where its loader stands after it: `state`, and its digest. None if the loader has no states.
+            packer's own. For a forest (`forest_step`) its `wlb.ForestPlan`.
+        indices: int64 [micro-batches of this rank]: their indices in the plan.
+        micro_batches: In the order of `indices`, which suits a pipeline: the lightest are at both ends.
+        planning_seconds: Time of planning.
+        snapshot: Position of its loader after it: `state`, and its digest. None if the loader has no states.
     """
 
     number: int
@@ -54,8 +54,9 @@ class Step(Generic[T]):
     def state(self) -> dict[str, Any]:
         """State to save after this step is trained; a loader that loads it resumes after this step.
 
-        Whatever was fetched since. Plain JSON values, the same on every rank, read without communication. Written out
-        when it is first asked for: O(documents that wait), and of a `BalancedStream` their tokens.
+        It does not depend on what was fetched since. Plain JSON values, the same on every rank, read without
+        communication. Written out when it is first read: O(documents that wait), and for a `BalancedStream` their
+        tokens.
 
         Raises:
             wlb.WlbError: The loader that made the step has no states.
@@ -78,8 +79,8 @@ class Step(Generic[T]):
     def parts(self) -> NDArray[np.int64]:
         """Indices of the step's parts that this rank trains. A part is a micro-batch on one context-parallel rank.
 
-        Every part is on one rank of those that share the step, so the parts of all ranks are 0 to
-        `num_ranks * len(parts) - 1`.
+        Every part is on one of the ranks that share the step, so the parts of all ranks are 0 to `num_ranks *
+        len(parts) - 1`.
         """
         first = self.micro_batches[0] if self.micro_batches else None
         return self.indices * getattr(first, "cp_size", 1) + getattr(first, "cp_rank", 0)
@@ -92,7 +93,7 @@ class Step(Generic[T]):
 
     @property
     def plan(self) -> wlb.Packing | wlb.ForestPlan:
-        """The packing, by the name that it has in a `DynamicCpStep`."""
+        """The packing, under its name in a `DynamicCpStep`."""
         return self.packing
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Step[T]:
@@ -112,21 +113,21 @@ def written(snapshot: Snapshot | None) -> dict[str, Any]:
 
 
 def moved(batch: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
-    """A micro-batch with everything that can be moved on `device`; other values stay as they are."""
+    """A micro-batch on `device`, as far as it can be moved; other values are unchanged."""
     if isinstance(batch, Mapping) and not hasattr(batch, "to"):
         return {name: moved(value, device, non_blocking) for name, value in batch.items()}
     return batch.to(device, non_blocking=non_blocking) if hasattr(batch, "to") else batch
 
 
 class StepLoader(Generic[T]):
-    """Reads a loader step by step, and knows what was consumed.
+    """Reads a loader step by step, and knows which steps were consumed.
 
-    One iteration is the rest of one epoch. A loop that is left early goes on there in the next one. The next step is
-    fetched from the workers while this one runs.
+    One iteration is the rest of one epoch. If a loop is left early, the next one continues there. While a step runs,
+    the next one is fetched from the workers.
 
-    Every step brings the state to save once it is trained, whatever has been fetched since: by the loader's workers, or
-    by what stands between this loader and the training loop. It is the same on every rank, and may be loaded under any
-    number of workers, data-parallel and context-parallel ranks.
+    Each step has the state to save once it is trained, whatever has been fetched since by the loader's workers, or by
+    anything between this loader and the training loop. It is the same on every rank, and may be loaded with any number
+    of workers, data-parallel and context-parallel ranks.
 
         loader = StepLoader(DataLoader(Documents(dataset), batch_sampler=sampler, collate_fn=..., num_workers=1))
         while sampler.epoch < sampler.num_epochs:
@@ -136,10 +137,10 @@ class StepLoader(Generic[T]):
 
     Args:
         loader: A `DataLoader`, or something like it, whose `batch_sampler` is a `BalancedBatchSampler` and that keeps
-            the order of its batches. A `StatefulDataLoader` keeps its own state; both agree.
-        prepare: Gets every micro-batch before its step is given, and gives what the step will hold: for instance a
-            function that calls `prepare_attention`. With workers it runs beside the step before, in a thread, on the
-            CUDA device that was in use when the iteration began, if CUDA was.
+            the order of its batches. A `StatefulDataLoader` has its own state; both agree.
+        prepare: Called with every micro-batch before its step is yielded; its result is in the step. Use it to call
+            `prepare_attention`. With workers it runs in a thread during the step before, on the CUDA device that was
+            current when the iteration began, if CUDA was used.
     """
 
     def __init__(self, loader: DataLoader[Any], *, prepare: Callable[[Any], T] | None = None) -> None:
@@ -151,7 +152,7 @@ class StepLoader(Generic[T]):
         self._sampler = sampler
         self._prepare = prepare
         self._documents = _size_of(loader)
-        # A StatefulDataLoader must not be ahead of the step that its own state is asked in.
+        # A StatefulDataLoader must not be ahead of the step in which its own state is read.
         self._read_ahead = loader.num_workers > 0 and not hasattr(loader, "state_dict")
 
     def __iter__(self) -> Iterator[Step[T]]:
@@ -159,8 +160,8 @@ class StepLoader(Generic[T]):
 
         Raises:
             wlb.WlbError: The data set has another number of documents than when this loader was made. Or the loader was
-                restored inside a step, or gives a batch of other lengths than planned; or a
-                state was loaded, or another epoch or iteration begun, while this one goes on.
+                restored inside a step, or yields a batch of other lengths than planned; or a state was loaded, or
+                another epoch or iteration began, during this one.
         """
         self._check_documents()
         planned = self._sampler.follow()
@@ -194,13 +195,13 @@ class StepLoader(Generic[T]):
                 self._sampler.consumed(reader)
                 yield step
                 self._sampler.check_stands(reader)
-        next(batches, None)  # a loader learns that its epoch is over only when it is asked once more
+        next(batches, None)  # a loader notices the end of its epoch only when it is asked once more
         reader = reader.copy()
         reader.next_epoch()
         self._sampler.consumed(reader)
 
     def _check_documents(self) -> None:
-        """A data set that grew since would be trained without its new documents."""
+        """Checks that the data set did not grow, because its new documents would not be trained."""
         found = _size_of(self._loader)
         if found != self._documents:
             message = f"has {found} documents, but had {self._documents} when this loader was made: make a new one"
@@ -208,7 +209,7 @@ class StepLoader(Generic[T]):
 
     @property
     def packer(self) -> wlb.Packer:
-        """The one that gave the configuration; it holds nothing."""
+        """A packer with the configuration, without documents."""
         return self._sampler.reader.packer
 
     @property
@@ -235,25 +236,25 @@ class StepLoader(Generic[T]):
         return self._sampler.reader.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """State after the last step that this loader *gave*: plain JSON values.
+        """State after the last step that this loader *yielded*: plain JSON values.
 
-        A step too far wherever something fetches ahead of training: a loader that accelerate has prepared, Lightning's
-        Trainer and a thread of one's own do; saved here, the step that they hold would never be trained. Save the
-        `state` of the step that was trained instead. Right between two iterations, and in a plain loop over this
-        loader.
+        That is a step too far if something fetches ahead of training, as loaders that accelerate has prepared,
+        Lightning's Trainer and threads of your own do: with this state, the fetched step would never be trained. Save
+        the `state` of the step that was trained instead. It is right between two iterations, and in a plain loop over
+        this loader.
         """
         return self._sampler.reader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """Resumes from a state, as `BalancedBatchSampler.load_state_dict` does; the next iteration begins there.
 
-        Takes the `state` of a step, or what `state_dict` gave.
+        Takes the `state` of a step, or a result of `state_dict`.
         """
         self._sampler.load_state_dict(state, allow_config_change=allow_config_change)
 
 
 def _size_of(loader: DataLoader[Any]) -> int | None:
-    """Documents of its data set; None where that does not say."""
+    """Documents of its data set; None if that has no length."""
     dataset: Any = getattr(loader, "dataset", None)
     return len(dataset) if hasattr(dataset, "__len__") else None
 
@@ -266,18 +267,18 @@ def check_batch(
     numbers: NDArray[np.int64],
     argument: str,
 ) -> None:
-    """Whether `batch` has the lengths and sizes of the plan: kernels and the other ranks of a pipeline count on them.
+    """Checks the lengths and sizes of `batch` against the plan, on which kernels and other ranks of a pipeline rely.
 
     Args:
-        batch: What was collated; nothing is known of others than a `PackedBatch`.
+        batch: The collated batch; only a `PackedBatch` is checked.
         planned: The micro-batch.
         padded: Its tokens with padding.
         max_documents: The packer's.
-        numbers: int64 [documents], what they are called.
-        argument: Who gave the batch.
+        numbers: int64 [documents], their names in errors.
+        argument: Source of the batch, for errors.
 
     Raises:
-        wlb.WlbError: It has others.
+        wlb.WlbError: It differs.
     """
     if not isinstance(batch, PackedBatch):
         return

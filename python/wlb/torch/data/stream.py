@@ -1,4 +1,4 @@
-"""Steps of balanced work from streams of documents that no index describes."""
+"""Steps of balanced work from streams of documents without an index."""
 
 from __future__ import annotations
 
@@ -45,64 +45,64 @@ T = TypeVar("T")
 class BalancedStream(StepIterator[Step[T]], Generic[T]):
     """An iterator of steps over streams of documents, read by the ranks of a data-parallel group together.
 
-    In every step each rank reads its streams, the lengths are gathered, every rank makes the same plan, and documents
-    that another rank trains move there. Those that the packer holds back go to all ranks, once, and are there when they
-    are due: so each rank knows by itself all that a state holds. Each stream gives its share of a step (`weights`).
-    When a stream ends the others fill its share; after the last, what waits is drained.
+    In every step each rank reads its streams, lengths are gathered, every rank makes the same plan, and documents move
+    to the ranks that train them. Documents that the packer holds back go to all ranks once and are there when they are
+    due, so each rank knows everything that is in a state. Each stream gives its share of a step (`weights`). When a
+    stream ends, the others fill its share; after the last one, waiting documents are trained.
 
-    What a step reads depends on the streams, not on the ranks: with the same streams, 2 ranks and 4 train the same
-    micro-batches. For that take more streams than ranks (files, say).
+    The documents of a step depend on the streams, not on the ranks: with the same streams, 2 ranks and 4 train the same
+    micro-batches. So use more streams than ranks, such as files.
 
-    What is held is bounded, whatever the documents are: no more enters the packer than it admits, so that at most
-    `packer.bounds().tokens` wait in it; nothing is read while a global batch has not entered, but for `max_early` more
-    that are looked at; and a stream reads at most one document beyond its share.
+    Memory is bounded for any documents: only admitted documents enter the packer, so that at most
+    `packer.bounds().tokens` wait in it; nothing is read before the last global batch has entered, except `max_early`
+    further ones; and a stream reads at most one document beyond its share.
 
-    **State.** Every step brings the state to save once it is trained (`Step.state`), whatever was read since. It is the
-    same on every rank, and any rank may read it alone, without communication. It holds where every stream stands, and
-    the documents that wait with their tokens, in the smallest type that holds them.
+    **State.** Each step has the state to save once it is trained (`Step.state`), whatever was read since. It is the
+    same on every rank, and each rank may read it alone, without communication. It has the position of every stream, and
+    the documents that wait with their tokens, in the smallest integer type.
 
     A thread reads, plans, moves and collates a step while the one before is trained, over a process group of its own.
-    It belongs in the main process, not in a loader's workers. A stream may itself be a loader with workers, but it may
-    not wait for what the step in training produces.
+    Use it in the main process, not in a loader's workers. A stream may itself be a loader with workers, but it may not
+    wait for results of the running step.
 
     Args:
-        streams: Iterables of documents (as `collate` takes them, without `Document`), the same number of them in the
-            same order on every rank. Rank r reads `streams[r::dp_size]` and does not touch the others. One with
-            `state_dict` and `load_state_dict` restores itself; of others the documents already read are skipped.
+        streams: Iterables of documents (as `collate` takes them, but no `Document`), equally many in the same order on
+            every rank. Rank r reads `streams[r::dp_size]` and does not touch the others. A stream with `state_dict` and
+            `load_state_dict` restores itself; for others, documents already read are skipped.
         weights: float [streams], the share of each stream in the tokens of a step, in any unit. By default shares
             follow the sizes: the documents that are left (`len(stream)`) times the mean length of those read, so that
-            all streams end together; shards of one data set (`streams_of`) have equal shares. Streams of which the
-            sizes are not known need weights.
-        packer: Gives the configuration; it stays as it is. `packer.num_micro_batches` is that of the whole step.
+            all streams end together; shards of one data set (`streams_of`) have equal shares. Streams without `len`
+            need weights.
+        packer: Gives the configuration; it is not changed. `packer.num_micro_batches` is that of the whole step.
         collate_fn: Makes a micro-batch of its documents: `functools.partial(collate, ...)`. Their ids are running
             numbers in the order read.
         group: The data-parallel group; its size divides `packer.num_micro_batches`, and is the packer's `dp_size`, if
             that has one. None: one process.
-        tokens_per_batch: Tokens read in a step, on average, by all ranks together. By default the
-            packer's, as for `BalancedBatchSampler`.
-        min_step_tokens: Tokens that a step trains at least: where its documents wait for others, more are read first.
-            By default a tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the
-            steps after the end of all streams may hold fewer, and those of a single micro-batch where a short
-            document and one of `max_tokens` cannot share it.
+        tokens_per_batch: Tokens that all ranks together read in a step, on average. By default the packer's, as for
+            `BalancedBatchSampler`.
+        min_step_tokens: Least tokens of a step: if its documents wait for others, more are read first. By default a
+            tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the steps after the
+            end of all streams may be smaller, and steps of a single micro-batch, if a short document and one of
+            `max_tokens` do not fit into it together.
         max_early: Iterations that a document may be trained before its turn, for a packer with release="adaptive" and a
-            cost model, as for `BalancedBatchSampler`. So many global batches more are read ahead: their tokens are kept
-            by the ranks that read them, and are in no state, which stands before them; who goes on from it reads them
-            again, but for those that were trained or wait.
-        costs: What a document of a stream costs, where the packer was made with `cost_columns`: a function of what the
-            stream gives, `lambda row: [encoder(row["patches"]), language(len(row["input_ids"]))]` say, to a float or
+            cost model, as for `BalancedBatchSampler`. That many further global batches are read ahead. The ranks that
+            read them keep their tokens, and no state has them: after a resume they are read again, except those that
+            were trained or wait.
+        costs: Costs of documents, if the packer was made with `cost_columns`: a function of what the stream yields,
+            such as `lambda row: [encoder(row["patches"]), language(len(row["input_ids"]))]`, that returns a float or
             floats. Called once, in the thread of the rank that reads it; the others are told. A piece of a document has
-            the share of its tokens. What waits keeps its costs, in states too.
-        columns: Names of further columns of rows that are carried (`wlb.torch.RowReader` says which are anyway).
+            the share of its tokens. Waiting documents keep their costs, in states too.
+        columns: Names of further columns of rows to carry (`wlb.torch.RowReader` says which are always carried).
         labels_ahead: How many tokens ahead every token predicts (`collate`).
 
     Attributes:
-        tokens_moved: Tokens that came to this rank from others so far.
+        tokens_moved: Tokens that this rank received from others so far.
 
     Raises:
-        wlb.WlbError: An argument makes no sense.
+        wlb.WlbError: An argument is invalid.
 
-    With a group, making one is a collective of the whole world: every rank makes its own at the same point. Close it
-    before the process groups are destroyed.
+    With a group, all ranks of the world have to make their streams at the same point. Close it before the process
+    groups are destroyed.
     """
 
     def __init__(
@@ -161,12 +161,12 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         self.tokens_moved = 0
 
     def __next__(self) -> Step[T]:
-        """The next step. A collective, but it only waits for what the ranks' threads do; all have as many.
+        """The next step. All ranks call this, equally often, and each only waits for the threads of all ranks.
 
         Raises:
             wlb.WlbError: A stream or `collate_fn` failed on some rank (all ranks say which, and why), ranks have
                 different configurations, or the packer refuses a document. Or it is closed.
-            RuntimeError: A rank ended, or is later than the timeout.
+            RuntimeError: A rank has ended, or is later than the timeout.
         """
         step = self._steps.take()
         if step is None:
@@ -190,11 +190,11 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
 
     @property
     def packer(self) -> wlb.Packer:
-        """The one that gave the configuration; it holds nothing."""
+        """A packer with the configuration, without documents."""
         return self._config
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
-        """Goes on where the saved one stood, on any number of ranks. No communication; before the first step.
+        """Resumes after the step of the state, on any number of ranks. Call it before the first step.
 
         Raises:
             wlb.WlbError: The state was changed after it was saved, or is of another number of streams or another packer
@@ -308,9 +308,9 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         return packing
 
     def _read(self) -> dict[int, Waiting] | None:
-        """The documents of all streams that have their turn now; None if all have ended.
+        """The documents of all streams whose turn is now; None if all have ended.
 
-        They wait from now on. Those that have entered before their turn have gone.
+        They wait from now on, except those that entered before their turn.
         """
         batch = self._ahead.popleft() if self._ahead else self._fetch()
         if batch is None:
@@ -329,9 +329,9 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         return new
 
     def _early(self, due: list[int]) -> list[Early]:
-        """Documents that may enter before their turn, beside the `due` ones, as early as the packer says.
+        """Documents that may enter before their turn, besides the `due` ones, as early as the packer says.
 
-        Not so much that less than a step is left behind the last of all streams.
+        At least a step is left at the end of all streams.
         """
         while len(self._ahead) < self._max_early:
             batch = self._fetch()
@@ -369,7 +369,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
     def _fetch(self) -> ReadBatch | None:
         """A global batch of documents of all streams, with the tokens of those read here; None if all have ended.
 
-        All ranks know its lengths, and where all streams stand behind it.
+        All ranks know its lengths, and the positions of all streams after it.
         """
         if all(stream.ended for stream in self._streams):
             return None
@@ -382,7 +382,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             for number, stream in self._own_streams():
                 read[number] = stream.read(shares[number], number)
             states = {number: stream.state_dict() for number, stream in self._own_streams()}
-        except BaseException as cause:  # whatever it is, the other ranks wait for an answer
+        except BaseException as cause:  # of any kind: the other ranks wait for an answer
             failure = cause
         parts = self._peers.gather(
             {
@@ -428,7 +428,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         return ReadBatch(documents, [stream.state_dict() for stream in self._streams])
 
     def _exchange(self, packing: wlb.Packing, deal: NDArray[np.int64]) -> list[list[Document]]:
-        """The documents of this rank's micro-batches. Those read for this step that still wait go to all ranks."""
+        """The documents of this rank's micro-batches. Documents read for this step that still wait go to all ranks."""
         before = dict(self._waiting)
         for id, length in (
             (id, length) for part in packing for id, length in zip(*_ids_and_lengths(part), strict=True)
@@ -478,10 +478,10 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
 
 
 def _taken(state: Mapping[str, Any]) -> set[tuple[int, int]]:
-    """Streams, and numbers of documents in them, of those that entered before their turn.
+    """Stream and number in it of each document that entered before its turn.
 
     Raises:
-        wlb.WlbError: They are none.
+        wlb.WlbError: The state has something else.
     """
     found, streams = state.get("taken", []), state["streams"]
 

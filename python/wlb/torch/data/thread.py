@@ -1,4 +1,4 @@
-"""Threads that work beside training, and what the loaders that use them have in common."""
+"""Threads that work during training, and the common parts of loaders that use them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 def background_thread(name: str) -> ThreadPoolExecutor:
-    """One thread, on the CUDA device of the one that makes it, if CUDA is in use.
+    """One thread, on the CUDA device of the caller, if CUDA is in use.
 
-    A thread begins with device 0, where pinned memory and what it makes would go from all ranks.
+    Otherwise the thread would begin with device 0, and the pinned memory and tensors of all ranks would be there.
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     use_device = None if device is None else functools.partial(torch.cuda.set_device, device)
@@ -33,23 +33,23 @@ def background_thread(name: str) -> ThreadPoolExecutor:
 
 @dataclass(frozen=True, eq=False)
 class PreparedStep(Generic[S, P]):
-    """A step, None where the iteration ends, and where its maker stands after it."""
+    """A step, or None at the end of the iteration, and the position of its maker after it."""
 
     step: S | None
     position: P
 
 
 class StepsAhead(Generic[S, P]):
-    """Makes steps in a thread, each while the one before is trained.
+    """Makes each step in a thread while the one before is trained.
 
     Args:
         make: Makes the next step.
-        position: Where one stands before the first.
+        position: The position before the first step.
         name: Of the thread.
-        argument: What an error names that comes after a step that failed.
+        argument: Name in the error of a call after a failed step.
 
     Attributes:
-        position: After the last step taken, whatever was made ahead.
+        position: Position after the last step taken, whatever was made ahead.
         begun: Whether a step was asked for.
     """
 
@@ -64,7 +64,7 @@ class StepsAhead(Generic[S, P]):
         self._closed = False
 
     def take(self) -> S | None:
-        """The next step, None at the end: the next one begins anew. What `make` raises ends it for good.
+        """The next step, or None at the end; a later call begins again. An error of `make` ends it for good.
 
         Raises:
             wlb.WlbError: A step failed before, or it is closed.
@@ -86,7 +86,7 @@ class StepsAhead(Generic[S, P]):
         return made.step
 
     def after(self, work: Callable[[], T]) -> T:
-        """Runs `work` in the thread, after the step that is being made there, and gives its result.
+        """Runs `work` in the thread, after the step that is being made there, and returns its result.
 
         Raises:
             wlb.WlbError: It is closed.
@@ -95,7 +95,7 @@ class StepsAhead(Generic[S, P]):
         return self._thread.submit(work).result()
 
     def close(self) -> bool:
-        """Waits for the thread; whether it was open."""
+        """Waits for the thread; returns whether it was open."""
         self._thread.shutdown()
         was_open, self._closed = not self._closed, True
         return was_open
@@ -112,8 +112,8 @@ class Position:
     Attributes:
         number: Steps so far.
         snapshot: The state.
-        link: The place of the next state in the chain.
-        metrics: Those of the packer; None where there is none.
+        link: Link of the next state in the chain.
+        metrics: Those of the packer; None without one.
     """
 
     number: int
@@ -123,7 +123,7 @@ class Position:
 
 
 class StepIterator(Generic[S]):
-    """Base of iterators whose steps ranks make together, in threads: a loop that was left goes on in the next one."""
+    """Base of iterators whose steps ranks make together, in threads. A new loop continues after the last one."""
 
     _peers: Peers
     _steps: StepsAhead[S, Position]
@@ -133,14 +133,14 @@ class StepIterator(Generic[S]):
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """State after the last step that this loader *gave*, also if the next one failed.
+        """State after the last step that this loader *yielded*, also if the next one failed.
 
-        A step too far wherever something fetches ahead of training; save the `state` of the step that was trained
-        instead. No communication. Plain JSON values, if those that its source saves of itself are.
+        That is a step too far if something fetches ahead of training; save the `state` of the step that was trained
+        instead. Needs no communication. Plain JSON values, if the states of its source are.
         """
         return self._steps.position.snapshot.state
 
     def close(self) -> None:
-        """Waits for what the thread does with the other ranks, and destroys its process group. The state stays."""
+        """Waits until the thread is done with the other ranks, and destroys its process group. The state stays."""
         if self._steps.close():
             self._peers.close()

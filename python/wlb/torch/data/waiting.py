@@ -1,4 +1,4 @@
-"""Documents of streams, read and not yet trained: what ranks keep of them, and what the packer is offered."""
+"""Documents of streams that were read and not yet trained: the ranks' copies, and the offers to the packer."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from wlb.torch.data.state import field
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A document that was read and not yet trained, or not all of it.
+    """A document that was read and not yet trained completely.
 
     Attributes:
-        stream: Where it was read.
+        stream: Number of its stream.
         length: All its tokens.
-        labelled: Whether it brings labels.
-        left: Tokens that the plan has not yet given out.
-        rest: Tokens that have not entered the packer, at its end.
+        labelled: Whether it has labels.
+        left: Tokens that are not yet in a plan.
+        rest: Tokens at its end that have not entered the packer.
         entered: Tokens that have.
-        document: Of arrays, under any name; None if another rank has read it in this step.
-        hashes: Of its tokens and labels as a state has them, once all ranks have it; None before.
-        costs: Of what of it may be trained, in each column of the packer's.
-        layout: Its columns beside tokens and labels.
+        document: As arrays, under any name; None if another rank has read it in this step.
+        hashes: Of its tokens and labels in the form of a state, once all ranks have it; None before.
+        costs: Costs of its trainable part, in each column of the packer's.
+        layout: Its columns besides tokens and labels.
     """
 
     stream: int
@@ -49,11 +49,11 @@ class Waiting:
 
     @property
     def width(self) -> int:
-        """Numbers that a token of it has: itself, maybe its label, and those of its columns."""
+        """Numbers that are sent for each token: the token, perhaps its label, and its columns."""
         return 1 + self.labelled + num_rows(self.layout)
 
     def received(self, arrived: list[Iterator[NDArray[np.int64]]]) -> Document:
-        """From the rank that reads the stream."""
+        """The document from the message of the rank that reads the stream."""
         rows = next(arrived[self.stream % len(arrived)]).reshape(self.width, -1)
         columns = of_bits(rows[1 + self.labelled :], self.layout)
         return Document(rows[0], 0, labels=rows[1] if self.labelled else None, columns=columns)
@@ -68,13 +68,13 @@ class Waiting:
         return np.concatenate(parts).ravel()
 
     def piece(self, id: int, start: int, length: int, arrived: list[Iterator[NDArray[np.int64]]]) -> Document:
-        """A part of it, from the rank that read it if it is not here."""
+        """A part of it, sent by the rank that read it if it is not here."""
         if self.document is not None:
             return cut(replace(self.document, id=id), start, length)
         return cut(replace(self.received(arrived), id=id, start=start), 0, length)
 
     def kept(self, document: Document) -> Waiting:
-        """The waiting document as every rank keeps it: in little space, without the row it was cut from."""
+        """The waiting document as every rank keeps it: in little memory, without the row from which it was cut."""
         labels = None if document.labels is None else _compact(document.labels)
         columns = {name: _compact(values) for name, values in document.columns.items()}
         kept = replace(self, document=Document(_compact(document.tokens), 0, labels=labels, columns=columns))
@@ -82,7 +82,7 @@ class Waiting:
         return replace(kept, hashes=hashes)
 
     def texts(self) -> dict[str, str | None]:
-        """Tokens, labels and columns, in a state."""
+        """Tokens, labels and columns as texts of a state."""
         assert self.document is not None
         labels = self.document.labels
         columns = {
@@ -126,7 +126,7 @@ class ReadBatch:
 
     Attributes:
         documents: By stream and number in it, in the order read.
-        stand: Where the streams stand behind it.
+        stand: Positions of the streams after it.
     """
 
     documents: dict[tuple[int, int], Waiting]
@@ -138,9 +138,9 @@ class Early:
     """A document that could enter before its turn.
 
     Attributes:
-        id: Its name, if it does.
+        id: Its id, if it does.
         place: Its stream and number in it.
-        iterations: From now to its turn.
+        iterations: Iterations until its turn.
     """
 
     id: int
@@ -153,7 +153,7 @@ class Outside:
     """Documents that were read and have not entered the packer, as a source for `next_packing`.
 
     Attributes:
-        ids: Of documents that have had their turn.
+        ids: Ids of documents whose turn has come.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Outside:
         return sum(self._waiting[id].rest for id in self.ids)
 
     def read(self) -> None:
-        """Further documents, if there are any."""
+        """Reads further documents, if there are any."""
         while not self._ended:
             new = self._read()
             self._ended = new is None
@@ -238,7 +238,7 @@ _COLUMN: Final = "column "  # before the name, the type and the shape without to
 
 
 def _compact(numbers: NDArray[Any]) -> NDArray[Any]:
-    """A copy in the smallest type that holds them: what every rank keeps, and a state holds."""
+    """A copy in the smallest integer type, as ranks and states keep it."""
     if numbers.dtype.kind == "f":
         return np.array(numbers)
     least, most = int(numbers.min()), int(numbers.max())
@@ -253,7 +253,7 @@ def _text(numbers: NDArray[Any]) -> str:
 
 
 def _column(key: str, text: str, size: int, stream: int) -> tuple[tuple[str, str, tuple[int, ...]], NDArray[Any]]:
-    """A column of a document as it stands in a state: its layout, and [..., tokens]."""
+    """A column of a document from a state: its layout, and [..., tokens]."""
     try:
         name, dtype, sizes = key[len(_COLUMN) :].rsplit(" ", 2)
         shape = tuple(int(part) for part in sizes.split("x") if part)

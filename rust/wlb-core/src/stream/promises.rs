@@ -25,8 +25,8 @@ impl Packer {
         });
     }
 
-    /// Whether documents were pushed into a step for which the queues release more than they ever do if each push
-    /// brings only what is admitted. New documents that stay in a queue count too: they will be due behind all that is
+    /// Whether the queues release more in this step than they could if every push brought only what is admitted, and
+    /// documents were pushed in it. New documents that stay in a queue count too: they become due after all that is
     /// carried.
     pub(super) fn exceeds_admission(&self, pieces: &[Waiting]) -> bool {
         let in_queues = self.queue.levels().iter().flatten();
