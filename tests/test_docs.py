@@ -143,7 +143,7 @@ def test_blocks_run_under_torchrun_too(page: str, tmp_path: Path) -> None:
 
 
 def test_commands_and_options_exist() -> None:
-    for package in ("cyclopts", "jinja2", "rich", "matplotlib"):
+    for package in ("cyclopts", "jinja2", "rich", "matplotlib", "plotly"):
         pytest.importorskip(package)
     from wlb_tools.command.app import app
 

@@ -297,7 +297,7 @@ def test_a_sweep_holds_the_central_value_and_says_where_its_ends_are() -> None:
 def test_command(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("cyclopts", "jinja2", "rich", "matplotlib"):
+    for module in ("cyclopts", "jinja2", "rich", "matplotlib", "plotly"):
         pytest.importorskip(module)
     from studies.paper.__main__ import main
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-for package in ("cyclopts", "jinja2", "rich", "matplotlib", "pyarrow", "tokenizers"):
+for package in ("cyclopts", "jinja2", "rich", "matplotlib", "plotly", "pyarrow", "tokenizers"):
     pytest.importorskip(package)
 from benches import walks  # noqa: E402
 

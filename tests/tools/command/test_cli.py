@@ -994,7 +994,7 @@ def test_model_may_be_a_config_file(run: Any, npy: Path, tmp_path: Path) -> None
 
 
 def test_import_wlb_needs_none_of_the_commands_packages() -> None:
-    code = "import sys, wlb; assert not {'cyclopts', 'jinja2', 'rich', 'matplotlib'} & set(sys.modules)"
+    code = "import sys, wlb; assert not {'cyclopts', 'jinja2', 'rich', 'matplotlib', 'plotly'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -15,7 +15,7 @@ from packaging.version import Version
 import wlb
 from wlb.integrations.versions import OLDEST
 
-for package in ("cyclopts", "jinja2", "rich", "matplotlib"):
+for package in ("cyclopts", "jinja2", "rich", "matplotlib", "plotly"):
     pytest.importorskip(package)
 from wlb_tools.command import checkup  # noqa: E402
 

@@ -11,7 +11,7 @@ import pytest
 
 import wlb
 
-for package in ("cyclopts", "jinja2", "rich", "matplotlib"):
+for package in ("cyclopts", "jinja2", "rich", "matplotlib", "plotly"):
     pytest.importorskip(package)
 
 COST = wlb.CostModel(attention=3e-10, linear=2e-6)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-for package in ("cyclopts", "jinja2", "rich", "matplotlib"):
+for package in ("cyclopts", "jinja2", "rich", "matplotlib", "plotly"):
     pytest.importorskip(package)
 
 

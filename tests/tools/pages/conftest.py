@@ -23,7 +23,7 @@ COMMANDS = {
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A page of every command that writes one, by name."""
-    for package in ("cyclopts", "jinja2", "rich", "matplotlib"):
+    for package in ("cyclopts", "jinja2", "rich", "matplotlib", "plotly"):
         pytest.importorskip(package)
     from wlb_tools.command import main
 
