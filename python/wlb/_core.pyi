@@ -1129,13 +1129,15 @@ class Packer:
             together. Micro-batches become more even if it is 1.25 to 1.5 times ``max_document_tokens``.
         cost_model: cost of a document, from its length. Give it, or ``cost_columns``.
         cost_columns: number of costs that you give for each document in ``push(costs=)``, in the place of
-            ``cost_model``. For example 2: time of the vision encoder, and time of the language model. One after the
-            other lasts as long as the heaviest micro-batch of the first column and the heaviest of the second together;
-            the packer makes that sum small. The adaptive rule takes exactly one column.
+            ``cost_model``. For example 2: time of the vision encoder, and time of the language model, which run one
+            after the other. Then a step lasts as long as the heaviest micro-batch of the first column and the heaviest
+            of the second together, and the packer makes that sum small. More than one column needs queues
+            (``outlier_thresholds``).
         limits: float64[cost_columns], most that a micro-batch may have in each column, infinite for no limit. A
             column with a limit counts as memory: it is kept below its limit and is not balanced.
         outlier_thresholds: int[q], tokens, ascending: shortest length of each queue. ``tune_outlier_thresholds`` finds
-            them. ``None``, the default, is the adaptive rule; ``()`` holds nothing back.
+            them. ``None``, the default, is the adaptive rule; ``()`` holds nothing back: a document waits only if it
+            does not fit.
         release: "adaptive" or "fifo" (queues). It follows from ``outlier_thresholds``, so you need not give it;
             ``release="fifo"`` alone means ``outlier_thresholds=()``.
         delay_price: price of waiting, for the adaptive rule. With the default, 0.03, a full step of tokens
@@ -1143,9 +1145,9 @@ class Packer:
             falls by at least 3 % of the mean one; a tenth of these tokens needs 0.3 %. A wait of ``d`` steps
             costs ``d * (d + 1) / 2`` times as much as a wait of one. A higher price means shorter waits.
             ``tune_delay_price`` finds the price for a mean wait that you accept.
-        max_delay: most steps that a document waits; with queues most steps in its queue, and ``bounds`` says how many
-            it may then be carried over. ``None`` is 16 with the adaptive rule, and no limit with queues. If pushes
-            bring more than the packer ``admits``, documents may wait longer.
+        max_delay: most steps that a document waits; with queues most steps in its queue, after which it may be carried
+            over a few steps (``bounds().delay`` is the most steps together). ``None`` is 16 with the adaptive rule, and
+            no limit with queues. If pushes bring more than the packer ``admits``, documents may wait longer.
         max_document_tokens: longest document: the context window of the model. At most ``max_tokens``, which is the
             default: if ``max_tokens`` is larger than the context window, give both.
         oversize: what happens to longer documents: "error", "split" into several documents, or "truncate".
@@ -1167,12 +1169,11 @@ class Packer:
         max_step_cost: for the adaptive rule: most work of a step, as a multiple of an average step's. Documents that
             wait together are trained together, so without a bound the largest step can have several times the average
             work. Documents beyond the bound wait, so micro-batches are less even. An average step has
-            ``tokens_per_batch`` tokens, each of the mean cost of a token in the documents pushed lately (all of the
-            first 256 steps, later at least the last 128). Documents that
-            waited ``max_delay`` steps leave all the same; ``metrics().steps_over_max_cost`` counts the steps that
-            exceed the bound for them. ``None``: no bound.
-        tokens_per_batch: tokens of a global batch on average; ``max_step_cost`` needs it, and the data loaders of
-            ``wlb.torch`` push so many for a step. Default: ``num_micro_batches * max_document_tokens``.
+            ``tokens_per_batch`` tokens, each of the mean cost of a token in the documents of the last 128 to 256 steps.
+            Documents that waited ``max_delay`` steps leave all the same; ``metrics().steps_over_max_cost`` counts the
+            steps that exceed the bound for them. ``None``: no bound.
+        tokens_per_batch: tokens of a global batch on average; give yours if you use ``max_step_cost``. The data loaders
+            of ``wlb.torch`` push so many for a step. Default: ``num_micro_batches * max_document_tokens``.
         on_backlog: what happens when more tokens wait after a push than ``bounds`` of an empty packer allows, because
             pushes brought more than the packer ``admits``: "warn" once with a ``BacklogWarning``; or "error": ``push``
             raises ``WlbError`` and the packer stays as it was.
@@ -1255,10 +1256,10 @@ class Packer:
                 documents itself. Default: 0, whole documents.
             costs: float64[n] or float64[n, cost_columns], cost of each document, exactly if the packer was made with
                 ``cost_columns``. Pieces of a split document share its cost by their tokens.
-            min_step_tokens: least tokens of the step. The packer releases more documents to reach it, and the step is
-                less even. If new and waiting documents together have so many tokens, the step has at least the lesser
-                of ``min_step_tokens`` and ``num_micro_batches // 2 * max_tokens`` tokens (``limits`` may leave less
-                room). More may not fit, and the step then has fewer, without an error.
+            min_step_tokens: least tokens of the step, if new and waiting documents together have so many. The packer
+                releases more documents to reach it, and the step is less even. Up to ``num_micro_batches // 2 *
+                max_tokens`` tokens are always reached (``limits`` may leave less room). Above that, documents may not
+                fit together, and the step has fewer tokens, without an error.
             early: int[n], from 0 to 1024, for the adaptive rule: steps by which each document is pushed before the step
                 in which the stream would bring it, its turn (see ``leads``). The packer may train it from now on;
                 waiting costs nothing before the turn, and delays count from the turn on.
@@ -1480,9 +1481,9 @@ class Packer:
         Waiting documents are priced anew from their lengths. ``outlier_thresholds`` are lengths and ``delay_price`` is
         relative, so both keep their meaning. If they were tuned for a mean wait, they were tuned under the old costs.
 
-        A state holds both cost models. To resume, make the packer with the one that the saved run made its
-        packer with; ``load_state_dict`` then sets the present one. Setting costs that are equal to the present ones
-        does nothing.
+        A state holds both cost models. To resume, make a packer with the cost model that the saved run began with;
+        ``load_state_dict`` then sets the one that was in use when the state was saved. ``from_state_dict`` needs
+        neither. Setting costs that are equal to the present ones does nothing.
 
         Args:
             cost_model: the new cost model, the same on every rank at the same step.
@@ -1501,8 +1502,8 @@ class Packer:
     @property
     def fingerprint(self) -> str:
         """Hex hash of the configuration under the present cost model, without ``num_micro_batches``, ``dp_size`` and
-        ``tokens_per_batch``. Two packers give the same plans from here on if their ``state_dict`` are equal; equal
-        fingerprints and equal values of these three say that their configurations are.
+        ``tokens_per_batch``. If it and these three are equal on two packers, they have the same configuration. They
+        then give the same plans from here on if the same documents wait in both: if their ``state_dict`` are equal.
         """
     def metrics(self) -> PackerMetrics:
         """Figures since the stream began: imbalance, waits, tokens and work of steps (``PackerMetrics``)."""
@@ -1510,9 +1511,9 @@ class Packer:
         """The packer as plain JSON values, for a checkpoint.
 
         It has the ids and lengths of the documents that wait, and nothing of any rank: ``num_micro_batches`` and every
-        parallel size may change on resume. Take it after each push, with the position of the reader behind the
-        documents of that push, and save the pair that belongs to the last step that was *trained*: a loader that works
-        ahead has pushed more since.
+        parallel size may change on resume. Take it after each push, together with the number of the first document that
+        was not pushed yet, and save both as they were after the push of the last step that was *trained*. A loader that
+        works ahead has pushed more since.
 
         Examples:
             >>> import json, wlb
