@@ -39,7 +39,7 @@ def streams_of(dataset: Any, collator: Collator = as_it_is, *, columns: Sequence
         wlb.WlbError: The data set already gives each rank its own part.
     """
     if getattr(dataset, "_distributed", None) is not None:
-        message = "is split by node already: give the whole of it, the same on every rank"
+        message = "is already split by node: give the whole data set, equal on every rank"
         raise error("train_dataset", message)
     shards = getattr(dataset, "num_shards", 1) if hasattr(dataset, "shard") and _is_unordered(dataset) else 1
     parts = [dataset.shard(num_shards=shards, index=index) for index in range(shards)] if shards > 1 else [dataset]

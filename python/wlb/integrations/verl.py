@@ -169,8 +169,8 @@ def _replace(planner: ModuleType, ours: Callable[..., Any]) -> None:
         except PackageNotFoundError:
             installed = "of no known version"
         message = (
-            f"{installed} has {ours.__name__}({', '.join(found) if found else 'missing'}), and 0.9 was expected, with "
-            f"({', '.join(expected)}): take verl 0.9, or a wlb that knows this one"
+            f"{installed} has {ours.__name__}({', '.join(found) if found else 'missing'}), but wlb expects "
+            f"({', '.join(expected)}), as in verl 0.9: install that, or a wlb that supports this version"
         )
         raise error("verl", message, value=installed)
     for name, module in list(sys.modules.items()):

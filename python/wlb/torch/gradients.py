@@ -189,7 +189,7 @@ def all_reduce_gradients(
     _check_outermost(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(isinstance(parameter, dtensor()) for parameter in parameters):
-        raise error("model", "has parameters that are DTensors: what is sharded cannot be added up as it is")
+        raise error("model", "has parameters that are DTensors: their gradients are sharded and cannot be added up")
     if group is None:
         return
     works = []
@@ -441,12 +441,12 @@ def _name(module: nn.Module) -> str:
 
 def _unknown(module: nn.Module, fix: str) -> Exception:
     name = _name(module)
-    return error("model", f"is or holds a {name}, of which it is not known how it divides gradients: {fix}", value=name)
+    return error("model", f"is or holds a {name}, and wlb does not know how it divides gradients: {fix}", value=name)
 
 
 def _unknown_hook(module: nn.Module, hook: str) -> Exception:
     message = (
-        f"is or holds a {_name(module)} with a communication hook ({hook}), of which it is not known whether it "
+        f"is or holds a {_name(module)} with a communication hook ({hook}), and wlb does not know whether it "
         "averages: leave it out, or use one of torch's default hooks of DDP"
     )
     return error("model", message, value=hook)

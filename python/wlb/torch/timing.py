@@ -149,7 +149,7 @@ class StepTimer:
                 already; or the step is of a forest, whose nodes are no documents.
         """
         if self._optimizers:
-            message = "is ended by the optimizer already: attach the model without it"
+            message = "was ended by the optimizer already: attach the model without the optimizer"
             raise error("step", message, value=self._steps)
         self._end_step(step, lengths)
 

@@ -72,8 +72,8 @@ def shuffles(trainer: Any) -> bool:
         else:
             return True
     message = (
-        f"draws documents by a {name}, which would not be asked: leave its _get_train_sampler out; or put what it "
-        'would draw into the data set, in that order, with train_sampling_strategy="sequential"'
+        f"draws documents by a {name}, which wlb would not call: leave its _get_train_sampler out; or put the "
+        'documents that it would draw into the data set, in that order, with train_sampling_strategy="sequential"'
     )
     raise error("trainer", message, value=name)
 
@@ -120,7 +120,7 @@ def _check_class(trainer: Trainer) -> None:
     classes = [cls for cls in type(trainer).__mro__ if not cls.__module__.startswith("wlb.")]
     own = next(cls for cls in classes if "get_train_dataloader" in vars(cls))
     if own is not Trainer:
-        message = f"is a {own.__name__} with a get_train_dataloader of its own, which would not be asked: leave it out"
+        message = f"is a {own.__name__} with its own get_train_dataloader, which wlb would not call: leave it out"
         raise error("trainer", message, value=own.__name__)
 
 

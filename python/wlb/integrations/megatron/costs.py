@@ -30,7 +30,7 @@ def cost_of(config: Any, *, vocab_size: int) -> wlb.CostModel:
         wlb.WlbError: there is no configuration, or sizes do not tell the costs of its layers: give `cost_model`.
     """
     if config is None:
-        raise error("cost_model", "is missing: what documents cost is known from it, or from the model's configuration")
+        raise error("cost_model", "is missing: give it, or the model's configuration to derive it from")
     found = [words for name, words in _UNLIKE.items() if getattr(config, name, None)]
     if 0 <= (getattr(config, "window_size", None) or (-1, 0))[0] < MAX_TOKENS - 1:  # keys before the query's own
         found.append("windows")

@@ -109,12 +109,12 @@ def data_iterator(
         check_integer(name, value, minimum=minimum)
     if planning and not dynamic_cp:
         name = next(iter(planning))
-        raise error(name, "is of Dynamic-CP plans: give dynamic_cp=True with it", value=planning[name])
+        raise error(name, "is an option of Dynamic-CP plans: give dynamic_cp=True with it", value=planning[name])
     cost_model = loading.cost_model
     if cost_model is None:
         vocab_size = getattr(unwrap_model(chunks[0]), "vocab_size", None) if chunks else None
         if vocab_size is None:
-            message = "is missing: the model does not tell its vocabulary; a configuration never does"
+            message = "is missing: wlb cannot make it without the vocab_size of a model; a configuration has none"
             raise error("cost_model", message)
         cost_model = cost_of(config, vocab_size=vocab_size)
 
@@ -241,7 +241,7 @@ def _group_of(size: int, everyone: Any) -> Any:
     try:
         group = getattr(parallel_state, f"get_{kind}_data_context_parallel_groups")(group_size=size)
     except (KeyError, AssertionError, TypeError):
-        message = "= False: nobody made groups of 2, 4, ... ranks; give initialize_model_parallel "
+        message = "= False: there are no groups of 2, 4, ... ranks; give initialize_model_parallel "
         message += f"{kind}_context_parallel=True, or leave max_cp_size below {size}"
         raise error(f"{kind}_context_parallel", message, value=size) from None
     return group if group.size() == size else None

@@ -148,7 +148,7 @@ class DataIterator:
             wlb.WlbError: On all ranks, if a rank could not read or ranks have different plans.
         """
         if self._config.finalize_model_grads_func is None:
-            message = "is not set: nobody would add up gradients and divide them by the labels of a step; set it to "
+            message = "is not set: gradients would not be added up and divided by the labels of a step; set it to "
             message += "megatron.core.distributed.finalize_model_grads"
             raise error("finalize_model_grads_func", message)
         if not self._sharing.reads:

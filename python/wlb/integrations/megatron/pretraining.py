@@ -144,13 +144,13 @@ def _check(args: Any, options: dict[str, Any]) -> None:
         if name in options:
             raise error(name, "follows from Megatron's arguments and loop: leave it out", value=options[name])
     if args.dataloader_type != "external":
-        message = f"= {args.dataloader_type!r}: would take it for documents; give --dataloader-type external"
+        message = f"= {args.dataloader_type!r}: would read it as a data set; give --dataloader-type external"
         raise error("dataloader_type", message, value=args.dataloader_type)
     if args.micro_batch_size != 1:
         message = f"= {args.micro_batch_size}: a micro-batch is one row of documents; give --micro-batch-size 1"
         raise error("micro_batch_size", message, value=args.micro_batch_size)
     for name, why in (
-        ("rampup_batch_size", "steps have as many micro-batches from the first on"),
+        ("rampup_batch_size", "wlb plans all steps with the same number of micro-batches"),
         ("virtual_pipeline_model_parallel_size", "its checkpoints hold no state of several chunks' iterators"),
         ("full_validation", "an evaluation takes --eval-iters steps"),
     ):

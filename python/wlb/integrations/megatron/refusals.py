@@ -42,7 +42,7 @@ def check_version() -> None:
     missing = {"local_cp_size", "cp_group"} - fields
     needed = OLDEST["megatron-core"]
     if missing or (numbers and numbers < Version(needed).release):
-        message = f"= {found or 'unknown'}: megatron-core >= {needed} is needed, whose packed rows name their ranks"
+        message = f"= {found or 'unknown'}: megatron-core >= {needed} is needed (its packed rows name their ranks)"
         raise error("megatron-core", message, value=found)
     if numbers > NEWEST:
         newest = ".".join(map(str, NEWEST))
@@ -72,15 +72,15 @@ def check_config(config: Any, *, dynamic_cp: bool) -> None:
         if value := getattr(config, name, None):
             raise error(name, f"= {value!r}: {why}", value=value)
     if not config.calculate_per_token_loss:
-        message = "= False: would weigh micro-batches alike, though they hold other numbers of labels; set it"
+        message = "= False: micro-batches would count alike, although their numbers of labels differ; set it to True"
         raise error("calculate_per_token_loss", message, value=False)
     if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
-        message = "= False: stages would take all micro-batches for equally long; set it"
+        message = "= False: stages would expect micro-batches of equal length; set it to True"
         raise error("variable_seq_lengths", message, value=False)
     two_interleaved = config.virtual_pipeline_model_parallel_size and config.pipeline_model_parallel_size == 2
     if two_interleaved and not config.overlap_p2p_comm:
-        message = "= False: two interleaved stages would take the shapes of one direction for those of the other; "
-        message += "set it, and batch_p2p_comm=False"
+        message = "= False: two interleaved stages would mix up the shapes of both directions; "
+        message += "set it to True, and batch_p2p_comm=False"
         raise error("overlap_p2p_comm", message, value=False)
     if (graphs := getattr(config, "cuda_graph_impl", "none")) not in ("none", None):
         raise error("cuda_graph_impl", f"= {graphs!r}: needs rows of one length; leave it out", value=graphs)

@@ -91,7 +91,7 @@ class PlannedSchedule:
         Raises:
             wlb.WlbError: Always.
         """
-        raise error("validator", "cannot run in pipeline stages that are told the lengths of every step")
+        raise error("validator", "cannot run in wlb's pipeline stages, which need a plan for every step")
 
 
 def token_shares(ranks: Any, parallelism: Any) -> int:

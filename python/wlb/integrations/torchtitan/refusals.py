@@ -81,7 +81,7 @@ def _check_parallelism(config: Any) -> None:
         message = "gives a schedule for one number of micro-batches: name one in pipeline_parallel_schedule"
         raise error("pipeline_parallel_schedule_csv", message, value=parallelism.pipeline_parallel_schedule_csv)
     if config.validator.enable and (pp > 1 or (cp > 1 and varlen)):
-        what = "pipeline stages that are told the lengths of every step" if pp > 1 else "sharded varlen attention"
+        what = "wlb's pipeline stages, which need a plan for every step" if pp > 1 else "sharded varlen attention"
         raise error("validator", f"= enabled: cannot run in {what}; evaluate in a run of its own", value=True)
     if cp == 1:
         return

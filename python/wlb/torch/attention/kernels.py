@@ -632,7 +632,7 @@ def choose(
         flash_on_cpu = q.device.type == "cpu" and alibi_slopes is None and softcap is None
         return CpuFlashKernel(scale) if flash_on_cpu else exact
     if refusal:
-        raise error("kernel", f"{name!r} {refusal}; 'reference' can do without", value=name)
+        raise error("kernel", f"{name!r} {refusal}; kernel='reference' has no such limit", value=name)
 
     generation = _generation(q)
     reason = None
@@ -650,7 +650,7 @@ def choose(
     if name == "auto":
         return exact
     reason = reason or ("has no ALiBi" if alibi_slopes is not None else "caps no scores (softcap)")
-    raise error("kernel", f"{name!r} {reason}; 'reference' has it on every transport", value=name)
+    raise error("kernel", f"{name!r} {reason}; kernel='reference' supports it with every transport", value=name)
 
 
 def gains_by_buckets(kernel: Kernel | None) -> bool:

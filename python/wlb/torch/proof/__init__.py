@@ -147,7 +147,7 @@ def verify(
     stages: Sequence[Any] = () if isinstance(model, nn.Module) else list(model)
     if stages and (train is None or alone is None):
         name = "train" if train is None else "alone"
-        raise error(name, "is needed for stages of a pipeline: they are called in no one way")
+        raise error(name, "is needed for stages of a pipeline, because schedules call them in different ways")
     whole = stages[0].group if stages else None
     if alone == "rows" and dist.is_initialized():
         whole = dist.group.WORLD
