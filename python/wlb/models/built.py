@@ -1,7 +1,7 @@
-"""Models that transformers knows and no family here describes: built on the meta device, and counted module by module.
+"""Counts parameters and FLOPs of model types that wlb has no family for, from the model that transformers builds.
 
-transformers is an optional dependency. Nothing is downloaded and no weight is held: torch's meta device has shapes
-alone.
+The model is built on torch's meta device, which holds shapes and no weights, and counted module by module. Nothing is
+downloaded. transformers is an optional dependency.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from wlb.models.layers import Layer
 from wlb.models.text_families import FAMILIES
 
 _ALL = 1 << 30
-"""More than there are: every one of a stack of matrices is used."""
+"""Larger than any number of stacked matrices: a token uses all of them."""
 
 CHECKED_TOKENS = 16
-"""Tokens of the forward on the meta device that the count is held to."""
+"""Tokens of the forward on the meta device that the counted FLOPs are compared with."""
 
 
 @dataclass
 class Built:
-    """Counts of a model that transformers built."""
+    """Sizes and layers of a model that transformers built."""
 
     hidden_size: int
     vocab_size: int
     layers: tuple[Layer, ...]
-    tied: bool
-    other_parameters: int
-    assumptions: tuple[str, ...]
+    tied: bool  # whether embedding and output projection are one weight, or there is no output projection
+    other_parameters: int  # outside layers, embedding, output projection and the last norm
+    assumptions: tuple[str, ...]  # sentences for the user
 
 
 def model_types() -> tuple[str, ...]:
-    """Types that transformers has a causal or an image-text model for; none where it is not installed."""
+    """Model types for which transformers has a causal or an image-text model. Empty if transformers is missing."""
     try:
         from transformers.models.auto import modeling_auto as auto
     except ImportError:
@@ -53,11 +53,14 @@ def model_types() -> tuple[str, ...]:
 
 
 def read(content: Mapping[str, Any]) -> Built:
-    """Counts the model of a config whose type no family here describes.
+    """Counts the model of a configuration whose type wlb has no family for.
+
+    Args:
+        content: Content of the model's config.json.
 
     Raises:
-        Refused: transformers or torch is missing, does not know the type or refuses the config; or something in the
-            model is not understood.
+        Refused: transformers or torch is missing, transformers does not know the type or refuses the configuration, or
+            wlb does not know what some part of the model costs.
     """
     model_type = str(content["model_type"])
     try:
@@ -71,7 +74,7 @@ def read(content: Mapping[str, Any]) -> Built:
         more = "; its own code (auto_map) is not run" if content.get("auto_map") else ""
         raise Refused(f"{message}{more}", model_type)
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(40)  # errors alone
+    transformers.logging.set_verbosity(40)  # errors only
     try:
         kind = transformers.CONFIG_MAPPING[model_type]
         passed_over = [*_unread(kind, content, "")]
@@ -92,17 +95,22 @@ def _config(kind: Any, content: Mapping[str, Any]) -> Any:
 
 
 def _unread(kind: Any, content: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Keys that transformers' class has no field for, so that nothing reads them, of what documents do not meet.
+    """Yields the keys that transformers does not read and that cost documents nothing, such as those of a vision tower.
+
+    Args:
+        kind: transformers' configuration class.
+        content: The configuration.
+        where: Prefix of its keys, for a configuration inside another.
 
     Raises:
-        Refused: documents may meet it.
+        Refused: transformers does not read a key, and it may change what documents cost.
     """
     known = {each.name for each in dataclasses.fields(kind)} | {*kind.attribute_map} | {*dir(kind)} | _words(kind)
     inner = getattr(kind, "sub_configs", {})
     for name, value in content.items():
         if name in inner and isinstance(value, Mapping):
             inside = inner[name]
-            if not dataclasses.is_dataclass(inside):  # of the type that it says
+            if not dataclasses.is_dataclass(inside):  # its model_type names the class
                 from transformers import CONFIG_MAPPING
 
                 said = value.get("model_type")
@@ -117,12 +125,12 @@ def _unread(kind: Any, content: Mapping[str, Any], where: str) -> Iterator[str]:
             raise Refused(f"{message}, and what it costs is not known", value)
 
 
-# Of encoders of images and sounds and of heads of multi-token prediction, which cost documents nothing here.
+# Keys of encoders of images and sounds, and of heads for multi-token prediction: they cost documents nothing here.
 _ELSEWHERE = re.compile(r"vision|image|audio|video|mtp|nextn")
 
 
 def _words(kind: Any) -> set[str]:
-    """Every word of the code that a configuration and its models are of: a key that it does not have, nothing reads."""
+    """Every word in the code of a configuration and its models. A key that is not among them is read by nothing."""
     folder = Path(inspect.getfile(kind)).parent
     return {word for path in folder.glob("*.py") for word in re.findall(r"\w+", path.read_text())}
 
@@ -177,11 +185,12 @@ _OTHER_TOWER = re.compile(
     r"projector|depth_decoder|generation|mtp|patcher|action|expert_model",
     re.IGNORECASE,
 )
-# The last one is a window in generation only; in training all tokens see the reference.
+# "reference_sliding_attention" is a window in generation only: in training all tokens see the reference.
 _FULL = ("full_attention", "global", "attention", "full", "hybrid", "reference_sliding_attention")
 _SLIDING = ("sliding_attention", "local", "local_attention", "sliding", "hybrid_sliding")
 
-# Keys about attention that only the model's own code explains: read where known, otherwise refused.
+# Keys that may change which keys a query sees or how often a layer runs. A key is refused unless this file reads it
+# (`_NOT_SUSPECT`) or it means something else (`_INNOCENT`).
 _SUSPECT = re.compile(
     r"(^|_)(index|indexer|sparse|compress|compression|csa|hca|moba|nsa|block_sparse|block_size|kpool|stride|sink_window|"
     r"local|attention_window|window|chunk_size|loop|loops|recurrences|recurrent_depth|cycles|h_cycles|"
@@ -221,7 +230,7 @@ _NOT_SUSPECT = frozenset(
 class _Reader:
     """Reads one model."""
 
-    whole: Any  # config
+    whole: Any  # transformers' configuration of the whole model
     model: Any
     assumptions: list[str] = field(default_factory=list)
 
@@ -260,7 +269,7 @@ class _Reader:
         return dataclasses.replace(found, assumptions=tuple(self.assumptions))
 
     def _by_family(self, stack: Sequence[Any]) -> list[Layer] | None:
-        """The layers as a family here describes them, where it does and they have the same parameters."""
+        """Layers as wlb's family of text models describes them; None without a family, or if parameters differ."""
         family = FAMILIES.get(self.config.model_type)
         if family is None:
             return None
@@ -272,7 +281,7 @@ class _Reader:
         return layers if counts == [layer.parameters(self.hidden) for layer in layers] else None
 
     def _whole(self, path: str, layers: Sequence[Layer]) -> Built:
-        """The model around its layers."""
+        """The counts of the whole model, from its layers. Refuses a model with fewer parameters than were counted."""
         vocabulary = self._integer("vocab_size")
         total = sum(parameter.numel() for parameter in self.model.parameters())
         inside = sum(layer.parameters(self.hidden) for layer in layers)
@@ -303,7 +312,7 @@ class _Reader:
         return path, stack
 
     def _stacks(self, count: int) -> list[tuple[int, str, Sequence[Any]]]:
-        """Lists of so many modules, of the decoder where a model has an encoder as well: parameters, path, list."""
+        """Parameters, path and modules of every list of `count` modules. Skips an encoder's lists if others exist."""
         from torch import nn
 
         found: list[tuple[int, str, Any]] = [
@@ -315,10 +324,10 @@ class _Reader:
         return decoders or found
 
     def _get(self, name: str) -> Any:
-        """A value of the configuration, for the layer at hand where layers differ; None where there is none."""
+        """A value of the current layer's configuration, or None."""
         try:
             return getattr(self.config, name, None)
-        except RuntimeError:  # transformers: layers differ in it
+        except RuntimeError:  # transformers raises it if layers have different values
             return None
 
     def _hidden(self, stack: Sequence[Any]) -> int:
@@ -358,7 +367,10 @@ class _Reader:
         return ("window", window) if window else ("full", 0)
 
     def _window(self, module: Any) -> int:
-        """Keys of the layer's window: its attention's own, where it says one, else the configuration's."""
+        """Tokens that a query of the layer sees, itself included; 0: no window.
+
+        The attention module's own `sliding_window` has precedence over the configuration.
+        """
         if self._get("use_sliding_window") is False:
             return 0
         for inner in module.modules():
@@ -373,7 +385,7 @@ class _Reader:
     # One layer.
 
     def _layer(self, module: Any, kind: tuple[str, int]) -> Layer:
-        if _CROSS.search(type(module).__name__):  # Mllama's: passed over where there is no image
+        if _CROSS.search(type(module).__name__):  # Mllama skips such a layer if there is no image
             return Layer((self._not_run(module),), norms=0)
         parts = [(name, part) for name, part in _outermost(module) if self._is_mixer(part)]
         taken = {id(parameter) for _, part in parts for parameter in part.parameters()}
@@ -387,7 +399,7 @@ class _Reader:
                 blocks.append(self._recurrent(part, kind))
         rest = [each for each in _weights(module, self._experts_visited()) if not each.ids & taken]
         for each in rest:
-            if each.matrix is not None and re.search(r"(^|\.)vision_moe\.", each.name):  # ERNIE's, of images alone
+            if each.matrix is not None and re.search(r"(^|\.)vision_moe\.", each.name):  # ERNIE's, for images only
                 each.matrix = dataclasses.replace(each.matrix, used=0)
                 self._assume("experts of images have parameters and no work")
         streams = {
@@ -443,7 +455,7 @@ class _Reader:
         )
 
     def _attention(self, part: Any, kind: tuple[str, int]) -> Block:
-        """Attention with heads or latent attention where one of these has the same parameters, else counted."""
+        """`Attention` or `LatentAttention` if one of them has the module's parameters, otherwise a `CountedBlock`."""
         if self._get("compress_rates") and hasattr(part, "compressor"):
             return self._compressed(part, kind[0])
         in_blocks = self._get("index_block_size") is not None and hasattr(part, "indexer")
@@ -490,9 +502,10 @@ class _Reader:
         )
 
     def _compressed(self, part: Any, kind: str) -> Block:
-        """DeepSeek V4: a window, and behind it keys that stand for several tokens each, all or those selected.
+        """DeepSeek V4's attention: a window, and compressed keys that stand for `rate` tokens each.
 
-        A query meets (position + 1) / rate of these, rounded down: counted without the rounding, half a key more.
+        A query sees all compressed keys before it, or those that an indexer selects. At `position` there are
+        `floor((position + 1) / rate)`. The count leaves out the rounding, which is about half a key too many.
         """
         rates, window = self._get("compress_rates"), self._get("sliding_window")
         heads, width = self._integer("num_attention_heads"), self._integer("head_dim")
@@ -523,7 +536,7 @@ class _Reader:
         )
 
     def _by_blocks(self, part: Any) -> Block:
-        """MiniMax M3: the best blocks of keys, the query's own among them, which is half full in the mean."""
+        """MiniMax M3's attention: a query sees the best blocks of keys and its own block, half full on average."""
         heads, kv_heads, width, block, kept, count, width_of_index = (
             self._integer(name)
             for name in (
@@ -586,7 +599,7 @@ class _Reader:
         return None
 
     def _indexer(self, part: Any) -> Indexer | None:
-        """The indexer that scores keys for the attention; None where there is none."""
+        """The module's indexer, which selects keys by score; None if it has none."""
         for inner in part.modules():
             if type(inner).__name__.endswith("Indexer"):
                 sizes = [getattr(inner, name, None) for name in ("n_heads", "head_dim", "index_topk")]
@@ -596,7 +609,7 @@ class _Reader:
         return None
 
     def _latent(self, part: Any, mask: Mask, heads: int, indexer: Indexer | None) -> Block | None:
-        """Latent attention: in its own class where that has the same parameters."""
+        """`LatentAttention` if it has the module's parameters, otherwise a `CountedBlock`; None: not latent."""
         config = self.config
         rank = self._get("kv_lora_rank")
         sizes = [self._get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
@@ -627,10 +640,10 @@ class _Reader:
         exact = block is not None and mask == Mask() and block.parameters(self.hidden) == counted
         if exact and (indexer is not None or not selected):
             return block
-        if selected and (mask == Mask() or indexer is not None):  # by its own or an earlier layer's indexer
+        if selected and (mask == Mask() or indexer is not None):  # selected by this or an earlier layer's indexer
             if mask != Mask():
                 raise Refused("has an indexer beside a sliding window: what that costs is not known to wlb", None)
-            # GLM-5-Next: pools of keys are scored and kept whole, and the last pool, half full in the mean, always is.
+            # GLM-5-Next scores and keeps pools of keys. It may always keep the last pool, half full on average.
             pool = self._get("index_kpool") or 1
             mask = Mask("window", int(selected) + (pool // 2 if self._get("index_kpool_always_select_tail") else 0))
         return CountedBlock(
@@ -648,7 +661,7 @@ class _Reader:
     def _mask(self, part: Any, kind: tuple[str, int]) -> Mask:
         name, size = kind
         kept = getattr(part, "keep_window_size", None)
-        if name == "full" and isinstance(kept, int):  # Doge: as many keys as in a window, but other keys
+        if name == "full" and isinstance(kept, int):  # Doge: as many keys as a window of this size, but not the nearest
             return Mask("window", kept)
         for each in _suspects(self.config):
             message = f"has {each[0]} = {each[1]!r:.40}: what its attention does with that is not known to wlb"
@@ -660,12 +673,12 @@ class _Reader:
         raise Refused(f"has layer_types {name!r}: what its attention meets is not known to wlb", name)
 
     def _recurrent(self, part: Any, kind: tuple[str, int]) -> Block:
-        """Convolutions as counted; states of the kinds that are known."""
+        """A recurrent mixer: its matrices, convolutions and state. Refuses a state whose FLOPs are not known."""
         weights = _weights(part, _ALL)
         name = type(part).__name__
         states = _state_flops(part)
         convolutions = sum(each.state_flops for each in weights)
-        if states is None and not re.search(r"ShortConv|RecurrentGemma", name):  # the latter's is element-wise
+        if states is None and not re.search(r"ShortConv|RecurrentGemma", name):  # RecurrentGemma's is element-wise
             raise Refused(f"has {name}: what its state costs is not known to wlb", name)
         return CountedBlock(
             weights=_matrices(weights),
@@ -767,13 +780,14 @@ class _Reader:
     # The forward pass with which the count is compared.
 
     def _check_forward(self, path: str, layers: Sequence[Layer], vocabulary: int) -> CountedBlock | None:
-        """Runs the layers' forward on the meta device, and refuses a count that is more than 1 % off it.
+        """Runs a forward on the meta device, and refuses counted FLOPs that are more than 1 % off.
 
-        Products of matrices alone: a state is computed by each library in its own way.
+        For models with recurrent states, only products of weight matrices are compared: implementations compute states
+        in different ways. If the model cannot run without data, an assumption says so, or the model is refused.
 
         Returns:
-            matrices outside the layers that the forward turns out to use, as Gemma 3n's projections before the first
-            layer; None: it is explained without them.
+            matrices outside the layers if their FLOPs explain the difference, such as Gemma 3n's projections before
+            the first layer; otherwise None.
         """
         tokens = CHECKED_TOKENS
         experts = any(m.copies > 1 for layer in layers for b in layer.blocks for m in b.matrices(self.hidden))
@@ -822,7 +836,12 @@ class _Reader:
         return None
 
     def _beside(self, path: str, *, whole: bool) -> CountedBlock:
-        """Matrices outside the layers, of the whole model or of what the layers are in; no embedding and no output."""
+        """Matrices outside the layers, without embedding and output projection.
+
+        Args:
+            path: Path of the list of layers.
+            whole: Whether to take them from the whole model; False: from the module that holds the list of layers.
+        """
         from torch import nn
 
         inner = self.model if whole else self.model.get_submodule(path.rpartition(".")[0])
@@ -838,10 +857,10 @@ class _Reader:
         return CountedBlock(weights=_matrices(found), other_parameters=_vectors(found))
 
     def _run(self, path: str, tokens: int) -> tuple[Any, bool] | None:
-        """Counts a forward of the model, else of what its layers are in; None: neither runs without data.
+        """Counts the FLOPs of a forward of the model, or of the module that holds its layers if the model cannot run.
 
         Returns:
-            the counter; whether the output projection was run.
+            the counter, and whether the whole model ran, with its output projection; None: neither runs without data.
         """
         import torch
         import torch.fx.experimental._config as meta
@@ -854,17 +873,17 @@ class _Reader:
         for module, given in ((self.model, {"input_ids": ids}), (inner, {"inputs_embeds": rows})):
             for mask in masks:
                 try:
-                    # Without data, as if every entry were chosen (X-MOD: all tokens are of one language).
+                    # There are no values to select by, so every entry counts as selected (X-MOD: one language).
                     every = meta.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
                     with every, torch.no_grad(), FlopCounterMode(display=False) as counter:
                         module(**given, attention_mask=mask, use_cache=False)
-                except Exception:  # a model's code may raise anything without data
+                except Exception:  # without data, a model's code may raise anything
                     continue
                 return counter, module is self.model
         return None
 
     def _pass_over_experts(self, layers: Sequence[Layer]) -> bool:
-        """Replaces the forward of experts by zeros, if they have no parameters but the matrices counted as theirs."""
+        """Makes experts return zeros, if all of their parameters are counted as experts' matrices; whether it did."""
         import torch
 
         found = [module for module in self.model.modules() if type(module).__name__.endswith("Experts")]
@@ -886,17 +905,17 @@ class _Reader:
 
 @dataclass
 class _Weight:
-    """Parameters of a module: a matrix with its bias and its copies, or something that nothing is multiplied by."""
+    """Parameters that are counted together: a matrix with its bias and copies, or one that is no matrix."""
 
     name: str
-    count: int  # parameters, the bias and all copies included
-    ids: set[int]
+    count: int  # number of parameters, with the bias and all copies
+    ids: set[int]  # `id` of each parameter
     matrix: Matrix | None = None
-    state_flops: int = 0  # of a convolution
+    state_flops: int = 0  # forward FLOPs per token of a convolution
 
     @property
     def other(self) -> int:
-        """Parameters that the matrix does not have."""
+        """Number of parameters that are not in the matrix."""
         return self.count - (self.matrix.parameters(self.matrix.copies) if self.matrix else 0)
 
 
@@ -904,7 +923,12 @@ _EXPERT = re.compile(r"^((?:.*\.)?(?:\w*_)?experts?)\.\d+(\..*)?$")
 
 
 def _weights(module: Any, visited: int) -> list[_Weight]:
-    """Every parameter once; a bias goes with its matrix; experts that are modules of their own are one matrix."""
+    """Counts every parameter once. A bias joins its matrix, and experts that are separate modules join one matrix.
+
+    Args:
+        module: Its parameters are counted, with those of the modules inside.
+        visited: Experts that a token visits.
+    """
     found: list[_Weight] = []
     seen: set[int] = set()
     experts: dict[tuple[str, int, int, int], _Weight] = {}
@@ -931,7 +955,7 @@ def _weights(module: Any, visited: int) -> list[_Weight]:
 
 
 def _of_module(name: str, inner: Any, own: dict[str, Any], visited: int) -> Iterator[_Weight]:
-    """The parameters that a module itself has."""
+    """The module's own parameters, without those of the modules inside."""
     from torch import nn
 
     rest = dict(own)
@@ -949,7 +973,7 @@ def _of_module(name: str, inner: Any, own: dict[str, Any], visited: int) -> Iter
         if value.dim() == 2 and not (
             each in ("weight", "fn") or each.endswith(("_proj", "_weight", ".weight", "_gate"))
         ):
-            continue  # a table of decays, of a state
+            continue  # not a weight matrix, such as a table of a state's decays
         bias = rest.get("bias" if each == "weight" else f"{each}_bias")
         with_bias = bias is not None and bias.numel() == copies * columns
         used = 0 if isinstance(inner, nn.Embedding) else 1 if copies == 1 else min(visited, copies)
@@ -964,12 +988,12 @@ def _of_module(name: str, inner: Any, own: dict[str, Any], visited: int) -> Iter
 
 
 def _matrices(weights: Iterable[_Weight]) -> tuple[Matrix, ...]:
-    """The matrices of what is one."""
+    """The matrices among the weights."""
     return tuple(each.matrix for each in weights if each.matrix is not None)
 
 
 def _vectors(weights: Sequence[_Weight]) -> int:
-    """Parameters in no matrix."""
+    """Number of parameters that are in no matrix."""
     return sum(each.other for each in weights)
 
 
@@ -978,7 +1002,7 @@ def _is_output(name: str) -> bool:
 
 
 def _outermost(module: Any) -> Iterator[tuple[str, Any]]:
-    """Mixers of a layer that are not inside another."""
+    """Path and module of a layer's mixers (attention or recurrent) that are not inside another mixer."""
 
     def walk(prefix: str, parent: Any) -> Iterator[tuple[str, Any]]:
         for name, child in parent.named_children():
@@ -1005,13 +1029,13 @@ def _is_state(part: Any) -> bool:
 
 
 def _state_flops(part: Any) -> int | None:
-    """Forward FLOPs of a token in the state of a mixer of a known kind."""
+    """Forward FLOPs per token of a recurrent state; None: not known for this mixer."""
     name = type(part).__name__.lower()
 
     def size(*names: str) -> int:
         return next((v for n in names if isinstance(v := getattr(part, n, None), int) and not isinstance(v, bool)), 0)
 
-    if "delta" in name or (hasattr(part, "forget_gate") and hasattr(part, "b_proj")):  # the latter: GLM-5-Next's
+    if "delta" in name or (hasattr(part, "forget_gate") and hasattr(part, "b_proj")):  # the second: GLM-5-Next's
         heads, key, value = (
             size("num_v_heads", "num_heads"),
             size("head_k_dim", "head_dim"),

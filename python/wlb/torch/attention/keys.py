@@ -1,22 +1,22 @@
-"""Keys to the ranks that need them, by all-gather or all-to-all: every rank attends at once.
+"""Sends keys to the ranks that need them, by all-gather or all-to-all, before attention is computed.
 
-Documents of which a rank has all keys that it sees run in a call over the rank's own tensors while others' keys are
-under way, if there are enough of them; they are its first rows. The others run over a buffer: the rank's own keys, and
-behind them what arrives; one varlen call over what its segments see of it. No query is in both calls, so that nothing
-is merged: both write their rows of one output. Only short samples of a forest behind a long prompt are merged of two
-parts, since that is cheaper than a copy of the prompt's keys for each (`wlb_core::sharding::execution` says when).
+A rank may hold all keys that the queries of some documents see. If there are enough such documents, a *local* call
+computes them over the rank's own tensors while other ranks' keys arrive. A *remote* call computes all other documents
+over a buffer: the rank's own keys, followed by the keys that arrive. No query is in both calls, so each call writes its
+rows of one output and nothing is merged. The exception is a forest with short samples behind a long prompt: merging two
+outputs per query is then cheaper than copying the prompt's keys for each sample (`wlb_core::sharding::execution`).
 
-`all_gather` gathers the keys that some rank needs from another, as Llama 3's context parallelism does. Ranks send equal
-numbers of rows, one fused collective, since NCCL makes one broadcast a rank of unequal counts and gloo refuses them; a
+`all_gather` gathers the keys that any rank needs from another, as Llama 3's context parallelism does. All ranks send
+equally many rows: with unequal counts, NCCL makes one broadcast per rank instead of one collective, and gloo raises. A
 shard's token counts differ by at most one, so without a window the padding is about one row.
 
-`fetch` sends to each rank only what that one needs, `wlb.Shard.keys_moved` rows: where documents lie on few ranks
-(`wlb.shard`'s "auto") a fraction of a full gather; where every document lies on all ranks three quarters of one on
-average, in as many messages as there are pairs of ranks.
+`fetch` sends each rank only the keys that it needs, `wlb.Shard.keys_moved` rows in total. If documents lie on few ranks
+(strategy "auto" of `wlb.shard`), that is a fraction of an all-gather. If every document lies on all ranks, it is three
+quarters of one on average, with one message per pair of ranks.
 
-Gradients go home as `fetch` brings keys, in both: from every rank those of the keys that it saw, each summed there over
-its segments, in the dtype of the keys, by all-to-all. That is at most half of the bytes of a reduce-scatter in float32,
-and needs no float32 of all keys. At home all are summed at once, in float32 for half precision.
+With both transports, gradients of keys return by all-to-all: each rank sums the gradients of another rank's keys over
+its own segments and sends the sums in the dtype of the keys. That takes at most half of the bytes of a float32
+reduce-scatter, and no float32 copy of all keys. The owner adds up what arrives, in float32 for half precision.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from wlb.torch.attention.merge import ALL_HEADS, Attend, AttendBackward, Heads
 from wlb.torch.attention.plan import KeysPlan, pick
 
 GATHERED = 1 << 28
-"""Bytes of keys and values that are gathered, of the heads that are computed together."""
+"""Most bytes of gathered keys and values at once. `head_parts` divides the heads to keep to it."""
 
 
 @dataclass(frozen=True)
 class KeysExchange:
-    """Exchanges keys and values together, their gradients the way back.
+    """Exchanges keys and values in one collective, and returns their gradients to the owners.
 
-    Many heads are taken in parts, so that memory is bounded; one part's keys come, and the gradients of the one before
-    go home, while it is computed. Of the first part the local calls run while its keys come, of the last one while its
-    gradients go. The backward exchanges keys again instead of keeping other ranks'.
+    Heads are computed in parts to bound memory. While one part is computed, the next part's keys arrive and the
+    previous part's gradients are sent. Local calls of the first part run while its own keys arrive; in the backward,
+    local calls of the last part run while its gradients are sent. The backward exchanges keys again, so other ranks'
+    keys are not kept after the forward.
     """
 
     plan: KeysPlan
-    parts: int = 1  # of the heads, computed one after the other
+    parts: int = 1  # number of equal parts of the heads, computed one after the other
 
     @property
     def once(self) -> bool:
@@ -62,7 +63,7 @@ class KeysExchange:
                 attend(own, plan.local, heads)
             if arriving:
                 picked = self._picked(*arriving.pop())
-                if index + 1 < self.parts:  # the buffer of one part is free before that of the next is made
+                if index + 1 < self.parts:  # only now, so that a copied buffer is freed first
                     arriving.append(self._exchange(*parts[index + 1][1], group))
                 if plan.remote:
                     attend(picked, plan.remote, heads)
@@ -73,11 +74,11 @@ class KeysExchange:
         plan, parts = self.plan, self._parts(k, v)
         shape = (-1, 2, k.shape[1] // self.parts, k.shape[2])
         rows, width = sum(plan.gradients), 2 * shape[2] * shape[3]
-        total: Tensor | None = None  # the gradients of all heads, if they come in parts
+        total: Tensor | None = None  # gradients of all heads, if there are several parts
         finish: Callable[[], Tensor] | None = None
         arriving = [self._exchange(*parts[0][1], group)] if plan.moves else []
         for index, (heads, own) in enumerate(parts):
-            # Gradients of keys, of all calls and of what comes home.
+            # Gradients of keys: rows of the local calls, of the remote calls, and rows that other ranks send home.
             gradients = k.new_empty((rows, *shape[1:]))
             local, remote, home = (
                 gradients.split_with_sizes(plan.gradients) if plan.moves else (gradients, gradients, None)
@@ -87,13 +88,13 @@ class KeysExchange:
                 attend(own, plan.local, heads, local)
             if arriving:
                 picked = self._picked(*arriving.pop())
-                if index + 1 < self.parts:  # the buffer of one part is free before that of the next is made
+                if index + 1 < self.parts:  # only now, so that a copied buffer is freed first
                     arriving.append(self._exchange(*parts[index + 1][1], group))
                 if plan.remote:
                     attend(picked, plan.remote, heads, remote)
                 del picked
             if finish is not None:
-                # Gradients of the heads before, sent home while these are computed.
+                # The previous part's gradients, which were on their way during this part's calls.
                 total = k.new_empty((k.shape[0], 2, *k.shape[1:])) if total is None else total
                 total.chunk(self.parts, 2)[index - 1].copy_(finish().view(shape))
             finish = self._send_home(gradients.view(rows, width), home, group)
@@ -107,14 +108,18 @@ class KeysExchange:
         return total
 
     def _parts(self, k: Tensor, v: Tensor) -> list[tuple[Heads, tuple[Tensor, Tensor]]]:
-        """Parts of the heads, with their own keys and values."""
+        """The parts of the heads, each with its keys and values of this rank."""
         if self.parts == 1:
             return [(ALL_HEADS, (k, v))]
         own = zip(k.chunk(self.parts, 1), v.chunk(self.parts, 1), strict=True)
         return [(Heads(index, self.parts), keys) for index, keys in enumerate(own)]
 
     def _send_home(self, flat: Tensor, home: Tensor | None, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
-        """Starts it; call the result for the gradient of own keys, `[tokens, 2 * kv_heads * head_dim]`."""
+        """Starts to send gradients home. The returned function waits and gives the gradient of own keys.
+
+        Returns:
+            a function that returns `[tokens, 2 * kv_heads * head_dim]`, for the key heads of one part.
+        """
         plan = self.plan
         if home is None:
             return lambda: plan.own.of(flat)
@@ -125,13 +130,13 @@ class KeysExchange:
             nonlocal going
             assert work is not None
             work.wait()
-            del going  # the send ends here, so its buffer may go
+            del going  # the send is complete, so its buffer can be freed
             return plan.own.of(flat)
 
         return finish
 
     def _exchange(self, k: Tensor, v: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Any]:
-        """Starts it: the buffer, `[rows, 2, kv_heads, head_dim]`, and what is to be awaited before it is read."""
+        """Starts the exchange; returns the buffer, `[rows, 2, kv_heads, head_dim]`, and the work to wait for."""
         plan = self.plan
         tokens, kv_heads, head_dim = k.shape
         first, own_rows, arriving_rows = plan.buffer
@@ -151,19 +156,19 @@ class KeysExchange:
         return buffer, work
 
     def _picked(self, buffer: Tensor, work: Any) -> Tensor:
-        """What the remote calls take of the buffer, once it is complete."""
+        """Waits for the buffer and returns the rows of it that remote calls read."""
         work.wait()
         return pick(buffer, self.plan.picked)
 
 
 def head_parts(plan: KeysPlan, kv_heads: int, head_bytes: int) -> int:
-    """Into how many parts heads are divided, so that what is gathered of one has no more than `GATHERED` bytes.
+    """Least number of equal parts of the heads for which one part gathers at most `GATHERED` bytes.
 
-    The same on all ranks.
+    If no number of parts suffices, each key head is a part. All ranks get the same number.
 
     Args:
-        plan: Of one rank.
-        kv_heads: Key heads.
+        plan: Plan of any rank; `KeysPlan.gathered` is equal on all.
+        kv_heads: Number of key heads.
         head_bytes: Bytes of a key and its value in one head.
     """
     whole = plan.gathered * kv_heads * head_bytes

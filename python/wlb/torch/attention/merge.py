@@ -15,13 +15,13 @@ from wlb.torch.attention.kernels import Kernel, accumulator
 from wlb.torch.attention.plan import Call, Rows, add, pick, put, queries_of
 
 LSE_CHANNELS = 8
-"""Channels that a head gets in its backward for the gradient of the log-sum-exp: flash kernels take multiples of 8."""
+"""Channels added to each head in the backward for the log-sum-exp's gradient: flash kernels take multiples of 8."""
 
 _ROWS_OF_SINKS = 4096
-"""Queries whose part of the sinks' gradient is computed at once: it takes their outputs in the dtype of sums."""
+"""Queries per chunk in the gradient of the sinks, which copies each chunk of outputs in a wider dtype."""
 
 Keys = Tensor | tuple[Tensor, Tensor]
-"""Keys with their values: `[keys, 2, kv_heads, head_dim]`, or two tensors `[keys, kv_heads, head_dim]`."""
+"""Keys and values: one tensor `[keys, 2, kv_heads, head_dim]`, or two tensors `[keys, kv_heads, head_dim]`."""
 
 
 class Heads(NamedTuple):
@@ -31,47 +31,53 @@ class Heads(NamedTuple):
     parts: int = 1
 
     def of(self, x: Tensor) -> Tensor:
-        """The heads of this part of `[tokens, heads, head_dim]`."""
+        """This part of the heads of `x`, `[tokens, heads, head_dim]`."""
         return x if self.parts == 1 else x.chunk(self.parts, 1)[self.part]
 
 
 ALL_HEADS = Heads()
 
 Attend = Callable[[Keys, Sequence[Call], Heads], None]
-"""Attends with these heads of the queries to keys that have their heads."""
+"""`attend(keys, calls, heads)`: computes calls for these heads of the queries; `keys` has the matching heads only."""
 
 AttendBackward = Callable[[Keys, Sequence[Call], Heads, Tensor], None]
-"""Writes the gradients of keys and values, `[keys, 2, kv_heads, head_dim]`, those of all calls one behind the other."""
+"""`attend(keys, calls, heads, d_keys)`: writes gradients of keys and values into `d_keys`, call after call.
+
+`d_keys` is `[keys, 2, kv_heads, head_dim]`, where `keys` is the sum of `Call.num_keys`.
+"""
 
 
 class KeyExchange(Protocol):
-    """Brings this rank's queries together with keys of other ranks, and the keys' gradients home."""
+    """Brings keys of other ranks to this rank's queries, and gradients of keys back to their owners."""
 
     @property
     def once(self) -> bool:
-        """Whether no query is in two calls: their outputs then need no merging."""
+        """Whether no query is in two calls, so that outputs need no merging."""
         ...
 
     def forward(self, k: Tensor, v: Tensor, attend: Attend, group: dist.ProcessGroup | None) -> None:
-        """Calls `attend(keys, calls, heads)` for every block of keys, overlapping it with what is still under way.
+        """Calls `attend(keys, calls, heads)` for every block of keys, while further blocks arrive.
 
-        Parts of the heads come one after the other.
+        If heads are divided into parts, the parts are computed one after the other.
         """
         ...
 
     def backward(self, k: Tensor, v: Tensor, attend: AttendBackward, group: dist.ProcessGroup | None) -> Tensor:
-        """Passes the same blocks and calls to `attend`, in any order, which writes their gradients.
+        """Calls `attend(keys, calls, heads, d_keys)` for the blocks and calls of `forward`, in any order.
 
         Returns:
-            `[tokens, 2, kv_heads, head_dim]`.
+            gradients of this rank's keys and values, `[tokens, 2, kv_heads, head_dim]`.
         """
         ...
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Lets the sinks take their share of an output `[rows, heads, value_dim]`, and adds them to its log-sum-exp.
+    """Adds sinks to the softmax of an output, in place: scales the output down and raises its log-sum-exp.
 
-    That is `[heads, rows]`; both are changed in place.
+    Args:
+        out: `[rows, heads, value_dim]`.
+        lse: Log-sum-exp of the output, `[heads, rows]`.
+        sinks: `[heads]`.
     """
     sinks = sinks.to(lse.dtype).unsqueeze(1)
     out.mul_(torch.sub(lse, sinks).sigmoid_().t().unsqueeze(-1))
@@ -79,16 +85,16 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 class _Merged:
-    """Attention over the keys seen so far. It begins as what is added first, if that is for all queries.
+    """Merges the outputs of calls that share queries. The first output is taken as it is if it has all queries.
 
-    Sums of log-sum-exps are float64: their rounding, in units of their size, is a relative error of the weights.
+    Merged log-sum-exps are float64, because an absolute error of a log-sum-exp is a relative error of the weights.
     """
 
     def __init__(self, q: Tensor, kernel: Kernel, value_dim: int | None = None) -> None:
         self._q, self._kernel = q, kernel
         self._value_dim = q.shape[2] if value_dim is None else value_dim
         self._parts: tuple[Tensor, Tensor] | None = None
-        self._picked: tuple[Rows, Tensor] | None = None  # rows of the call before, and these queries
+        self._picked: tuple[Rows, Tensor] | None = None  # rows of the previous call, and their queries
 
     def attend(self, keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
         """See `Attend`."""
@@ -99,7 +105,10 @@ class _Merged:
             self.add(call, *self._kernel.forward(*given))
 
     def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
-        """Adds a call's output and log-sum-exp, of the rows that the kernel was given."""
+        """Merges a call's output `[rows, heads, value_dim]` and log-sum-exp `[heads, rows]` into the result.
+
+        If `call.q_rows` is a slice, both have rows for all queries, and only those of the slice are read.
+        """
         rows, lse = call.q_rows, lse.t()
         if self._parts is None and rows is None:
             self._parts = out, lse
@@ -125,7 +134,7 @@ class _Merged:
             total_lse.index_copy_(0, rows, before)
 
     def _so_far(self) -> tuple[Tensor, Tensor]:
-        """In the dtypes of sums; what no call has yet been for is 0, and its log-sum-exp -inf."""
+        """Merged output in the accumulation dtype, and log-sum-exp; 0 and -inf for queries without a call yet."""
         dtype = accumulator(self._q.dtype)
         if self._parts is None:
             lse = self._q.new_full(self._q.shape[:2], -torch.inf, dtype=torch.float64)
@@ -148,7 +157,7 @@ class _Merged:
 
 
 class _MergedParts:
-    """Attention of queries of which some are in several calls, in parts of the heads."""
+    """Merges outputs as `_Merged` does, for each part of the heads."""
 
     def __init__(self, q: Tensor, kernel: Kernel, value_dim: int) -> None:
         self._q, self._kernel, self._value_dim = q, kernel, value_dim
@@ -173,14 +182,14 @@ class _MergedParts:
 
 
 class _Sum:
-    """A sum of gradients by row, in the dtype of sums. It begins as what is added first, if that is for all rows."""
+    """Sums gradients of queries over calls, in the accumulation dtype."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._total: Tensor | None = None
 
     def add(self, rows: Rows, part: Tensor) -> None:
-        """Adds the rows of a call, of those that the kernel was given."""
+        """Adds a call's gradient of queries. If `rows` is a slice, `part` has all rows, and only the slice is added."""
         if self._total is None and rows is None:
             self._total = part.to(accumulator(part.dtype))
         else:
@@ -196,7 +205,7 @@ _has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Autocast would round what the reference kernel multiplies in the forward, and is off where backwards are run."""
+    """Decorator: switches autocast off, which would round the operands of the reference kernel's products."""
 
     @functools.wraps(function)
     def run(ctx: Any, x: Tensor, *args: Any) -> Any:
@@ -210,7 +219,7 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keys(keys: Keys, rows: Rows, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a call, without the zeros that make the values as wide as the keys."""
+    """Keys and values of a call. Values lose the zero channels that made them as wide as the keys."""
     if isinstance(keys, tuple):
         k, v = keys
         k, v = pick(k, rows), pick(v, rows)
@@ -220,14 +229,14 @@ def _keys(keys: Keys, rows: Rows, value_dim: int) -> tuple[Tensor, Tensor]:
 
 
 class _Outputs:
-    """Outputs of calls of which no two have a query: each is written where it belongs."""
+    """Outputs of calls that share no query: each call writes its rows of one output."""
 
     def __init__(self, q: Tensor, kernel: Kernel, value_dim: int, sinks: Tensor | None, shown: Tensor | None) -> None:
         self._q, self._kernel, self._value_dim, self._sinks = q, kernel, value_dim, sinks
         self.out: Tensor | None = None
-        self.shown = shown  # the log-sum-exps `[queries, heads]`, if they are asked for
+        self.shown = shown  # log-sum-exps `[queries, heads]`, or None if nothing reads them
         self.lses: list[Tensor] = []
-        self.places: dict[tuple[int, int], int] = {}  # of the log-sum-exp of each call, by the part of the heads
+        self.places: dict[tuple[int, int], int] = {}  # index in `lses`, by part of the heads and `id` of the call
 
     def attend(self, keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
         """See `Attend`."""
@@ -311,7 +320,7 @@ class _Attention(torch.autograd.Function):
         d_sinks = None if sinks is None else _of_sinks(sinks, lse_of_sinks, out, d_out)
         dq = q.new_empty(q.shape) if once else None
         totals: dict[int, _Sum] = {}  # by the part of the heads
-        picked: tuple[Rows, int, Any] = (None, 0, None)  # of the call before: its rows, heads, and what they are of
+        picked: tuple[Rows, int, Any] = (None, 0, None)  # previous call: its rows, part of the heads, picked tensors
 
         def attend(keys: Keys, calls: Sequence[Call], heads: Heads, d_keys: Tensor) -> None:
             nonlocal picked
@@ -350,7 +359,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _of_sinks(sinks: Tensor, lse: Tensor, out: Tensor, d_out: Tensor) -> Tensor:
-    """The gradient of the sinks, keys whose value is 0. `lse` is `[queries, heads]` and includes them."""
+    """Gradient of the sinks, `[heads]`. A sink acts as a key with value 0; `lse`, `[queries, heads]`, includes it."""
     sinks_of_lse = sinks.to(lse.dtype)
     total = torch.zeros_like(sinks_of_lse)
     for rows in zip(*(torch.split(x, _ROWS_OF_SINKS) for x in (lse, out, d_out)), strict=True):
@@ -363,11 +372,11 @@ def _of_sinks(sinks: Tensor, lse: Tensor, out: Tensor, d_out: Tensor) -> Tensor:
 def _with_lse(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Inputs for a kernel's backward with which it also gives the gradient of the log-sum-exp.
+    """Widens the inputs of a kernel's backward so that it also propagates the gradient of the log-sum-exp.
 
-    A kernel multiplies the weights by `d_out @ v.T - sum(d_out * out)`, and the gradient of the log-sum-exp belongs
-    behind it. So channels are added, of which the values are 0, the output is minus that gradient, and the gradient of
-    the output is 1: in three parts, which are exact together where one would be rounded to half precision.
+    A kernel multiplies the weights by `d_out @ v.T - sum(d_out * out)`, where `+ d_lse` is missing. In the added
+    channels `v` is 0, `d_out` is 1 and `out` sums to `-d_lse`, which supplies it. `-d_lse` is spread over three
+    channels, because one channel would round it to half precision.
     """
     padded = [pad(x, (0, LSE_CHANNELS)) for x in (q, k, v, out, d_out)]
     rest = -d_lse
@@ -393,12 +402,25 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of `q` over the keys and values that `exchange` brings.
 
-    Values are as wide as keys; those behind `value_dim` are 0, and are not computed. `with_lse` also gives its
-    log-sum-exp `[queries, heads]`, which has a gradient, too; the same on all ranks. Output and log-sum-exp that are
-    `known` are not computed, only their gradients are.
+    Args:
+        q: `[queries, heads, head_dim]`.
+        k: Keys of this rank, `[tokens, kv_heads, head_dim]`.
+        v: Values, as wide as `k`. Channels from `value_dim` on are 0 and are not computed.
+        exchange: Brings keys of other ranks.
+        group: Ranks of the exchange.
+        kernel: Computes the calls.
+        value_dim: Width of the values; None: `head_dim`.
+        sinks: `[heads]`, or None.
+        with_lse: Whether to return the log-sum-exp as well. Must be equal on all ranks.
+        known: Output and log-sum-exp `[queries, heads]` if they are computed already: the forward then returns copies,
+            and only gradients are computed.
 
-    Kept for the backward are q, k, v, the output and its log-sum-exp; other ranks' keys are exchanged again. Partial
-    sums are float32 for half-precision inputs. Every rank must run the backward, in the same order: it communicates.
+    Returns:
+        the output `[queries, heads, value_dim]`, and the log-sum-exp `[queries, heads]` or None. Both are
+        differentiable. The backward communicates: every rank must run it, and all in the same order.
+
+    The backward keeps q, k, v, the output and the log-sum-exp, and exchanges other ranks' keys again. Partial sums are
+    float32 for half-precision inputs.
     """
     width = q.shape[2] if value_dim is None else value_dim
     options = (exchange, group, kernel, width, sinks, with_lse, known)

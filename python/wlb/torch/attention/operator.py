@@ -1,8 +1,8 @@
-"""Attention as one operator of torch, for compiled models and policies that name operators.
+"""Attention as one torch operator, for compiled models and for checkpointing policies that name operators.
 
-A compiler cannot look into a shard. What it sees is a tensor that stands for one: the number under which
-`prepare_attention` keeps it. So a graph is the same for all micro-batches, and attention is one node of it, with one
-for its backward, which takes the output and its log-sum-exp and computes nothing of the forward again.
+A compiler cannot trace a shard. The operator takes a tensor instead, with the number under which `prepare_attention`
+keeps the shard, so one graph serves all micro-batches. In the graph, attention is one node and its backward another.
+The backward takes the output and its log-sum-exp and recomputes nothing of the forward.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from wlb._errors import error
 from wlb.torch.attention.kernels import accumulator
 
 KEPT = 1024
-"""Shards that tensors stand for: those prepared last."""
+"""Number of prepared shards that are kept: the latest ones."""
 
 Known = tuple[Tensor, Tensor]
 """The output of an attention, and its log-sum-exp `[tokens, heads]`."""
 
 
 class _Prepared:
-    """Shards by number."""
+    """Prepared shards, by number."""
 
     def __init__(self) -> None:
         self._numbers: OrderedDict[Any, int] = OrderedDict()
@@ -40,7 +40,7 @@ class _Prepared:
         self._lock = threading.Lock()
 
     def add(self, shard: wlb.Shard | wlb.ForestShard) -> Tensor:
-        """A tensor that stands for it; equal shards have equal ones."""
+        """Keeps a shard; returns its number as an int64 tensor `[1]` on the CPU. Equal shards get equal numbers."""
         with self._lock:
             number = self._numbers.pop(shard, None) or next(self._next)
             self._numbers[shard], self._shards[number] = number, shard
@@ -49,7 +49,7 @@ class _Prepared:
         return torch.tensor([number])
 
     def get(self, prepared: Tensor) -> Any:
-        """The shard that a tensor stands for."""
+        """The shard whose number `prepared` holds."""
         if prepared.device.type != "cpu" or prepared.dtype != torch.int64 or prepared.shape != (1,):
             found = f"{prepared.dtype} {list(prepared.shape)} on {prepared.device}"
             raise error("shard", f"is {found}, not what prepare_attention returned: int64 [1] on the CPU", value=found)
@@ -63,11 +63,11 @@ class _Prepared:
 PREPARED = _Prepared()
 
 _ATTEND: list[Callable[..., Any]] = []
-"""The function that attends, which knows this file."""
+"""The function that computes attention. It is registered by `attends`, because its module imports this one."""
 
 
 def attends(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that the operator runs: `function(q, k, v, shard, known=..., with_lse=..., ...)`."""
+    """Decorator: registers the function that the operator runs: `function(q, k, v, shard, known=..., with_lse=...)`."""
     _ATTEND[:] = [function]
     return function
 
@@ -88,7 +88,11 @@ def attention(
     kernel: str,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the micro-batch that `prepared` stands for, and its log-sum-exp `[tokens, heads]`."""
+    """Runs the operator on the micro-batch whose shard has the number `prepared`.
+
+    Returns:
+        the output `[tokens, heads, value_dim]` and its log-sum-exp `[tokens, heads]`.
+    """
     name = "" if group is None else group.group_name
     result: tuple[Tensor, Tensor] = torch.ops.wlb.attention(
         *(q, k, v, prepared, alibi_slopes, sinks),
@@ -129,7 +133,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, prepared: Tensor, *options: Any) -> tuple
 
 @contextmanager
 def _differentiable() -> Iterator[None]:
-    """Operations are recorded: inside of an operator torch leaves them out, even where gradients are enabled."""
+    """Context in which autograd records operations: inside a custom operator enable_grad alone is not enough."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
         excluded = excluded.remove(getattr(torch._C.DispatchKey, name))

@@ -1,8 +1,9 @@
-"""Execution plans of the core as tensors: what a rank does in a layer, made once for all layers.
+"""Execution plans as tensors: what a rank computes and sends in an attention layer, made once for all layers.
 
 A *segment* is a contiguous run of one document in a rank's tensors. Kernels compute *spans*: rows of queries against
-rows of keys, aligned bottom-right, the last query at the last key. Who computes which, in which calls, and who sends
-what to whom, is decided in the core (`wlb_core::sharding::execution`, which says how); here are the tensors.
+rows of keys, aligned bottom-right, with the last query at the position of the last key. The Rust core decides which
+rank computes which spans in which calls, and which rows ranks send (`wlb_core::sharding::execution`). This module turns
+its numbers into tensors.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ import wlb
 from wlb import _core
 
 KEPT = 128
-"""Plans of each kind: the micro-batches of a step, whose layers the backward may recompute, and those of the next,
-which are prepared beside it. Shards are compared by content; what a backward needs it holds itself."""
+"""Plans that are cached, of each kind. It should cover the micro-batches of a step, whose layers the backward may
+recompute, and of the next step, which is prepared meanwhile. The cache compares shards by content. A backward holds its
+own plan, so it does not need the cache."""
 
 AnyShard = wlb.Shard | wlb.ForestShard
 
 Rows = slice | Tensor | None
-"""Rows of a tensor: neighbours, an index, or all in order."""
+"""Rows of a tensor: neighbouring rows (a slice), listed rows (an index), or all rows in order (None)."""
 
 PlainRows = tuple[int, int, bool]
+"""Rows as the core gives them: first row, number of rows, False; or begin in the plan's lists, number of rows, True."""
 
 
 def pick(x: Tensor, rows: Rows) -> Tensor:
@@ -40,12 +43,12 @@ def pick(x: Tensor, rows: Rows) -> Tensor:
 
 
 def queries_of(x: Tensor, rows: Rows) -> Tensor:
-    """Queries of a call, or what belongs to them, as its kernel takes them: it leaves out neighbours itself."""
+    """Rows of `x` for a call's kernel: listed rows are copied; for a slice all rows, as the kernel skips the others."""
     return x.index_select(0, rows) if isinstance(rows, Tensor) else x
 
 
 def put(total: Tensor, rows: Rows, part: Tensor) -> None:
-    """Writes rows of `total`, each once."""
+    """Writes `part` to rows of `total`; no row may be listed twice."""
     if isinstance(rows, Tensor):
         total.index_copy_(0, rows, part.to(total.dtype))
     else:
@@ -53,7 +56,7 @@ def put(total: Tensor, rows: Rows, part: Tensor) -> None:
 
 
 def add(total: Tensor, rows: Rows, part: Tensor) -> None:
-    """Adds to rows of `total`, which may be named more than once."""
+    """Adds `part` to rows of `total`; a row may be listed more than once."""
     if isinstance(rows, Tensor):
         total.index_add_(0, rows, part.to(total.dtype))
     else:
@@ -66,19 +69,19 @@ class Call:
 
     q_rows: Rows  # of the queries
     k_rows: Rows  # of the keys
-    cu_seqlens_q: Tensor  # int32 [spans + 1]: over all queries, or over those of an index
+    cu_seqlens_q: Tensor  # int32 [spans + 1]: rows of all queries; if `q_rows` is an index, positions in it
     cu_seqlens_k: Tensor  # int32 [spans + 1]
     max_seqlen_q: int
     max_seqlen_k: int
-    window: tuple[int, int]  # left, right of the bottom-right diagonal; -1: unlimited
-    bounds: NDArray[np.int32]  # on the host: cu_seqlens_q, cu_seqlens_k, and the shift of each span
+    window: tuple[int, int]  # keys left and right of the bottom-right diagonal; -1: unlimited
+    bounds: NDArray[np.int32]  # on the host: cu_seqlens_q, cu_seqlens_k, `shifts`, concatenated
     fresh: bool  # no earlier call of the plan had any of these queries
 
     @classmethod
     def of_lengths(
         cls, q_lengths: Sequence[int], k_lengths: Sequence[int], window: tuple[int, int], device: torch.device | str
     ) -> Call:
-        """A call over all rows of tensors that have the spans of these lengths one behind the other."""
+        """A call over all rows of tensors in which spans of these lengths follow each other."""
         cu = [np.append(0, np.cumsum(lengths)).astype(np.int32) for lengths in (q_lengths, k_lengths)]
         bounds = np.concatenate([*cu, np.zeros(len(q_lengths), np.int32)])
         cu_q, cu_k = (torch.from_numpy(edges).to(device) for edges in cu)
@@ -86,26 +89,26 @@ class Call:
 
     @property
     def spans(self) -> NDArray[np.int32]:
-        """[spans, 4]: queries from, to; keys from, to; counted as `cu_seqlens_q` and `cu_seqlens_k` are."""
+        """`[spans, 4]`: first query, end of queries, first key, end of keys, in the rows of `cu_seqlens_q` and `_k`."""
         count = self.cu_seqlens_q.numel()
         q, k = self.bounds[:count], self.bounds[count : 2 * count]
         return np.stack([q[:-1], q[1:], k[:-1], k[1:]], axis=1)
 
     @property
     def num_keys(self) -> int:
-        """Rows of keys."""
+        """Number of rows of keys."""
         return int(self.bounds[2 * self.cu_seqlens_q.numel() - 1])
 
     @property
     def shifts(self) -> NDArray[np.int32]:
-        """[spans]: tokens from the last key to the last query; the true distance is the kernel's plus this."""
+        """`[spans]`: tokens from the last key to the last query. A true distance is the kernel's distance plus this."""
         return self.bounds[2 * self.cu_seqlens_q.numel() :]
 
 
 class _Tensors:
-    """The numbers of a plan on the device: one copy; to a GPU from pinned memory, without waiting for it.
+    """A plan's numbers on the device, moved in one copy. The host does not wait for a copy to a GPU.
 
-    It is ordered with what the current stream runs before and after.
+    The copy runs on the current stream, in order with the other work there.
     """
 
     def __init__(self, indices: tuple[NDArray[np.int32], int], device: torch.device) -> None:
@@ -120,25 +123,29 @@ class _Tensors:
         self._host_bounds = numbers[begin:].copy() if begin else numbers
 
     def rows(self, plain: PlainRows, total: int | None = None) -> Rows:
-        """Rows as slice or index; None if they are all `total` rows of a tensor."""
+        """`plain` as a slice or an index; None if it is all `total` rows of a tensor."""
         first, count, listed = plain
         if listed:
             return self._rows[first : first + count]
         return None if first == 0 and count == total else slice(first, first + count)
 
     def sum(self, plain: tuple[PlainRows, PlainRows, int], summed: int) -> Sum:
-        """A sum over rows of a tensor that has `summed`."""
+        """A `Sum` over rows of a tensor that has `summed` rows."""
         rows, begins, count = plain
         first, of_result, listed = begins
         same = not listed and rows == (0, summed, False)
         return Sum(self.rows(rows), self._rows[first : first + of_result] if listed else None, count, same)
 
     def calls(self, plain: Sequence[tuple[Iterable[Sequence[Any]], int, int]]) -> list[list[Call]]:
-        """Calls: of each tensor of keys those over it, in the order of the plan, its queries and its rows."""
+        """The calls over each tensor of keys, in the order of the plan.
+
+        Args:
+            plain: For each tensor of keys its calls, the number of queries, and the number of keys.
+        """
         flat = [(call, queries, keys) for of_keys, queries, keys in plain for call in of_keys]
         sizes = [size for (_, _, _, spans, *_), _, _ in flat for size in (spans + 1, spans + 1, spans)]
         bounds, host = iter(self._bounds.split_with_sizes(sizes)), self._host_bounds
-        before: tuple[NDArray[np.int32], Tensor] | None = None  # queries of the call before, if they are listed
+        before: tuple[NDArray[np.int32], Tensor] | None = None  # the latest listed queries
 
         def made(call: Sequence[Any], queries: int, keys: int) -> Call:
             nonlocal before
@@ -149,7 +156,7 @@ class _Tensors:
                 listed = self._numbers[q_rows[0] : q_rows[0] + q_rows[1]]
                 if before is None or not np.array_equal(before[0], listed):
                     before = listed, of_queries.long()  # `index_copy_` takes no int32
-                of_queries = before[1]  # one tensor for calls of the same queries, which are then picked once
+                of_queries = before[1]  # calls of the same queries share it: they are picked once
             on_host = host[begin : begin + 3 * spans + 2]
             return Call(of_queries, self.rows(k_rows, keys), cu_q, cu_k, longest_q, longest_k, window, on_host, fresh)
 
@@ -160,13 +167,13 @@ class _Tensors:
 class Sum:
     """Rows of a result, each a sum of rows of one tensor."""
 
-    rows: Rows  # what is summed
-    begins: Tensor | None  # int32: where the summands of each result begin in `rows`; None: one each
-    count: int  # rows of the result
-    changes_nothing: bool  # it is what is summed
+    rows: Rows  # summands: all for the first row of the result, then all for the second, and so on
+    begins: Tensor | None  # int32: where each result row's summands begin in `rows`; None: one summand each
+    count: int  # number of rows of the result
+    changes_nothing: bool  # the result is the tensor itself
 
     def of(self, x: Tensor) -> Tensor:
-        """The sums over `x`, `[rows, numbers]`, in its dtype; they are summed in float32, or wider if `x` is."""
+        """The sums over `x`, `[rows, numbers]`, in the dtype of `x`; half precision is summed in float32."""
         if self.begins is None:
             return x if self.changes_nothing else pick(x, self.rows)
         sums: Tensor = torch.ops.aten._embedding_bag_forward_only(x, self.rows, self.begins)[0]
@@ -175,31 +182,31 @@ class Sum:
 
 @dataclass(frozen=True)
 class KeysPlan:
-    """Plan of one rank for transports that bring keys to the ranks that need them.
+    """Plan of one rank for the transports that send keys to the ranks that need them.
 
-    Its *buffer* has the rank's own keys, from row `first` on, and behind them what arrives. Gradients of keys stand one
-    behind the other, call by call, local ones first, and behind them those that come home.
+    The *buffer* holds the rank's own keys from row `first` on, followed by the keys that arrive. The gradients of keys
+    are one tensor: first the keys of each local call, then of each remote call, then the rows that come home.
     """
 
-    local: list[Call]  # over the rank's own keys, while others' arrive
-    remote: list[Call]  # over what is picked of the buffer
-    picked: Rows  # of the buffer
-    gathered: int  # rows of keys that are copied or brought together, at most, on any rank
-    first: int  # the first of the rank's rows whose keys are in the buffer
-    own_rows: int  # rows of own keys in the buffer, before those that arrive
-    sent: Rows  # of the buffer; by destination, or as many as every rank sends
-    sent_rows: list[int]  # to each rank; empty: as many to all
-    arriving_rows: list[int]  # from each rank
+    local: list[Call]  # over the rank's own keys, while other ranks' keys arrive
+    remote: list[Call]  # over the rows `picked` of the buffer
+    picked: Rows  # rows of the buffer that remote calls read
+    gathered: int  # most rows of keys that any rank copies or brings together
+    first: int  # first of the rank's own rows whose keys are in the buffer
+    own_rows: int  # rows of the buffer before those that arrive: own keys, and filler up to what the rank sends
+    sent: Rows  # rows of the buffer that the rank sends; for an all-to-all ordered by destination
+    sent_rows: list[int]  # number of rows for each rank; empty for an all-gather
+    arriving_rows: list[int]  # number of rows from each rank
     moves: bool  # whether any rank sends anything
-    going: Sum  # gradients of others' keys, by rank
-    going_rows: list[int]  # to each rank
-    coming_rows: list[int]  # from each rank
+    going: Sum  # gradients of other ranks' keys, ordered by rank
+    going_rows: list[int]  # number of gradient rows for each rank
+    coming_rows: list[int]  # number of gradient rows from each rank
     own: Sum  # gradients of own keys
-    gradients: tuple[int, int, int]  # rows of gradients: of the local calls, of the remote ones, coming home
+    gradients: tuple[int, int, int]  # number of gradient rows: of local calls, of remote calls, coming home
 
     @property
     def arriving(self) -> int:
-        """Rows of the buffer that arrive."""
+        """Number of rows of the buffer that arrive."""
         return self.buffer[2]
 
     @functools.cached_property
@@ -209,7 +216,7 @@ class KeysPlan:
 
     @functools.cached_property
     def buffer(self) -> tuple[int, int, int]:
-        """The first of the rank's rows whose keys are in the buffer, its rows of own keys, and those that arrive."""
+        """`first`, `own_rows`, and the number of rows that arrive."""
         return self.first, self.own_rows, sum(self.arriving_rows)
 
 
@@ -226,7 +233,14 @@ def keys_plan(
 ) -> KeysPlan:
     """Plan of `rank` for `all_gather`, or for `fetch`.
 
-    `biased`: scores have a bias by position. `buckets`: calls are divided where the kernel gains by it.
+    Args:
+        shard: Shard of the micro-batch.
+        rank: Rank in the context-parallel group.
+        fetch: Whether keys go by all-to-all to the ranks that need them; False: by all-gather.
+        window: Tokens that a query sees, itself included; None: no limit.
+        biased: Whether scores have a bias by position.
+        device: Device of the plan's tensors.
+        buckets: Whether to divide calls where that makes the kernel faster.
     """
     indices, local, remote, (first, own_rows), sent, sizes, gathers, going, own = _core.keys_plan(
         shard, rank, fetch=fetch, window=window, biased=biased, buckets=buckets
@@ -239,7 +253,7 @@ def keys_plan(
     local_calls, remote_calls = tensors.calls([(local, queries, queries), (remote, queries, rows)])
     picked: Rows = None
     if len(remote_calls) == 1:
-        # Picked before the call, so that the buffer is free while it runs.
+        # Its keys are picked before the call, so that the buffer is free while the call runs.
         picked, remote_calls = remote_calls[0].k_rows, [replace(remote_calls[0], k_rows=None)]
     of_local, of_remote = (sum(call.num_keys for call in calls) for calls in (local_calls, remote_calls))
     gradients = of_local, of_remote, sum(coming_rows)
@@ -264,12 +278,12 @@ def keys_plan(
 
 @dataclass(frozen=True)
 class RingPlan:
-    """Plan of one position of a ring: `steps[s]` are the calls over the keys of position `self - s`."""
+    """Plan of one position of a ring."""
 
     position: int
-    steps: list[list[Call]]
-    rows: list[int]  # keys of every position
-    last: list[int]  # last step in which any position uses the keys of each position
+    steps: list[list[Call]]  # `steps[s]`: calls over the keys of position `position - s`
+    rows: list[int]  # number of keys of each position
+    last: list[int]  # for each position, the last step in which another position uses its keys; 0: none does
 
     @property
     def once(self) -> bool:
@@ -279,12 +293,12 @@ class RingPlan:
 
 @dataclass(frozen=True)
 class HeadsPlan:
-    """Plan by which the ranks of a block exchange tokens for heads."""
+    """Plan of one rank for the exchange of tokens for heads inside a block of ranks."""
 
     counts: list[int]  # tokens of each rank of the block
-    place: int  # of this rank in the block
-    ascending: Tensor  # int32: puts tokens in order of ranks into packed order
-    by_rank: Tensor  # int32: the inverse
+    place: int  # position of this rank in the block
+    ascending: Tensor  # int32 [tokens of the block]: from the order of ranks to packed order
+    by_rank: Tensor  # int32 [tokens of the block]: the inverse of `ascending`
 
 
 @functools.lru_cache(maxsize=KEPT)
@@ -298,7 +312,11 @@ def ring_plan(
     device: torch.device,
     buckets: bool = False,
 ) -> tuple[HeadsPlan | None, RingPlan]:
-    """Plans of `rank` in blocks of `degree` ranks that exchange heads, with a ring over the blocks."""
+    """Plans of `rank` if blocks of `degree` ranks exchange heads and a ring connects the blocks.
+
+    Returns:
+        the plan of the exchange inside the block (None if `degree` is 1), and the plan of the ring.
+    """
     indices, steps, rows, last, heads = _core.ring_plan(
         shard, rank, degree, window=window, biased=biased, buckets=buckets
     )
@@ -317,12 +335,12 @@ def ring_plan(
 
 @dataclass(frozen=True)
 class MovesPlan:
-    """Plan of the tokens that one rank sends and receives when a micro-batch is cut in another way."""
+    """Plan of the tokens that one rank sends and receives when a micro-batch is sharded anew."""
 
-    sent: Rows  # its rows before, by destination
-    sent_rows: list[int]  # how many to each rank
-    placed: Rows  # place among the arriving rows of each row after the move
-    arriving_rows: list[int]  # how many from each rank
+    sent: Rows  # rows that the rank sends, ordered by destination
+    sent_rows: list[int]  # number of rows for each rank
+    placed: Rows  # for each row after the move, its index among the arriving rows
+    arriving_rows: list[int]  # number of rows from each rank
 
 
 @functools.lru_cache(maxsize=KEPT)

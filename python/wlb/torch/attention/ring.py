@@ -1,12 +1,12 @@
-"""Keys in a ring: at every step a block of keys moves on to the next position, and is attended to where it stands.
+"""Ring attention: at every step each position computes over one block of keys, while blocks move to the next position.
 
-As in ring attention (Liu et al., 2023), with the documents' masks as segments: a step is the varlen calls over those
-spans of this position's queries and that block's keys that exist, never a mask over the sequence. The next block is
-received into a second buffer meanwhile. Memory does not grow with the number of positions. A block goes no farther than
-the last position that computes over it, and a hop in which no block goes is not made.
+The method is ring attention (Liu et al., 2023) for packed documents: a step computes varlen calls over the spans of
+this position's queries and the block's keys, and no mask over the whole sequence. Meanwhile the next block is received
+into a second buffer, so memory does not grow with the number of positions. A block stops at the last position that
+computes over it, and hops after the last block has stopped are left out.
 
-A hop is one all-to-all in which a rank sends to one other at most, and receives from two. NCCL sends nothing where
-there is nothing to send; and it costs the host a third of a batch of single sends and receives.
+A hop is one all-to-all in which a rank sends to at most one rank and receives from at most two. NCCL sends nothing for
+empty parts, and the all-to-all takes a third of the host time of a batch of single sends and receives.
 """
 
 from __future__ import annotations
@@ -27,27 +27,24 @@ from wlb.torch.attention.plan import Call, RingPlan, add
 
 @dataclass(frozen=True)
 class Hop:
-    """What a rank sends to and receives from each rank of its group between two steps, in rows."""
+    """Rows that a rank sends and receives between two steps."""
 
-    sent: list[int]
-    received: list[int]
-    sends: bool  # this position's block, or the gradients of one
-    coming: int  # rows of what the next step needs
-    home: int  # rows of gradients of own keys
-    home_first: bool  # they come before the others
-    rows: int  # that arrive
+    sent: list[int]  # to each rank of the group
+    received: list[int]  # from each rank of the group
+    sends: bool  # whether this position passes on its block, or the block's gradients
+    coming: int  # received rows that the next step needs
+    home: int  # received rows that are gradients of own keys
+    home_first: bool  # whether the `home` rows arrive before the `coming` rows
+    rows: int  # all received rows
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Exchanges keys around a ring, keys and values together; gradients follow their keys.
-
-    `peers` are the ranks of the positions in a group of `size` ranks.
-    """
+    """Passes keys and values around a ring in one tensor; gradients follow their keys."""
 
     plan: RingPlan
-    peers: Sequence[int]
-    size: int
+    peers: Sequence[int]  # rank of each position in the group
+    size: int  # ranks of the group
 
     @functools.cached_property
     def once(self) -> bool:
@@ -56,7 +53,7 @@ class Ring:
 
     @functools.cached_property
     def hops(self) -> list[Hop]:
-        """Hops of keys, by the step before them: the block of that step to the next position."""
+        """Hops of keys: `hops[s]` passes the block of step `s` to the next position."""
         plan, count, position = self.plan, len(self.peers), self.plan.position
         found = []
         for step in range(max(plan.last)):
@@ -72,9 +69,9 @@ class Ring:
 
     @functools.cached_property
     def returns(self) -> list[Hop]:
-        """Hops of gradients, by the step before them; of the first there is none.
+        """Hops of gradients: `returns[s]` passes on the gradient of the keys of step `s`; `returns[0]` is empty.
 
-        The gradient of a step's keys goes on, or home from the last position that adds to it.
+        The gradient goes to the next position, or home from the last position that adds to it.
         """
         plan, count, position = self.plan, len(self.peers), self.plan.position
         found = [self._hop({}, {})]
@@ -91,7 +88,7 @@ class Ring:
         return found
 
     def _hop(self, sent: dict[int, int], coming: dict[int, int], home: dict[int, int] | None = None) -> Hop:
-        """A hop, from rows by position."""
+        """The hop that sends and receives these numbers of rows, given by position."""
         home = home or {}
 
         def of_ranks(rows: dict[int, int]) -> list[int]:
@@ -126,7 +123,8 @@ class Ring:
     def backward(self, k: Tensor, v: Tensor, attend: AttendBackward, group: dist.ProcessGroup | None) -> Tensor:
         """See `KeyExchange`.
 
-        A gradient goes on with its keys while the next block's is computed; the last that adds to it sends it home.
+        A gradient travels with its keys while the next block's gradient is computed. The last position that adds to it
+        sends it home.
         """
         steps, hops, returns = self.plan.steps, self.hops, self.returns
         if not hops:
@@ -136,7 +134,7 @@ class Ring:
         block = torch.stack((k, v), 1)
         nothing = block.new_empty((0, *block.shape[1:]), dtype=accumulator(k.dtype))
         own = home = coming = None
-        under_way: tuple[Hop, Tensor, Tensor, Any] | None = None  # the gradients' hop, what it sends and receives
+        under_way: tuple[Hop, Tensor, Tensor, Any] | None = None  # hop, sent and received gradients, work
         for step, calls in enumerate(steps[: len(hops) + 1]):
             last = step == len(hops)
             arriving, work = (block, None) if last else self._start(hops[step], block, group)
@@ -161,14 +159,14 @@ class Ring:
 
     @staticmethod
     def _start(hop: Hop, tensor: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Any]:
-        """Starts a hop: what will be received, and what to wait for; `tensor` must live until then."""
+        """Starts a hop; returns the receive buffer and the work to wait for. `tensor` must live until then."""
         received = tensor.new_empty((hop.rows, *tensor.shape[1:]))
         sent = tensor if hop.sends else tensor[:0]
         return received, dist.all_to_all_single(received, sent, hop.received, hop.sent, group=group, async_op=True)
 
     @staticmethod
     def _gradients(keys: Keys, calls: Sequence[Call], attend: AttendBackward) -> Tensor:
-        """The gradients of keys, those of all calls one behind the other."""
+        """Gradients of keys and values, call after call."""
         like = keys[0] if isinstance(keys, tuple) else keys
         gradients = like.new_empty((sum(call.num_keys for call in calls), 2, *like.shape[-2:]))
         attend(keys, calls, ALL_HEADS, gradients)
@@ -176,7 +174,7 @@ class Ring:
 
 
 def _awaited(under_way: tuple[Hop, Tensor, Tensor, Any]) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the next step's keys, and those of own keys, which have arrived."""
+    """Waits for a hop; returns the gradients of the next step's keys and of own keys, None where none arrived."""
     hop, _, received, work = under_way
     work.wait()
     if not (hop.coming and hop.home):
@@ -189,7 +187,15 @@ def _awaited(under_way: tuple[Hop, Tensor, Tensor, Any]) -> tuple[Tensor | None,
 
 
 def _added(k: Tensor, calls: Sequence[Call], gradients: Tensor | None, rest: Tensor | None, rows: int) -> Tensor:
-    """The gradients of calls over keys of so many rows and what others have added, in the dtype of sums."""
+    """Adds the gradients of calls to `rest`, the sum of other positions, in the accumulation dtype.
+
+    Args:
+        k: Gives the shape of a row, and the dtype.
+        calls: Calls over a block of keys.
+        gradients: Gradients of the calls, call after call; None: no calls.
+        rest: Sum so far, may be changed in place; None: zeros.
+        rows: Number of keys of the block.
+    """
     dtype = accumulator(k.dtype)
     if gradients is not None and _sees_all_rows(calls):
         total = gradients.to(dtype)
@@ -203,5 +209,5 @@ def _added(k: Tensor, calls: Sequence[Call], gradients: Tensor | None, rest: Ten
 
 
 def _sees_all_rows(calls: Sequence[Call]) -> bool:
-    """Whether one call has all rows of the keys, in their order."""
+    """Whether there is one call, over all keys in order."""
     return len(calls) == 1 and calls[0].k_rows is None

@@ -1,4 +1,4 @@
-"""Columns of numbers that reports show, each declared once."""
+"""Columns of the tables in reports."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Better = Literal["more", "less"]
 
 
 class Column(NamedTuple):
-    """The heading of its group, its own, the format of its values, what they are divided by, and which are better."""
+    """A column of numbers."""
 
-    group: str
+    group: str  # heading over this and neighbouring columns
     heading: str
-    form: str = ","
-    unit: float = 1
-    better: Better | None = None
+    form: str = ","  # format specification of the values
+    unit: float = 1  # values are divided by it
+    better: Better | None = None  # whether more or less is better; None: neither
 
     def change(self, before: Any, after: Any) -> Change | None:
-        """Whether a value is better or worse than another; None where it reads the same, or neither is better."""
+        """Whether `after` is better or worse than `before`; None if both print alike or neither can be better."""
         if self.better is None or self.cell(before) == self.cell(after) or None in (before, after):
             return None
         if isinstance(before, list | tuple | str):
@@ -29,7 +29,7 @@ class Column(NamedTuple):
         return "better" if (after > before) == (self.better == "more") else "worse"
 
     def cell(self, value: Any) -> str:
-        """A value as text: nothing for None, and a band by its ends."""
+        """A value as text: empty for None, and both ends for a band."""
         if value is None or isinstance(value, str):
             return value or ""
         if isinstance(value, list | tuple):
@@ -86,7 +86,7 @@ COLUMNS = {
     "waiting": Column("documents", "waiting"),
     "tokens": Column("", "tokens trained"),
 }
-"""By the keys of summaries."""
+"""Columns by the key that their values have in a summary."""
 
 RATES = f"if attention is {min(ATTENTION_RATES):g} to {max(ATTENTION_RATES):g} times as fast as assumed"
 

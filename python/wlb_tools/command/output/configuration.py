@@ -1,4 +1,4 @@
-"""The configuration that `wlb tune` prints: Python that makes the plans that were chosen."""
+"""The configuration that `wlb tune` prints: Python code that makes the chosen plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wlb_tools.simulation.methods import bounded
 
 
 def model_code(name: str) -> str:
-    """Python that makes the model of `--model`: of a preset, of sizes, of a file, or of a name on the hub."""
+    """Python code for the model of `--model`, which is a preset, sizes, a file, or a name on the Hugging Face hub."""
     preset = preset_meant(name)
     if preset is not None:
         return f"wlb.ModelConfig.preset({json.dumps(preset)})"
@@ -31,23 +31,29 @@ def model_code(name: str) -> str:
 
 
 class _Code(str):
-    """An expression, written into a call as it stands."""
+    """Python code that `_literal` writes as it is, not as a string."""
 
     __slots__ = ()
 
 
 def configuration(tuning: Tuning, *, model: str, profile: str | None) -> str:
-    """Python to paste; `model` is a preset's name or a path, `profile` that of the kernel, if it was measured."""
+    """Python code to paste.
+
+    Args:
+        tuning: Its best choice is written.
+        model: Value of `--model`.
+        profile: Path of the measured kernel profile; None: the kernel model is analytic.
+    """
     return (_dynamic(tuning) if tuning.best.dynamic else _static(tuning, model, profile)) + "\n"
 
 
 def packer_micro_batches(scenario: Scenario, choice: Choice) -> int:
-    """Micro-batches of the packer: in front of Dynamic-CP each is as wide as the pipeline stage."""
+    """Micro-batches of the packer in a step. Before Dynamic-CP they are not divided among data-parallel ranks."""
     return scenario.micro_batches * choice.split // (scenario.layout.dp if choice.dynamic else 1)
 
 
 def _static(tuning: Tuning, model: str, profile: str | None) -> str:
-    """A packer and a way to shard what it packs."""
+    """Code of a packer (or of `wlb.pack`, if the plan cuts documents) and of the sharding."""
     best, scenario = tuning.best, tuning.scenario
     arguments = scenario.cost_arguments(attention_efficiency=tuning.attention_efficiency)
     costs = f"attention_efficiency={arguments['attention_efficiency']:.3f}"
@@ -87,7 +93,7 @@ def _static(tuning: Tuning, model: str, profile: str | None) -> str:
 
 
 def _dynamic(tuning: Tuning) -> str:
-    """Costs, the planner of groups, what waits before it, and a loader."""
+    """Code of a Dynamic-CP plan: cost model, planner, packer if documents wait, and loader."""
     scenario, planner = tuning.scenario, dict(tuning.planner or {})
     cost = planner.pop("cost_model")
     seconds = {"attention": cost.attention_cost([1])[0], "linear": cost.linear_cost([1])[0]}
@@ -133,13 +139,13 @@ def _packer(tuning: Tuning, **arguments: object) -> str:
 
 
 def _call(function: str, *positional: _Code, **arguments: object) -> str:
-    """A call as Python writes it, an argument a line."""
+    """Python code of a call, with one argument per line."""
     lines = [*positional, *(f"{name}={_literal(value)}" for name, value in arguments.items())]
     return "\n".join([f"{function}(", *(f"    {line}," for line in lines), ")"])
 
 
 def _literal(value: object) -> str:
-    """A value as Python writes it: in double quotation marks, and without numpy's types."""
+    """Python code of a value: strings in double quotes, numpy scalars as plain numbers."""
     if isinstance(value, _Code):
         return value
     if isinstance(value, str):

@@ -20,25 +20,25 @@ from wlb_tools.command.words import readable
 
 
 class Bars(Progress):
-    """Bars of works one after the other; each ends full, as 400/400, however many parts it was thought to have."""
+    """Progress bars of tasks that run one after the other. A finished bar is full even if its total was an estimate."""
 
     def add_task(self, *args: Any, **kwargs: Any) -> TaskID:
-        """A bar for the next work; the works before are done."""
+        """Adds a bar for the next task, and fills the bars before it."""
         self._fill()
         return super().add_task(*args, **kwargs)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
-        """Also raises the total where more is done."""
+        """Also raises the total if more is done than it says."""
         super().update(task_id, **changes)
         self._raise(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Also raises the total where more is done."""
+        """Also raises the total if more is done than it says."""
         super().advance(task_id, advance)
         self._raise(task_id)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        """All works are done, unless one failed."""
+        """Fills all bars, unless there was an exception."""
         if kind is None:
             self._fill()
         super().__exit__(kind, *rest)
@@ -55,7 +55,7 @@ class Bars(Progress):
 
 
 def progress(quiet: bool) -> Progress:
-    """Bars that vanish when the work is done, and never appear where nobody looks."""
+    """Progress bars on stderr that vanish at the end. They appear only on a terminal, and not if `quiet`."""
     return Bars(
         TextColumn("{task.description:<34}"),
         BarColumn(),
@@ -68,7 +68,7 @@ def progress(quiet: bool) -> Progress:
 
 
 def reporting(bars: Progress, work: str) -> Callable[[str, int, int], None]:
-    """A bar for long work of the library, which calls this with what it does, how much is done, and of how much."""
+    """Adds a bar for `work`; returns a callback `(what, done, total)` that updates it."""
     task = bars.add_task(work, total=None)
     return lambda what, done, total: bars.update(task, description=f"{work}: {what}", completed=done, total=total)
 
@@ -86,11 +86,11 @@ class Printing(Options):
     quiet: Annotated[bool, Parameter(name=("--quiet", "-q"), negative="")] = False
 
     def progress(self) -> Progress:
-        """Bars for the work under way."""
+        """Progress bars of the command."""
         return progress(self.quiet)
 
     def give(self, report: Report, files: Iterable[Path] = (), *, replaced: Collection[Path] = ()) -> None:
-        """Prints the report, and last the names of the files that were written, and of those that were replaced."""
+        """Prints the report, then the names of the files that were written and of those that were replaced."""
         if self.json:
             print(render.as_json(report))
         elif not self.quiet:
@@ -116,14 +116,18 @@ class Output(Printing):
     output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None
 
     def write(self, report: Report, command_line: str) -> None:
-        """Writes the report's files, and gives it."""
+        """Writes the report's files, and prints the report."""
         folder = self.folder(report.command)
         before = {path.name for path in folder.iterdir()}
         files = render.write(report, folder, command_line)
         self.give(report, files, replaced=[file for file in files if file.name in before])
 
     def folder(self, command: str) -> Path:
-        """The folder, made if missing; called before long work, so that what is wrong with it is known early."""
+        """The output folder, which is made if missing. Call it before long work, so that its errors come first.
+
+        Raises:
+            CliError: it is a file, or has files with the names of a report that are not from one.
+        """
         folder = self.output or Path(f"wlb-{command}")
         if folder.exists() and not folder.is_dir():
             raise CliError(f"--output {folder}: is a file; {command} writes several, into a folder")

@@ -1,4 +1,4 @@
-"""The report of a search for layouts: the fastest beside the best without wlb, and what cannot be."""
+"""The report of `wlb tune` when it compares layouts: the fastest, the best without wlb, and those refused."""
 
 from __future__ import annotations
 
@@ -14,19 +14,26 @@ from wlb_tools.simulation.layouts import LayoutSearch, in_short
 from wlb_tools.simulation.words import assumptions, kernel_sentence, model_sentences
 
 _NOTES = (
-    "v: stages of a pipeline rank, where there are several. s: seconds of a global batch, in a long stream. gain: how"
-    " many times as fast the best is. delay: iterations that a token waits. GiB: the fullest GPU. most lost: where most"
-    " time goes besides computing.",
-    f"band: the least and the most of the gain, {RATES}.",
-    "Without wlb: Plain-4D or Fixed-4D, either with each document sharded as Transformer Engine does, on the layout"
-    " that is best for them. All figures are of the same documents.",
+    "v: stages of each pipeline rank, if there are several. s: seconds of a global batch, in a long stream. gain: the"
+    " speed of the best layout over this one's. delay: iterations that a token waits. GiB: memory of the fullest GPU."
+    " most lost: what takes the most time besides computing.",
+    f"band: least and most gain, {RATES}.",
+    "Without wlb: Plain-4D or Fixed-4D on their best layout, with each document sharded as Transformer Engine does. All"
+    " rows are predicted for the same documents.",
 )
 
 _SHOWN = ("plan", "step_seconds", "tokens_per_second", "gain", "gain_band", "delay_mean", "peak_bytes", "most_lost")
 
 
 def layouts_report(search: LayoutSearch, stream: Stream, *, settings: Mapping[str, Any], continued: str) -> Report:
-    """Ranks the layouts. `continued` is the command that finds the settings of the best one."""
+    """Makes the report.
+
+    Args:
+        search: The result of the search.
+        stream: Documents that were simulated.
+        settings: Settings of the command.
+        continued: Command line that tunes the settings of the best layout.
+    """
     best, scenario = search.best, search.best.outcome.scenario
     layout, gain = in_short(scenario.layout), search.gain(search.without)
     others = {"without wlb": search.without, "own": search.own, "own, without wlb": search.own_without}

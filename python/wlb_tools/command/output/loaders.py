@@ -1,10 +1,10 @@
-"""Loaders of Dynamic-CP that `wlb tune` prints for pasting, function by function; tests run them as they are printed.
+"""Dynamic-CP loaders that `wlb tune` prints, function by function. Tests run them as they are printed.
 
-What they use and do not define, `packer` and `plan`, the configuration defines above them.
+They use `packer` and `plan`, which the printed configuration defines above them.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="var-annotated"
-# ruff: noqa: F821 - the configuration defines what is only declared here
+# ruff: noqa: F821 - the printed configuration defines names that are only declared here
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The report of demo and pack: plans side by side."""
+"""The report of `wlb demo` and `wlb pack`: plans side by side."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _SHOWN = (
 )
 _GRADED = ("imbalance_mean", "imbalance_band", "lost_time", "step_work_cv", "step_work_heaviest")
 _NOTES = (
-    "g: global batches in the window of the fixed-length greedy.",
-    "imbalance: work of the heaviest micro-batch, which everyone waits for, over the mean of its step (1 is"
-    " perfect); over the steps before the flush at the end.",
-    "delay: iterations from the reading of a token to its training, over all tokens, flush"
-    " included. A window of g batches cannot start before its last one has arrived: 0 to 2(g-1) iterations."
-    " Reading g-1 batches ahead would hide g-1 of them; documents then train up to g-1 iterations before or"
-    " after their turn.",
-    "memory skew: most tokens of a micro-batch over the mean, mean over steps. planning: median per step.",
+    "g: global batches in the window of the fixed-length greedy method.",
+    "imbalance: work of the heaviest micro-batch over the mean of its step; 1 is perfect. All ranks wait for the"
+    " heaviest micro-batch. The steps of the flush at the end are left out.",
+    "delay: iterations from reading a token to training it, over all tokens, with the flush. A window of g global"
+    " batches starts when its last one has arrived, so tokens wait 0 to 2(g-1) iterations. Reading g-1 batches ahead"
+    " would hide g-1 of these; documents would then train up to g-1 iterations before or after their turn.",
+    "memory skew: tokens of the largest micro-batch over the mean, averaged over steps. planning: median of a step.",
 )
 _COLUMN_NOTE = (
-    "Every column has a barrier of its own: a step takes the sum over columns of its heaviest micro-batch in each, and"
-    " imbalance is that over the sum of the means. lost time: the same of one column, summed over the steps before the"
-    " flush. share: of the time of these steps. A column with a limit is memory, and takes no time."
+    "Ranks wait for each other in every column. A step takes the sum, over columns, of its heaviest micro-batch in the"
+    " column; imbalance is that time over the sum of the columns' means. lost time: the heaviest micro-batches of one"
+    " column over its means, summed over the steps before the flush. share: part of these steps' time. A column with a"
+    " limit is memory and takes no time."
 )
 
 
@@ -55,17 +55,17 @@ def packing_report(
     remark: str,
     files: Mapping[str, Callable[[Path], None]] | None = None,
 ) -> Report:
-    """The plans, the last one beside the first.
+    """Makes the report, which compares the last plan with the first.
 
     Args:
-        command: its name.
-        stream: what was packed.
-        setup: what the plans have in common.
-        plans: the first is the original order.
-        balance: of the last plan, see `wlb_tools.command.packing.cp_balance`.
-        settings: of the command.
-        remark: on the queues, in words.
-        files: further files.
+        command: Name of the command.
+        stream: Documents that were packed.
+        setup: Settings that all plans share.
+        plans: Plans to compare; the first is the original order.
+        balance: Context-parallel balance of the last plan, see `wlb_tools.command.packing.cp_balance`.
+        settings: Settings of the command.
+        remark: Sentence about the queues.
+        files: Further files by name, each with a function that writes it.
     """
     from wlb_tools.command.output.figures.packing import draw_comparison
 
@@ -116,14 +116,14 @@ def packing_report(
 
 
 def graded_table(plans: Sequence[PackedRun], cost_model: CostModel) -> tuple[list[dict[str, Any]], Table]:
-    """Plans by costs that they were not made by: their summaries with the bands, and a table of them."""
+    """Evaluates plans with attention faster and slower than the cost model says; returns summaries and a table."""
     graded = [plan.summary() | plan.bands(cost_model) for plan in plans]
     rows = [(plan.name, of, plan.waits) for plan, of in zip(plans, graded, strict=True)]
     return graded, Table.of(f"The same plans, {RATES}", "method", _GRADED, rows, against_first=True)
 
 
 def _column_table(plans: Sequence[PackedRun], graded: Sequence[Mapping[str, Any]]) -> Table:
-    """A row per plan and column of its documents' costs."""
+    """Table with a row for each plan and each column of the documents' costs."""
     rows = [
         (f"{plan.name}: column {of['column']}", of, plan.waits)
         for plan, of_plan in zip(plans, graded, strict=True)
@@ -133,7 +133,7 @@ def _column_table(plans: Sequence[PackedRun], graded: Sequence[Mapping[str, Any]
 
 
 def _cp_table(balance: Sequence[Mapping[str, Any]], plan: PackedRun) -> Table:
-    """A row per CP size, mean and worst of each strategy."""
+    """Table with a row for each context-parallel size: mean and worst imbalance of each strategy."""
     cells: dict[int, dict[str, float]] = {size: {} for size in CP_SIZES}
     for of in balance:
         cells[of["cp_size"]] |= {f"{of['strategy']} {key}": of[key] for key in ("mean", "worst")}

@@ -1,4 +1,4 @@
-"""A plan as files: flat arrays for a program, a line per global batch for a reader."""
+"""Writes a plan as flat arrays (NPZ) and as one JSON line per step."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def plan_files(plan: PackedRun, stream: Stream, *, dealt: bool) -> dict[str, Cal
     """Functions that write the files of a plan, by file name.
 
     Args:
-        plan: of the stream.
-        stream: knows the documents of the source.
-        dealt: whether to write which DP rank trains which micro-batch.
+        plan: Plan of the stream.
+        stream: Maps documents of the plan to documents of the source.
+        dealt: Whether to write which data-parallel rank trains which micro-batch.
     """
     files: dict[str, Callable[[Path], None]] = {
         "plans.npz": functools.partial(write_npz, plan=plan, stream=stream, dealt=dealt),
@@ -34,14 +34,14 @@ def plan_files(plan: PackedRun, stream: Stream, *, dealt: bool) -> dict[str, Cal
 
 
 def write_npz(path: Path, plan: PackedRun, stream: Stream, dealt: bool) -> None:
-    """Flat arrays, a row per piece of a document in training order.
+    """Writes flat arrays with a row for each piece of a document, in training order.
 
     step, micro_batch, document_id, start, length: int64[pieces]; a piece is tokens start to start + length of
     the source's document.
     offsets: int64[steps * micro-batches + 1]; micro-batch j of step s is rows offsets[k] to offsets[k + 1],
     k = s * micro-batches + j.
     costs: float64[steps, micro-batches]; tokens: int64[steps, micro-batches].
-    column_costs, where documents bring their costs: float64[steps, micro-batches, columns].
+    column_costs, if documents bring their costs: float64[steps, micro-batches, columns].
     deal, if dealt: int64[steps, dp, micro-batches / dp]; the micro-batches of each DP rank in schedule order.
     """
     document_id, start = _of_source(plan, stream)
@@ -64,9 +64,9 @@ def write_npz(path: Path, plan: PackedRun, stream: Stream, dealt: bool) -> None:
 
 
 def write_jsonl(path: Path, plan: PackedRun, stream: Stream, dealt: bool) -> None:
-    """A line per global batch: its micro-batches as lists of [document id, start, length], and their figures.
+    """Writes a JSON line for each step: its micro-batches as lists of [document id, start, length], costs and tokens.
 
-    `digest` is the packing's; the steps of one fixed-length window share it.
+    `digest` is the packing's digest; steps of one window of the fixed-length greedy share it.
     """
     pieces = np.stack([*_of_source(plan, stream), plan.length], axis=1)
     micro_batches = np.split(pieces, _offsets(plan)[1:-1])
@@ -90,9 +90,10 @@ def write_jsonl(path: Path, plan: PackedRun, stream: Stream, dealt: bool) -> Non
 
 
 def write_names(path: Path, names: Sequence[str]) -> None:
-    """A line per document id: its path, or in quotation marks, as JSON, what is more than one line of plain text.
+    """Writes a line for each document id: its name, or the name as a JSON string.
 
-    Bytes that are not UTF-8 are the escapes that `os.fsencode` turns back into them.
+    A JSON string is used if a name has characters that do not print or begins with a quotation mark. Bytes that are not
+    UTF-8 appear as escapes, which `os.fsencode` turns back into the bytes.
     """
     lines = (name if name.isprintable() and not name.startswith('"') else json.dumps(name) for name in names)
     with at_once(path) as file:
@@ -101,7 +102,7 @@ def write_names(path: Path, names: Sequence[str]) -> None:
 
 @contextmanager
 def at_once(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes its name when all of it is there: half a plan would read as one that is complete."""
+    """Opens a file under a temporary name and renames it at the end, so that an incomplete file is never read."""
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:
@@ -112,7 +113,7 @@ def at_once(path: Path) -> Iterator[BinaryIO]:
 
 
 def _of_source(plan: PackedRun, stream: Stream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """int64[pieces] each: a piece's document in the source, and its first token there."""
+    """The source document of each piece and the piece's first token in it, int64[pieces] each."""
     return stream.ids[plan.document], stream.starts[plan.document] + plan.start
 
 

@@ -1,4 +1,4 @@
-"""A report on a terminal, as JSON, and as a page."""
+"""Shows a report on a terminal, as JSON, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wlb_tools.command.output.report import Interactive, Paragraphs, Picture, Re
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-_WIDEST = 1000  # columns of a terminal
+_WIDEST = 1000  # most characters of a line
 _CHANGES: dict[Change | None, str] = {"better": "cyan", "worse": "red"}
 
 
@@ -52,7 +52,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def _print_uncut(table: RichTable, console: Console) -> None:
-    """Prints a table that runs over where it is wider than the console: half a number is none."""
+    """Prints a table without cutting it, even if it is wider than the console: half a number would mislead."""
     width = console.width
     console.width = max(width, Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum)
     try:
@@ -62,13 +62,13 @@ def _print_uncut(table: RichTable, console: Console) -> None:
 
 
 def _parts(table: Table, console: Console) -> Iterator[RichTable]:
-    """The table, where it is wider than the console in several parts of whole columns under each other."""
+    """The table in parts of whole columns, each as wide as the console; one part if the table fits."""
     groups = [group for group, width in table.groups for _ in range(width)] or [""] * len(table.columns)
     own = [max(map(len, [column, *(row[k] for row in table.rows)])) for k, column in enumerate(table.columns)]
     room = console.width - 2  # an edge at either side, and two spaces between columns
 
     def width(k: int, *, first_of_part: bool) -> int:
-        """Also of the heading of its group, which stands over the first column that a part has of it."""
+        """Characters of a column. The heading of a group counts for the first of its columns in a part."""
         return max(own[k], len(groups[k]) if first_of_part or groups[k] != groups[k - 1] else 0) + 2
 
     widest = max((width(k, first_of_part=True) for k in range(1, len(own))), default=0)
@@ -86,7 +86,7 @@ def _parts(table: Table, console: Console) -> Iterator[RichTable]:
 
 
 def _for_terminal(table: Table, columns: Sequence[int], groups: Sequence[str], first: int) -> RichTable:
-    """Some columns; Rich has no cells that span several: a group's heading stands over the first of its columns."""
+    """Some columns as a Rich table. Rich has no spanning cells, so a group's heading is over its first column."""
     shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     above = ""
     for k in columns:
@@ -111,7 +111,7 @@ def as_json(report: Report) -> str:
 
 
 def write(report: Report, folder: Path, command_line: str) -> list[Path]:
-    """Writes pictures, page, numbers and further files into a folder that exists; gives their paths."""
+    """Writes pictures, page, numbers and further files into an existing folder; returns their paths."""
     from wlb_tools.command.output.figures.style import png
 
     contents: dict[str, bytes | str | Callable[[Path], object]] = {
@@ -132,7 +132,7 @@ def write(report: Report, folder: Path, command_line: str) -> list[Path]:
 
 
 def page(report: Report, command_line: str) -> str:
-    """HTML that loads nothing; `command_line` is what made it."""
+    """A self-contained HTML page. `command_line` is shown as the command that made it."""
     import jinja2
 
     from wlb_tools.command.output.figures.style import themes
@@ -160,7 +160,7 @@ def page(report: Report, command_line: str) -> str:
 
 
 def _svg(picture: Picture, name: str, narrow: bool) -> str:
-    """A picture in the layout of a screen or of a phone."""
+    """A picture as SVG, for a screen or (`narrow`) for a phone."""
     from wlb_tools.command.output.figures import style
 
     figure = picture.draw(True) if narrow else picture.wide
@@ -168,24 +168,24 @@ def _svg(picture: Picture, name: str, narrow: bool) -> str:
 
 
 def _figure(interactive: Interactive) -> str:
-    """A picture to point at, as packed JSON."""
+    """An interactive picture as compressed JSON."""
     return _packed(json.dumps({name: getattr(interactive, name) for name in ("data", "layout", "narrow")}))
 
 
 def _plotly() -> str:
-    """Plotly's script, which draws without a network. A page holds it once."""
+    """Plotly's script, compressed, so that a page needs no network."""
     from plotly.offline import get_plotlyjs
 
     return _packed(get_plotlyjs())
 
 
 def _packed(text: str) -> str:
-    """Compressed text as text, which `page.js` unpacks."""
+    """Text, compressed with gzip and encoded in base64; `page.js` unpacks it."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _painted(cell: str, table: Table, row: int, column: int) -> Markup:
-    """The attribute of a cell that is better or worse than what it is compared with."""
+    """The class attribute of a cell: better or worse than the cell it is compared with, or none."""
     from markupsafe import Markup
 
     change = table.changes.get((row, column))
@@ -193,7 +193,7 @@ def _painted(cell: str, table: Table, row: int, column: int) -> Markup:
 
 
 def _value(value: Any) -> str:
-    """A fact in a cell."""
+    """A value of `Report.facts` as text."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, int | float):
@@ -202,8 +202,8 @@ def _value(value: Any) -> str:
 
 
 def machine() -> dict[str, str | int | None]:
-    """Processor, system and versions, as far as planning times depend on them."""
-    info = Path("/proc/cpuinfo")  # elsewhere than on Linux, the platform module knows more
+    """Processor, system and versions, on which planning times depend."""
+    info = Path("/proc/cpuinfo")  # only Linux has it; elsewhere the platform module names the processor
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {

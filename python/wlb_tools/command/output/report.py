@@ -1,4 +1,4 @@
-"""A report: what a command found. A command makes one; `render` shows it on a terminal, as JSON and as a page."""
+"""The contents of a command's report. `render` shows it on a terminal, as JSON and as an HTML page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Paragraphs:
-    """Sentences, a paragraph each; small ones explain the tables before them."""
+    """Paragraphs of text. Small ones explain the tables before them."""
 
     sentences: Sequence[str]
     small: bool = False
@@ -25,14 +25,14 @@ class Paragraphs:
 
 @dataclass(frozen=True)
 class Heading:
-    """A title over what follows."""
+    """A heading over the blocks that follow."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Code:
-    """Text to copy, printed as it stands."""
+    """Text to copy, printed without wrapping."""
 
     title: str
     text: str
@@ -40,14 +40,14 @@ class Code:
 
 @dataclass(frozen=True)
 class Interactive:
-    """A picture to point at and to zoom into, as plotly takes it. Colours are those of the light scheme.
+    """An interactive plotly picture, in the colours of the light scheme.
 
     Args:
-        title: Over it.
+        title: Title over the picture.
         data: Plotly's traces.
         layout: Plotly's layout for a screen.
-        narrow: Entries of the layout that are other ones on a phone.
-        hint: What can be done with it.
+        narrow: Entries that replace entries of the layout on a phone.
+        hint: Text that says what a reader can do with the picture.
     """
 
     title: str
@@ -59,13 +59,14 @@ class Interactive:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of matplotlib; with a file name it is also written by itself, as a PNG. A terminal shows none.
+    """A matplotlib figure on the page. A terminal does not show it.
 
     Args:
-        draw: Draws it for a screen, or with True for a phone.
-        label: What it shows, for whom does not see it.
-        file: Name of the PNG.
-        interactively: Makes the same to point at, for browsers that run scripts; or None, of too many things.
+        draw: Draws the figure: for a screen, or for a phone if its argument is True.
+        label: Description for screen readers.
+        file: Name of a PNG file to write as well; None: no file.
+        interactively: Makes an interactive version for browsers that run scripts. It returns None if there is too much
+            to draw.
     """
 
     draw: Callable[[bool], Figure]
@@ -75,25 +76,25 @@ class Picture:
 
     @cached_property
     def wide(self) -> Figure:
-        """The picture for a screen: on the page, and by itself."""
+        """The figure for a screen, which the page and the PNG file show."""
         return self.draw(False)
 
     @cached_property
     def interactive(self) -> Interactive | None:
-        """The picture to point at, on the page."""
+        """The interactive version, or None."""
         return None if self.interactively is None else self.interactively()
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column names the row, the others are numbers."""
+    """A table of text. The first column names the row; the others are numbers."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    groups: Sequence[tuple[str, int]] = ()  # a heading over the columns, and how many it covers
-    strong: Collection[int] = ()  # rows to make stand out
-    changes: Mapping[tuple[int, int], Change] = field(default_factory=dict)  # by row and column of a cell
+    groups: Sequence[tuple[str, int]] = ()  # headings over several columns: text, number of columns
+    strong: Collection[int] = ()  # indices of rows in bold
+    changes: Mapping[tuple[int, int], Change] = field(default_factory=dict)  # by row and column
 
     @classmethod
     def of(
@@ -106,15 +107,15 @@ class Table:
         *,
         against_first: bool = False,
     ) -> Table:
-        """A table of numbers by keys; what is None stays empty.
+        """Makes a table from rows of values by key. A cell whose value is None is empty.
 
         Args:
-            title: of the table.
-            names: heading of the first column.
-            keys: of the others.
-            rows: name and values of each, and whether it is to stand out.
-            columns: what the keys mean.
-            against_first: whether cells of the rows that stand out are better or worse than those of the first row.
+            title: Title of the table.
+            names: Heading of the first column.
+            keys: Keys of the other columns.
+            rows: For each row its name, its values, and whether it is bold.
+            columns: Columns by key.
+            against_first: Whether to mark cells of bold rows as better or worse than those of the first row.
         """
         rows, shown = list(rows), {key: columns[key] for key in keys}
         groups = itertools.groupby(column.group for column in shown.values())
@@ -137,7 +138,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Headline:
-    """A number that stands out on the page, and what it is compared with."""
+    """A large number on the page, with the number that it is compared with."""
 
     label: str
     before: str
@@ -147,7 +148,7 @@ class Headline:
 
     @classmethod
     def of(cls, label: str, before: float, after: float, column: Column) -> Headline:
-        """Two numbers in the form of a column, which also says which of them is better."""
+        """Formats two numbers as `column` does, and marks whether the second is better or worse."""
         return cls(label, column.cell(before), column.cell(after), change=column.change(before, after))
 
 
@@ -159,16 +160,16 @@ class Report:
     """Contents of a command's report.
 
     Args:
-        command: its name; the page is `<command>.html`.
-        subject: what the page is about, in a few words above its title.
-        title: the chief finding.
-        sentences: what was done, in words, before everything else.
-        headlines: the numbers that stand out on the page.
-        blocks: what a terminal and the page show, in this order.
-        details: what only the page shows, after that.
-        facts: tables of names and values at the end of the page; the machine comes last by itself.
-        numbers: what else is shown, as plain JSON values.
-        files: further files by name: text, or a function that writes to a path.
+        command: Name of the command; the page is `<command>.html`.
+        subject: A few words above the title of the page.
+        title: The main result.
+        sentences: Sentences before the blocks: what was done.
+        headlines: Large numbers at the top of the page.
+        blocks: Blocks on the terminal and on the page, in order.
+        details: Blocks that follow on the page only.
+        facts: Tables of names and values at the end of the page. The machine's table is added.
+        numbers: Results as plain JSON values, for `--json` and `results.json`.
+        files: Further files by name: text, or a function that writes to a path.
     """
 
     command: str

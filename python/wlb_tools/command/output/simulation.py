@@ -1,4 +1,4 @@
-"""The report of a simulation: speed, balance, delay and memory of every method, and steps to look into."""
+"""The report of `wlb simulate`: speed, balance, delay and memory of every method, and timelines of some steps."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def simulation_report(
     settings: Mapping[str, Any],
     remarks: Sequence[str] = (),
 ) -> Report:
-    """Every method; on the page also a typical and the most idle step of two of them.
+    """Makes the report. The page also shows a typical and the most idle step of the baseline and of `shown`.
 
     Args:
-        simulation: of the stream; its first method is the baseline.
-        stream: what was simulated.
-        shown: the method that pictures set against the baseline.
-        settings: of the command.
-        remarks: what else there is to say.
+        simulation: Simulation of the stream; its first method is the baseline.
+        stream: Documents that were simulated.
+        shown: Method that pictures compare with the baseline.
+        settings: Settings of the command.
+        remarks: Further sentences.
     """
     from wlb_tools.command.output.figures.simulation import draw_simulation
 
@@ -107,7 +107,7 @@ def simulation_report(
 
 
 def _tables(simulation: wlb_tools.Simulation, strong: str) -> list[Table]:
-    """Speed, balance, delay and memory; shares of a GPU's time, without what nobody spends time on."""
+    """Tables of speed, balance and delay, of the bands, and of the shares of a GPU's time. Zero shares are left out."""
     variants = simulation.as_json()["variants"]
     numbers = [(of["title"], of, name == strong) for name, of in variants.items()]
     shares = [(title, of["attribution"], bold) for title, of, bold in numbers]
@@ -120,7 +120,7 @@ def _tables(simulation: wlb_tools.Simulation, strong: str) -> list[Table]:
 
 
 def _steps(outcomes: Mapping[str, Outcome]) -> tuple[list[Block], dict[str, Any]]:
-    """Pictures of the median and the most idle step before any flush, and their traces by the names of the files."""
+    """Pictures of the median and the most idle step before the flush, and writers of their traces by file name."""
     from wlb_tools.command.output.figures.simulation import draw_step
 
     details: list[Block] = []

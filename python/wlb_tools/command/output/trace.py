@@ -1,4 +1,4 @@
-"""Timelines for people: a trace that Perfetto and Chrome show (https://ui.perfetto.dev, chrome://tracing).
+"""Writes timelines as traces for Perfetto (https://ui.perfetto.dev) and Chrome (chrome://tracing).
 
 timelines = [wlb.simulate_pipeline(costs[row], num_stages=4) for row in order]  # a data-parallel rank each
 write_chrome_trace(timelines, path="step.json")
@@ -26,13 +26,13 @@ def chrome_trace(
     """A step in Chrome's trace event format.
 
     Args:
-        timelines: of one pipeline, or of each data-parallel rank.
-        pipelines: what each is of.
+        timelines: Timeline of one pipeline, or of each data-parallel rank.
+        pipelines: Name of a pipeline in the trace; its index is added.
 
     Returns:
-        A JSON object. A data-parallel rank is a process, a pipeline rank a thread, an op a complete event ("X") whose
-        name is its letter (F forward, B backward, I input gradient, W weight gradient) and its micro-batch; its
-        arguments are the micro-batch, the stage of the model, and whether it is on the critical path of its pipeline.
+        A JSON object. Each pipeline is a process, each pipeline rank a thread, and each op a complete event ("X"). The
+        event's name is a letter (F forward, B backward, I input gradient, W weight gradient) and the micro-batch. Its
+        arguments are the micro-batch, the model's stage, and whether the op is on the critical path of its pipeline.
         Times are in microseconds.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The reports of tuning: without a cluster what may wait, with one every setting and a configuration to paste."""
+"""The reports of `wlb tune`: delay settings without a cluster; with a cluster all settings, and code to paste."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from wlb_tools.simulation.trained import PackedRun
 from wlb_tools.simulation.words import assumptions, describe, kernel_sentence, model_sentences
 
 _NOTES = (
-    "x: predicted tokens/s over Plain-4D's, in a long stream of the same documents. FLOPs: the same ratio of FLOPs,"
-    " which are fewer where documents are cut. imbalance, MB: time of the heaviest micro-batch over the mean; CP:"
-    " attention of the slowest context-parallel rank over the mean. delay: steps that a token waits, and steps by which"
-    " it comes early; the limit is on their sum. tokens, GiB: largest micro-batch, fullest GPU.",
+    "x: predicted tokens/s over those of Plain-4D, in a long stream of the same documents. FLOPs: the ratio of FLOPs"
+    " per second; plans that cut documents have fewer FLOPs for the same tokens. imbalance, MB: time of the heaviest"
+    " micro-batch over the mean; CP: attention of the slowest context-parallel rank over the mean. delay: steps that a"
+    " token waits, and steps by which it is early; the limit is on their sum. tokens: the largest micro-batch. GiB:"
+    " memory of the fullest GPU.",
     LOST_NOTE,
-    "n: mean micro-batches of a rank in a step. In brackets: thresholds of queues; delay price of the adaptive rule,"
+    "n: mean micro-batches of a rank in a step. In brackets: thresholds of queues, or delay price of the adaptive rule"
     " and micro-batches of the packer. Plans beyond the limit of the delay show what longer waits would gain.",
 )
 _LIMITS = (
-    "One setting was chosen after the other, not in all combinations.",
-    "All choices were made on the documents that they are shown for; on a few global batches tuning overfits.",
+    "Settings were chosen one after the other, not in all combinations.",
+    "Settings were chosen on the documents that the tables show; with few global batches they may overfit.",
 )
 
 
@@ -54,7 +55,17 @@ def waiting_report(
     max_mean_delay: float,
     settings: Mapping[str, Any],
 ) -> Report:
-    """Report on which documents may wait, without a cluster. `plans` are those of the two choices."""
+    """Report of the delay settings, without a cluster.
+
+    Args:
+        stream: Documents that were packed.
+        setup: Settings that all plans share.
+        queued: Result with queues.
+        adaptive: Result with adaptive release.
+        plans: Plans of both choices.
+        max_mean_delay: Limit of the mean delay, in steps.
+        settings: Settings of the command.
+    """
     from wlb_tools.command.output.figures.tuning import draw_waiting
 
     assert setup.cost_model is not None  # only `wlb pack` knows documents that bring their costs
@@ -91,7 +102,7 @@ def waiting_report(
 
 
 def _front(title: str, names: str, found: wlb.TuneResult) -> Table:
-    """The Pareto front of thresholds or prices: no other has both less delay and less imbalance; and the choice."""
+    """Table of the Pareto front of thresholds or delay prices in mean delay and imbalance, with the choice in bold."""
     points = sorted({*found.pareto, found.best}, key=lambda point: (point.delay_mean, point.imbalance_mean))
     rows = [(waits(point), dataclasses.asdict(point), point == found.best) for point in points]
     return Table.of(f"{title}: less delay or less imbalance. Chosen: {waits(found.best)}", names, _FRONT, rows)
@@ -100,14 +111,14 @@ def _front(title: str, names: str, found: wlb.TuneResult) -> Table:
 def tuning_report(
     tuning: Tuning, stream: Stream, *, settings: Mapping[str, Any], model: str, profile: str | None
 ) -> Report:
-    """Every setting on a cluster, what was chosen, and a simulation of it.
+    """Report of all settings on a cluster, with the chosen configuration and its simulation.
 
     Args:
-        tuning: what was tried.
-        stream: the documents.
-        settings: of the command.
-        model: a preset's name or a path.
-        profile: of the kernel, if it was measured.
+        tuning: Result of tuning.
+        stream: Documents that were simulated.
+        settings: Settings of the command.
+        model: Value of `--model`.
+        profile: Path of the measured kernel profile; None: the kernel model is analytic.
     """
     from wlb_tools.command.output.figures.interactive import interactive_choices
     from wlb_tools.command.output.figures.tuning import KIND_COLOURS, draw_choices
@@ -115,7 +126,7 @@ def tuning_report(
     scenario = tuning.scenario
     simulation = simulation_report(tuning.simulation, stream, shown=tuning.best.kind, settings=settings)
     code = Code("The configuration", configuration(tuning, model=model, profile=profile))
-    # Of the queues, as without a cluster; what was chosen is in "cluster".
+    # "best" is a choice of thresholds, as without a cluster. The chosen plan is in "cluster".
     chosen, found = tuning.best.outlier_thresholds, tuning.thresholds
     best = next((point for point in found.pareto if chosen and point.thresholds == chosen), found.best)
     now = tuning.best.summary(tuning.baseline)
@@ -169,7 +180,7 @@ def tuning_report(
 
 
 def _tables(tuning: Tuning) -> list[Table]:
-    """One for each setting, the chosen row strong."""
+    """A table for each setting, with the chosen row in bold."""
     limit, levels = tuning.by_delay[0].max_tokens, tuning.thresholds.thresholds
 
     def table(
@@ -217,7 +228,7 @@ def _tables(tuning: Tuning) -> list[Table]:
 
 
 def _plan(tuning: Tuning, choice: Choice) -> str:
-    """A kind of plan, with its settings."""
+    """The name of a choice's kind of plan, with its thresholds, or its delay price and micro-batches of the packer."""
     if choice.outlier_thresholds:
         return f"{KINDS[choice.kind]} ({thresholds(choice.outlier_thresholds)})"
     if choice.delay_price is None:

@@ -1,4 +1,4 @@
-"""Files that are there already: those that wlb wrote are replaced, and said so; nobody else's are."""
+"""Checks of existing output files: a command replaces files that wlb wrote, and refuses all others."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from wlb_tools.command.errors import CliError
 
 RESULTS = "results.json"
 _NAMES = (RESULTS, "*.html", "*.png", "plans.npz", "plans.jsonl", "documents.txt", "configuration.py", "*.trace.json")
-"""Files that reports are made of."""
+"""Names and patterns of the files of a report."""
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a folder that has files of such names that are not of a report.
+    """Checks that a report may be written into a folder: its `results.json` is wlb's, or no file has a report's name.
 
     Raises:
-        CliError: Names the first of them.
+        CliError: There is such a file; the error names the first.
     """
     if (folder / RESULTS).is_file() and {"command", "wlb"} <= set(_json(folder / RESULTS)):
         return
@@ -31,14 +31,14 @@ def check_folder(folder: Path) -> None:
 
 
 def replaces(path: Path, ours: Callable[[Path], bool]) -> bool:
-    """Whether a file is replaced.
+    """Whether writing `path` replaces a file.
 
     Args:
-        path: To write.
-        ours: Whether a file is one that the command wrote.
+        path: File to write.
+        ours: Whether the command wrote a file.
 
     Raises:
-        CliError: It is there, and is something else.
+        CliError: The path exists, and the command did not write it.
     """
     if not path.exists():
         return False
@@ -48,7 +48,7 @@ def replaces(path: Path, ours: Callable[[Path], bool]) -> bool:
 
 
 def costs_file(path: Path) -> bool:
-    """Whether it holds a cost model."""
+    """Whether a file holds a cost model."""
     try:
         wlb.CostModel.from_json(path.read_text())
     except (wlb.WlbError, UnicodeDecodeError):
@@ -57,12 +57,12 @@ def costs_file(path: Path) -> bool:
 
 
 def profile_file(path: Path) -> bool:
-    """Whether `wlb profile` wrote it."""
+    """Whether `wlb profile` wrote a file."""
     return {"gpu", "kernel", "query_lengths"} <= set(_json(path))
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """An object of JSON; empty where the file holds none."""
+    """The JSON object in a file; empty if it holds none."""
     try:
         found = json.loads(path.read_text())
     except ValueError:

@@ -1,4 +1,4 @@
-"""Pictures to point at, as plotly takes them: a step op by op, and the choices that tuning tried."""
+"""Interactive plotly pictures: the timelines of a step, and the choices that tuning tried."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from wlb_tools.simulation.outcome import Contents
 from wlb_tools.simulation.tuning import Kind
 
 MOST_OPS = 4000
-"""A browser draws no more of them in a second."""
+"""Most ops of a picture: a browser draws about as many in a second."""
 
-_ROW = 26  # pixels of a rank
+_ROW = 26  # height of a rank's row in pixels
 _AXIS: dict[str, Any] = {"gridcolor": GRID, "linecolor": AXIS, "tickcolor": AXIS, "zeroline": False, "automargin": True}
 _CLEAR = "rgba(0,0,0,0)"
 
 
 def _layout(height: int, **more: Any) -> dict[str, Any]:
-    """What all pictures have; texts have at least 12 px."""
+    """The layout that all pictures share. No text is smaller than 12 px."""
     return {
         "height": height,
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},
@@ -56,17 +56,17 @@ def interactive_timelines(
     pipelines: str,
     numbers: Sequence[int],
 ) -> Interactive | None:
-    """A bar per op, which tells its rank, its micro-batch with its documents and work, and when it runs.
+    """Timelines of a step, with a bar for each op. Pointing at a bar shows its rank, micro-batch and time.
 
     Args:
-        every: timelines of all pipelines of a step.
-        contents: what each of them trains, by micro-batch.
-        title: over it.
-        pipelines: what each is of.
-        numbers: those that are shown, in this order.
+        every: Timelines of all pipelines of a step.
+        contents: Documents of each pipeline, by micro-batch.
+        title: Title of the picture.
+        pipelines: Name of a pipeline, such as "DP".
+        numbers: Indices of the pipelines to draw, in this order.
 
     Returns:
-        None: there are too many ops.
+        The picture, or None if there are more than `MOST_OPS` ops.
     """
     if sum(len(every[number]) for number in numbers) > MOST_OPS:
         return None
@@ -150,7 +150,7 @@ def interactive_timelines(
 
 
 def _bars(label: str, *, color: Any, row: tuple[float, float] = BARS, named: bool = False, **marker: Any) -> Any:
-    """A trace of bars at these heights of their rows, to be filled; those that are named tell what they are."""
+    """An empty trace of bars that cover these heights of their rows. With a name, pointing at a bar shows text."""
     low, high = row
     text: dict[str, Any] = {
         "text": [],
@@ -177,7 +177,7 @@ def _bars(label: str, *, color: Any, row: tuple[float, float] = BARS, named: boo
 
 
 def _work(timeline: wlb.PipelineTimeline) -> Any:
-    """float64[micro-batches]: seconds of all ops of each."""
+    """Seconds of all ops of each micro-batch, float64[micro-batches]."""
     return np.bincount(
         timeline.micro_batches, weights=timeline.ends - timeline.starts, minlength=timeline.num_micro_batches
     )
@@ -196,7 +196,7 @@ def _rounded(value: float) -> float:
 
 
 def interactive_choices(tuning: Tuning, colours: Mapping[Kind, str]) -> Interactive:
-    """What memory buys with queues, and what waiting buys with any plan; a point tells its settings."""
+    """Predicted speed against memory with queues, and against mean delay for every plan. Points show their settings."""
 
     def speed(choice: Choice) -> float:
         return choice.speedup(tuning.baseline, tuning.by)

@@ -14,11 +14,11 @@ from wlb_tools.simulation.words import describe
 
 __all__ = ["draw_front", "draw_methods", "draw_packing", "draw_shard", "draw_timelines"]
 
-_DRAWN = 2000  # documents: more are no longer told from each other
+_DRAWN = 2000  # most documents drawn separately
 
 
 def draw_packing(packing: wlb.Packing) -> Figure:
-    """A bar for every micro-batch: its cost; of few documents, each as a part of its own."""
+    """A bar for each micro-batch: its cost. If documents are few, each is a part of its bar."""
     costs, each = packing.costs, list(packing)
     documents = sum(len(micro_batch.document_ids) for micro_batch in each)
     with style.drawing(9, 4.5) as figure:
@@ -28,7 +28,7 @@ def draw_packing(packing: wlb.Packing) -> Figure:
         if documents <= _DRAWN:
             for place, (micro_batch, cost) in enumerate(zip(each, costs.tolist(), strict=True)):
                 lengths = micro_batch.lengths.astype(np.float64)
-                # Documents share a micro-batch's cost as their tokens do: a picture, not a measure.
+                # The cost of a micro-batch is divided by tokens, which is not exact but enough for a picture.
                 edges = cost * np.cumsum(lengths)[:-1] / max(lengths.sum(), 1.0)
                 ax.hlines(edges, place - 0.4, place + 0.4, color=style.PAPER, lw=0.8)
         ax.axhline(costs.mean(), color=style.ORIGINAL, label="mean", **style.DASHED)
@@ -39,7 +39,7 @@ def draw_packing(packing: wlb.Packing) -> Figure:
 
 
 def draw_shard(shard: wlb.Shard) -> Figure:
-    """A bar for every rank: pairs of queries and keys."""
+    """A bar for each rank: its pairs of queries and keys."""
     pairs = shard.pairs_per_rank
     with style.drawing(9, 4) as figure:
         ax = figure.subplots()
@@ -52,7 +52,7 @@ def draw_shard(shard: wlb.Shard) -> Figure:
 
 
 def draw_front(found: wlb.TuneResult) -> Figure:
-    """Imbalance against the mean delay, of choices that no other beats in both."""
+    """The Pareto front of imbalance and mean delay."""
     with style.drawing(9, 5) as figure:
         ax = figure.subplots()
         delay = [point.delay_mean for point in found.pareto]
@@ -68,6 +68,6 @@ def draw_front(found: wlb.TuneResult) -> Figure:
 
 
 def draw_methods(simulation: wlb_tools.Simulation) -> Figure:
-    """What a GPU's time goes to, with the fastest method beside the first."""
+    """Shares of a GPU's time under each method; the fastest is compared with the first."""
     best = max(simulation.outcomes, key=simulation.speedup)
     return draw_simulation(simulation, best, describe(simulation.scenario))

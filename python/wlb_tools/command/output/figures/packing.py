@@ -27,7 +27,7 @@ def draw_comparison(
     *,
     narrow: bool = False,
 ) -> Figure:
-    """Four panels: the documents, the balance of the first and last plan, the delay, context parallelism."""
+    """Four panels: lengths of documents, balance of the first and last plan, delay, and context parallelism."""
     documents = stream.documents
     compared = [plans[0], plans[-1]][: len(plans)]
     caption = (
@@ -61,7 +61,7 @@ def _lengths(ax: Axes, stream: Stream, setup: Setup, thresholds: Sequence[int]) 
     bins = np.geomspace(lengths[0], lengths[-1] + 1, 50)
     shares, edges = np.histogram(lengths, bins, weights=np.full(lengths.size, 1 / lengths.size))
     ax.stairs(shares, edges, fill=True, color=style.BARS)
-    ax.set_ylim(0, 1.4 * shares.max())  # the legend has the room above
+    ax.set_ylim(0, 1.4 * shares.max())  # room for the legend at the top
     ax.set(xscale="log", xlabel=f"length of a document ({stream.documents.unit})", ylabel="share of documents")
     ticks = 2.0 ** np.arange(np.ceil(np.log2(lengths[0])), np.log2(lengths[-1]) + 0.01)
     ax.set_xticks(ticks[::-1][:: -(-ticks.size // 7)])
@@ -82,7 +82,7 @@ def _lengths(ax: Axes, stream: Stream, setup: Setup, thresholds: Sequence[int]) 
 
 
 def _balance(axes: Sequence[Axes], plans: Sequence[PackedRun]) -> None:
-    """A dot per micro-batch; the heaviest of its step stands out."""
+    """A dot for each micro-batch; the heaviest of each step is darker."""
     streamed = min(plan.streamed for plan in plans)
     first = max(0, min(streamed // 4, streamed - _SHOWN_STEPS))  # the queues fill in the first steps
     shown = slice(first, first + _SHOWN_STEPS)
@@ -108,7 +108,7 @@ def _balance(axes: Sequence[Axes], plans: Sequence[PackedRun]) -> None:
 def _delay(ax: Axes, plans: Sequence[PackedRun], *, narrow: bool) -> None:
     """Share of tokens that are trained k or more iterations after they arrived."""
     blues, sands = iter((*style.BLUES, style.ADAPTIVE)), iter(style.SANDS)
-    widths = iter((3.6, 2.4, 1.2, 2.4))  # equal curves show one inside the other
+    widths = iter((3.6, 2.4, 1.2, 2.4))  # decreasing, so that equal curves stay visible
     for plan in plans:
         by_delay = plan.tokens_by_delay
         if by_delay.size == 1:
@@ -123,7 +123,7 @@ def _delay(ax: Axes, plans: Sequence[PackedRun], *, narrow: bool) -> None:
             label=f"{plan.name}: {by_delay @ np.arange(by_delay.size) / by_delay.sum():.2f}",
         )
     ax.set(xlabel="iterations from arrival to training", ylabel="tokens that wait so long or longer")
-    ax.set(yscale="log", ylim=(1e-4, 1e7 if narrow else 400), xlim=(0, None))  # the legend has the room above 100 %
+    ax.set(yscale="log", ylim=(1e-4, 1e7 if narrow else 400), xlim=(0, None))  # room for the legend above 100 %
     ax.set_yticks([1, 0.1, 0.01, 0.001, 0.0001], ["100%", "10%", "1%", "0.1%", "0.01%"])
     ax.minorticks_off()
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -135,7 +135,7 @@ def _delay(ax: Axes, plans: Sequence[PackedRun], *, narrow: bool) -> None:
 
 
 def _context_parallel(ax: Axes, balance: Sequence[Mapping[str, Any]], *, narrow: bool) -> None:
-    """Bars for the mean, a whisker up to the worst micro-batch."""
+    """Bars show the mean; a whisker reaches the worst micro-batch."""
     text: Any = {"ha": "center", "size": style.SMALLEST, "rotation": 90 if narrow else 0}
     for k, (strategy, colour) in enumerate(zip(STRATEGIES, (style.ORIGINAL, style.WLB), strict=True)):
         mean, worst = (np.array([of[key] for of in balance if of["strategy"] == strategy]) for key in ("mean", "worst"))
@@ -149,7 +149,7 @@ def _context_parallel(ax: Axes, balance: Sequence[Mapping[str, Any]], *, narrow:
     ax.set_xticks(range(len(CP_SIZES)), [f"CP {size}" for size in CP_SIZES])
     ax.set_ylabel("attention of the busiest rank / mean")
     ax.set_title("Sharding inside documents evens out the ranks")
-    ax.margins(y=0.5 if narrow else 0.35)  # the legend has the room above
+    ax.margins(y=0.5 if narrow else 0.35)  # room for the legend at the top
     ax.legend(loc="upper left", ncols=1 if narrow else 2, title="bar: mean, whisker: worst", alignment="left")
 
 

@@ -32,7 +32,7 @@ _SHOWN_PIPELINES = 4
 
 
 def draw_simulation(simulation: wlb_tools.Simulation, shown: str, caption: str, *, narrow: bool = False) -> Figure:
-    """Two panels: what a GPU's time goes to under each variant, and how idle steps are."""
+    """Two panels: shares of a GPU's time under each method, and how much of each step is idle."""
     bars = 0.6 + (0.62 if narrow else 0.42) * len(simulation.outcomes)
     with drawing(NARROW if narrow else WIDE, bars + (7 if narrow else 2), caption=caption) as figure:
         if narrow:
@@ -48,7 +48,7 @@ def draw_simulation(simulation: wlb_tools.Simulation, shown: str, caption: str, 
 
 
 def _time(ax: Axes, simulation: wlb_tools.Simulation, shown: str, *, narrow: bool) -> None:
-    """A bar per variant: GPU time for the same tokens, by what it goes to."""
+    """A bar for each method: GPU time for a million tokens, divided into compute, communication and waiting."""
     gpus = simulation.scenario.layout.world_size
     outcomes = list(simulation.outcomes.items())
     y = np.arange(len(outcomes))
@@ -64,7 +64,7 @@ def _time(ax: Axes, simulation: wlb_tools.Simulation, shown: str, *, narrow: boo
         if row:
             text += f"  {simulation.speedup(name):.2f}x"
         weight = "bold" if name == shown else "normal"
-        if narrow:  # a name over its bar: beside them there is no room
+        if narrow:  # names are over the bars: there is no room beside them
             ax.text(
                 0, row - 0.4, outcome.title + text.replace(" tokens/s", "/s"), va="bottom", color=INK, weight=weight
             )
@@ -98,7 +98,7 @@ def _idle(ax: Axes, simulation: wlb_tools.Simulation, shown: str) -> None:
 
 
 def draw_step(outcome: Outcome, step: int, kind: str) -> Picture | None:
-    """The pipelines of one step; of many those that take longest. None where not even one fits into a picture."""
+    """The timelines of one step, of the slowest pipelines if there are many. None if not even one pipeline fits."""
     shown = min(_SHOWN_PIPELINES, MAX_ROWS // outcome.scenario.layout.pp)
     if not shown:
         return None

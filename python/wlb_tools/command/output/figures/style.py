@@ -1,4 +1,4 @@
-"""The style of all pictures. One colour per idea: rust is the original, blue is WLB, sand is a window of batches."""
+"""The style of all pictures. Rust is the original order, blue is wlb, sand is a window of global batches."""
 
 import html
 import re
@@ -28,21 +28,21 @@ _SHADES = 8
 
 
 def _shades(base: str, towards: int) -> tuple[str, ...]:
-    """A colour, and ever nearer to black (0) or white (255)."""
+    """A colour and its shades, in steps towards black (`towards` = 0) or white (255)."""
     parts = [int(base[at : at + 2], 16) for at in (1, 3, 5)]
     shares = [0.6 * step / (_SHADES - 1) for step in range(_SHADES)]
     return tuple("#" + "".join(f"{round(part + share * (towards - part)):02x}" for part in parts) for share in shares)
 
 
 PASSES = tuple(_shades(base, 0) for base in ("#1f6aa5", "#b8432a", "#8a6100", "#7d4aa8"))
-"""Bars of forward, backward, input gradient and weight gradient, each in shades for the stages of a rank.
+"""Colours of forward, backward, input gradient and weight gradient, each with a shade for each stage of a rank.
 
-Bars, and texts in `PAPER` on them, have a contrast of at least 4.5 in both schemes.
+The bars, and text in `PAPER` on them, have a contrast of at least 4.5 in the light and in the dark scheme.
 """
 _PASSES_IN_DARK = tuple(_shades(base, 255) for base in ("#6db5e6", "#f2917a", "#d9b25c", "#c3a1ea"))
 
 METHODS = ("#c2482e", "#9c6b6b", "#7d7446", "#4f7d5c", "#57606a", "#3f7fb0", "#0a5c91", "#8056ad", "#a8761b", "#b0127b")
-"""Marks of the ten kinds of plans: a contrast of at least 3 with the page in both schemes."""
+"""Colours of the ten kinds of plans, with a contrast of at least 3 with the page in both schemes."""
 _METHODS_IN_DARK = ("#d3a3a3", "#c4ba86", "#8fc49f", "#4d8fc2", "#b794e0", "#e3bd6b", "#f06bc4")
 
 DARK = {
@@ -69,16 +69,16 @@ DARK = {
     **dict(zip([name for name in METHODS if name not in (ORIGINAL, SOFT, WLB)], _METHODS_IN_DARK, strict=True)),
     **dict(zip(sum(PASSES, ()), sum(_PASSES_IN_DARK, ()), strict=True)),
 }
-"""Colours of the dark scheme, by those of the light one. A colour without an entry is the same in both."""
+"""Colours of the dark scheme, by the colour of the light scheme. A colour without an entry is the same in both."""
 
 WIDE, NARROW = 13.0, 4.6
-"""Inches of a picture for a screen and for a phone: at either, a point is about a pixel of the page."""
+"""Widths of a picture for a screen and for a phone, in inches. With both, a point is about a pixel of the page."""
 SMALLEST = 11.0
-"""Points of the smallest text."""
+"""Size of the smallest text, in points."""
 _MOST_PIXELS = 90
-"""Of a page for an inch of a picture for a screen: a small one is not blown up to the width of the page."""
+"""Most pixels of a page for an inch of a screen's picture, so that small pictures are not enlarged to the page."""
 
-STYLE: Any = {  # matplotlib's own type for it changes from version to version
+STYLE: Any = {  # matplotlib's type for it differs between versions
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 11.5,
@@ -102,17 +102,17 @@ STYLE: Any = {  # matplotlib's own type for it changes from version to version
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "svg.fonttype": "none",
-    "svg.hashsalt": "wlb",  # the same input draws the same bytes
+    "svg.hashsalt": "wlb",  # equal input gives equal bytes
 }
 _SVG_METADATA = ("Creator", "Date", "Format", "Type")
 
 DASHED: Any = {"lw": 1.4, "ls": (0, (4, 3))}
-RING: Any = {"ls": "none", "marker": "o", "ms": 14, "mfc": "none", "mew": 2.2}  # around what was chosen
+RING: Any = {"ls": "none", "marker": "o", "ms": 14, "mfc": "none", "mew": 2.2}  # a ring around the chosen point
 
 
 @contextmanager
 def drawing(width: float, height: float, *, caption: str | None = None) -> Iterator[Figure]:
-    """A figure of so many inches to draw on; it is laid out at the end, once and not once a file."""
+    """A figure of this size in inches. Its layout is computed once, at the end, and not again for each file."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
         if caption is not None:
@@ -124,26 +124,26 @@ def drawing(width: float, height: float, *, caption: str | None = None) -> Itera
 
 
 def wrapped(text: str, *, narrow: bool, characters: int = 34) -> str:
-    """A title, in several lines where the picture is for a phone."""
+    """A title, wrapped if the picture is for a phone."""
     return textwrap.fill(text, characters) if narrow else text
 
 
 def named_rows(ax: Any) -> None:
-    """A row for each thing, named at the left; numbers run to the right."""
+    """Styles axes for horizontal bars with names at the left."""
     ax.tick_params(axis="y", length=0)
     ax.spines.left.set_visible(False)
     ax.grid(visible=False, axis="y")
 
 
-# Canvases print what `Figure.savefig` draws twice.
+# These functions print through a canvas, because `Figure.savefig` would draw twice.
 
 
 def png(figure: Figure) -> bytes:
-    """A PNG file, twice as wide as a README shows it, on white."""
+    """A PNG file on white, at twice the width at which a README shows it."""
     out = BytesIO()
     dpi, figure.dpi = figure.dpi, 150
     figure.set_facecolor(PAPER)
-    canvas: Any = FigureCanvasAgg(figure)  # whose methods have no types
+    canvas: Any = FigureCanvasAgg(figure)  # its methods are not typed
     canvas.print_png(out, metadata={"Software": None})
     figure.dpi = dpi
     figure.set_facecolor("none")
@@ -151,12 +151,12 @@ def png(figure: Figure) -> bytes:
 
 
 def svg(figure: Figure, name: str, label: str) -> str:
-    """An `<svg>` element to put into a page that has the colours of `themes`.
+    """An `<svg>` element for a page that has the style sheet of `themes`.
 
     Args:
-        figure: to draw; texts stay texts.
-        name: of the element, before all its ids: a page has several.
-        label: what it shows, for whom does not see it.
+        figure: Figure to draw. Its text stays text.
+        name: Prefix of all ids, which must be unique on a page.
+        label: Description for screen readers.
     """
     out = StringIO()
     with matplotlib.rc_context(STYLE):
@@ -177,7 +177,7 @@ def _variable(colour: str) -> str:
 
 
 def themes() -> str:
-    """Style sheet with the colours of both schemes, as variables of pages and pictures."""
+    """Style sheet with the colours of the light and dark scheme as CSS variables."""
 
     def rules(colours: Iterable[tuple[str, str]]) -> str:
         return " ".join(f"--c{name[1:]}: {colour};" for name, colour in colours)

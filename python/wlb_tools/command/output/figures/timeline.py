@@ -1,7 +1,7 @@
-"""A picture of a step: what every rank of every pipeline does when, and what it waits for.
+"""The timelines of a step: when each pipeline rank computes, and what it waits for.
 
-Blue goes forward; rust comes back, or ochre and violet where the gradients of inputs and of weights are apart. Idle
-time is bare, and hatched where all of a pipeline waits for a slower one.
+Forward passes are blue and backward passes rust; separate input and weight gradients are ochre and violet. Idle time is
+light grey, and hatched where a whole pipeline waits for a slower one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from wlb_tools.command.output.figures.style import (
 )
 
 LABELS = ("forward", "backward", "input gradient", "weight gradient")
-# Of a rank's row: where its bars lie, and under them the line of what is on the critical path.
+# Parts of a rank's row, from 0 to 1: the bars, and the line under ops on the critical path.
 BARS, CRITICAL = (0.06, 0.84), (0.87, 0.97)
 GAP = 0.35  # between the rows of two pipelines
 MAX_ROWS = 64
@@ -58,15 +58,16 @@ def draw_timelines(
 ) -> Figure:
     """One bar per op, one row per pipeline rank, one block of rows per data-parallel rank.
 
-    Numbers are micro-batches, written where there is room. Later stages of a rank (interleaved schedules) are stronger.
+    Bars show the number of their micro-batch if there is room. In interleaved schedules, later stages of a rank have
+    stronger colours.
     Ops on the critical path of the slowest pipeline are underlined.
 
     Args:
-        timelines: of one pipeline, or of each data-parallel rank.
-        title: above the picture; otherwise what the step's time went into.
-        pipelines: what each is of.
-        numbers: the rank of each; default: as they stand.
-        narrow: for a phone.
+        timelines: Timeline of one pipeline, or of each data-parallel rank.
+        title: Title of the picture; default: the schedule, its time, and the share of idle time.
+        pipelines: Name of a pipeline, such as "DP".
+        numbers: Number of each pipeline; default: its index.
+        narrow: Whether the picture is for a phone.
 
     Raises:
         WlbError: no timeline, or more than 64 rows.
@@ -126,11 +127,11 @@ def _pipeline(
         path = timeline.critical_path
         line = _boxes(starts[path], stops[path], top + rows[path], CRITICAL)
         _bars(ax, line, facecolor=INK, linewidth=0)
-    points = figure.get_figwidth() * 72 * 0.9  # that the step's time spans, about
+    points = figure.get_figwidth() * 72 * 0.9  # approximate width of the step's time
     sizes = (stops - starts) / (step or 1) * points
     shown = np.flatnonzero(sizes > 6 + 7 * np.char.str_len(timeline.micro_batches.astype(str)))
     if shown.size:
-        # Numbers as shapes: texts take longer.
+        # Numbers are drawn as shapes, which is faster than text.
         numbers = PathCollection(
             [_number(int(micro_batch)) for micro_batch in timeline.micro_batches[shown]],
             offsets=np.stack([(starts + stops)[shown] / 2, top + rows[shown] + sum(BARS) / 2], axis=1),
@@ -146,23 +147,23 @@ def _pipeline(
 
 @functools.cache
 def _number(number: int) -> Path:
-    """Outline of a number's digits, in points, around the origin."""
+    """Outline of a number's digits in points, centred at the origin."""
     digits = TextPath((0, 0), str(number), size=SMALLEST, prop=FontProperties(family="DejaVu Sans"))
     box = digits.get_extents()
     return Path(digits.vertices - [box.x0 + box.width / 2, box.y0 + box.height / 2], digits.codes)
 
 
 def _boxes(left: _Floats, right: _Floats, row: _Floats, of_row: tuple[float, float] = BARS) -> _Floats:
-    """float[n, 4, 2]: corners of bars in rows that begin there."""
+    """Corners of bars, float[n, 4, 2]. `row`: where each bar's row begins; `of_row`: the part of it that bars cover."""
     low, high = row + of_row[0], row + of_row[1]
     corners = (left, low), (right, low), (right, high), (left, high)
     return np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
 
 
 def _bars(ax: Axes, boxes: _Floats, **style: Any) -> None:
-    """All of one style as one shape: that many shapes would take most of the time."""
+    """Draws all bars of one style as one shape, because drawing separate shapes would take most of the time."""
     ground = style.get("facecolor") in (IDLE, "none")
-    name = f"{'ground' if ground else 'bars'}-{len(ax.patches)}"  # by which a test of pages finds them
+    name = f"{'ground' if ground else 'bars'}-{len(ax.patches)}"  # tests of pages find the bars by it
     ax.add_patch(PathPatch(Path.make_compound_path_from_polys(boxes), in_layout=False, gid=name, **style))
 
 
@@ -179,7 +180,7 @@ def _summary(pipelines: Sequence[wlb.PipelineTimeline], step: float) -> str:
 
 
 def colours_of(timeline: wlb.PipelineTimeline) -> NDArray[np.str_]:
-    """The colour of each op: of its pass, the stronger the later its stage is on the rank."""
+    """The colour of each op: its pass gives the hue, its stage on the rank the shade."""
     colours = np.array(PASSES)
     last = max(1, timeline.num_virtual_stages - 1)
     shades = (timeline.stages // timeline.num_stages) * (colours.shape[1] - 1) // last
@@ -204,7 +205,7 @@ def _legend(ax: Axes, handles: Sequence[Artist]) -> None:
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
-    """Factor and name of the unit in which a time is easy to read."""
+    """Factor and name of a readable unit for a time: s, ms or µs."""
     for factor, name in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         if seconds * factor >= 1:
             return factor, name

@@ -1,4 +1,4 @@
-"""Pictures of tuning: what waiting and memory buy."""
+"""Pictures of tuning: speed and balance against memory and delay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KIND_COLOURS: dict[Kind, str] = dict(zip(KINDS, style.METHODS, strict=True))
 def draw_waiting(
     queued: wlb.TuneResult, adaptive: wlb.TuneResult, max_mean_delay: float, *, narrow: bool = False
 ) -> Figure:
-    """The Pareto fronts: imbalance against mean delay."""
+    """The Pareto fronts of imbalance and mean delay, with queues and with adaptive release."""
     with style.drawing(style.NARROW if narrow else 9, 6.5 if narrow else 5.5) as figure:
         ax = figure.subplots()
         for name, found, color in (("queues", queued, style.WLB), ("adaptive release", adaptive, style.ADAPTIVE)):
@@ -39,7 +39,7 @@ def draw_waiting(
 
 
 def draw_choices(tuning: Tuning, *, narrow: bool = False) -> Figure:
-    """Two panels: what memory buys with queues, and what waiting buys with any plan."""
+    """Two panels: predicted speed against memory with queues, and against mean delay for every plan."""
 
     def speed(choice: Choice) -> float:
         return choice.speedup(tuning.baseline, tuning.by)
