@@ -1,7 +1,7 @@
-"""All-to-all over heads: from some heads of all tokens to all heads of some tokens, and back.
+"""All-to-all over heads: exchanges all heads of some tokens for some heads of all tokens, and back.
 
-As in DeepSpeed-Ulysses (Jacobs et al., 2023), for ranks with any number of tokens. It runs inside blocks of `degree`
-neighbouring ranks of the group, which exchange nothing with other blocks and need no group of their own.
+The method is that of DeepSpeed-Ulysses (Jacobs et al., 2023); ranks may have different numbers of tokens. It runs in
+blocks of `degree` neighbouring ranks. Blocks exchange nothing with each other and need no process group of their own.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from wlb.torch.attention.plan import HeadsPlan
 
 @dataclass(frozen=True)
 class HeadsExchange:
-    """The all-to-all of one block; `block` has its ranks in `group`."""
+    """The all-to-all of one block."""
 
     plan: HeadsPlan
-    block: range
+    block: range  # ranks of the block in `group`
     group: dist.ProcessGroup | None
 
     def split_heads(self, x: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""Attention kernels over the spans of one call, forward with log-sum-exp and backward from a merged one.
+"""Attention kernels that compute the spans of one call.
 
-All keep the contract of flash kernels: `[tokens, heads, head_dim]`, masks aligned bottom-right, natural log-sum-exp
-`[heads, tokens]`. Forward and backward are called apart, outside autograd: a ring merges partial results, and the
-backward of each part needs the merged output and log-sum-exp, which the kernels' own autograd functions cannot take.
+All kernels follow the conventions of flash kernels: tensors `[tokens, heads, head_dim]`, masks aligned bottom-right,
+and a natural log-sum-exp `[heads, tokens]`. Forward and backward are separate functions outside autograd, because a
+ring merges partial results: the backward of each part needs the merged output and log-sum-exp, which the kernels' own
+autograd functions cannot take.
 
-cuDNN's attention for packed rows, which torch has with a log-sum-exp, is not among them: it aligns a causal mask
-top-left, so that queries behind a prefix of their document would not see it, and torch gives it no window.
+cuDNN's attention for packed rows is not used, although torch offers it with a log-sum-exp. It aligns a causal mask
+top-left, so queries would not see the part of their document before them, and torch gives it no window.
 """
 
 from __future__ import annotations
@@ -26,46 +27,46 @@ from wlb.torch.attention.plan import Call
 KernelName = Literal["auto", "flash_attn", "varlen", "reference"]
 
 _SCORES = 1 << 22
-"""Scores that the reference kernel holds at once: 16 MiB in float32."""
+"""Most scores that the reference kernel holds at once on a GPU: 16 MiB in float32."""
 
 _SCORES_OF_CPU = 1 << 19
-"""The same on a CPU, limited by its cache. More take up to three times as long, and more of them are masked."""
+"""Most scores that the reference kernel holds at once on a CPU. Larger tiles leave the cache, contain more masked
+scores, and take up to three times as long."""
 
 FLASH_ATTN_2 = "flash_attn.flash_attn_interface"
 FLASH_ATTN_3 = "flash_attn_interface"
 FLASH_ATTN_4 = "flash_attn.cute.interface"
-"""Where the kernels of flash-attn 2, 3 and 4 are imported from."""
+"""Modules of the kernels of flash-attn 2, 3 and 4."""
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Type in which partial results and gradients are summed."""
+    """Accumulation dtype of partial results and gradients: float32 for half precision, otherwise `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 Gradients = tuple[Tensor, Tensor]
-"""Of queries, like `q`; of keys and values together, `[keys, 2, kv_heads, head_dim]`."""
+"""Gradients of queries, shaped like `q`, and of keys and values together, `[keys, 2, kv_heads, head_dim]`."""
 
 
 class Kernel(Protocol):
     """Attention of one call: `q` is `[queries, heads, head_dim]`, `k` `[keys, kv_heads, head_dim]`, and `v` likewise.
 
-    Values, and the output with them, may be narrower if the kernel supports it. Their gradient is then padded with 0.
-    `q` may have more rows than the call (if `Call.q_rows` are neighbours): these are not read, and their results are
-    not written.
+    Values and output may be narrower than heads if the kernel supports it; the values' gradient is then padded with 0.
+    If `Call.q_rows` is a slice, `q` has all rows of the rank. Rows outside the slice are neither read nor written.
     """
 
     @staticmethod
     def tiles(head_dim: int) -> tuple[int, int]:
-        """Queries of a segment that forward and backward pass compute together; fewer take as long as a whole tile."""
+        """Queries per tile in forward and backward. A segment with fewer queries takes as long as a whole tile."""
         ...
 
     @staticmethod
     def takes(head_dim: int, value_dim: int, generation: int) -> bool:
-        """Whether it runs with heads and values of these widths, on a GPU of this (major) compute capability."""
+        """Whether the kernel supports these widths on a GPU whose major compute capability is `generation`."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Output `[queries, heads, value_dim]`, written to `out` if that is given; log-sum-exp `[heads, queries]`."""
+        """Output `[queries, heads, value_dim]`, written to `out` if given, and log-sum-exp `[heads, queries]`."""
         ...
 
     def backward(
@@ -88,10 +89,10 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class ReferenceKernel:
-    """Softmax written out, span by span and in tiles of queries: exact, on any device, in any dtype.
+    """Softmax attention in plain torch, span by span and in tiles of queries: exact, on any device, in any dtype.
 
-    Masks other than by position would need a matrix of all queries by all keys in other kernels. Here memory is limited
-    by the tile, and keys outside the mask are not touched. Scores are float32 for half-precision inputs.
+    Memory is limited by the size of a tile, and keys outside the mask are not read. Scores are float32 for
+    half-precision inputs.
     """
 
     scale: float
@@ -159,7 +160,7 @@ class ReferenceKernel:
     ) -> tuple[Tensor, Tensor | None]:
         """Scaled, capped, biased, masked scores `[kv_heads, group * queries, keys]`.
 
-        `with_slope` also gives the derivative of the cap, like them; None without a cap.
+        With `with_slope`, also returns the derivative of the cap in the shape of the scores; None without a cap.
         """
         scores = (q @ k.mT).mul_(self.scale)
         slope = None
@@ -177,7 +178,7 @@ class ReferenceKernel:
         return scores, slope
 
     def _tiles(self, call: Call, heads: int) -> Iterator[tuple[slice, slice, Tensor | None, Tensor | None]]:
-        """Rows of queries and of keys; their distances and the mask, if they are needed."""
+        """Tiles of the call: rows of queries, rows of keys, and distances and mask (None if not needed)."""
         left, right = call.window
         scores = _SCORES_OF_CPU if call.cu_seqlens_q.device.type == "cpu" else _SCORES
         for (q_from, q_to, k_from, k_to), shift in zip(call.spans.tolist(), call.shifts.tolist(), strict=True):
@@ -290,9 +291,9 @@ class CpuFlashKernel:
 
     @staticmethod
     def _spans(call: Call) -> list[tuple[slice, list[tuple[slice, bool]]]] | None:
-        """The queries of each span, and its keys in parts: the rows of a part, and whether it is a causal square.
+        """For each span, the rows of its queries and parts of its keys: rows, and whether the part is a causal square.
 
-        None if a window cuts them.
+        None if the call has a window, or a query without keys.
         """
         if call.window not in ((-1, -1), (-1, 0)):
             return None
@@ -335,11 +336,11 @@ def _window(call: Call) -> dict[str, int]:
 
 
 def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
-    """Offsets and longest span of queries and keys, as FlashAttention-2 and torch's varlen kernel take them.
+    """Offsets and longest spans of queries and keys, as FlashAttention-2 and torch's varlen kernel take them.
 
-    These kernels cut a side of a window at the longest span of keys. If there are more queries than keys, the right
-    side must reach farther: the last key is `queries - 1` after the first query. Otherwise keys would be lost, or seen
-    (Dao-AILab/flash-attention, #895). So with a window, the longest span of either is given as that of keys.
+    These kernels limit both sides of a window to the longest span of keys. With more queries than keys that is too
+    short, because the last key is `queries - 1` after the first query: keys would be lost, or seen wrongly
+    (Dao-AILab/flash-attention, #895). With a window, the longest span of keys is therefore at least that of queries.
     """
     most = call.max_seqlen_k
     if call.window not in ((-1, -1), (-1, 0)):
@@ -348,19 +349,19 @@ def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
 
 
 def longest_queries(call: Call) -> int:
-    """Most queries of a span, at least 2: with 1, flash kernels would take every row for a span of its own."""
+    """Queries of the longest span, at least 2: with 1, flash kernels would treat every row as a separate span."""
     return max(call.max_seqlen_q, 2)
 
 
 def _like(q: Tensor) -> Tensor:
-    """Uninitialised rows with these sizes, contiguous."""
+    """An uninitialised contiguous tensor like `q`."""
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 def _gradients(
     q: Tensor, k: Tensor, into: tuple[Tensor | None, Tensor] | None, value_dim: int | None = None
 ) -> Gradients:
-    """Tensors for the gradients of queries, and of keys and values: `into` if it is given."""
+    """Tensors to write gradients of queries and of keys and values to: those of `into`, or new ones."""
     dq = None if into is None else into[0]
     d_keys = k.new_empty((k.shape[0], 2, *k.shape[1:])) if into is None else into[1]
     if value_dim is not None and value_dim < k.shape[2]:
@@ -369,7 +370,7 @@ def _gradients(
 
 
 def _written(call: Call, rows: Tensor, into: Tensor | None) -> Tensor:
-    """The rows of a call, in `into` if that is given."""
+    """Copies the call's rows to `into` and returns it; without `into`, returns `rows`."""
     if into is None:
         return rows
     place = slice(None) if call.q_rows is None or isinstance(call.q_rows, Tensor) else call.q_rows
@@ -654,15 +655,16 @@ def choose(
 
 
 def gains_by_buckets(kernel: Kernel | None) -> bool:
-    """Whether a kernel starts thread blocks for the longest span of a call, also where a span has no such keys.
+    """Whether a kernel gains by calls that are divided into buckets of spans with similar lengths.
 
-    Those of flash-attn 4 start as many as there are keys; on a CPU, and in the reference kernel, a span takes its own.
+    It does if it starts thread blocks for the longest span of a call in every span. flash-attn 4, kernels on a CPU and
+    the reference kernel start as many as each span needs.
     """
     return isinstance(kernel, VarlenKernel | FlashAttention2 | FlashAttention3)
 
 
 def is_prepared_in_buckets(device: torch.device) -> bool:
-    """`gains_by_buckets` of the kernel that "auto" takes there for a model in bfloat16."""
+    """`gains_by_buckets` of the kernel that "auto" chooses on a device in bfloat16."""
     if device.type != "cuda":
         return False
     q = torch.empty((0, 1, 128), dtype=torch.bfloat16, device=device)
@@ -670,7 +672,7 @@ def is_prepared_in_buckets(device: torch.device) -> bool:
 
 
 def value_width(kernel: Kernel, q: Tensor, value_dim: int, more: int = 0) -> int:
-    """The width at which a chosen kernel computes values: their own, or that of heads, to which they are padded."""
+    """The width at which a kernel computes values: `value_dim`, or the width of heads if they must be padded to it."""
     if value_dim == q.shape[2]:
         return value_dim
     head_dim, _ = widths = _widths(q, value_dim, more)
@@ -707,7 +709,7 @@ def _lacks(
     alibi_slopes: Tensor | None,
     alibi_aligned: bool,
 ) -> str | None:
-    """What a kernel of flash-attn lacks for the options, or None."""
+    """Why a kernel of flash-attn does not support the options; None if it does."""
     if alibi_slopes is not None:
         if kind is not FlashAttention2:
             return "has no ALiBi"
@@ -720,7 +722,7 @@ def _lacks(
 
 
 def _flash_refusal(q: Tensor, widths: tuple[int, int]) -> str | None:
-    """Why no flash kernel takes such tensors, or None."""
+    """Why flash kernels do not support the tensors; None if they do."""
     if q.device.type != "cuda":
         return f"runs on CUDA, not on {q.device.type}"
     capability = torch.cuda.get_device_capability(q.device)
