@@ -515,7 +515,7 @@ def test_steps_without_a_label_are_passed_over() -> None:
     assert first == second
     numbers, warned = first
     assert numbers == [0, 1, 5, 6, 7]
-    assert warned == [f"step {number} has no label that counts on any rank: it is passed over" for number in (2, 3, 4)]
+    assert warned == [f"step {number} has no label that counts on any rank: it is skipped" for number in (2, 3, 4)]
 
 
 def scores(rank: int, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:

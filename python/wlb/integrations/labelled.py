@@ -61,7 +61,7 @@ def _labels(step: Step[Any], group: dist.ProcessGroup | None) -> int | None:
         group = host_group(group, description="wlb: labels of steps")
     labels = count_valid_tokens(step, group=group)
     if not labels:
-        warn(f"step {step.number} has no label that counts on any rank: it is passed over")
+        warn(f"step {step.number} has no label that counts on any rank: it is skipped")
     return labels
 
 

@@ -108,7 +108,7 @@ def train_step(
     valid = count_valid_tokens(step, group=group)
     total = torch.zeros((), device=device)
     if valid == 0:
-        warn(f"step {step.number} has no label that counts on any rank: it is passed over")
+        warn(f"step {step.number} has no label that counts on any rank: it is skipped")
         return total
     loss_of = loss or _loss
     batches: list[Any] = list(step.micro_batches)

@@ -241,7 +241,7 @@ class DataIterator:
             step, labels = self._agreed()
             if step is None or labels:
                 return step
-            message = f"step {step.number} has no label that counts on any rank: it is passed over"
+            message = f"step {step.number} has no label that counts on any rank: it is skipped"
             warn(message)
 
     def _agreed(self) -> tuple[AnyStep | None, int]:

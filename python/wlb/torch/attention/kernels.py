@@ -611,13 +611,21 @@ def choose(
     value_dim: int | None = None,
     more: int = 0,
 ) -> Kernel:
-    """The kernel for these tensors.
+    """Chooses the kernel for tensors like `q`.
 
-    `value_dim` is the width of values, that of `q` if None; the widest call has `more` channels. `alibi_aligned` says
-    that every span's last query is at its last key, so that a flash kernel uses true distances. "auto" prefers
-    flash-attn 3 (on Hopper), flash-attn 4 (Hopper, Blackwell), flash-attn 2, then torch's varlen kernels, and on a CPU
-    torch's flash attention for it. It takes the reference kernel for float32 and float64 on a GPU, and for ALiBi and
-    softcap if no flash kernel supports them.
+    On a GPU "auto" prefers flash-attn 3 (Hopper), flash-attn 4 (Hopper, Blackwell), flash-attn 2, then torch's varlen
+    kernels. On a CPU it takes torch's flash attention for CPUs. It takes the reference kernel if none of these supports
+    the GPU, the dtype, the width of heads, ALiBi or softcap.
+
+    Args:
+        name: Name of a kernel, or "auto".
+        q: Queries; gives device, dtype and the width of heads.
+        scale: Factor of the scores.
+        alibi_slopes: Slopes of ALiBi, one for each head, or None.
+        alibi_aligned: Whether every span's last query is at its last key, so that a flash kernel uses true distances.
+        softcap: Cap of the scores, or None.
+        value_dim: Width of the values; None: that of `q`.
+        more: Channels by which the widest call is wider.
 
     Raises:
         WlbError: there is no such kernel, it is not installed, or it does not support the options.
