@@ -55,10 +55,9 @@ def next_packing(packer: Packer, source: Source, *, min_step_tokens: int) -> tup
     """Packs the next step worth training. Returns the packer after it; `packer` itself is not changed.
 
     At most as many documents enter as the packer admits, so the backlog stays within `packer.bounds()`. If the step
-    would
-    train fewer than `min_step_tokens` because its documents wait for others, further documents are read first. They are
-    pushed together with these, or after these if nothing at all would be trained. If no more may be read, the packer
-    must release waiting documents, and the step is less even.
+    would train fewer than `min_step_tokens` because its documents wait for others, further documents are read first.
+    They are pushed together with these, or after these if nothing at all would be trained. If no more may be read, the
+    packer must release waiting documents, and the step is less even.
 
     Complexity:
         A copy of the waiting documents and one push; a few of both if many documents must be read.

@@ -36,8 +36,7 @@ class Pieces:
 
     Attributes:
         ids: Ids of the documents in the packer: document i of epoch e is `e * documents + i`; a document of a stream
-            has
-            the running number in which it was read.
+            has the running number in which it was read.
         starts: Position of each piece's first token in its document.
         lengths: Tokens of each piece.
     """

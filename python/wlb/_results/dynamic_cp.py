@@ -245,8 +245,7 @@ class DynamicCpPlan(Copied):
 
         Args:
             group_seconds: Float [groups], time of each group through the whole model, forward and backward: micro-batch
-                by
-                micro-batch, and inside each in the order of ranks.
+                by micro-batch, and inside each in the order of ranks.
 
         Raises:
             WlbError: their number is not that of the groups, or one is negative or not finite.

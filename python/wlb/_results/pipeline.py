@@ -55,8 +55,7 @@ class PipelineTimeline(_Simulated):
         spans: float64[p]: seconds from each rank's first op to the end of its last.
         peak_activation: float64[p]: most activation that each rank holds at one time, in the unit of ``activation``.
         ranks: int32[ops]: the rank of each op. An op comes after the ops that it waited for, and the ops of a rank are
-            in
-            the order in which it ran them.
+            in the order in which it ran them.
         stages: int32[ops]: the stage of each op, from 0 to p * v - 1.
         micro_batches: int32[ops]: the micro-batch of each op.
         kinds: uint8[ops]: what each op computes: indices into ``KINDS``.

@@ -40,9 +40,8 @@ def check_agreement(
     """Raises on every rank of `group` if not all have the same plan of the same step, and the same cuts of it.
 
     For a step from a loader, everything that ranks must have in common is compared: the plan, the number of the step,
-    the
-    ranks that share it and the micro-batches of each, and how the context-parallel ranks of a micro-batch cut it (their
-    `shard`, which follows from `strategy`, `kernel_model` and `cp_size` of each rank).
+    the ranks that share it and the micro-batches of each, and how the context-parallel ranks of a micro-batch cut it
+    (their `shard`, which follows from `strategy`, `kernel_model` and `cp_size` of each rank).
 
     Args:
         plan: A step; or only a plan, or its digest.

@@ -89,8 +89,7 @@ def sum_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -
     `setup` returned.
 
     This function cannot see Horovod (whose optimizer averages, unless made with `op=hvd.Sum`), communication hooks that
-    are
-    registered later, and wrappers that are put around the model after this call.
+    are registered later, and wrappers that are put around the model after this call.
 
     Args:
         model: the outermost wrapper, or a module with wrapped ones inside. Parameters keep their hooks when they are

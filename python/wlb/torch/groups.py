@@ -86,8 +86,7 @@ def expert_ranks(mesh: DeviceMesh, *, ep: int) -> DeviceMesh:
     """The dp x cp ranks as "edp" x "ep": neighbours divide a layer's experts, and those with the same ones add up.
 
     As in Megatron-Core and torchtitan, expert parallelism needs no ranks of its own. Attention does not depend on it,
-    so
-    the ranks of an ep group may have different documents, or parts of the same documents.
+    so the ranks of an ep group may have different documents, or parts of the same documents.
 
     Args:
         mesh: from `build_mesh`.
@@ -117,8 +116,7 @@ class ContextParallelGroups:
     (pp, tp) position. Where `s` does not divide their number, the last ranks have no group of that size.
 
     Other groups, of plans with ``group_sizes="any"``, are made by their ranks when a micro-batch needs them for the
-    first
-    time, and kept. Each is a communicator, so a job with many of them needs memory for them.
+    first time, and kept. Each is a communicator, so a job with many of them needs memory for them.
 
     Args:
         mesh: from `build_mesh`.
@@ -186,12 +184,9 @@ class ContextParallelGroups:
         """The group of a micro-batch whose plan chose one, for attention; None for a single rank.
 
         A process group cannot be passed from a loader's worker or a planning thread. So the micro-batch names its
-        ranks,
-        and the training process looks the group up here. For ranks that are no aligned power of two, the first call
-        makes
-        their group, a collective of these ranks alone. All ranks take the micro-batches of a plan in the same order, so
-        no rank waits for another's.
-        waits for another's.
+        ranks, and the training process looks the group up here. For ranks that are no aligned power of two, the first
+        call makes their group, a collective of these ranks alone. All ranks take the micro-batches of a plan in the
+        same order, so no rank waits for another's. waits for another's.
 
         Raises:
             WlbError: the micro-batch belongs to another rank, or some of its ranks are not in this mesh.

@@ -40,8 +40,7 @@ def against_forests(model: nn.Module) -> str:
     """The reason why a model cannot run a forest, and the way out; empty if none is known.
 
     Samples can share a layer's result for a token only if that result depends on the tokens before it on its path and
-    on
-    nothing else.
+    on nothing else.
 
     Complexity:
         O(modules).

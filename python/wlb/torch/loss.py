@@ -99,8 +99,7 @@ def count_valid_tokens(
     """Number of labels that count in a global batch, each once, over all ranks that share it.
 
     Every rank gets the same number, so all of them notice together if there is nothing to train (documents of one
-    token,
-    or masked prompts only). An optimizer step would then still decay weights and move by its momentum::
+    token, or masked prompts only). An optimizer step would then still decay weights and move by its momentum::
 
         ranks = wt.data_and_context(mesh).get_group()
         valid = count_valid_tokens(step, group=ranks)
@@ -109,8 +108,7 @@ def count_valid_tokens(
 
     Args:
         step: a step from a loader. Its micro-batches are `PackedBatch` or `ForestBatch`: the first context-parallel
-            rank
-            counts their labels, those of a forest once for each sample. Or they are mappings with `labels`, on one
+            rank counts their labels, those of a forest once for each sample. Or they are mappings with `labels`, on one
             context-parallel rank.
         group: the ranks that share the step, data- and context-parallel; None for all.
 

@@ -107,8 +107,7 @@ def _of_plan(plan: wlb.Packing | wlb.ForestPlan | wlb.DynamicCpPlan) -> tuple[fl
     """Work of the heaviest and of the mean micro-batch (or rank), total work, and tokens.
 
     If documents bring costs in columns, the heaviest is the sum of each column's heaviest, as in `Packing.imbalance`.
-    For
-    a plan for ranks it is the work that decides the time of the step: `Packing.rank_imbalance` times the mean.
+    For a plan for ranks it is the work that decides the time of the step: `Packing.rank_imbalance` times the mean.
     """
     if isinstance(plan, wlb.Packing):
         costs = plan.costs

@@ -20,8 +20,7 @@ class TiedWeights:
     """One weight of which several pipeline stages hold a copy: keeps the copies equal.
 
     Each stage computes the gradient of its own copy, but the gradient of the weight is the sum of these. Without the
-    sum
-    the copies drift apart, unnoticed. Every rank of the pipeline makes one, after wrapping, and calls it after the
+    sum the copies drift apart, unnoticed. Every rank of the pipeline makes one, after wrapping, and calls it after the
     backward pass of each step::
 
         first, last = stage.is_first, stage.is_last

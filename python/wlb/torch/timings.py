@@ -84,11 +84,9 @@ class PlannedWork:
         """Time of the step over the time of perfectly even work; NaN without work.
 
         For a packing, the heaviest micro-batch over the mean. For a packing for ranks, the time of the slowest rank (or
-        of
-        the slowest in every round) over the mean rank, without the pipeline. For a dynamic plan, the time of the
-        pipeline,
-        in which the ranks of a group wait for one another, over the documents' costs on the mean rank of all stages:
-        exchange and waiting count as time, not as work.
+        of the slowest in every round) over the mean rank, without the pipeline. For a dynamic plan, the time of the
+        pipeline, in which the ranks of a group wait for one another, over the documents' costs on the mean rank of all
+        stages: exchange and waiting count as time, not as work.
         """
         seconds = [part.seconds(cost_model) for part in self.parts]
         if isinstance(self.plan, wlb.Packing) and self.plan.dp_size is not None:
@@ -122,9 +120,8 @@ class LevelReport:
 
     Attributes:
         residual: How much longer the slowest took than the mean of its level, over the window: 0.03 is 3 %. For dp,
-            each
-            replica's time over the prediction; for pp, each stage's; for cp, each rank's within a micro-batch. With
-            dynamic plans, whose groups change, dp compares the single data x context ranks, and there is no cp.
+            each replica's time over the prediction; for pp, each stage's; for cp, each rank's within a micro-batch.
+            With dynamic plans, whose groups change, dp compares the single data x context ranks, and there is no cp.
         drift: Growth of the residual from the first half of the window to the second.
         slowest: Index of the slowest in the level.
     """

@@ -90,16 +90,14 @@ class CostTracker:
 
     After every `every` steps the ranks gather the times of their micro-batches, and all fit the same costs
     (`CostModel.fit`) to the last four gatherings. `CostUpdate.cost_model` is None if the fit explains the times no
-    better
-    than the costs in use, or if a share has a standard error of more than a tenth of all time. The tracker changes no
+    better than the costs in use, or if a share has a standard error of more than a tenth of all time. The tracker
+    changes no
     plan: the caller decides. A loader plans ahead of training, so its costs cannot change meanwhile: make a new loader
     whose packer has the new costs, and call `load_state_dict(step.state, allow_config_change=True)`.
 
     With a `DynamicCpLoader`, groups of ranks that share documents are timed. The imbalance is then the step's time
-    through
-    all micro-batches and stages (`DynamicCpPlan.step_seconds`) over the work of the mean rank. Exchange between ranks,
-    as
-    the planner was told, is subtracted from the times first.
+    through all micro-batches and stages (`DynamicCpPlan.step_seconds`) over the work of the mean rank. Exchange between
+    ranks, as the planner was told, is subtracted from the times first.
 
     Args:
         cost_model: The costs that plans use now: `packer.cost_model`. Its sizes of sliding windows and chunks are the

@@ -46,8 +46,7 @@ def train_step(
     """Forward and backward of a global batch: gradients are those of the mean loss over all its labels.
 
     This holds over all micro-batches and ranks, however unequal they are, and under any wrapper of the model. The
-    optimizer
-    is the caller's::
+    optimizer is the caller's::
 
         for step in loader:
             loss = wt.train_step(model, step)
@@ -56,30 +55,27 @@ def train_step(
 
     - No wrapper: gradients are added up over `group` after the last micro-batch (`all_reduce_gradients`).
     - `DistributedDataParallel`, the result of `accelerator.prepare`, `fully_shard`, `FullyShardedDataParallel`:
-      wrappers
-      that average are made to add up (`sum_gradients`). DDP exchanges gradients only with the last micro-batch. Sharded
-      models exchange them with each: holding them back would keep them whole, at the memory of the model.
+      wrappers that average are made to add up (`sum_gradients`). DDP exchanges gradients only with the last
+      micro-batch. Sharded models exchange them with each: holding them back would keep them whole, at the memory of the
+      model.
 
     A step without a label that counts on any rank is not run: `train_step` warns and leaves gradients as they are.
-    After
-    `zero_grad()` they are None, so the optimizer changes nothing, not even by weight decay or momentum.
+    After `zero_grad()` they are None, so the optimizer changes nothing, not even by weight decay or momentum.
 
     Args:
         model: the outermost wrapper. A model whose `forward` takes `input_ids`, like those of Hugging Face, is called
-            with
-            `batch.as_hf()` without labels and returns `.logits` (float[1, tokens, vocabulary]). If it also returns
+            with `batch.as_hf()` without labels and returns `.logits` (float[1, tokens, vocabulary]). If it also returns
             `aux_loss`, that is added with `config.router_aux_loss_coef`, weighted by labels and without padding
             (`real_tokens`). Any other model is called with the batch and returns logits, float[tokens, vocabulary];
             `batch.real` says which tokens are no padding. If documents bring weights, losses are multiplied by them.
-            Only
-            models of the second kind take a `ForestBatch`: they run attention on `batch.shard`.
+            Only models of the second kind take a `ForestBatch`: they run attention on `batch.shard`.
         step: a step from a loader or `forest_step`, with equally many micro-batches on every rank. It is moved to the
             model's device.
         group: the ranks that share the step, data- and context-parallel; None for all.
         accelerator: accelerate's, if `model` is from its `prepare`: its `backward` scales for mixed precision.
         loss: replaces all of that: a function of model, batch (a `PackedBatch` or `ForestBatch`) and the number of
-            labels
-            of the global batch, which returns the micro-batch's part of the mean, for example `token_normalized_loss`.
+            labels of the global batch, which returns the micro-batch's part of the mean, for example
+            `token_normalized_loss`.
 
     Returns:
         The mean loss of the global batch, float32 scalar, equal on all ranks, without a graph; 0 if no label counts.
@@ -93,8 +89,7 @@ def train_step(
 
     Complexity:
         Besides the model's own work: for each part of the step one all-reduce of a number before, one of a number
-        after,
-        and the cost of `check_agreement`.
+        after, and the cost of `check_agreement`.
     """
     group = ranks_of_step(step, group)
     several = step.num_ranks > 1

@@ -27,8 +27,7 @@ class PipelineMicroBatch:
         kwargs: Keyword arguments of every stage's module, derived from the plan: position ids, `cu_seqlens`, the shard.
             They may be any Python objects; they are not sent, and get no gradients.
         target: Second argument of the loss function, which only the last stage calls. A tensor is `[tokens, ...]`. For
-            a
-            forest it is the `ForestBatch`, whose edges `token_normalized_loss` takes.
+            a forest it is the `ForestBatch`, whose edges `token_normalized_loss` takes.
     """
 
     tokens: int

@@ -36,18 +36,15 @@ def pipeline_step(
     divided by the valid tokens of the whole global batch.
 
     A step that failed leaves a part of its gradients. A pipeline of one rank can continue once they are zeroed. In a
-    longer
-    one messages are under way, and FSDP holds gradients that are not reduced yet: such stages refuse to continue. Make
-    new
-    ones, on a new process group and with newly sharded modules.
+    longer one messages are under way, and FSDP holds gradients that are not reduced yet: such stages refuse to
+    continue. Make new ones, on a new process group and with newly sharded modules.
 
     Under `torch.no_grad()`, or without `loss_fn`, it runs forward only.
 
     Args:
         stages: This rank's stages, ascending, as `stages_of_rank` gives them.
         micro_batches: At least one. 1F1B and DualPipeV need at least as many as stages; interleaved schedules a
-            multiple of
-            `max(1, len(micro_batches) // pp_size)`.
+            multiple of `max(1, len(micro_batches) // pp_size)`.
         schedule: `"gpipe"`, `"1f1b"`, `"interleaved_1f1b"`, `"interleaved_zero_bubble"`, `"zbv"`, `"dualpipev"`, or a
             schedule class of torch.
         loss_fn: `loss_fn(output of the last stage, target)`, a scalar.
@@ -59,11 +56,9 @@ def pipeline_step(
     Raises:
         WlbError: The configuration of stages has `tie_word_embeddings` and the pipeline no `TiedWeights`; stages do not
             fit the schedule, or a failed step left them unusable; a number of micro-batches that the schedule cannot
-            run;
-            a micro-batch without args, or whose tensors or shards have other token counts; micro-batches of a forest,
-            and
-            a module that cannot run one (see `train_step`); micro-batches, a schedule or a `loss_fn` that differ from
-            another rank's. All of this is checked before any communication but one round trip to the store.
+            run; a micro-batch without args, or whose tensors or shards have other token counts; micro-batches of a
+            forest, and a module that cannot run one (see `train_step`); micro-batches, a schedule or a `loss_fn` that
+            differ from another rank's. All of this is checked before any communication but one round trip to the store.
         BaseException: The exception of this rank's module or loss function itself, at once, so that
             `except torch.OutOfMemoryError` works. The other ranks wait for this one until its process ends or their
             group times out.

@@ -96,8 +96,7 @@ class Expectation:
         positions: Position of each token; by default that in its document.
         sees: A number for each token: tokens with the same number see each other.
         unit: A number for each token: the loss is the mean of the means over tokens with the same number; by default
-            the
-            mean over all tokens.
+            the mean over all tokens.
         behind: Whether documents come after those before them in the row, though they do not see them.
         copies: Whether gradients of weights that pipeline stages share are added up.
         divided: Whether only steps with context-parallel ranks can have the fault.

@@ -81,10 +81,9 @@ class Short:
     """A step with a few short documents in each micro-batch. Every rank knows all of them.
 
     Lengths are unequal, so that a mean of means shows. Each micro-batch has at least two documents if it has the
-    tokens,
-    so that documents could see each other. Documents with labels are chosen first, then pieces of documents. A document
-    is cut around its first label, which may come after a long prompt, so that a mask of labels shows. The last document
-    of a micro-batch has labels if any has.
+    tokens, so that documents could see each other. Documents with labels are chosen first, then pieces of documents. A
+    document is cut around its first label, which may come after a long prompt, so that a mask of labels shows. The last
+    document of a micro-batch has labels if any has.
     """
 
     def __init__(self, step: PackedStep, ranks: Ranks) -> None:
@@ -183,9 +182,7 @@ def _labelled(batch: PackedBatch) -> tuple[str, NDArray[np.int64], NDArray[np.in
     """The strategy of a micro-batch, lengths of its documents, and the places of their labels on this rank.
 
     The places are int64 [2, documents]: the position of the first label of each document, and the number of tokens
-    after
-    its last label; `NO_LABEL` for a document without labels.
-    one; `NO_LABEL` where it has none.
+    after its last label; `NO_LABEL` for a document without labels. one; `NO_LABEL` where it has none.
     """
     strategy = batch.shard.strategy if batch.shard.strategy in ("contiguous", "per_sequence") else "per_document"
     lengths = batch.shard.lengths[: batch.document_ids.numel()].astype(np.int64)

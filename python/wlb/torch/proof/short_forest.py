@@ -29,8 +29,7 @@ class ShortForest:
     """A step with a few short samples in each micro-batch. Every rank knows all of them.
 
     Samples of a tree keep some of their shared tokens, then some of their own from the first predicted token on.
-    Lengths
-    are unequal, so that a mean of means shows.
+    Lengths are unequal, so that a mean of means shows.
     """
 
     def __init__(self, step: Step[ForestBatch], ranks: Ranks) -> None:
