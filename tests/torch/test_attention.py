@@ -909,6 +909,9 @@ def test_widths_that_a_gpu_cannot_are_refused_by_name(flash: FlashStandIn) -> No
     options: dict[str, Any] = {"scale": 1.0, "alibi_slopes": None, "alibi_aligned": True}
     assert kernels.choose("auto", torch.zeros(4, 2, 192), value_dim=128, **options) == kernels.FlashAttention4(1.0)
     assert kernels.value_width(kernels.FlashAttention4(1.0), torch.zeros(4, 2, 192), 128) == 128
+    # The backward of the log-sum-exp is wider than the forward: the kernel has to take both.
+    assert kernels.value_width(kernels.FlashAttention3(1.0), torch.zeros(4, 2, 184), 120, more=8) == 120
+    assert kernels.value_width(kernels.FlashAttention3(1.0), torch.zeros(4, 2, 128), 112, more=8) == 128
     wide = torch.zeros(4, 2, 256)
     assert isinstance(kernels.choose("auto", wide, **options), kernels.VarlenKernel)
     with pytest.raises(wlb.WlbError, match="'flash_attn' takes no heads of 256 with values of 256 on this GPU"):

@@ -105,6 +105,28 @@ def test_compiled_layers_are_one_graph_for_all_micro_batches(size: int) -> None:
             assert (graphs, nodes) == (1, 1), options
 
 
+TINY = ((1,), (1, 1), (2,), (1, 1, 1))
+"""Ranks without tokens, and with one."""
+
+
+def tiny_layers(rank: int) -> list[float]:
+    """The operator, on ranks with hardly a token: differences from the plain layer."""
+    found = []
+    for options in OPTIONS:
+        layer = Layer(options, dist.group.WORLD)
+        parameters = list(layer.parameters())
+        for lengths in TINY:
+            shard, x = inputs(lengths, rank, 2)
+            pair = [step(layer, parameters, x, shard), step(layer, parameters, x, prepared(shard, rank, options))]
+            found += [float((a - b).abs().max()) for a, b in zip(*pair, strict=True) if a.numel()]
+    return found
+
+
+def test_the_operator_runs_on_ranks_without_tokens() -> None:
+    for found in processes.run(2, tiny_layers):
+        assert max(found) < 1e-5
+
+
 def traced_backward(rank: int) -> float:
     """Through AOTAutograd, which traces the backward too: differences from the plain layer."""
     layer = Layer({"transport": "all_gather", "sinks": True}, None)

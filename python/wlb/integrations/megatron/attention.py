@@ -181,7 +181,8 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             raise error("attention_bias", "is not taken by wlb's attention")
         shard, ranks = self._row(packed_seq_params)
         q, k, v = (tensor.squeeze(1) if tensor.dim() == 4 else tensor for tensor in (query, key, value))
-        options: Any = {"softmax_scale": self._scale, "window": self._window, "sinks": self.softmax_offset}
+        sinks = None if self.softmax_offset is None else self.softmax_offset.to(q.device)  # a plain one stays behind
+        options: Any = {"softmax_scale": self._scale, "window": self._window, "sinks": sinks}
         output: Tensor = context_parallel_attention(q, k, v, shard, group=ranks, **options)
         return output.flatten(1).unsqueeze(1) if query.dim() == 4 else output
 

@@ -683,8 +683,10 @@ def value_width(kernel: Kernel, q: Tensor, value_dim: int, more: int = 0) -> int
     """The width at which a kernel computes values: `value_dim`, or the width of heads if they must be padded to it."""
     if value_dim == q.shape[2]:
         return value_dim
-    head_dim, _ = widths = _widths(q, value_dim, more)
-    return value_dim if kernel.takes(*widths, _generation(q)) else head_dim - more
+    generation = _generation(q)
+    head_dim, _ = _widths(q, value_dim, 0)
+    both = (_widths(q, value_dim, 0), _widths(q, value_dim, more))  # of the forward, and of the widest call
+    return value_dim if all(kernel.takes(*widths, generation) for widths in both) else head_dim
 
 
 def _widths(q: Tensor, value_dim: int | None, more: int) -> tuple[int, int]:

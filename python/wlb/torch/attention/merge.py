@@ -351,7 +351,8 @@ class _Attention(torch.autograd.Function):
 
         d_keys = ctx.exchange.backward(k, v, attend, ctx.group)
         if dq is None:
-            dq = torch.cat([totals[part].total().to(q.dtype) for part in sorted(totals)] or [torch.zeros_like(q)], 1)
+            found = [totals[part].total().to(q.dtype) for part in sorted(totals)] or [torch.zeros_like(q)]
+            dq = found[0] if len(found) == 1 else torch.cat(found, 1)
         if ctx.with_lse:
             dq, d_keys = dq[..., :width], d_keys[..., :width]
         dk, dv = (d_keys if d_keys.dtype == k.dtype else d_keys.to(k.dtype)).unbind(1)
