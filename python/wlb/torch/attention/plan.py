@@ -204,11 +204,6 @@ class KeysPlan:
     own: Sum  # gradients of own keys
     gradients: tuple[int, int, int]  # number of gradient rows: of local calls, of remote calls, coming home
 
-    @property
-    def arriving(self) -> int:
-        """Number of rows of the buffer that arrive."""
-        return self.buffer[2]
-
     @functools.cached_property
     def once(self) -> bool:
         """Whether no query is in two calls."""
