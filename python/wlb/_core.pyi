@@ -1098,8 +1098,8 @@ class Packer:
     """Packs one training step after the other from a stream of documents, and lets some documents wait.
 
     A document that costs more than a step's mean micro-batch makes its own micro-batch heavy. The packer holds such
-    documents back for a few steps, until a step has enough work to go with them. Everything else is trained in the
-    step in which it is pushed, if it fits; documents that do not fit are *carried over*, and come first in the next
+    documents back for a few steps, until a step has enough work to go with them. All other documents are trained in the
+    step in which they are pushed, if they fit. Those that do not fit are *carried over*, and come first in the next
     step. Both kinds wait.
 
     Every rank makes an equal packer and gives it the lengths of the *global* batch. All ranks then compute the same
@@ -1141,10 +1141,10 @@ class Packer:
         release: "adaptive" or "fifo" (queues). It follows from ``outlier_thresholds``, so you need not give it;
             ``release="fifo"`` alone means ``outlier_thresholds=()``.
         delay_price: price of waiting, for the adaptive rule. With the default, 0.03, a full step of tokens
-            (``num_micro_batches * max_document_tokens``) is held for one step only if the heaviest micro-batch thereby
-            falls by at least 3 % of the mean one; a tenth of these tokens needs 0.3 %. A wait of ``d`` steps
-            costs ``d * (d + 1) / 2`` times as much as a wait of one. A higher price means shorter waits.
-            ``tune_delay_price`` finds the price for a mean wait that you accept.
+            (``num_micro_batches * max_document_tokens``) waits a step if the heaviest micro-batch thereby falls by at
+            least 3 % of the mean one; for a tenth of these tokens 0.3 % is enough. A wait of ``d`` steps costs ``d * (d
+            + 1) / 2`` times as much as a wait of one. A higher price means shorter waits. ``tune_delay_price`` finds
+            the price for a mean wait that you accept.
         max_delay: most steps that a document waits; with queues most steps in its queue, after which it may be carried
             over a few steps (``bounds().delay`` is the most steps together). ``None`` is 16 with the adaptive rule, and
             no limit with queues. If pushes bring more than the packer ``admits``, documents may wait longer.
@@ -1510,10 +1510,10 @@ class Packer:
     def state_dict(self) -> dict[str, Any]:
         """The packer as plain JSON values, for a checkpoint.
 
-        It has the ids and lengths of the documents that wait, and nothing of any rank: ``num_micro_batches`` and every
-        parallel size may change on resume. Take it after each push, together with the number of the first document that
-        was not pushed yet, and save both as they were after the push of the last step that was *trained*. A loader that
-        works ahead has pushed more since.
+        It has the configuration, and the ids and lengths of the documents that wait. It is the same on every rank, and
+        ``num_micro_batches`` and every parallel size may change on resume. Take it after each push, together with the
+        number of the first document that was not pushed yet, and save both as they were after the push of the last step
+        that was *trained*. A loader that works ahead has pushed more since.
 
         Examples:
             >>> import json, wlb
