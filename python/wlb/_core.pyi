@@ -1142,9 +1142,9 @@ class Packer:
             ``release="fifo"`` alone means ``outlier_thresholds=()``.
         delay_price: price of waiting, for the adaptive rule. With the default, 0.03, a full step of tokens
             (``num_micro_batches * max_document_tokens``) waits a step if the heaviest micro-batch thereby falls by at
-            least 3 % of the mean one; for a tenth of these tokens 0.3 % is enough. A wait of ``d`` steps costs ``d * (d
-            + 1) / 2`` times as much as a wait of one. A higher price means shorter waits. ``tune_delay_price`` finds
-            the price for a mean wait that you accept.
+            least 3 % of the mean one; for a tenth of these tokens 0.3 % is enough. A wait of ``d`` steps costs
+            ``d * (d + 1) / 2`` times as much as a wait of one. A higher price means shorter waits.
+            ``tune_delay_price`` finds the price for a mean wait that you accept.
         max_delay: most steps that a document waits; with queues most steps in its queue, after which it may be carried
             over a few steps (``bounds().delay`` is the most steps together). ``None`` is 16 with the adaptive rule, and
             no limit with queues. If pushes bring more than the packer ``admits``, documents may wait longer.
