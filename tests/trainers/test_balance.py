@@ -385,7 +385,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "mask of documents": ({"collator": masked_by_document}, "data_collator", "one document in a row"),
     "several documents": ({"collator": positions_anew}, "data_collator", "position_ids that begin anew"),
     "mlm": ({"collator": MASKED}, "data_collator", "mlm=True"),
-    "own loader": ({"cls": OwnLoader}, "trainer", "OwnLoader with a get_train_dataloader"),
+    "own loader": ({"cls": OwnLoader}, "trainer", "OwnLoader with its own get_train_dataloader"),
     "weights": ({"cls": Weighted}, "trainer", "a WeightedRandomSampler.*leave its _get_train_sampler out"),
     "replacement": ({"cls": Repeating}, "trainer", "draws documents by a RandomSampler with replacement"),
     "some documents": ({"cls": Fewer}, "trainer", "draws documents by a RandomSampler of 10 of 90"),
