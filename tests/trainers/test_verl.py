@@ -187,7 +187,8 @@ def test_wrong_calls_are_refused() -> None:
 def test_another_verl_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(get_seqlen_balanced_partitions=lambda lengths, parts: None)
     monkeypatch.setattr(importlib, "import_module", lambda name: old)
-    with pytest.raises(wlb.WlbError, match=r"verl .* has get_seqlen_balanced_partitions\(lengths, parts\), but wlb expects .*, as in verl 0.9"):
+    message = r"verl .* has get_seqlen_balanced_partitions\(lengths, parts\), but wlb expects .*, as in verl 0.9"
+    with pytest.raises(wlb.WlbError, match=message):
         ours.install()
 
 
