@@ -118,9 +118,9 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             self._window = left + 1 if left >= 0 else None
         self._tp_group = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
         self.softmax_offset: Tensor | None = None
-        self._has_sinks(config)
+        self._make_sinks(config)
 
-    def _has_sinks(self, config: TransformerConfig) -> None:
+    def _make_sinks(self, config: TransformerConfig) -> None:
         """Makes the logits that Megatron-Core's softmax has beside the scores, by its own names."""
         softmax = getattr(config, "softmax_type", "vanilla")
         if softmax == "vanilla":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -37,15 +36,6 @@ class Sharing(Generic[T]):
     predicts: bool = False
     each: bool = False
 
-    @functools.cached_property
-    def _hosts(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Groups for headers on the host, where no rank waits for its device: stages, and tensor-parallel ranks.
-
-        The first use is a collective of the whole world.
-        """
-        made = [host_group(group, description="wlb: headers of steps") for group in (self.pp, self.tp)]
-        return made[0], made[1]
-
     @property
     def leads(self) -> bool:
         """Whether this rank is the first of those that train the same documents."""
@@ -67,11 +57,13 @@ class Sharing(Generic[T]):
         return bool(self.pp.rank() == self.pp.size() - 1)
 
     def header(self, mine: T | None) -> T:
-        """Sends the reading rank's value to all ranks."""
+        """Sends the reading rank's value to all ranks. The first call is a collective of the whole world."""
         if self.each and mine is not None:
             return mine
+        # On the host no rank waits for its device. Every rank makes both groups, whether or not it sends in them.
+        hosts = [host_group(group, description="wlb: headers of steps") for group in (self.pp, self.tp)]
         box: list[Any] = [mine]
-        for group, sends in zip(self._hosts, (self.tp.rank() == 0, True), strict=True):
+        for group, sends in zip(hosts, (self.tp.rank() == 0, True), strict=True):
             if group.size() > 1 and sends:
                 source = dist.get_process_group_ranks(group)[0]
                 dist.broadcast_object_list(box, src=source, group=group)

@@ -348,6 +348,12 @@ def _spans(call: Call) -> tuple[Tensor, Tensor, int, int]:
     return call.cu_seqlens_q, call.cu_seqlens_k, longest_queries(call), most
 
 
+def _named_spans(call: Call) -> dict[str, Any]:
+    """Offsets and longest spans of queries and keys, by the names that flash-attn 3 and 4 give them."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_k")
+    return {name: getattr(call, name) for name in names} | {"max_seqlen_q": longest_queries(call)}
+
+
 def longest_queries(call: Call) -> int:
     """Queries of the longest span, at least 2: with 1, flash kernels would treat every row as a separate span."""
     return max(call.max_seqlen_q, 2)
@@ -515,9 +521,7 @@ class FlashAttention3(FlashTiles):
         return dq, d_keys
 
     def _options(self, call: Call) -> dict[str, Any]:
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_k")
-        given = {name: getattr(call, name) for name in names} | {"max_seqlen_q": longest_queries(call)}
-        return given | {"softmax_scale": self.scale, "softcap": self.softcap or 0.0, **_window(call)}
+        return _named_spans(call) | {"softmax_scale": self.scale, "softcap": self.softcap or 0.0, **_window(call)}
 
 
 @dataclass(frozen=True)
@@ -566,11 +570,10 @@ class FlashAttention4:
 
     def _options(self, call: Call) -> dict[str, Any]:
         """Window sides are None if they are open, and unchanged if they are wider than a span."""
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_k")
-        given = {name: getattr(call, name) for name in names} | {"max_seqlen_q": longest_queries(call)}
         causal = call.window == (-1, 0)
         sides = {name: None if causal or side < 0 else side for name, side in _window(call).items()}
-        return given | {"softmax_scale": self.scale, "softcap": self.softcap or 0.0, "causal": causal, **sides}
+        options = {"softmax_scale": self.scale, "softcap": self.softcap or 0.0, "causal": causal, **sides}
+        return _named_spans(call) | options
 
 
 @functools.cache

@@ -32,7 +32,11 @@ class Heads(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """This part of the heads of `x`, `[tokens, heads, head_dim]`."""
-        return x if self.parts == 1 else x.chunk(self.parts, 1)[self.part]
+        return self.along(x, 1)
+
+    def along(self, x: Tensor, dim: int) -> Tensor:
+        """This part of the heads of `x`, whose dimension `dim` counts heads."""
+        return x if self.parts == 1 else x.chunk(self.parts, dim)[self.part]
 
 
 ALL_HEADS = Heads()
@@ -90,14 +94,13 @@ class _Merged:
     Merged log-sum-exps are float64, because an absolute error of a log-sum-exp is a relative error of the weights.
     """
 
-    def __init__(self, q: Tensor, kernel: Kernel, value_dim: int | None = None) -> None:
-        self._q, self._kernel = q, kernel
-        self._value_dim = q.shape[2] if value_dim is None else value_dim
+    def __init__(self, q: Tensor, kernel: Kernel, value_dim: int) -> None:
+        self._q, self._kernel, self._value_dim = q, kernel, value_dim
         self._parts: tuple[Tensor, Tensor] | None = None
         self._picked: tuple[Rows, Tensor] | None = None  # rows of the previous call, and their queries
 
-    def attend(self, keys: Keys, calls: Sequence[Call], heads: Heads) -> None:
-        """See `Attend`."""
+    def attend(self, keys: Keys, calls: Sequence[Call]) -> None:
+        """Computes calls and merges their outputs."""
         for call in calls:
             if self._picked is None or self._picked[0] is not call.q_rows:
                 self._picked = call.q_rows, queries_of(self._q, call.q_rows)
@@ -167,14 +170,12 @@ class _MergedParts:
         """See `Attend`."""
         if heads not in self._parts:
             self._parts[heads] = _Merged(heads.of(self._q), self._kernel, self._value_dim)
-        self._parts[heads].attend(keys, calls, heads)
+        self._parts[heads].attend(keys, calls)
 
     def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output in the dtype of the queries, and log-sum-exp `[heads, tokens]`."""
         parts = self._parts or {ALL_HEADS: _Merged(self._q, self._kernel, self._value_dim)}
-        found = [
-            parts[heads].result(None if sinks is None else heads.of(sinks.unsqueeze(0))[0]) for heads in sorted(parts)
-        ]
+        found = [parts[heads].result(None if sinks is None else heads.along(sinks, 0)) for heads in sorted(parts)]
         if len(found) == 1:
             return found[0]
         outs, lses = zip(*found, strict=True)
@@ -253,7 +254,7 @@ class _Outputs:
                 part, lse = self._kernel.forward(given, k, v, call, None if listed else out)
             if self._sinks is not None:
                 own = rows if isinstance(rows, slice) else slice(None)
-                add_sinks(part[own], lse[:, own], heads.of(self._sinks.unsqueeze(0))[0])
+                add_sinks(part[own], lse[:, own], heads.along(self._sinks, 0))
             if listed:
                 put(out, rows, part)
             self.places[heads.part, id(call)] = len(self.lses)
@@ -337,7 +338,7 @@ class _Attention(torch.autograd.Function):
                 if places is not None:
                     lse = lses[places[heads.part, id(call)]]
                 else:
-                    lse = lses[0] if whole else lses[0].chunk(heads.parts)[heads.part]
+                    lse = heads.along(lses[0], 0)
                     if isinstance(rows, Tensor):
                         lse = lse.index_select(1, rows)
                 given = (call_d_out, call_q, *_keys(keys, call.k_rows, value_dim), call_out, lse, call)
