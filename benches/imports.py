@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from statistics import median
 
 PAIRS = {"wlb": ("numpy", 15, "0.03 s wanted"), "wlb.torch": ("torch", 5, "1.15 times wanted")}
-"""What each needs, in how many processes it is imported, and the goal."""
+"""For each module: what it needs first, the number of processes that import it, and the goal."""
 
 PROGRAM = """
 import time
@@ -28,7 +28,7 @@ print(between - began, time.perf_counter() - between)
 
 
 def seconds(module: str, needs: str) -> tuple[float, float]:
-    """Of importing what a module needs, and then the module, in a new process."""
+    """Seconds of importing what a module needs, and then of importing the module, in a new process."""
     program = [sys.executable, "-c", PROGRAM.format(module=module, needs=needs)]
     said = subprocess.run(program, check=True, capture_output=True, text=True).stdout
     first, second = map(float, said.split())

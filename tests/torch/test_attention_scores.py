@@ -57,7 +57,7 @@ def shard_of(case: Case, size: int) -> wlb.Shard | wlb.ForestShard:
 
 
 def mask(case: Case) -> tuple[Tensor, Tensor]:
-    """Of all tokens which keys each sees, and how many positions before it they are."""
+    """For every token the keys that it sees, and how many positions before it they are."""
     shard = shard_of(case, 1)
     seen = torch.zeros(shard.num_tokens, shard.num_tokens, dtype=torch.bool)
     position = torch.zeros(shard.num_tokens, dtype=torch.int64)

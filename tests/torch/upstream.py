@@ -63,7 +63,7 @@ UPSTREAM: dict[int | str, tuple[str, tuple[str, str], str, str]] = {
     ),
 }
 
-# What the stand-in computes with; it refuses any other option that is not off.
+# Arguments that the stand-in computes with; it refuses any other option that is not off.
 USED = {
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "alibi_slopes"),
     *("causal", "is_causal", "window_size_left", "window_size_right", "dout", "out", "softmax_lse", "dq", "dk", "dv"),

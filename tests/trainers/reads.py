@@ -1,4 +1,4 @@
-"""What wlb reads of tensors while a trainer trains: on a GPU the host would wait there for the device."""
+"""Finds tensors that wlb reads while a trainer trains: on a GPU the host would wait there for the device."""
 
 from __future__ import annotations
 

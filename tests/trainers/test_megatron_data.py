@@ -519,7 +519,7 @@ def test_steps_without_a_label_are_passed_over() -> None:
 
 
 def scores(rank: int, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """What the attention of the third layer gives, ours and Megatron-Core's own; and the gradients of its offsets."""
+    """Outputs of the third layer's attention, ours and Megatron-Core's own, and the gradients of its offsets."""
     with on_cpu(), mock.patch.object(torch.cuda, "current_device", return_value="cpu"):
         initialize(Run())
         config = configuration(Run(config=options))

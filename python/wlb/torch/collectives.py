@@ -1,4 +1,4 @@
-"""What torch does not give for a process group: the device of its collectives, their timeout, its like on the host."""
+"""Facts about a process group that torch does not give: device and timeout of its collectives, its copy on the host."""
 
 from __future__ import annotations
 

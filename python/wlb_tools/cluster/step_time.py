@@ -186,7 +186,7 @@ def stage_seconds(
     widths = np.array([exchanged_width(kind, layout) for kind in kinds])
     key_bytes = widths * layout.number_bytes
     gather = (1 - cp_overlap) * cp.all_gather(key_bytes * sent_keys[:, None] * layout.cp)
-    # Of what an all-to-all exchanges, a rank keeps its own share.
+    # A rank keeps its own share of an all-to-all, so the bytes of the exchange are more than those that move.
     home = (1 - cp_overlap) * cp.all_to_all(key_bytes * returned[:, None] * layout.cp / max(layout.cp - 1, 1))
     hidden = count * model.hidden_size * layout.number_bytes
     one_block = tp.all_gather(hidden) + tp.reduce_scatter(hidden) if layout.sequence_parallel else tp.all_reduce(hidden)

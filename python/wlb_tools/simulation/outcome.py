@@ -168,7 +168,7 @@ class Outcome(Shown, ABC):
 
     @abstractmethod
     def contents(self, step: int) -> list[list[Contents]]:
-        """What each pipeline of `timelines` trains, by the number of the micro-batch."""
+        """Documents that each pipeline of `timelines` trains, by the number of the micro-batch."""
 
     @property
     def tokens(self) -> int:

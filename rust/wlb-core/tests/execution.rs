@@ -427,7 +427,7 @@ fn buckets_of_many_lengths_are_near_the_best() {
             })
             .collect();
         let ends = buckets.ends(&keys);
-        // Of any partition in order, by the plain recursion.
+        // The least cost of all partitions in order, by the plain recursion.
         let mut best = vec![0; keys.len() + 1];
         for end in 1..=keys.len() {
             let mut longest = 0;

@@ -167,7 +167,7 @@ def test_keys_that_are_not_gathered_take_nothing() -> None:
 
 
 def test_gradients_go_home_of_the_keys_that_were_seen() -> None:
-    """Of a micro-batch of 1,000 tokens a rank, by all-to-all: a rank keeps a quarter of what it exchanges."""
+    """A micro-batch of 1,000 tokens a rank, by all-to-all: a rank keeps a quarter of what it exchanges."""
     layout = wlb_tools.ParallelLayout(pp=2, cp=4)
     cp = Communicator.along("cp", layout, H100)
     width = 2 * LLAMA.num_kv_heads * LLAMA.head_dim

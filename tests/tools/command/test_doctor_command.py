@@ -138,7 +138,7 @@ def test_flash_attn_4_is_no_broken_flash_attn_2(tmp_path: Path, monkeypatch: pyt
 
 
 def test_flash_attn_4_without_its_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it gives alone: flash-attn 2 has a part of it that does not run, and is no fault."""
+    """flash-attn 4 puts files into the package of flash-attn 2. That flash-attn 2 then does not run is no fault."""
     pytest.importorskip("torch")
     interface = tmp_path / "flash_attn" / "cute" / "interface.py"
     interface.parent.mkdir(parents=True)

@@ -275,7 +275,7 @@ def test_options_that_are_quoted_exist(tmp_path: Path) -> None:
 
     existing = {each.__name__: _options([each.__name__, "x"]) for each in _COMMANDS}
     anywhere = set().union(*existing.values(), {"--help", "--help-all", "--version"})
-    # Of nvidia-smi and Megatron; and how options begin that switch something off.
+    # Options of nvidia-smi and Megatron, and the beginning of options that switch something off.
     of_others = {"--format", "--id", "--query-gpu", "--expert-tensor-parallel-size", "--no-"}
     for path in Path(wlb_tools.__file__).parent.rglob("*.py"):
         if path == Path(module.__file__):

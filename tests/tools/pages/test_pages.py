@@ -116,7 +116,7 @@ def test_a_bar_tells_what_it_is_and_a_time_can_be_zoomed_into(browser: Browser, 
 
 
 def waited(browser: Browser, script: str) -> str:
-    """What an expression says as soon as it says something."""
+    """Waits until an expression has a value, and returns it."""
     until = f"new Promise((done) => {{ const look = () => {script} ? done({script}) : setTimeout(look, 20); look(); }})"
     return str(browser.evaluate(until))
 

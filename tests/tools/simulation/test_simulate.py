@@ -132,7 +132,7 @@ def test_any_schedule_and_number_of_micro_batches(schedule: Any, virtual: int, p
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_micro_batches_hold_what_their_ranks_compute(layout: wlb_tools.ParallelLayout) -> None:
-    """Of every method, static and Dynamic-CP: all tokens of a step, in the micro-batches that pipelines run."""
+    """Contents have all tokens of a step, in the micro-batches that pipelines run, for every method and Dynamic-CP."""
     case = scenario(layout)
     for outcome in simulate(documents(), case, variants=possible(case)).outcomes.values():
         parts = list(outcome.parts())

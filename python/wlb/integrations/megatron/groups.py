@@ -44,7 +44,7 @@ def planned(lengths: Any, **options: Any) -> list[list[Group]]:
 
 
 def filled(groups: list[Group], *, world_size: int, max_cp_size: int) -> list[Group] | None:
-    """The same samples on larger groups so that no rank is idle; None if that needs groups above `max_cp_size`."""
+    """Puts samples on larger groups so that no rank is idle; None if a group would need more than `max_cp_size`."""
     groups, left = list(groups), world_size - sum(size for size, _ in groups)
     while left:
         groups.sort(key=lambda group: group[0], reverse=True)

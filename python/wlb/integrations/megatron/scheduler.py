@@ -112,7 +112,7 @@ class DynamicCpScheduler:
         return of_lengths, of_numbers
 
     def _filled(self, parts: list[list[Group]]) -> list[list[Group]]:
-        """The same samples with no rank idle in the last part, which gets larger groups or samples of other parts."""
+        """Leaves no rank idle in the last part: one part is put last, with larger groups or samples of other parts."""
         sizes = {"world_size": self.total_hdp_gpus, "max_cp_size": self._options["max_cp_size"]}
         idle = [self.total_hdp_gpus - sum(size for size, _ in part) for part in parts]
         order = sorted(range(len(parts)), key=lambda index: (idle[index], -index))

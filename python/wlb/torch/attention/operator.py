@@ -167,7 +167,7 @@ def _backward(
         again = _ATTEND[0](*leaves[:3], PREPARED.get(prepared), known=(out.detach(), lse.detach()), **named)
     results, gradients = ([*again], [d_out, d_lse]) if named["return_lse"] else ([again], [d_out])
     dq, dk, dv, *d_sinks = torch.autograd.grad(results, leaves, gradients)
-    # Those of keys and values are views of one tensor, and results of an operator must not share memory.
+    # The gradients of keys and values are views of one tensor, and outputs of an operator must not share memory.
     dk, dv = (x.clone(memory_format=torch.contiguous_format) for x in (dk, dv))
     return dq.contiguous(), dk, dv, d_sinks[0].contiguous() if d_sinks else q.new_empty(0)
 

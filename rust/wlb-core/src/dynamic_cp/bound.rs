@@ -324,11 +324,11 @@ fn fill_and_drain(sum: f64, stages: f64, most: usize) -> f64 {
 /// A lower bound for documents that together take `t` (`together`), wherever they are. A micro-batch with the shortest
 /// of them takes at least `y` (`shortest`), one with others at least `x >= y` (`longer`). `others` is the rest of `S`.
 ///
-/// Of the rest, `q` is in the `n <= w` micro-batches just before the first of these documents, `e` in the micro-batches
-/// before those, and `s` after the last of these documents. Work in between counts like `t`, in full on both paths. Let
-/// the first micro-batch take `x` and the last `y`. (If both are the same micro-batch, it has all documents and takes
-/// more. If only one of them has the shortest document, both paths are shortest in this order, since the last counts
-/// more.)
+/// The rest has `q` in the `n <= w` micro-batches just before the first of these documents, `e` in the micro-batches
+/// before those, and `s` behind the last of these documents. Work in between counts like `t`, in full on both paths.
+/// Let the first micro-batch take `x` and the last `y`. (If both are the same micro-batch, it has all documents and
+/// takes more. If only one of them has the shortest document, both paths are shortest in this order, since the last
+/// counts more.)
 ///
 /// - Path A follows the first forward up, runs everything from the first to the last of them on the last stage, and
 ///   follows the last backward down. On the first stage it runs everything before that forward, except the backwards of

@@ -16,7 +16,7 @@ pub(super) fn check_seconds(argument: &'static str, value: f64) -> Result<()> {
 /// Price of exchanging keys and values inside a context-parallel group, forward and backward, over all layers.
 ///
 /// A group of `c` ranks with `T` tokens takes `(c - 1) * seconds_per_exchange + T * (c - 1) / c * seconds_per_token`.
-/// Of this, as much is hidden as fits into `overlap` times the group's attention. By default exchange costs nothing.
+/// The group's attention hides a part of that: up to `overlap` times its own time. By default exchange costs nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Communication {
     /// Latency of sending keys and values to the next rank.

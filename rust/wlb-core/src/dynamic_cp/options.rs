@@ -125,7 +125,7 @@ impl DynamicCpOptions {
         Ok(Self { group_sizes: GroupSizes::Any, only_sizes: Some(sizes), ..self })
     }
 
-    /// The same options restricted to powers of two, whose plans are allowed by these options, too.
+    /// These options restricted to group sizes that are powers of two. Their plans are allowed by these options, too.
     pub(super) fn of_powers(&self) -> Self {
         let aligned = |sizes: &Vec<usize>| sizes.iter().take_while(|size| size.is_power_of_two()).count();
         let powers = |sizes: &Vec<usize>| {

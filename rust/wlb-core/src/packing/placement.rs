@@ -43,7 +43,7 @@ impl Placement {
         Self::new(self.assignment.len(), self.tokens.len(), self.empty_cost)
     }
 
-    /// The same documents in other micro-batches, with nothing left over.
+    /// A placement of these documents in other micro-batches, with nothing left over.
     pub(crate) fn rearranged(&self, assignment: Vec<i32>, tokens: Vec<i64>, costs: Vec<f64>) -> Self {
         let Self { length_fallbacks, longest, empty_cost, .. } = *self;
         Self { assignment, tokens, costs, leftover: Vec::new(), length_fallbacks, longest, empty_cost }

@@ -95,7 +95,7 @@ fn best(
 /// # Complexity
 /// O(n log n); more only if costs differ so little that their differences round to the same number.
 fn nearest(heavy: &[f64], light: &[f64], aim: f64, error: f64) -> Option<(usize, usize, f64)> {
-    // Of equal costs only the first is tried. Adding zero turns -0.0 into 0.0.
+    // If costs are equal, only the first is tried. Adding zero turns -0.0 into 0.0.
     let mut offers: Vec<(f64, usize)> = light.iter().zip(0..).map(|(&cost, taken)| (cost + 0.0, taken)).collect();
     offers.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
     offers.dedup_by_key(|&mut (cost, _)| cost);

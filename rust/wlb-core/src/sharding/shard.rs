@@ -152,9 +152,9 @@ impl Shard {
     /// 3. It needs keys of other ranks, and some other rank needs some of its keys.
     /// 4. It needs keys of other ranks, and no other rank needs any of its keys.
     ///
-    /// So documents that attend alone are neighbours, and so are keys that others need. The segments of a document stay
-    /// together. Inside a group documents are in packed order. With [`Strategy::Contiguous`] all rows are in packed
-    /// order.
+    /// This order makes neighbours of documents that attend alone, and of keys that others need. The segments of a
+    /// document stay together. Inside a group documents are in packed order. With [`Strategy::Contiguous`] all rows are
+    /// in packed order.
     ///
     /// # Complexity
     /// O(segments + documents).

@@ -89,8 +89,8 @@ pub(super) fn place(
     if spent <= budget { placement } else { placed(urgent.len(), budget) }
 }
 
-/// Of the steps in which `first` is placed first and the documents in `due` leave with `others`, the one with the least
-/// loss. If due documents find no room in any of them, some due documents are not placed.
+/// The step with the least loss among those in which `first` is placed first and the documents in `due` leave with
+/// `others`. If due documents find no room in any of them, some due documents are not placed.
 fn place_after(
     priced: &Priced<'_>,
     pieces: &[Waiting],

@@ -63,8 +63,8 @@ impl<'a> Order<'a> {
         self.urgent[..first].iter().copied().chain(others.map(|(_, index)| index))
     }
 
-    /// The same with the other documents costliest first. Under a cost model the longest documents are the costliest,
-    /// and lengths sort faster.
+    /// Order in which the first `first` documents stay first and the others come costliest first. Under a cost model
+    /// the longest documents are the costliest, and lengths sort faster.
     fn by_cost(&self, first: usize) -> Vec<usize> {
         match self.priced.cost_model {
             Some(_) => self.by_length(first).collect(),

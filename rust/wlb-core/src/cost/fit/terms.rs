@@ -64,8 +64,8 @@ impl Term {
 impl CostModel {
     /// The cost model, in seconds, that explains measured times of micro-batches. [`fit_rates`] describes the method.
     ///
-    /// Of terms that the times cannot tell apart, the last in this order is given up: tokens, pairs, windows, chunks,
-    /// documents, micro-batches.
+    /// If the times cannot tell terms apart, the last of them in this order is given up: tokens, pairs, windows,
+    /// chunks, documents, micro-batches.
     ///
     /// # Arguments
     /// * `micro_batches` - lengths of the documents in each; may be empty.

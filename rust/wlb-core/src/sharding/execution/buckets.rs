@@ -15,7 +15,7 @@ pub struct Buckets {
 }
 
 impl Buckets {
-    /// Of the flash kernels that start blocks for the longest span.
+    /// The prices of flash kernels, which start blocks in every span for the longest one.
     ///
     /// On an H200 a block without work takes 6.9 ns (docs/results/gpu.md). A call takes 47 us by the measured profile,
     /// forward and backward, and up to 0.1 ms with what is beside it: as long as 900 to 1,800 blocks of 8 heads, 210 to
@@ -39,7 +39,7 @@ impl Buckets {
             return vec![keys.len()];
         }
         let levels = levels(&blocks);
-        // Of the spans so far: the least cost, by the longest span that the last bucket may have, and where it begins.
+        // For each length that the last bucket may have: least cost of the spans so far, and where that bucket begins.
         let mut open: Vec<Option<(i64, usize)>> = vec![None; levels.len()];
         let mut best = 0;
         let mut begins = Vec::with_capacity(keys.len());
@@ -52,7 +52,7 @@ impl Buckets {
                 let (cost, begin) = bucket.filter(|old| old.0 <= fresh.0).unwrap_or(fresh);
                 let now = (cost + level, begin);
                 *bucket = Some(now);
-                // Of equal costs the bucket that began first.
+                // If costs are equal, the bucket that began first is taken.
                 if least.is_none_or(|least| now < least) {
                     least = Some(now);
                 }

@@ -173,7 +173,7 @@ impl KeysPlan {
                 plan.arriving_rows = vec![rows; held.len()];
             }
         }
-        // What it lacks, by the rank that has it, in the order in which gradients go there.
+        // Keys that this rank lacks, by the rank that has them, in the order in which their gradients go there.
         let mut others: Vec<Place> = Vec::with_capacity(arrived.len());
         let mut begin = 0;
         for end in ends {

@@ -100,7 +100,7 @@ impl RingPlan {
     }
 }
 
-/// The same rows with the gaps of each path closed, so that only the order of tokens is kept.
+/// Closes the gaps in the positions of each path: rows stay, and of positions only their order.
 fn closed_up(held: &[Run]) -> (Vec<Run>, Paths) {
     let mut closed: Vec<Run> = Vec::with_capacity(held.len());
     let mut before = None;

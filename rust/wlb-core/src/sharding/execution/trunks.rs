@@ -20,7 +20,7 @@ struct Open {
     shared: i64,
     first: usize,
     queries: i64,
-    /// What the best trunks inside save.
+    /// Keys that need not be copied with the best trunks inside, less the price of merging.
     saved: i64,
 }
 
