@@ -1,9 +1,7 @@
 //! Levels the sums of ranks, which are the step if ranks wait for each other once a step.
 
+use crate::balance::{Bins, Exchange, Leveller, Size};
 use crate::ladder::Ladder;
-
-use super::level::{Exchange, Leveller, Size};
-use super::shares::Shares;
 
 /// Number of partners of the heaviest rank that are tried, from the lightest on.
 const PARTNERS: usize = 3;
@@ -25,8 +23,8 @@ enum Swap {
 ///
 /// # Arguments
 /// * `ranks` - the micro-batches of each rank.
-pub(super) fn level(shares: &mut Shares, ranks: &mut [Vec<usize>], close: f64, search: &mut Leveller) {
-    let mut costs = shares.costs();
+pub(super) fn level(bins: &mut Bins, ranks: &mut [Vec<usize>], close: f64, search: &mut Leveller) {
+    let mut costs = bins.costs();
     let sum = |held: &[usize], costs: &[f64]| held.iter().map(|&j| costs[j]).sum::<f64>();
     let mut sums: Vec<f64> = ranks.iter().map(|held| sum(held, &costs)).collect();
     let mut by_sum = Ladder::new(sums.iter().copied());
@@ -39,7 +37,7 @@ pub(super) fn level(shares: &mut Shares, ranks: &mut [Vec<usize>], close: f64, s
         let found = [Size::One, Size::Two].into_iter().find_map(|size| {
             partners.iter().find_map(|&light| {
                 let aim = (sums[heavy] - sums[light]) / 2.0;
-                let swap = best(shares, &costs, [&ranks[heavy], &ranks[light]], size, [aim, close / 2.0], search)?;
+                let swap = best(bins, &costs, [&ranks[heavy], &ranks[light]], size, [aim, close / 2.0], search)?;
                 Some((light, swap))
             })
         });
@@ -50,8 +48,8 @@ pub(super) fn level(shares: &mut Shares, ranks: &mut [Vec<usize>], close: f64, s
                 (ranks[heavy][given], ranks[light][taken]) = (b, a);
             }
             Swap::Documents(exchange) => {
-                exchange.apply(shares);
-                [exchange.from, exchange.to].into_iter().for_each(|j| costs[j] = shares.cost(j));
+                exchange.apply(bins);
+                [exchange.from, exchange.to].into_iter().for_each(|j| costs[j] = bins.cost(j));
             }
         }
         for rank in [heavy, light] {
@@ -63,7 +61,7 @@ pub(super) fn level(shares: &mut Shares, ranks: &mut [Vec<usize>], close: f64, s
 
 /// The exchange of two ranks that moves a cost closest to `aim`; the first one found that is within `enough` of it.
 fn best(
-    shares: &Shares,
+    bins: &Bins,
     costs: &[f64],
     [heavy, light]: [&[usize]; 2],
     size: Size,
@@ -82,7 +80,7 @@ fn best(
         if error <= enough || search.steps == 0 {
             break;
         }
-        if let Some(exchange) = search.find(shares, pair, size, aim, error) {
+        if let Some(exchange) = search.find(bins, pair, size, aim, error) {
             (found, error) = (Some(Swap::Documents(exchange)), exchange.error);
         }
     }

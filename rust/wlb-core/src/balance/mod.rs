@@ -1,0 +1,18 @@
+//! The balancing kernel: bins are filled by a rule, then items are exchanged until the bins are level.
+//!
+//! Micro-batches are bins of documents, ranks are bins of groups. A plan for ranks, a plan of one global batch and a plan
+//! of a forest differ in what they balance, not in how.
+
+mod bins;
+mod bundles;
+mod fill;
+mod items;
+mod rounds;
+mod shortest;
+mod takers;
+
+pub(crate) use bins::Bins;
+pub(crate) use bundles::{Exchange, Leveller, Size};
+pub(crate) use fill::Rule;
+pub(crate) use items::{Item, Limits, documents, sort};
+pub(crate) use rounds::fewest;
