@@ -1,8 +1,7 @@
 //! Exchanges items between two bins, so that the heavier one becomes lighter.
 
-use crate::ladder::Ladder;
-
 use super::bins::Bins;
+use super::exchange::{Rules, Size, Teams, exchange};
 
 /// Number of partners that a micro-batch tries, from the lightest on. If tokens run out, most exchanges do not fit, and
 /// the time is better spent on other starts.
@@ -11,16 +10,6 @@ pub(crate) const PARTNERS: usize = 4;
 const REACH: [usize; 2] = [4, 16];
 /// Stands for "no item".
 const NONE: u32 = u32::MAX;
-
-/// Most items that go each way in an exchange.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Size {
-    /// One for at most one.
-    One,
-    /// Up to two for up to two: where limits bind, one long document goes for two short ones with as many tokens
-    /// together.
-    Two,
-}
 
 /// At most two items that are given or taken together.
 #[derive(Clone, Copy, Debug)]
@@ -158,35 +147,46 @@ impl Leveller {
 
     /// Lowers the heaviest of some bins, then the next one that can be lowered, until all are within `close` of the
     /// lightest, no exchange is left, or the steps are used up.
-    ///
-    /// A few partners are tried from the lightest on. The heaviest bin exchanges with the first partner for which
-    /// both end below its present load. A bin without such a partner is set aside.
     pub(crate) fn level(&mut self, bins: &mut Bins, among: &[usize], close: f64) {
-        let mut by_load = Ladder::new(among.iter().map(|&j| bins.loads[j]));
-        for _ in 1..among.len() {
-            loop {
-                let (heavy, light) = (by_load.heaviest(), by_load.lightest());
-                let gap = |partner: usize| bins.loads[among[heavy]] - bins.loads[among[partner]];
-                if gap(light) <= close || self.steps == 0 {
-                    return;
-                }
-                let partners = by_load.ascending().take(self.partners).filter(|&partner| partner != heavy);
-                let found = partners.take_while(|&partner| gap(partner) > close).find_map(|partner| {
-                    let (pair, aim) = ([among[heavy], among[partner]], gap(partner) / 2.0);
-                    // Both end at least a little below the heavier bin's load, so the search ends in spite of
-                    // rounding.
-                    let exchange = self.find(bins, pair, Size::One, aim, aim * (1.0 - 1e-6))?;
-                    Some((partner, exchange))
-                });
-                let Some((partner, exchange)) = found else {
-                    by_load.remove(heavy);
-                    break;
-                };
-                exchange.apply(bins);
-                by_load.set(heavy, bins.loads[among[heavy]]);
-                by_load.set(partner, bins.loads[among[partner]]);
-            }
+        let rules = Rules::new(close, self.partners);
+        exchange(&mut Among { bins, among, close, search: self }, among.len(), &rules);
+    }
+}
+
+/// Some bins, each a team of its own.
+struct Among<'a, 'b> {
+    bins: &'a mut Bins<'b>,
+    among: &'a [usize],
+    /// Difference in load at which bins count as level.
+    close: f64,
+    search: &'a mut Leveller,
+}
+
+impl Teams for Among<'_, '_> {
+    type Exchange = Exchange;
+
+    fn load(&self, team: usize) -> f64 {
+        self.bins.loads[self.among[team]]
+    }
+
+    fn is_spent(&self) -> bool {
+        self.search.steps == 0
+    }
+
+    fn best(&mut self, pair: [usize; 2], size: Size, _: Option<f64>) -> Option<(f64, Exchange)> {
+        let [heavy, light] = pair.map(|team| self.load(team));
+        if heavy - light <= self.close {
+            return None;
         }
+        let aim = (heavy - light) / 2.0;
+        // Both end at least a little below the heavier bin's load, so the search ends in spite of rounding.
+        let below = aim * (1.0 - 1e-6);
+        let found = self.search.find(self.bins, pair.map(|team| self.among[team]), size, aim, below)?;
+        Some((light + aim + found.error, found))
+    }
+
+    fn apply(&mut self, _: [usize; 2], exchange: Exchange) {
+        exchange.apply(self.bins);
     }
 }
 

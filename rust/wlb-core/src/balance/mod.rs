@@ -5,6 +5,7 @@
 
 mod bins;
 mod bundles;
+mod exchange;
 mod fill;
 mod items;
 mod rounds;
@@ -12,7 +13,8 @@ mod shortest;
 mod takers;
 
 pub(crate) use bins::Bins;
-pub(crate) use bundles::{Exchange, Leveller, Size};
+pub(crate) use bundles::{Exchange, Leveller};
+pub(crate) use exchange::{Rules, Size, Teams, exchange};
 pub(crate) use fill::Rule;
 pub(crate) use items::{Item, Limits, documents, sort};
 pub(crate) use rounds::fewest;

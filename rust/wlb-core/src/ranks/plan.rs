@@ -342,7 +342,7 @@ impl<'a> Batch<'a> {
         (!self.options.equal_documents || spread <= 1).then_some(bins)
     }
 
-    /// Bins groups out to ranks, then fills each rank's own micro-batches near the targets of its rounds.
+    /// Shares groups out to ranks, then fills each rank's own micro-batches near the targets of its rounds.
     fn by_rank(&self, targets: &[f64], mean: f64) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
         let mut on_ranks = self.shared_out(targets.len())?;
         let all: Vec<usize> = (0..on_ranks.contents.len()).collect();

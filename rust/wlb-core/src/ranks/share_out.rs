@@ -1,4 +1,4 @@
-//! Bins groups of documents that have to stay together out to ranks.
+//! Shares groups of documents that have to stay together out to ranks.
 
 use crate::balance::{Bins, Item, Leveller, Limits, Rule, sort};
 
