@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import wlb
 import wlb.torch as wt
 from tests.torch import processes
 from tests.trainers.small_corpus import llama
+from tests.trainers.test_balance import balanced
 from wlb.integrations.huggingface import balance
 from wlb.integrations.lightning import BalancedDataModule
 
@@ -111,3 +112,28 @@ def plain_torch(rank: int, folder: Path) -> list[int]:
 def test_rows_draw_other_random_numbers_on_every_rank(read: Any, tmp_path: Path) -> None:
     found = [number for of_rank in processes.run(2, read, tmp_path) for number in of_rank]
     assert len(found) == len(set(found)) == ROWS
+
+
+class EndEpoch(TrainerCallback):
+    """Ends an epoch after every third step, and keeps what it reads of the loader."""
+
+    def __init__(self) -> None:
+        self.read: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        loader = kwargs["train_dataloader"]
+        self.read.append((len(loader.dataset), loader.batch_size))
+        control.should_epoch_stop = state.global_step % 3 == 0
+
+
+def test_a_callback_ends_an_epoch_and_reads_the_loader(tmp_path: Path) -> None:
+    callback = EndEpoch()
+    trainer = balanced(tmp_path, callbacks=[callback], save_strategy="epoch")
+    planned = trainer.args.max_steps
+    trainer.train()
+    assert trainer.state.global_step == 6 < planned
+    assert callback.read == [(len(trainer.train_dataset), None)] * 6
+    again = balanced(tmp_path, callbacks=[EndEpoch()])
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # the second epoch, not the rest of the first
+    assert again.state.global_step == 6
+    assert again._wlb_callback.state()["steps"] == trainer._wlb_callback.state()["steps"]

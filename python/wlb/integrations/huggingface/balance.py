@@ -201,7 +201,8 @@ class _Balanced(Trainer):
         self._wlb_take(self._wlb_planner.plan(self, self._wlb_resumed))
         verify = self._wlb_planner.options.verify
         check = (lambda step: prove(self, step, plain=self._wlb_plain)) if verify else None
-        return MicroBatchLoader(self._wlb_plan.steps(), plain=self._wlb_plain, before_first=check)
+        steps, dataset = self._wlb_plan.steps(), self.train_dataset
+        return MicroBatchLoader(steps, plain=self._wlb_plain, before_first=check, dataset=dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Packed rows, if the evaluation allows it.
