@@ -159,3 +159,14 @@ def dynamic(rank: int, odd: bool) -> str:
 def test_groups_of_dynamic_plans_are_compared(odd: bool) -> None:
     messages = processes.run(2, dynamic, odd)
     assert len(set(messages)) == 1
+
+
+def test_one_process_agrees_with_itself_and_its_steps_have_no_other_ranks() -> None:
+    plan = plan_of([5, 6, 7])
+    check_agreement(plan)
+    whole = wt.Step(0, 0, plan, np.arange(2), [None, None])
+    check_agreement(whole)
+    assert " at 0x" not in repr(whole)
+    with pytest.raises(wlb.WlbError) as raised:
+        check_agreement(wt.Step(0, 0, plan, np.arange(1), [None]))
+    assert raised.value.argument == "group"

@@ -155,6 +155,7 @@ class _Balanced(Trainer):
     _wlb_callback: MicroBatchCallback
     _wlb_resumed: Resumed | None = None  # while it trains
     _wlb_losses: list[tuple[Tensor, Tensor]] | None = None  # losses and numbers of labels of the running evaluation
+    _wlb_items: Any = None  # what the loss was divided by
 
     def _wlb_take(self, planned: Planned) -> None:
         self._wlb_planner.set_arguments(self, planned.arguments)
@@ -272,9 +273,12 @@ class _Balanced(Trainer):
         shifted = inputs.get("shift_labels")
         if shifted is None and inputs.get("labels") is not None:
             shifted = inputs["labels"][..., 1:]
+        self._wlb_items = None
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and shifted is not None and self._wlb_losses is not None:
-            self._wlb_losses.append((loss.detach(), (shifted != IGNORE).sum()))  # read when the evaluation is over
+            # The mean over this rank's labels; or their sum over the labels of all ranks, times the number of ranks.
+            items = (shifted != IGNORE).sum() if self._wlb_items is None else self._wlb_items / self.args.world_size
+            self._wlb_losses.append((loss.detach(), items))  # read when the evaluation is over
         return loss, logits, labels
 
     def _wlb_once(self, inputs: Any) -> Any:
@@ -300,10 +304,9 @@ class _Balanced(Trainer):
         return {**inputs, **masked}
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Labels of a step; None in an evaluation, where losses are means over the labels of one batch."""
-        if self._wlb_losses is not None:
-            return None
-        return super()._get_num_items_in_batch([_labels_to_count(batch) for batch in batch_samples], device)
+        """Labels of a step, or of a batch of an evaluation, on all ranks."""
+        self._wlb_items = super()._get_num_items_in_batch([_labels_to_count(batch) for batch in batch_samples], device)
+        return self._wlb_items
 
 
 def _labels_to_count(batch: dict[str, Any]) -> dict[str, Any]:
