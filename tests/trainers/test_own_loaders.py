@@ -15,8 +15,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import wlb
 import wlb.torch as wt
 from tests.torch import processes
-from tests.trainers.small_corpus import llama
-from tests.trainers.test_balance import balanced
+from tests.trainers.small_corpus import documents, llama
+from tests.trainers.test_balance import arguments, balanced, together
 from wlb.integrations.huggingface import balance
 from wlb.integrations.lightning import BalancedDataModule
 
@@ -137,3 +137,21 @@ def test_a_callback_ends_an_epoch_and_reads_the_loader(tmp_path: Path) -> None:
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # the second epoch, not the rest of the first
     assert again.state.global_step == 6
     assert again._wlb_callback.state()["steps"] == trainer._wlb_callback.state()["steps"]
+
+
+def test_a_checkpoint_of_the_plain_trainer_is_refused_or_its_data_begin_anew(tmp_path: Path) -> None:
+    plain = Trainer(
+        llama(),
+        arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=2),
+        train_dataset=documents(),
+        data_collator=together,
+    )
+    plain.train()
+    folder = str(tmp_path / "checkpoint-2")
+    with pytest.raises(wlb.WlbError, match="ignore_data_skip") as raised:
+        balanced(tmp_path / "refused").train(resume_from_checkpoint=folder)
+    assert raised.value.argument == "resume_from_checkpoint"
+    fresh = balanced(tmp_path / "whole")
+    trainer = balanced(tmp_path / "anew", ignore_data_skip=True)
+    trainer.train(resume_from_checkpoint=folder)
+    assert trainer.state.global_step == 2 + fresh.args.max_steps  # all documents, after the steps that were made

@@ -163,7 +163,10 @@ class _Balanced(Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Notes the checkpoint from which training resumes, and closes streams at the end."""
-        self._wlb_resumed = Resumed.of(kwargs.get("resume_from_checkpoint"), MicroBatchCallback.__name__)
+        anew = self._wlb_planner.given(self, "ignore_data_skip")
+        folder = kwargs.get("resume_from_checkpoint")
+        self._wlb_resumed = resumed = Resumed.of(folder, MicroBatchCallback.__name__, anew=anew)
+        self._wlb_callback.anew = resumed is not None and resumed.state is None
         try:
             result = super()._inner_training_loop(*args, **kwargs)
         finally:

@@ -97,12 +97,14 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         line: Figures of the last trained step (`wlb.torch.StepMetrics`).
         documents: Documents of which training began since this call, on all ranks; pieces of one count once.
         pace: Of the learning-rate schedule, saved in checkpoints too; None: every step moves it by one.
+        anew: Whether the data begin anew after a resume, because the checkpoint was saved without this callback.
     """
 
     def __init__(self) -> None:
         self.line: dict[str, float] = {}
         self.documents = 0
         self.pace: Pace | None = None
+        self.anew = False
         self._metrics = StepMetrics()
         self._untrained: deque[tuple[Step[Any], float | None]] = deque()
         self._trained: Snapshot | None = None  # after the last step since training began
@@ -132,8 +134,9 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
             raise error("gradient_accumulation_steps", message, value=own)
         if state.global_step:
             callbacks: Any = state.stateful_callbacks  # in a checkpoint a dict
-            saved = field(callbacks, type(self).__name__, dict)
-            loader.steps.load_state_dict(field(saved, "steps", dict))
+            if not self.anew:
+                saved = field(callbacks, type(self).__name__, dict)
+                loader.steps.load_state_dict(field(saved, "steps", dict))
         self._untrained, self._trained, self._began = deque(), None, loader.steps.state_dict()
         self._steps_done, self.documents = state.global_step, 0
         loader.untrained = self._untrained
