@@ -14,10 +14,14 @@ say = @printf '\n==> %s\n' "$(1)"
 .PHONY: demo test test-rust test-python test-long test-trainers lint lint-rust lint-python bench compare docs wheel proof gpu reproduce loss-curves kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
-demo: $(VENV)/.release-examples
-	$(call say,Packing the Python files of this machine with every method)
+demo:
+	$(call say,1 of 4: compiling wlb and installing its command (about 3 minutes the first time))
+	@$(MAKE) --no-print-directory $(VENV)/.release-cli
+	$(call say,2 of 4: packing the Python files of this machine with every method (half a minute))
 	$(BIN)/wlb demo $(DEMO_FLAGS)
-	$(call say,Training a small model on 4 processes and on one)
+	$(call say,3 of 4: installing torch for a training (8 GB; minutes the first time))
+	@$(MAKE) --no-print-directory $(VENV)/.release-examples
+	$(call say,4 of 4: training a small model on 4 processes and on one (about 2 minutes))
 	$(BIN)/python examples/same_losses.py $(LOSSES_FLAGS)
 
 ## Run the tests, all but those that take minutes: Rust's beside Python's.
@@ -121,6 +125,9 @@ $(VENV)/bin/maturin:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --upgrade pip 'maturin>=1.9,<2'
 
+# Kept after what is installed from them, which make would delete like any file on the way to another.
+.PRECIOUS: $(VENV)/wheels/%
+
 # A wheel, not an editable install: a stale library beside the sources would win over a fresh build.
 $(VENV)/wheels/%: $(VENV)/bin/maturin $(SOURCES)
 	$(call say,Compiling wlb: profile $*)
@@ -129,8 +136,8 @@ $(VENV)/wheels/%: $(VENV)/bin/maturin $(SOURCES)
 
 # An extra of pyproject.toml with a wheel. `dev` is compiled for tests, with every check; `release` is what users get.
 define install
-	$(call say,Installing what wlb[$(2)] needs; torch is large and takes minutes the first time)
-	rm -f $(VENV)/.release-* $(VENV)/.dev-*
+	$(call say,Installing what wlb[$(2)] needs)
+	rm -f $(VENV)/.$(filter-out $(1),dev release)-*
 	$(BIN)/python -m pip install --force-reinstall --no-deps $(VENV)/wheels/$(1)/*.whl
 	$(BIN)/python -m pip install "$$(echo $(VENV)/wheels/$(1)/*.whl)[$(2)]"
 	touch $@

@@ -91,6 +91,7 @@ __all__ = [
 
 __version__: str
 BUILD_PROFILE: Literal["release", "debug"]
+MAX_ATTENTION_EFFICIENCY: float
 MAX_TOKENS: int
 MAX_MICRO_BATCHES: int
 MAX_CP_SIZE: int
@@ -391,6 +392,9 @@ class MicroBatch:
     @property
     def cu_seqlens(self) -> NDArray[np.int32]:
         """int32[k + 1]: index of each piece's first token in the packed sequence, and at the end the number of tokens."""
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest piece, 0 without one: what varlen attention takes beside ``cu_seqlens``."""
     @property
     def tokens(self) -> int:
         """Tokens of the micro-batch."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import lightning
 import numpy as np
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -208,10 +209,8 @@ class BalancedDataModule(LightningDataModule):
             message = f"has {found} documents, but had {known} when their lengths were read: make a new data module"
             raise error("dataset", message, value=found)
         sampler = self._sampler(trainer.global_rank, trainer.world_size)
-        workers = self._loading.num_workers
-        loader = DataLoader(
-            self._documents, batch_sampler=sampler, collate_fn=self._loading.collate, num_workers=workers
-        )
+        loader = self._loading.loader(self._documents, sampler, self._loading.collate)
+        _auto_add_worker_init_fn(loader, trainer.global_rank)  # Lightning sees no loader of torch
         self._given = _MicroBatches(StepLoader(loader), trainer, self._row, self._set_pace, verify=self._verify)
         if self._arrived is not None:
             self._given.restore(self._arrived)

@@ -10,7 +10,6 @@ from typing import Any, Final
 import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config, unwrap_model
-from torch.utils.data import DataLoader
 
 import wlb
 from wlb._errors import check_integer, error
@@ -172,8 +171,7 @@ def data_iterator(
         sampler = loading.sampler(known, packer, rank=readers.rank(), ranks=readers.size())
         rank = parallel_state.get_context_parallel_rank()
         keep = partial(collate, cp_size=cp_size, cp_rank=rank, strategy="per_document", **padding)
-        work, workers = list if dynamic_cp else keep, loading.num_workers
-        steps = StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=work, num_workers=workers))
+        steps = StepLoader(loading.loader(documents, sampler, list if dynamic_cp else keep))
     dynamic: DynamicCpLoader[PackedBatch] | None = None
     if dynamic_cp:
         plan = partial(

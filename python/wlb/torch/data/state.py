@@ -173,6 +173,9 @@ class Snapshot:
         """Plain JSON values; the caller's own."""
         return copy.deepcopy(self._written)
 
+    def __repr__(self) -> str:
+        return f"Snapshot(digest={self.digest[:8]!r})"
+
     def __getstate__(self) -> dict[str, Any]:
         # A worker sends the finished state with its step, not the objects from which it is made.
         return {**vars(self), "_written": self.state, "_write": None}

@@ -227,6 +227,13 @@ class StepLoader(Generic[T]):
         """Whether all epochs of the run are done."""
         return self._sampler.epoch >= self._sampler.num_epochs
 
+    def skip_epoch(self) -> None:
+        """Ends the present epoch after the last step that was yielded; documents that wait are trained later.
+
+        After the last epoch, documents that wait are not trained. An iteration that goes on raises.
+        """
+        self._sampler.set_epoch(self._sampler.epoch + 1)
+
     def describe(self) -> dict[str, Any]:
         """Description of the documents for a ledger: plain JSON values."""
         return self._sampler.describe()
