@@ -561,13 +561,6 @@ def test_simulate_compares_methods_on_a_cluster(run: Any, npy: Path, tmp_path: P
         assert variant["tokens"] == results["documents"]["streamed_tokens"]
         assert sum(variant["attribution"].values()) == pytest.approx(1)
         assert variant["peak_bytes"] <= 81559 * 2**20
-    best = max(results["variants"], key=lambda name: results["variants"][name]["speedup"])
-    for step, pipelines in itertools.product(("typical", "worst"), (("baseline", 2), (best, 4))):
-        trace = json.loads((tmp_path / f"here/step-{step}-{pipelines[0]}.trace.json").read_text())
-        ops = {(event["pid"], event["tid"], event["name"]) for event in trace["traceEvents"] if event["ph"] == "X"}
-        micro_batches = len({name for _, _, name in ops}) // 2
-        assert len(ops) == 2 * micro_batches * pipelines[1] * 2, "forwards and backwards on every rank of PP 2"
-        assert micro_batches == 2 or pipelines[0] == best
     again = run("simulate", npy, *CLUSTER, "--steps", 12, "--noise", 0.02, "--json").json
     assert again["variants"] == results["variants"]
 

@@ -120,8 +120,7 @@ def tuning_report(
         model: Value of `--model`.
         profile: Path of the measured kernel profile; None: the kernel model is analytic.
     """
-    from wlb_tools.command.output.figures.interactive import interactive_choices
-    from wlb_tools.command.output.figures.tuning import KIND_COLOURS, draw_choices
+    from wlb_tools.command.output.figures.tuning import draw_choices
 
     scenario = tuning.scenario
     simulation = simulation_report(tuning.simulation, stream, shown=tuning.best.kind, settings=settings)
@@ -148,7 +147,6 @@ def tuning_report(
                 lambda narrow: draw_choices(tuning, narrow=narrow),
                 "Predicted speed against memory with queues, and against mean delay for every plan",
                 "tune.png",
-                interactively=lambda: interactive_choices(tuning, KIND_COLOURS),
             ),
             *_tables(tuning),
             Heading("What this rests on"),
@@ -175,7 +173,7 @@ def tuning_report(
             "configuration": code.text,
             "simulation": tuning.simulation.as_json(),
         },
-        files={"configuration.py": code.text, **simulation.files},
+        files={"configuration.py": code.text},
     )
 
 

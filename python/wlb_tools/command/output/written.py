@@ -11,7 +11,7 @@ import wlb
 from wlb_tools.command.errors import CliError
 
 RESULTS = "results.json"
-_NAMES = (RESULTS, "*.html", "*.png", "plans.npz", "plans.jsonl", "documents.txt", "configuration.py", "*.trace.json")
+_NAMES = (RESULTS, "*.html", "*.png", "plans.npz", "plans.jsonl", "documents.txt", "configuration.py")
 """Names and patterns of the files of a report."""
 
 
