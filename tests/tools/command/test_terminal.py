@@ -276,8 +276,8 @@ def test_torch_layer_without_torch_says_what_to_install() -> None:
 
 def test_the_layout_page_lists_the_settings_of_its_layout(run: Any, npy: Path) -> None:
     words = ("--gpus", 8, "--global-batch", "8k", "--context", "1024", "--steps", 2, "--oversize", "split")
-    found = run("tune", npy, *words, "--tp", 4, "--cp", 2, "--pp", 1, "--reserved-gib", 6, "--json").json
+    found = run("tune", npy, *words, "--tp", 4, "--cp", 2, "--pp", 1, "--set", f"reserved_bytes={6 * 2**30}", "--json").json
     best, shown = found["ranked"][0]["layout"], found["settings"]
-    assert shown["reserved_gib"] == 6
+    assert shown["reserved_bytes"] == 6 * 2**30
     for name in ("tp", "cp", "pp", "dp"):
         assert shown[name] == best[name], name

@@ -10,8 +10,8 @@ from cyclopts.types import PositiveInt
 from numpy.typing import NDArray
 
 import wlb_tools
-from wlb_tools.command.inputs.cluster import Cluster
-from wlb_tools.command.inputs.options import BATCHES, CommandLine, settings
+from wlb_tools.command.inputs.cluster import Cluster, described
+from wlb_tools.command.inputs.options import BATCHES, CLUSTER, DOCUMENTS, OUTPUT, CommandLine, settings
 from wlb_tools.command.inputs.stream import Reading, Source, Stream
 from wlb_tools.command.output.configuration import configuration
 from wlb_tools.command.output.console import Output, reporting
@@ -31,11 +31,11 @@ def advise(
     sources: Source,
     /,
     *,
-    reading: Reading = Reading(),
+    reading: Annotated[Reading, DOCUMENTS] = Reading(),
     steps: Annotated[PositiveInt, BATCHES] = 20,
     trainer: Annotated[Trainer, Parameter(help=f"What trains: {', '.join(get_args(Trainer))}.")] = "loop",
-    cluster: Cluster = Cluster(),
-    output: Output = Output(),
+    cluster: Annotated[Cluster, CLUSTER] = Cluster(),
+    output: Annotated[Output, OUTPUT] = Output(),
     command_line: CommandLine,
 ) -> None:
     """One answer for one run: how unequal the documents are, what that costs, which plan, its gain, the lines to paste.
@@ -46,15 +46,16 @@ def advise(
     Args:
         steps: global batches to form.
     """
-    scenario = cluster.scenario(chosen=True)
+    run = cluster.read()
+    scenario = run.scenario(chosen=True)
     with output.progress() as bars:
-        stream = reading.stream(sources, scenario.setup(), bars, steps=steps, longest=cluster.context)
+        stream = reading.stream(sources, scenario.setup(), bars, steps=steps, longest=run.context)
         output.folder("advise")
         alone = _one_rank(scenario)
         tuning = None
         if alone is None:
             tuning = tune_cluster(stream.lengths, scenario, by="tokens", progress=reporting(bars, "Plans"))
-    report = _report(stream, scenario, tuning, alone, trainer, cluster.model_name, settings(cluster, reading))
+    report = _report(stream, scenario, tuning, alone, trainer, run.model_name, described(scenario) | settings(reading))
     output.write(report, command_line)
 
 

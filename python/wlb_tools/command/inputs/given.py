@@ -83,7 +83,7 @@ class Columns:
         return f"Costs are those of {self.path}{sums if len(timed) > 1 else ''}{''.join(f'; {m}' for m in memory)}."
 
 
-@options("Cost")
+@options
 class DocumentCosts(Cost):
     """Cost of documents, from their lengths or from a file.
 
