@@ -356,7 +356,7 @@ def check_imbalance(value: float) -> None:
     """Refuses a ratio of the largest to the mean that is below 1.
 
     Raises:
-        WlbError: It is below 1.
+        WlbError: it is below 1.
     """
     check_positive("expert_imbalance", value)
     if value < 1:

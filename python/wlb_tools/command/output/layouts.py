@@ -29,10 +29,10 @@ def layouts_report(search: LayoutSearch, stream: Stream, *, settings: Mapping[st
     """Makes the report.
 
     Args:
-        search: The result of the search.
-        stream: Documents that were simulated.
-        settings: Settings of the command.
-        continued: Command line that tunes the settings of the best layout.
+        search: the result of the search.
+        stream: documents that were simulated.
+        settings: settings of the command.
+        continued: command line that tunes the settings of the best layout.
     """
     best, scenario = search.best, search.best.outcome.scenario
     layout, gain = in_short(scenario.layout), search.gain(search.without)

@@ -52,11 +52,11 @@ def simulation_report(
     """Makes the report. The page also shows a typical and the most idle step of the baseline and of `shown`.
 
     Args:
-        simulation: Simulation of the stream; its first method is the baseline.
-        stream: Documents that were simulated.
-        shown: Method that pictures compare with the baseline.
-        settings: Settings of the command.
-        remarks: Further sentences.
+        simulation: simulation of the stream; its first method is the baseline.
+        stream: documents that were simulated.
+        shown: method that pictures compare with the baseline.
+        settings: settings of the command.
+        remarks: further sentences.
     """
     from wlb_tools.command.output.figures.simulation import draw_simulation
 

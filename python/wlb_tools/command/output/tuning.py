@@ -58,13 +58,13 @@ def waiting_report(
     """Report of the delay settings, without a cluster.
 
     Args:
-        stream: Documents that were packed.
-        setup: Settings that all plans share.
-        queued: Result with queues.
-        adaptive: Result with adaptive release.
-        plans: Plans of both choices.
-        max_mean_delay: Limit of the mean delay, in steps.
-        settings: Settings of the command.
+        stream: documents that were packed.
+        setup: settings that all plans share.
+        queued: result with queues.
+        adaptive: result with adaptive release.
+        plans: plans of both choices.
+        max_mean_delay: limit of the mean delay, in steps.
+        settings: settings of the command.
     """
     from wlb_tools.command.output.figures.tuning import draw_waiting
 
@@ -114,11 +114,11 @@ def tuning_report(
     """Report of all settings on a cluster, with the chosen configuration and its simulation.
 
     Args:
-        tuning: Result of tuning.
-        stream: Documents that were simulated.
-        settings: Settings of the command.
-        model: Value of `--model`.
-        profile: Path of the measured kernel profile; None: the kernel model is analytic.
+        tuning: result of tuning.
+        stream: documents that were simulated.
+        settings: settings of the command.
+        model: value of `--model`.
+        profile: path of the measured kernel profile; None: the kernel model is analytic.
     """
     from wlb_tools.command.output.figures.tuning import draw_choices
 

@@ -35,11 +35,11 @@ def interactive_timelines(
     """Timelines of a step, with a bar for each op. Pointing at a bar shows its rank, micro-batch and time.
 
     Args:
-        every: Timelines of all pipelines of a step.
-        contents: Documents of each pipeline, by micro-batch.
-        title: Title of the picture.
-        pipelines: Name of a pipeline, such as "DP".
-        numbers: Indices of the pipelines to draw, in this order.
+        every: timelines of all pipelines of a step.
+        contents: documents of each pipeline, by micro-batch.
+        title: title of the picture.
+        pipelines: name of a pipeline, such as "DP".
+        numbers: indices of the pipelines to draw, in this order.
 
     Returns:
         The picture, or None if there are more than `MOST_OPS` ops.
