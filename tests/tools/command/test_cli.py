@@ -41,7 +41,7 @@ from wlb_tools.command.output.console import progress
 from wlb_tools.command.output.figures import style
 from wlb_tools.command.output.plan_files import write_names
 from wlb_tools.command.output.report import Code, Heading, Headline, Paragraphs, Picture, Report, Table
-from wlb_tools.simulation import DEFAULT, KINDS
+from wlb_tools.simulation import DEFAULT, VARIANTS
 
 CONTEXT = 1024
 SMALL = ("--context", str(CONTEXT), "--micro-batches", "4")
@@ -517,7 +517,7 @@ def test_tune_on_a_cluster_gives_a_configuration_that_runs(run: Any, npy: Path, 
     assert (tmp_path / "wlb-tune/simulate.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "wlb-tune/tune.html").read_text(encoding="utf-8")
     assert page.count('<figure class="wide">') == 6, "the choices, the overview, and two steps of two methods"
-    assert f"{KINDS[best['kind']]}" in page
+    assert f"{VARIANTS[best['kind']].title}" in page
     simulated = results["simulation"]["variants"][best["kind"]]
     assert simulated["digest"] == best["digest"]
     assert simulated["seconds"] == pytest.approx(best["seconds"], rel=1e-12)

@@ -276,7 +276,10 @@ def test_torch_layer_without_torch_says_what_to_install() -> None:
 
 def test_the_layout_page_lists_the_settings_of_its_layout(run: Any, npy: Path) -> None:
     words = ("--gpus", 8, "--global-batch", "8k", "--context", "1024", "--steps", 2, "--oversize", "split")
-    found = run("tune", npy, *words, "--tp", 4, "--cp", 2, "--pp", 1, "--set", f"reserved_bytes={6 * 2**30}", "--json").json
+    room = ("--set", f"reserved_bytes={6 * 2**30}")
+    found = run(
+        "tune", npy, *words, "--tp", 4, "--cp", 2, "--pp", 1, "--set", f"reserved_bytes={6 * 2**30}", "--json"
+    ).json
     best, shown = found["ranked"][0]["layout"], found["settings"]
     assert shown["reserved_bytes"] == 6 * 2**30
     for name in ("tp", "cp", "pp", "dp"):

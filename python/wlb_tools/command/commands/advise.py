@@ -17,7 +17,7 @@ from wlb_tools.command.output.configuration import configuration
 from wlb_tools.command.output.console import Output, reporting
 from wlb_tools.command.output.report import Code, Heading, Paragraphs, Report, Table
 from wlb_tools.command.words import counted
-from wlb_tools.simulation import KINDS, Tuning
+from wlb_tools.simulation import Tuning
 from wlb_tools.simulation import tune as tune_cluster
 from wlb_tools.simulation.words import describe, model_sentences
 
@@ -100,7 +100,7 @@ def _report(
     best = tuning.best.summary(tuning.baseline)
     low, high = best["speedup_band"]
     gain = best["speedup"]
-    name = KINDS[tuning.best.kind]
+    name = tuning.best.title
     if tuning.best.outcome is tuning.baseline or gain < _LITTLE:
         answer = (
             f"Little or nothing is to be gained: the best plan ({name}) is predicted at {gain:.2f} times the speed."
@@ -120,7 +120,7 @@ def _report(
         f" A token waits {best['delay_mean']:.2f} steps in the mean, {best['delay_max']} at most."
     )
     keys = ("speedup", "speedup_band", "micro_batch_imbalance_mean", "delay_mean", "delay_max", "peak_bytes")
-    rows = [(KINDS[choice.kind], choice.summary(tuning.baseline), choice == tuning.best) for choice in tuning.by_plan]
+    rows = [(choice.title, choice.summary(tuning.baseline), choice == tuning.best) for choice in tuning.by_plan]
     blocks: list[Any] = [
         Paragraphs([cost, *([needs] if lines else [])]),
         Heading("The documents"),

@@ -14,7 +14,7 @@ from wlb_tools.command.output.packing import graded_table
 from wlb_tools.command.output.report import Code, Heading, Headline, Paragraphs, Picture, Report, Table
 from wlb_tools.command.output.simulation import simulation_report
 from wlb_tools.command.words import counted, thresholds, waits
-from wlb_tools.simulation import KINDS, Choice, Tuning
+from wlb_tools.simulation import Choice, Tuning
 from wlb_tools.simulation.methods import Setup
 from wlb_tools.simulation.trained import PackedRun
 from wlb_tools.simulation.words import assumptions, describe, kernel_sentence, model_sentences
@@ -216,7 +216,7 @@ def _tables(tuning: Tuning) -> list[Table]:
             chosen=lambda choice: choice.outlier_thresholds == levels,
         ),
         table(
-            f"Sharding over context-parallel ranks, {KINDS[tuning.by_strategy[0].kind]}",
+            f"Sharding over context-parallel ranks, {tuning.by_strategy[0].title}",
             "strategy",
             tuning.by_strategy,
             name=lambda choice: choice.strategy,
@@ -228,10 +228,10 @@ def _tables(tuning: Tuning) -> list[Table]:
 def _plan(tuning: Tuning, choice: Choice) -> str:
     """The name of a choice's kind of plan, with its thresholds, or its delay price and micro-batches of the packer."""
     if choice.outlier_thresholds:
-        return f"{KINDS[choice.kind]} ({thresholds(choice.outlier_thresholds)})"
+        return f"{choice.title} ({thresholds(choice.outlier_thresholds)})"
     if choice.delay_price is None:
-        return KINDS[choice.kind]
-    return f"{KINDS[choice.kind]} ({choice.delay_price:g}, {packer_micro_batches(tuning.scenario, choice)})"
+        return choice.title
+    return f"{choice.title} ({choice.delay_price:g}, {packer_micro_batches(tuning.scenario, choice)})"
 
 
 def _found(result: wlb.TuneResult) -> dict[str, Any]:
