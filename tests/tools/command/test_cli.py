@@ -597,15 +597,6 @@ def test_simulate_draws_any_number_of_ranks(run: Any, npy: Path, tmp_path: Path)
         assert ("Too many pipeline ranks for a picture" in page) == (pp > 64)
 
 
-def test_simulate_shows_another_method_than_the_baseline(run: Any, npy: Path, tmp_path: Path) -> None:
-    for variants, title in (("wlb,plain", "of WLB (predicted)"), ("plain,wlb,packing", "WLB: ")):
-        assert run("simulate", npy, *CLUSTER, "--steps", 2, "--variants", variants).code == 0
-        page = (tmp_path / "wlb-simulate/simulate.html").read_text(encoding="utf-8")
-        assert title in page
-        assert "of WLB" not in page.split(title)[0]
-        assert "WLB: 1.00x the speed of WLB" not in page
-
-
 def test_documents_come_in_order_unless_a_seed_shuffles_them(run: Any, tmp_path: Path) -> None:
     """A curriculum is simulated as it is."""
     lengths = np.sort(long_tailed(1500)).clip(1, CONTEXT)
@@ -715,25 +706,6 @@ def test_advice_can_be_followed_on_the_command_line(run: Any, npy: Path) -> None
         "--set layout.fused_ffn=false",
         "--micro-batches 8",
     ]
-
-
-def test_simulate_explains_itself(run: Any, npy: Path) -> None:
-    arguments = ("simulate", npy, *CLUSTER, "--json", "--steps")
-    short, long = (run(*arguments, steps).json for steps in (1, 60))
-    assert any(sentence.startswith("Warning: the stream is short") for sentence in short["explanation"])
-    assert not any("Warning" in sentence for sentence in long["explanation"])
-    text = " ".join(long["explanation"])
-    plain, best = long["variants"]["plain"], max(long["variants"].values(), key=lambda variant: variant["speedup"])
-    parts = plain["attribution"]
-    assert f"spends {sum(part for name, part in parts.items() if 'communication' in name):.1%} of its time" in text
-    assert f"is idle for {parts['bubble'] + parts['dp_wait']:.1%}" in text
-    flops = best["model_flops_utilization"] / plain["model_flops_utilization"]
-    assert f"{best['title']} is {best['speedup']:.3f} times as fast by tokens and {flops:.3f} times by FLOPs" in text
-    assert f"cuts {plain['documents_cut']:,} documents, {best['title']} cuts {best['documents_cut']:,}" in text
-    speeds = [long["variants"][name]["speedup"] for name in ("per_document", "adaptive_cp", "packing", "wlb")]
-    holds = len(set(speeds)) == 4 and speeds == sorted(speeds)
-    assert f"paper {'holds' if holds else 'does not hold'} here: " in text
-    assert f"WLB {speeds[-1]:.3f}." in text
 
 
 # --- sources ---
@@ -962,13 +934,6 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("demo")
     assert (result.code, result.err) == (2, "wlb: matplotlib not installed; run: pip install matplotlib\n")
-
-
-def test_help_and_version(run: Any) -> None:
-    assert run("--version").out == f"wlb {wlb.__version__}\n"
-    for command in ("demo", "pack", "tune", "simulate"):
-        assert command in run("--help").out
-        assert "--micro-batches" in run(command, "--help").out
 
 
 def test_model_may_be_a_config_file(run: Any, npy: Path, tmp_path: Path) -> None:
