@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -115,43 +114,6 @@ def test_marks_and_lines_have_contrast(dark: bool) -> None:
     paper = style.DARK[style.PAPER] if dark else style.PAPER
     assert min(contrast(mark, paper) for mark in shown) >= 3
     assert len({*shown[: len(style.METHODS)]}) == len(style.METHODS)
-
-
-class _Words(HTMLParser):
-    """The words of a page: no pictures, no scripts, and nothing of the machine that made it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self._inside: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in ("style", "script", "svg"):
-            self._inside.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if self._inside and self._inside[-1] == tag:
-            self._inside.pop()
-
-    def handle_data(self, data: str) -> None:
-        if data.strip() and not self._inside:
-            self.found.append(re.sub(r"\d[\d,.]*(e[+-]\d+)?", "#", " ".join(data.split())))
-
-
-GOLDEN = Path(__file__).parents[2] / "golden" / "pages"
-
-
-def test_a_page_of_each_command_says_what_it_said(pages: dict[str, Path]) -> None:
-    """Headings, tables and sentences, without the numbers, which JSON has; `WLB_GOLDEN=write` writes them."""
-    for name, page in pages.items():
-        words = _Words()
-        words.feed(page.read_text().partition("<h2>How this was made</h2>")[0])
-        said = "\n".join(words.found) + "\n"
-        path = GOLDEN / f"{name}.txt"
-        if os.environ.get("WLB_GOLDEN") == "write":
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(said)
-        assert said == path.read_text(), f"{name}: WLB_GOLDEN=write pytest {Path(__file__).name}"
 
 
 class _Painted(HTMLParser):
