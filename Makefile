@@ -11,7 +11,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: demo test test-rust test-python test-long test-trainers lint lint-rust lint-python bench compare docs wheel proof gpu reproduce loss-curves kills fuzz clean
+.PHONY: demo test test-rust test-python test-long test-trainers lint lint-rust lint-python bench compare docs wheel gpu reproduce kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo:
@@ -79,12 +79,6 @@ compare: $(VENV)/.release-peers $(VENV)/peers
 	PYTHONPATH=$(VENV)/peers $(BIN)/python -m benches.compare $(if $(LENGTHS),--lengths $(LENGTHS)) $(COMPARE_FLAGS)
 	$(BIN)/python -m benches.results
 
-## A gain on a clock, and the prediction beside it: a small model trained on this machine; writes docs/results/proof.md. LENGTHS: one .npy.
-proof: $(VENV)/.release-studies
-	$(BIN)/python -m studies.proof $(if $(LENGTHS),--lengths $(LENGTHS)) \
-	    --page docs/results/proof.md --picture docs/results/proof.png --record benches/records/proof.json $(PROOF_FLAGS)
-	$(BIN)/python -m benches.results
-
 ## Build the site from docs/ and the docstrings, without a network: site/index.html. Warnings are errors.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -96,10 +90,6 @@ wheel:
 ## What only a GPU can show, in pieces of nine minutes: run it until it exits with 0. Writes wlb-gpu/.
 gpu: $(VENV)/.release-studies
 	$(BIN)/python -m studies.gpu $(GPU_FLAGS)
-
-## Does packing change what is learnt? A small look in wlb-losses/; LOSS_CURVES_FLAGS="--seeds 20 --batches 56" is the study.
-loss-curves: $(VENV)/.release-studies
-	$(BIN)/python -m studies.loss_curves $(LOSS_CURVES_FLAGS)
 
 ## The papers' tables and figures beside ours; writes wlb-reproduce/.
 reproduce: $(VENV)/.release-studies
@@ -116,7 +106,7 @@ fuzz:
 	done
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) target dist site wlb-demo wlb-losses wlb-gpu
+	rm -rf $(VENV) $(TRAINERS) target dist site wlb-demo wlb-gpu
 
 # --- what the targets need -------------------------------------------------------------------------------------------
 
