@@ -75,8 +75,7 @@ from wlb.torch.pipeline import (
     pipeline_step,
     stages_of_rank,
 )
-from wlb.torch.timing import StepTimer
-from wlb.torch.tracker import CostTracker
+from wlb.torch.timing import CostTracker, StepTimer
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 Transport = Literal["all_gather", "fetch", "ring", "ulysses", "usp"]
