@@ -56,7 +56,7 @@ class Packs:
         return wlb.CostModel(attention=large["pairs"] * scale**2, linear=large["tokens"] * scale)
 
     def tuning(self) -> dict[str, Any]:
-        """Arguments of `wlb.tune_outlier_thresholds` and `wlb.tune_delay_price`."""
+        """Arguments of `wlb.tune`."""
         return {
             "num_micro_batches": self.micro_batches,
             "max_tokens": self.max_tokens,
@@ -128,13 +128,13 @@ def streamed(
 
 def queues(lengths: Lengths, packs: Packs, *, count: int) -> dict[str, Any]:
     """Thresholds of so many queues, tuned on these documents."""
-    found = wlb.tune_outlier_thresholds(lengths, num_queues=count, **packs.tuning())
+    found = wlb.tune(lengths, num_queues=count, **packs.tuning())
     return {"release": "fifo", "outlier_thresholds": found.thresholds}
 
 
 def price(lengths: Lengths, packs: Packs) -> dict[str, Any]:
     """The price of delay, tuned on these documents."""
-    return {"release": "adaptive", "delay_price": wlb.tune_delay_price(lengths, **packs.tuning()).delay_price}
+    return {"release": "adaptive", "delay_price": wlb.tune(lengths, **packs.tuning()).delay_price}
 
 
 def dynamic_cp(lengths: Lengths, packs: Packs) -> list[Step]:

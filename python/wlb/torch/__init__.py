@@ -1,9 +1,8 @@
 """Plans from `wlb` in a torch training step: data, context-parallel attention, unequal pipelines, loss.
 
 `wlb` decides, on lengths alone, which documents share a micro-batch, a group of ranks or a rank. The loaders here
-choose
-the documents of a global batch and call the packer and the planner for it, with the same result on every rank. All
-other parts receive plans and run them on torch.distributed.
+choose the documents of a global batch and call the packer and the planner for it, with the same result on every rank.
+All other parts receive plans and run them on torch.distributed.
 
 | what | where |
 | --- | --- |

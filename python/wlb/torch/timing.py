@@ -97,7 +97,7 @@ class StepTimer:
     between pipeline stages does not.
 
     Args:
-        device: Where the micro-batches are computed; by default CUDA where there is one.
+        device: where the micro-batches are computed; by default CUDA where there is one.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -134,8 +134,8 @@ class StepTimer:
         model) is not seen.
 
         Args:
-            model: The outermost module, as the loop calls it.
-            optimizer: Its `step` ends the timed step, for loops to which no line can be added. Not for use with a
+            model: the outermost module, as the loop calls it.
+            optimizer: its `step` ends the timed step, for loops to which no line can be added. Not for use with a
                 `CostTracker`, which ends steps itself.
 
         Returns:
@@ -161,8 +161,8 @@ class StepTimer:
         """Ends a step: later calls belong to the next.
 
         Args:
-            step: A `Step` or `DynamicCpStep`, for its number and the lengths of its micro-batches.
-            lengths: Instead of `step`: int [documents] for each micro-batch, if a log is to be written.
+            step: a `Step` or `DynamicCpStep`, for its number and the lengths of its micro-batches.
+            lengths: instead of `step`: int [documents] for each micro-batch, if a log is to be written.
 
         Raises:
             WlbError: A micro-batch was timed that the step does not have; an attached optimizer has ended the step
@@ -529,11 +529,11 @@ class CostTracker:
     ranks, as the planner was told, is subtracted from the times first.
 
     Args:
-        cost_model: The costs that plans use now: `packer.cost_model`. Its sizes of sliding windows and chunks are the
+        cost_model: the costs that plans use now: `packer.cost_model`. Its sizes of sliding windows and chunks are the
             ones that are fitted.
-        every: Steps between two updates.
-        mesh: From `build_mesh`, where ranks have other roles than data parallelism. All ranks call `step` together.
-        timer: Timer of this rank, if one is in use already.
+        every: steps between two updates.
+        mesh: from `build_mesh`, where ranks have other roles than data parallelism. All ranks call `step` together.
+        timer: timer of this rank, if one is in use already.
 
     Attributes:
         cost_model: The costs in use. Set it when plans change theirs, on all ranks at the same step.
@@ -573,7 +573,7 @@ class CostTracker:
         """Ends a trained step; a collective after every `every` of them, by the number of the step.
 
         Args:
-            step: The `Step` that was trained: its number, its plan and which of its micro-batches are this rank's. Or
+            step: the `Step` that was trained: its number, its plan and which of its micro-batches are this rank's. Or
                 the `DynamicCpStep`, which has the rank instead.
 
         Returns:

@@ -13,7 +13,7 @@ import wlb
 from wlb._errors import check_integer, error
 from wlb.integrations.megatron.documents import PaddedDocuments, source
 from wlb.integrations.megatron.iterator import DataIterator, Header
-from wlb.integrations.megatron.refusals import told
+from wlb.integrations.megatron.refusals import require_masks
 from wlb.integrations.megatron.rows import Ranks
 from wlb.integrations.megatron.setup import Setup
 from wlb.integrations.megatron.sharing import Sharing
@@ -118,7 +118,7 @@ def data_iterator(
         row_multiple=setup.row_multiple,
         pad_token=pad_token,
         padded=setup.padded,
-        hooks=told(setup.chunks, setup.config),
+        hooks=require_masks(setup.chunks, setup.config),
     )
 
 

@@ -143,7 +143,7 @@ def _bias_leaves_out_padding() -> bool:
     return bool((counting.local_tokens_per_expert == 2).all())
 
 
-def told(chunks: Sequence[Any], config: Any) -> list[RemovableHandle]:
+def require_masks(chunks: Sequence[Any], config: Any) -> list[RemovableHandle]:
     """Stops a model at its first forward pass of packed rows if it needs a mask of padding and does not get it.
 
     Args:
