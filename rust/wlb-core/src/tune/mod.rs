@@ -25,8 +25,8 @@ pub use tuned::{HeldOut, Tuned, TunedPoint};
 /// * `keep_going` - called before each run of the packer; false ends the search.
 ///
 /// # Returns
-/// Thresholds: those with the least mean imbalance within the delay limit. A price: the one that loses the least time on
-/// other orders of the documents, within the delay limit there and on the sample. It is the default, unless another
+/// Thresholds: those with the least mean imbalance within the delay limit. A price: the one that loses the least time
+/// on other orders of the documents, within the delay limit there and on the sample. It is the default, unless another
 /// price is better by 0.01 in every order and no worse on either half, with no worse a worst step there and on the
 /// sample. If the default exceeds the delay limit, the bound on the worst step holds if any price keeps it. If nothing
 /// keeps the limit, the choice with the least delay. Besides, the choices that no other beats on the sample.

@@ -19,11 +19,11 @@ const BISECTIONS: u32 = 6;
 
 /// Tries geometrically spaced prices and the default first, then prices near the one at which the delay passes the
 /// limit. One price is so high that no document waits that finds room, so there is always an answer. The best of many
-/// prices on the same steps is merely the luckiest, so each half of the documents ([`halves`](super::halves)) judges the
-/// prices found on the other. The prices that lose the least time on both halves (by the worse of their two ranks) and
-/// the default are then judged on other orders of all documents ([`reordered`](super::reordered)). If a half has less
-/// than [`FEWEST_BATCHES`](super::FEWEST_BATCHES) global batches, the prices that lose the least time on all documents
-/// are judged, on the other orders alone.
+/// prices on the same steps is merely the luckiest, so each half of the documents ([`halves`](super::halves)) judges
+/// the prices found on the other. The prices that lose the least time on both halves (by the worse of their two ranks)
+/// and the default are then judged on other orders of all documents ([`reordered`](super::reordered)). If a half has
+/// less than [`FEWEST_BATCHES`](super::FEWEST_BATCHES) global batches, the prices that lose the least time on all
+/// documents are judged, on the other orders alone.
 ///
 /// # Complexity
 /// One run of the packer over the sample for each of about 32 prices, another for each price within the limit, and
