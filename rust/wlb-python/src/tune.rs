@@ -48,11 +48,11 @@ use crate::results::answer;
 ///
 /// Returns:
 ///     TuneResult: the choice, and the Pareto front of balance and delay on the sample. Thresholds: those with the
-///     least mean imbalance within the delay limit. A price: the one that loses the least time on the other orders, within
-///     the delay limit there and on the sample. It is the default (0.03) unless another price saves 0.01 of lost time
-///     in every order, is no worse on a half, and has no worse a worst step there and on the sample. If the default
-///     exceeds the delay limit, the bound on the worst step holds if any price keeps it. ``judged`` has all judged
-///     prices, the default among them. If nothing keeps the limit, it is the choice with the least delay.
+///     least mean imbalance within the delay limit. A price: the one that loses the least time on the other orders,
+///     within the delay limit there and on the sample. It is the default (0.03) unless another price saves 0.01 of lost
+///     time in every order, is no worse on a half, and has no worse a worst step there and on the sample. If the
+///     default exceeds the delay limit, the bound on the worst step holds if any price keeps it. ``judged`` has all
+///     judged prices, the default among them. If nothing keeps the limit, it is the choice with the least delay.
 ///
 /// Raises:
 ///     WlbError: wrong lengths, costs or options, or no documents; ``max_step_cost`` or ``max_early`` with
