@@ -40,9 +40,10 @@ test-long: $(VENV)/.dev-test
 	PROPTEST_CASES=1000000 cargo test --locked --release --package wlb-core --test core changed::bounds
 
 ## Train inside the real trainers of others, in an environment of its own: `make test` keeps what of it is quick. Says what
-## ran; a test that is skipped fails, unless TRAINERS_MAY_SKIP names it or its package, with commas.
+## ran; a test that is skipped fails, unless TRAINERS_MAY_SKIP names it or its package, with commas, or its repository
+## could not be reached.
 test-trainers: $(TRAINERS)/.wlb $(TRAINERS)/llamafactory $(TRAINERS)/axolotl
-	$(TRAINERS)/bin/python -m pytest -m "long or not long" tests/trainers tests/torch/test_training.py tests/torch/test_verify.py --may-skip 'llamafactory,axolotl,this megatron-core has no,$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)
+	$(TRAINERS)/bin/python -m pytest -m "long or not long" tests/trainers tests/torch/test_training.py tests/torch/test_verify.py tests/torch/test_stream.py::test_killed_and_resumed --may-skip 'llamafactory,axolotl,this megatron-core has no,could not be reached,$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(TRAINERS)/llamafactory $(TRAINERS)/bin/python -m pytest tests/trainers/test_llamafactory.py --may-skip '$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)$(call none_if_named,llamafactory)
 	HF_HUB_OFFLINE=1 AXOLOTL_DO_NOT_TRACK=1 PYTHONPATH=$(TRAINERS)/axolotl $(TRAINERS)/bin/python -m pytest tests/trainers/test_axolotl.py --may-skip '$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)$(call none_if_named,axolotl)
 

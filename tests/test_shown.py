@@ -88,7 +88,7 @@ def test_no_public_class_prints_all_that_it_holds() -> None:
 def test_reprs_of_large_objects_are_short(
     simulation: wlb_tools.Simulation, packing: wlb.Packing, timeline: wlb.PipelineTimeline
 ) -> None:
-    tuned = wlb.tune_outlier_thresholds(
+    tuned = wlb.tune(
         LENGTHS, num_micro_batches=8, max_tokens=8192, cost_model=wlb.CostModel(attention=1e-3, linear=1), num_queues=2
     )
     shard = wlb.shard(LENGTHS[:500], cp_size=8)

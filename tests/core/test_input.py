@@ -28,8 +28,8 @@ TAKES_LENGTHS: dict[str, Callable[[Any], Any]] = {
     "shard": lambda lengths: wlb.shard(lengths, cp_size=2),
     "batch_offsets": lambda lengths: wlb.batch_offsets(lengths, tokens_per_batch=50),
     "split_documents": lambda lengths: wlb.split_documents(lengths, max_document_tokens=50),
-    "tune": lambda lengths: wlb.tune_outlier_thresholds(lengths, **SIZES),
-    "tune_price": lambda lengths: wlb.tune_delay_price(lengths, **SIZES),
+    "tune": lambda lengths: wlb.tune(lengths, num_queues=2, **SIZES),
+    "tune_price": lambda lengths: wlb.tune(lengths, **SIZES),
     "from_assignment": lambda lengths: wlb.Packing.from_assignment(lengths, [0, 0, 0], **SIZES),
 }
 
@@ -238,11 +238,11 @@ def split_by_packer(lengths: list[int], max_document_tokens: int) -> wlb.Packing
 
 
 def tune(**arguments: Any) -> wlb.TuneResult:
-    return wlb.tune_outlier_thresholds(LENGTHS, **arguments)
+    return wlb.tune(LENGTHS, **({"num_queues": 2} | arguments))
 
 
 def tune_price(**arguments: Any) -> wlb.TuneResult:
-    return wlb.tune_delay_price(LENGTHS, **arguments)
+    return wlb.tune(LENGTHS, **arguments)
 
 
 def tables(**arguments: Any) -> wlb.CostModel:
@@ -319,7 +319,12 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
     (wlb.pack(LENGTHS, **SIZES).deal, {}, "dp_size", [*NO_SIZE, 3, 4]),
     (lambda **kw: wlb.batch_offsets(LENGTHS, **kw), {}, "tokens_per_batch", NO_SIZE),
     (lambda **kw: wlb.split_documents(LENGTHS, **kw), {}, "max_document_tokens", NO_SIZE),
-    (tune, SIZES, "num_queues", [-1, 2**63, 2**100, 1.5, "2"]),
+    (tune, SIZES, "num_queues", [-1, 5, 2**63, 2**100, 1.5, "2"]),
+    (tune, SIZES, "max_step_cost", [1.5]),
+    (tune, SIZES, "max_early", [2]),
+    (tune, SIZES, "limits", [[1.0]]),
+    (tune_price, SIZES, "max_early", [-1, 1025]),
+    (tune_price, SIZES, "limits", [[1.0]]),
     (tune, SIZES, "max_mean_delay", [-1.0, NAN, 10**400, True]),
     (tune, SIZES, "tokens_per_batch", NO_SIZE),
     (tune, SIZES, "max_delay", [-1, 1.5]),

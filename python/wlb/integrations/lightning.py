@@ -26,11 +26,11 @@ from torch.utils.data import DataLoader
 
 import wlb
 from wlb._errors import check_integer, error
-from wlb.integrations.counting import labelled_steps_left
-from wlb.integrations.labelled import labelled_steps
+from wlb.integrations.counting import steps_with_labels_left
 from wlb.integrations.lightning_proof import prove
 from wlb.integrations.schedules import Pace
 from wlb.integrations.versions import check_version
+from wlb.integrations.with_labels import steps_with_labels
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader
 from wlb.torch.data.loading import Loading, micro_batches
 from wlb.torch.data.state import Snapshot, field
@@ -162,7 +162,7 @@ class BalancedDataModule(LightningDataModule):
                 done = field(self._arrived, "trained", int)
             epochs = None if trainer is None else trainer.max_epochs
             num_epochs = self._loading.num_epochs if epochs in (None, -1) else epochs
-            left = labelled_steps_left(sampler, self._documents, self._loading.collate, num_epochs)
+            left = steps_with_labels_left(sampler, self._documents, self._loading.collate, num_epochs)
             self._total = self._pace.length(done + sum(left))
         return self._total
 
@@ -301,7 +301,7 @@ class _MicroBatches:
             self._given.clear()
             self._steps.load_state_dict(self._steps_state())
         self._stale = False
-        for step, labels in labelled_steps(self._steps):
+        for step, labels in steps_with_labels(self._steps):
             divided = self._divided()
             if self._unproved:
                 self._unproved = False

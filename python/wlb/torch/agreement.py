@@ -44,9 +44,9 @@ def check_agreement(
     (their `shard`, which follows from `strategy`, `kernel_model` and `cp_size` of each rank).
 
     Args:
-        plan: A step; or only a plan, or its digest.
-        step: Number of the step if `plan` is no step; default 0.
-        group: The ranks that must agree; None for all. For a step: the ranks that share it, or all of them.
+        plan: a step; or only a plan, or its digest.
+        step: number of the step if `plan` is no step; default 0.
+        group: the ranks that must agree; None for all. For a step: the ranks that share it, or all of them.
 
     Raises:
         WlbError: Ranks differ; the message names the ranks of each plan, layout or cut, and is equal on every rank. Or

@@ -369,7 +369,7 @@ def test_thresholds_are_tuned_by_the_documents_own_costs(run: Any, tmp_path: Pat
     ids = stream.ids[: head.size]
     arrived = costs[ids] * (head / lengths[ids])[:, None]
     present = arrived.any(axis=0)
-    tuned = wlb.tune_outlier_thresholds(
+    tuned = wlb.tune(
         head,
         costs=arrived[:, present],
         limits=np.array([np.inf, np.inf, 2000])[present],

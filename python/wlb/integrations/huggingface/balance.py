@@ -325,7 +325,7 @@ def _sums(losses: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Sum of the losses of all labels, and the number of labels: float64 [2] on the host.
 
     Args:
-        losses: Of batches, the mean loss and the number of labels. Without labels a mean is NaN, and counts 0.
+        losses: of batches, the mean loss and the number of labels. Without labels a mean is NaN, and counts 0.
     """
     if not losses:
         return torch.zeros(2, dtype=torch.float64)

@@ -12,8 +12,8 @@ from transformers.trainer_callback import ExportableState
 
 from wlb._core import MicroBatch
 from wlb._errors import error
-from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.schedules import Pace
+from wlb.integrations.with_labels import steps_with_labels
 from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.data.state import Snapshot, field
 from wlb.torch.metrics import StepMetrics
@@ -37,10 +37,10 @@ class MicroBatchLoader:
     divide the micro-batches of this rank among all ranks.
 
     Args:
-        steps: Source of micro-batches. A `PackedBatch` is given as Hugging Face's models take it (`PackedBatch.as_hf`).
-        plain: As in `row_of`.
-        before_first: Called with the first step before it is given.
-        dataset: The data set that is read, for callbacks that look at it.
+        steps: source of micro-batches. A `PackedBatch` is given as Hugging Face's models take it (`PackedBatch.as_hf`).
+        plain: as in `row_of`.
+        before_first: called with the first step before it is given.
+        dataset: the data set that is read, for callbacks that look at it.
 
     Attributes:
         steps: As above.
@@ -70,8 +70,8 @@ class MicroBatchLoader:
         return None
 
     def __iter__(self) -> Iterator[Any]:
-        """The micro-batches of the rest of the epoch, without those of steps without a label (`labelled_steps`)."""
-        for step, _ in labelled_steps(self.steps):
+        """The micro-batches of the rest of the epoch, without those of steps without a label (`steps_with_labels`)."""
+        for step, _ in steps_with_labels(self.steps):
             if self._before_first is not None:
                 self._before_first(step)
                 self._before_first = None

@@ -19,7 +19,7 @@ from transformers.trainer_utils import has_length
 import wlb
 from wlb._choices import Oversize
 from wlb._errors import error
-from wlb.integrations.counting import labelled_steps_left
+from wlb.integrations.counting import steps_with_labels_left
 from wlb.integrations.huggingface.plans import KnownLengths, Limits, Streamed
 from wlb.integrations.huggingface.refusals import check_trainer, shuffles
 from wlb.integrations.rows import Rows
@@ -171,8 +171,8 @@ class Planner:
         """Notes for the user: documents that `max_tokens` cuts, and plans in which there is nothing to balance.
 
         Args:
-            planned: Of this planner.
-            world_size: Ranks that train.
+            planned: of this planner.
+            world_size: ranks that train.
         """
         plan, options = planned.plan, self.options
         if isinstance(plan, KnownLengths) and options.max_document_tokens is None:
@@ -273,7 +273,7 @@ class Planner:
         # Counted for each plan: a collator may have been changed in place, so that it masks other labels.
         loading = plan.limits.loading
         documents = Documents(plan.rows, columns=loading.columns)
-        epochs = labelled_steps_left(sampler, documents, loading.collate, plan.num_epochs)
+        epochs = steps_with_labels_left(sampler, documents, loading.collate, plan.num_epochs)
         done = 0 if resumed is None else resumed.step
         if not epochs:
             return max(done, 1)

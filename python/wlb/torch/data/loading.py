@@ -237,9 +237,9 @@ def micro_batches(tokens: int, *, ranks: int, max_tokens: int, together: int = 1
     """Fewest micro-batches of a rank for a step of this many tokens, with some room.
 
     Args:
-        tokens: Of the step, on all ranks.
-        ranks: Number of data-parallel ranks.
-        max_tokens: Most tokens of a micro-batch.
-        together: The number of micro-batches is a multiple of it.
+        tokens: of the step, on all ranks.
+        ranks: number of data-parallel ranks.
+        max_tokens: most tokens of a micro-batch.
+        together: the number of micro-batches is a multiple of it.
     """
     return max(1, math.ceil(ROOM * tokens / (ranks * max_tokens * together))) * together
