@@ -37,6 +37,24 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device | str) -> t
         return None
 
 
+def can_split(device: torch.device | str) -> bool:
+    """Whether `torch.distributed.split_group` can split the world's process group.
+
+    The backend has to be able to, and to be connected: NCCL is where `init_process_group` was given a `device_id`, and
+    gloo always, but torch splits it only from 2.15 on.
+
+    Args:
+        device: Device whose backend is asked.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    device = torch.device(device)
+    try:
+        splits = world._get_backend(device).supports_splitting
+    except RuntimeError:
+        return False
+    return splits and (world.bound_device_id is not None or (device.type == "cpu" and torch.__version__ >= "2.15"))
+
+
 _HOSTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
