@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wlb
 from tests.torch import processes, test_attention
@@ -150,7 +151,7 @@ def made(rank: int, **sizes: int) -> tuple[int, int]:
     groups = ContextParallelGroups(mesh)
     before = len(calls)
     count = sizes["dp"]
-    for size, first in itertools.product(range(1, count + 1), range(count)):
+    for size, first in itertools.product(range(1, min(count, 9) + 1), range(count)):
         if first <= rank % count < first + size and first + size <= count:
             groups.run(first, size)
     return before, len(calls)
@@ -162,6 +163,18 @@ def made(rank: int, **sizes: int) -> tuple[int, int]:
 def test_few_groups_are_made_and_none_by_a_plan(sizes: dict[str, int], expected: int) -> None:
     results = processes.run(sizes["dp"] * sizes.get("pp", 1), functools.partial(made, **sizes))
     assert results == [(expected, expected) if SPLITS else (0, 0)] * len(results)
+
+
+def made_among(rank: int, ranks: int) -> list[tuple[int, int]]:
+    """The same for one rank of a world that is faked: nothing is connected, but every call of torch is made."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=ranks // 2 + 1, world_size=ranks)
+    return [made(dist.get_rank(), dp=ranks)]
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(64, 6), (512, 9)])
+def test_few_groups_are_made_among_many_ranks(ranks: int, expected: int) -> None:
+    assert processes.run(1, made_among, ranks) == [[(expected, expected) if SPLITS else (0, 0)]]
 
 
 def without_rank_2(rank: int, how: str, when: str, folder: Path) -> None:
