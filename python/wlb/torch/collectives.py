@@ -79,8 +79,8 @@ def host_group(group: dist.ProcessGroup | None = None, *, description: str) -> d
 def on_host(group: dist.ProcessGroup, *, description: str) -> dist.ProcessGroup:
     """A gloo group of the same ranks. A collective of the whole world: every rank calls it with its own group.
 
-    All ranks make the groups of all: `use_local_synchronization` would spare that, but in some versions of torch a
-    group's name then depends on how many the rank was in before, which differs after `ContextParallelGroups`.
+    All ranks make the groups of all: `use_local_synchronization` would spare that, but then groups that a rank was in
+    before change the name of the next (see `wlb.torch.subgroup`).
     """
     mine = tuple(dist.get_process_group_ranks(group))
     of_ranks: list[Any] = [None] * dist.get_world_size()
