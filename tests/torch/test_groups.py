@@ -172,9 +172,10 @@ def made_among(rank: int, ranks: int) -> list[tuple[int, int]]:
     return [made(dist.get_rank(), dp=ranks)]
 
 
+@pytest.mark.skipif(not SPLITS, reason="torch splits no group of this backend, and its store of faked worlds is a stub")
 @pytest.mark.parametrize(("ranks", "expected"), [(64, 6), (512, 9)])
 def test_few_groups_are_made_among_many_ranks(ranks: int, expected: int) -> None:
-    assert processes.run(1, made_among, ranks) == [[(expected, expected) if SPLITS else (0, 0)]]
+    assert processes.run(1, made_among, ranks) == [[(expected, expected)]]
 
 
 def without_rank_2(rank: int, how: str, when: str, folder: Path) -> None:
