@@ -357,7 +357,7 @@ def is_messages(value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return isinstance(value, list)
     first = _tried(value[0]) if isinstance(value[0], str) else value[0]
-    return isinstance(first, Mapping) and ("role" in first or "from" in first)
+    return isinstance(first, Mapping) and bool("role" in first or "from" in first)
 
 
 def _tried(value: str) -> Any:

@@ -143,7 +143,7 @@ def _way_out(feature: Mapping[str, Any]) -> str:
             "several sequences are one example (DPO, KTO, reward models), whose loss is no sum over tokens, and a "
             "packed row cannot keep them together. Plan their micro-batches with wlb.integrations.rl.plan(groups=)"
         )
-    return "tokenise it, or give it to a trainer that does"
+    return f"{advice([*feature])}, or give it to a trainer that does"
 
 
 def _alone(name: str, value: Any) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.torch.data.rows import KNOWN, WITHOUT_EFFECT, RowReader, sequence_lengths
+from wlb._rows import WITHOUT_EFFECT
+from wlb.torch.data.rows import KNOWN, RowReader, sequence_lengths
 
 
 @dataclass(frozen=True)

@@ -301,6 +301,8 @@ def row_lengths(rows: Sequence[Mapping[str, Any]], reading: Reading, wanted: Wan
     if reading.kind in ("lengths", "histogram"):
         return _numbers(rows, reading, wanted, where)
     rule = Rule(wanted.tokenizer, wanted.trainer)
+    if not rule.rename and "system" in reading.columns and reading.kind != "instruction":
+        wanted.unread([reading.columns["system"]])
     texts: list[str] = []
     owners: list[int] = []
     added: list[int] = []

@@ -167,6 +167,12 @@ class Rule:
                 raise ValueError(f"the chat template refuses it: {cause}{_way_out(said)}") from None
 
         text = write(messages)
+        if self._trainer == "llamafactory" and not text.startswith(before := auto.decode(auto("")["input_ids"])):
+            raise ValueError(
+                f"LLaMA-Factory takes a template apart only if it begins with {before!r}, as texts do; this one does"
+                " not: name a template of LLaMA-Factory's (template: in its yaml), and measure"
+                " with --trainer axolotl"
+            )
         if text.count("None") > sum(str(each).count("None") for each in messages if each.get("content")) and any(
             each.get("content", "") is None for each in messages
         ):
