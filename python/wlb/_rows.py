@@ -200,15 +200,18 @@ def advice(names: Sequence[str]) -> str:
 # Lengths of rows of token ids.
 
 
-def masked_lengths(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [rows]: tokens that an attention mask shows, without padding.
+def masked_lengths(column: Any) -> NDArray[np.int64]:
+    """int64 [rows]: tokens that an attention mask shows, without padding; 0 where a row has none.
 
     Args:
-        values: 0 or 1 [tokens] of all rows, one after the other.
-        offsets: int64 [rows + 1] into `values`.
+        column: an array of Arrow, or several one after the other: lists of 0 or 1, one for each token.
     """
-    sums = np.concatenate([[0], np.cumsum(values != 0, dtype=np.int64)])
-    return np.asarray(np.diff(sums[offsets]))
+    found = [np.empty(0, np.int64)]
+    for chunk in column.chunks if hasattr(column, "chunks") else [column]:
+        shown = chunk.values.fill_null(0).to_numpy(zero_copy_only=False) != 0
+        sums = np.concatenate([[0], np.cumsum(shown, dtype=np.int64)])
+        found.append(np.diff(sums[chunk.offsets.to_numpy()]))
+    return np.concatenate(found)
 
 
 # Documents of rows with text.
@@ -458,7 +461,7 @@ def _is_whole(side: Any) -> bool:
     """Whether a side of a pair has its prompt: its first message is not the assistant's."""
     if not is_messages(side) or not side:
         return False
-    return conversation(side, rename=True)[0]["role"] != "assistant"
+    return bool(conversation(side, rename=True)[0]["role"] != "assistant")
 
 
 def _instruction(row: _Row) -> list[Made]:

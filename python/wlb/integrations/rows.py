@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from wlb._errors import error
+from wlb._rows import advice
 from wlb.torch.data.arrow import arrow_lengths
 from wlb.torch.data.rows import KNOWN, RowIndex, RowReader, split_row
 

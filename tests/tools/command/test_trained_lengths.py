@@ -79,7 +79,7 @@ RANKING = [{"conversations": [{"from": "human", "value": FOX}], "chosen": {"from
             "rejected": {"from": "gpt", "value": FOX * 3}}]  # fmt: skip
 ALPACA_RANKING = [{"instruction": FOX, "input": DOG, "chosen": DOG, "rejected": FOX * 3}]
 KTO = [{"prompt": FOX, "completion": DOG, "label": True}]
-VERL = [{"data_source": "gsm8k", "prompt": [user(FOX)], "ability": "math", "extra_info": {"index": 1, "answer": "a" * 99},
+VERL = [{"data_source": "gsm8k", "prompt": [user(FOX)], "ability": "math", "extra_info": {"answer": "a" * 99},
          "reward_model": {"style": "rule", "ground_truth": "72"}}]  # fmt: skip
 ROLLOUTS = [{"prompt": FOX, "completions": [DOG, FOX, "x"], "rewards": [0.0, 1.0, 0.5]}]
 ROLLOUTS_CHAT = [{"prompt": [user(FOX)], "responses": [DOG, FOX]}]

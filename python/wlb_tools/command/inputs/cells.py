@@ -113,7 +113,7 @@ class Wanted:
             raise CliError(f"{message} {', '.join(there) or 'none'}")
         return found
 
-    def counts(self, texts: list[str]) -> NDArray[np.int64]:
+    def counts(self, texts: list[Any]) -> NDArray[np.int64]:
         """int64[n]: tokens, or bytes without a tokenizer."""
         if texts:
             self.saw.add("text")
@@ -223,8 +223,8 @@ def _at_once(
             return None
         wanted.saw.add("tokens")
         if "mask" in reading.columns:
-            mask = columns[reading.columns["mask"]].cast(pa.large_list(pa.int64()))
-            return masked_lengths(mask.values.to_numpy(zero_copy_only=False), mask.offsets.to_numpy().astype(np.int64))
+            mask = columns[reading.columns["mask"]]
+            return None if types.is_fixed_size_list(mask.type) else masked_lengths(mask)
         return _sum([pc.list_value_length(each) for each in every])
     texts = all(types.is_string(each.type) or types.is_large_string(each.type) for each in every)
     if not texts or reading.kind not in ("text", "pair") or wanted.measure is not None or wanted.holds == "tokens":
@@ -303,6 +303,11 @@ def row_lengths(rows: Sequence[Mapping[str, Any]], reading: Reading, wanted: Wan
     rule = Rule(wanted.tokenizer, wanted.trainer)
     if not rule.rename and "system" in reading.columns and reading.kind != "instruction":
         wanted.unread([reading.columns["system"]])
+    if rule.plain and reading.kind == "text" and len(reading.names) == 1 and wanted.holds in (None, "text"):
+        (name,) = reading.names
+        plain = [row.get(name) for row in rows]
+        if not wanted.saw - {"text"} and all(type(each) is str for each in plain):
+            return wanted.counts(plain)
     texts: list[str] = []
     owners: list[int] = []
     added: list[int] = []

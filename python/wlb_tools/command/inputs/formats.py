@@ -30,7 +30,7 @@ Reader = Callable[[Path, Wanted], Iterator[tuple[Lengths, int]]]
 """Yields the lengths of some rows, and how many bytes of the file they took, until the file ends."""
 
 _ROWS = 16384  # rows of a table that are measured at a time
-_BLOCK = 1 << 23  # bytes of lines that are measured at a time
+_BLOCK = 1 << 20  # bytes of lines that are measured at a time
 _LOOK = 100  # rows whose keys say how a file is read
 _COMPRESSED = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 
@@ -112,10 +112,10 @@ def _blocks(path: Path) -> Iterator[bytes]:
             if first:
                 check_encoding(block[:4096], str(path))
                 block, first = block.removeprefix(b"\xef\xbb\xbf"), False
-            whole, end, tail = block.rpartition(b"\n")
+            end = block.rfind(b"\n") + 1
             if end:
-                yield rest + whole + end
-                rest = tail
+                yield rest + block[:end]
+                rest = block[end:]
             else:
                 rest += block
         if rest:
@@ -123,7 +123,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _json_lines(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
-    """Objects, a line each. Arrow parses them if it can read the columns at once, else the standard library."""
+    """Objects, a line each."""
     reading: Reading | None = None
     first = 1
     for block in _blocks(path):
@@ -132,37 +132,8 @@ def _json_lines(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
             if reading is None:
                 yield from _json_array(path, wanted)
                 return
-        taken, count = len(block), block.count(b"\n")
-        found = _by_arrow(block, reading, wanted, path)
-        if found is None:
-            found = _by_lines(block, reading, wanted, path, first)
-        yield found, taken
-        first += count
-
-
-def _by_arrow(block: bytes, reading: Reading, wanted: Wanted, path: Path) -> Lengths | None:
-    """Lengths of lines whose columns have text, ids or numbers, and nothing else; None: they have something else."""
-    names = reading.names
-    if reading.kind not in ("text", "pair", "tokens", "lengths", "histogram") or wanted.measure is not None:
-        return None  # texts become Python's for a tokenizer, and the standard library makes these as fast
-    try:
-        import pyarrow as pa
-        from pyarrow import json as arrow_json
-    except ModuleNotFoundError:
-        return None
-    of_kind = {"tokens": pa.large_list(pa.int64()), "lengths": pa.int64(), "histogram": pa.int64()}
-    schema = pa.schema([(name, of_kind.get(reading.kind, pa.string())) for name in names])
-    parse = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-    try:
-        table = arrow_json.read_json(
-            pa.BufferReader(block), arrow_json.ReadOptions(use_threads=True, block_size=_BLOCK // 4), parse
-        )
-    except pa.ArrowException:
-        return None
-    lines = block.count(b"\n") + (not block.endswith(b"\n"))
-    if table.num_rows != lines or any(table.column(name).null_count for name in names):
-        return None
-    return table_lengths(table, reading, wanted, path, 0)
+        yield _by_lines(block, reading, wanted, path, first), len(block)
+        first += block.count(b"\n")
 
 
 def _by_lines(block: bytes, reading: Reading, wanted: Wanted, path: Path, first: int) -> Lengths:
@@ -391,7 +362,7 @@ def _csv(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
     cells = ["length", "count"][: len(cells)] if headless else cells
     reading = wanted.reading(cells, str(path))
     numbers = reading.kind in ("lengths", "histogram")
-    reading_options = csv.ReadOptions(use_threads=False, block_size=_BLOCK, column_names=cells if headless else None)
+    reading_options = csv.ReadOptions(use_threads=False, block_size=1 << 24, column_names=cells if headless else None)
     types = {} if numbers else {name: pa.string() for name in cells}  # texts may look like numbers
     converting = csv.ConvertOptions(column_types=types, strings_can_be_null=False)
     wanted.unread([name for name in reading.unread(cells) if not numbers])
