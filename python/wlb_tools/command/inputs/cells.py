@@ -120,8 +120,8 @@ class Wanted:
         return utf8_lengths(texts) if self.measure is None else self.measure(texts)
 
     def unread(self, columns: Sequence[str]) -> None:
-        """Notes columns with text that is not counted."""
-        if columns:
+        """Notes columns with text that is not counted, unless the user chose the columns."""
+        if columns and not self.field:
             self.notes[f"Not counted: {', '.join(map(repr, columns))}."] = None
 
 
@@ -279,6 +279,13 @@ def has_text(type_: Any) -> bool:
     if types.is_dictionary(type_):
         return has_text(type_.value_type)
     return bool(types.is_string(type_) or types.is_large_string(type_) or isinstance(type_, pa.BaseExtensionType))
+
+
+def holds_text(value: Any) -> bool:
+    """Whether a value has text, also inside lists and objects."""
+    if isinstance(value, Mapping):
+        return any(map(holds_text, value.values()))
+    return bool(value) and (isinstance(value, str) or (isinstance(value, list) and any(map(holds_text, value))))
 
 
 # Rows.

@@ -23,7 +23,15 @@ from numpy.typing import NDArray
 
 from wlb._rows import Reading, reading_of
 from wlb_tools.command.errors import CliError
-from wlb_tools.command.inputs.cells import Wanted, checked_lengths, has_text, histogram, row_lengths, table_lengths
+from wlb_tools.command.inputs.cells import (
+    Wanted,
+    checked_lengths,
+    has_text,
+    histogram,
+    holds_text,
+    row_lengths,
+    table_lengths,
+)
 
 Lengths = NDArray[np.int64]
 Reader = Callable[[Path, Wanted], Iterator[tuple[Lengths, int]]]
@@ -198,15 +206,9 @@ def _chosen(records: list[dict[str, Any]], wanted: Wanted, where: str) -> Readin
     """How rows are read, by all the keys of some of them."""
     names = dict.fromkeys(name for record in records for name in record)
     reading = wanted.reading([*names], where)
-    said = [name for name in reading.unread([*names]) if any(_has_text(record.get(name)) for record in records)]
+    said = [name for name in reading.unread([*names]) if any(holds_text(record.get(name)) for record in records)]
     wanted.unread(said)
     return reading
-
-
-def _has_text(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_text, value.values()))
-    return bool(value) and (isinstance(value, str) or (isinstance(value, list) and any(map(_has_text, value))))
 
 
 def _json_array(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:

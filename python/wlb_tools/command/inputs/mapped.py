@@ -1,4 +1,4 @@
-"""Lengths of rows as a function that engines for large data call on batches: `map` of datasets, `map_batches` of Ray."""
+"""Lengths of rows as a function of batches, for `map` of datasets and `map_batches` of Ray Data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wlb_tools.command.inputs.cells import Wanted, row_lengths, table_lengths
+from wlb_tools.command.inputs.cells import Wanted, has_text, holds_text, row_lengths, table_lengths
 from wlb_tools.command.inputs.tokenizers import load_tokenizer
 
 
@@ -48,12 +48,16 @@ class RowLengths:
         if isinstance(batch, Mapping):
             columns: Mapping[str, Sequence[Any]] = batch
             reading = wanted.reading([*columns], "batch")
+            wanted.unread([name for name in reading.unread([*columns]) if any(map(holds_text, columns[name]))])
             rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
             made: Any = {"length": row_lengths(rows, reading, wanted, lambda row: f"batch: row {row}").tolist()}
         else:
             import pyarrow as pa
 
             reading = wanted.reading(batch.column_names, "batch")
+            wanted.unread(
+                [name for name in reading.unread(batch.column_names) if has_text(batch.schema.field(name).type)]
+            )
             made = pa.table({"length": table_lengths(batch, reading, wanted, Path("batch"), 0)})
         for note in wanted.notes:
             warnings.warn(note, stacklevel=2)
