@@ -1,4 +1,4 @@
-"""A corpus that is larger than one machine: the same lengths from `map` of datasets and `map_batches` of Ray Data."""
+"""The page on large corpora: its blocks give the lengths of `wlb lengths`, by `map` of datasets and by Ray Data."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 import wlb_tools
 from tests.tools.command import trainers
+from tests.trainers.page import block
 from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.documents import read_documents, wanted
 from wlb_tools.command.output.console import progress
@@ -19,20 +20,22 @@ from wlb_tools.command.output.console import progress
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("transformers")
 
+PAGE = "large_corpora.md"
 ROWS = [
     {"messages": [{"role": "user", "content": "the fox " * n}, {"role": "assistant", "content": "jumps"}]}
     for n in range(1, 41)
 ]
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[int]]:
-    """A file, a tokenizer, and the lengths that `wlb lengths` counts."""
-    folder = tmp_path_factory.mktemp("corpus")
-    trainers.save_tokenizer(folder / "tokenizer")
-    path = folder / "chats.jsonl"
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, list[int]]:
+    """A file and a tokenizer where the page has them, and the lengths that `wlb lengths` counts."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer, path = tmp_path / "path" / "of" / "model", tmp_path / "chats" / "all.jsonl"
+    trainers.save_tokenizer(tokenizer)
+    path.parent.mkdir()
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path, folder / "tokenizer", read(path, tokenizer=folder / "tokenizer")
+    return path, tokenizer, read(path, tokenizer=tokenizer)
 
 
 def read(path: Path, **options: Any) -> list[int]:
@@ -55,31 +58,25 @@ def test_a_batch_is_a_mapping_or_a_table_and_the_function_can_be_sent(corpus: tu
         wlb_tools.RowLengths()({"text": ["a", None]})
 
 
-def test_map_of_datasets_with_processes(corpus: tuple[Path, Path, list[int]], tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    path, tokenizer, expected = corpus
-    rows = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
-    lengths = wlb_tools.RowLengths(tokenizer)
-    made = rows.map(lengths, batched=True, batch_size=7, num_proc=2, remove_columns=rows.column_names)
-    made.to_parquet(tmp_path / "lengths.parquet")
-    assert read(tmp_path / "lengths.parquet") == expected
+def test_map_of_datasets_with_processes(corpus: tuple[Path, Path, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", corpus[0].parent / "cache")
+    exec(block("import datasets", PAGE).replace("num_proc=64", "num_proc=2"), {})
+    assert read(Path("lengths.parquet")) == corpus[2]
 
 
-def test_map_batches_of_ray_data(corpus: tuple[Path, Path, list[int]], tmp_path: Path) -> None:
+def test_map_batches_of_ray_data(corpus: tuple[Path, Path, list[int]]) -> None:
     ray = pytest.importorskip("ray")
-    path, tokenizer, expected = corpus
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        ray.data.DataContext.get_current().execution_options.preserve_order = True
-        rows = ray.data.read_json(str(path), lines=True)
-        made = rows.map_batches(wlb_tools.RowLengths(tokenizer), batch_format="pyarrow", batch_size=7)
-        made.write_parquet(str(tmp_path / "lengths"))
+        exec(block("import ray", PAGE).replace("s3://corpus/chats/", str(corpus[0].parent)).replace(
+            '"path/of/model"', repr(str(corpus[1]))), {})  # fmt: skip
     finally:
         ray.shutdown()
-    assert read(tmp_path / "lengths") == expected
+    assert read(Path("lengths")) == corpus[2]
 
 
-def test_loaders_read_the_column(corpus: tuple[Path, Path, list[int]], tmp_path: Path) -> None:
+def test_loaders_read_the_column(corpus: tuple[Path, Path, list[int]]) -> None:
     pytest.importorskip("torch")
     import pyarrow.parquet as pq
 
@@ -87,13 +84,13 @@ def test_loaders_read_the_column(corpus: tuple[Path, Path, list[int]], tmp_path:
     import wlb.torch as wt
 
     _, tokenizer, expected = corpus
-    table = wlb_tools.RowLengths(tokenizer)(pa.Table.from_pylist(ROWS))
-    pq.write_table(table, tmp_path / "lengths.parquet")
-    lengths = pq.read_table(tmp_path / "lengths.parquet")["length"].to_numpy()
+    pq.write_table(wlb_tools.RowLengths(tokenizer)(pa.Table.from_pylist(ROWS)), "lengths.parquet")
+    found: dict[str, Any] = {}
+    exec(block("pq.read_table", PAGE), found)
     packer = wlb.Packer(
         num_micro_batches=2, max_tokens=512, cost_model=wlb.CostModel(attention=1.0, linear=1.0), release="fifo"
     )
-    sampler = wt.BalancedBatchSampler(lengths, packer=packer, dp_rank=0, dp_size=1)
+    sampler = wt.BalancedBatchSampler(found["lengths"], packer=packer, dp_rank=0, dp_size=1)
     drawn = {piece for batch in sampler for piece in batch}
     assert drawn == {*range(len(expected))}
-    assert np.array_equal(lengths, expected)
+    assert np.array_equal(found["lengths"], expected)
