@@ -30,6 +30,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod balance;
 pub mod cost;
 mod costliest_first;
 mod digest;

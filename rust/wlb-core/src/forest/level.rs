@@ -1,6 +1,6 @@
 //! Exchanges samples between micro-batches so that the heavier ones become lighter.
 
-use crate::ladder::Ladder;
+use crate::balance::{self, Rules, Size, exchange};
 
 use super::bins::{Bins, Run};
 use super::leaves::Load;
@@ -35,64 +35,74 @@ pub(super) struct Search {
     pub(super) steps: usize,
 }
 
-#[derive(Clone, Copy)]
+impl Teams {
+    fn load(&self, bins: &Bins, team: usize) -> f64 {
+        self.bins[team].iter().map(|&bin| bins.loads[bin].cost).sum::<f64>() - self.targets[team]
+    }
+}
+
+/// Runs that two micro-batches exchange.
 struct Exchange {
     given: Run,
     taken: Option<Run>,
     to: usize,
-    score: f64,
+}
+
+/// The teams of a forest's micro-batches.
+struct Levelled<'a, 'b> {
+    bins: &'a mut Bins<'b>,
+    teams: &'a Teams,
+    loads: Vec<f64>,
+    search: &'a mut Search,
+}
+
+impl balance::Teams for Levelled<'_, '_> {
+    type Exchange = Exchange;
+
+    fn load(&self, team: usize) -> f64 {
+        self.loads[team]
+    }
+
+    fn is_spent(&self) -> bool {
+        self.search.steps == 0
+    }
+
+    fn best(&mut self, pair: [usize; 2], _: Size, least: Option<f64>) -> Option<(f64, Exchange)> {
+        let loads = pair.map(|team| self.loads[team]);
+        if loads[0] - loads[1] <= self.search.close {
+            return None;
+        }
+        let least = least.unwrap_or(loads[0] - self.search.close / 2.0);
+        self.search.best(self.bins, pair.map(|team| &self.teams.bins[team][..]), loads, least)
+    }
+
+    fn apply(&mut self, pair: [usize; 2], Exchange { given, taken, to }: Exchange) {
+        let there = self.bins.take(&given);
+        let back = taken.map(|run| self.bins.take(&run)).unwrap_or_default();
+        self.bins.put(to, &there);
+        self.bins.put(given.bin, &back);
+        pair.into_iter().for_each(|team| self.loads[team] = self.teams.load(self.bins, team));
+    }
 }
 
 impl Search {
     /// Lowers the heaviest team, then the next one that can be lowered, until all are within `close` of the lightest,
     /// no exchange is left, or the steps are used up.
     pub(super) fn level(&mut self, bins: &mut Bins, teams: &Teams) {
-        let load = |bins: &Bins, team: usize| {
-            teams.bins[team].iter().map(|&bin| bins.loads[bin].cost).sum::<f64>() - teams.targets[team]
-        };
-        let mut loads: Vec<f64> = (0..teams.bins.len()).map(|team| load(bins, team)).collect();
-        let mut by_load = Ladder::new(loads.iter().copied());
-        for _ in 1..loads.len() {
-            loop {
-                let (heavy, light) = (by_load.heaviest(), by_load.lightest());
-                if loads[heavy] - loads[light] <= self.close || self.steps == 0 {
-                    return;
-                }
-                let partners: Vec<usize> = by_load.ascending().take(PARTNERS).filter(|&team| team != heavy).collect();
-                let mut best: Option<(usize, Exchange)> = None;
-                for light in partners {
-                    if loads[heavy] - loads[light] <= self.close {
-                        break;
-                    }
-                    let most = best.map_or(loads[heavy] - self.close / 2.0, |(_, exchange)| exchange.score);
-                    let pair = [loads[heavy], loads[light]];
-                    if let Some(found) = self.best(bins, [&teams.bins[heavy], &teams.bins[light]], pair, most) {
-                        best = Some((light, found));
-                        // A partner that takes half of the difference is as good as any other.
-                        if found.score <= (pair[0] + pair[1]) / 2.0 + self.close {
-                            break;
-                        }
-                    }
-                }
-                let Some((light, exchange)) = best else {
-                    by_load.remove(heavy);
-                    break;
-                };
-                let from = exchange.given.bin;
-                let given = bins.take(&exchange.given);
-                let taken = exchange.taken.map(|run| bins.take(&run)).unwrap_or_default();
-                bins.put(exchange.to, &given);
-                bins.put(from, &taken);
-                for team in [heavy, light] {
-                    loads[team] = load(bins, team);
-                    by_load.set(team, loads[team]);
-                }
-            }
-        }
+        let loads: Vec<f64> = (0..teams.bins.len()).map(|team| teams.load(bins, team)).collect();
+        // A partner that takes half of the difference is as good as any other.
+        let rules = Rules { enough: self.close, ..Rules::new(self.close, PARTNERS) };
+        exchange(&mut Levelled { bins, teams, loads, search: self }, teams.bins.len(), &rules);
     }
 
-    /// The exchange that leaves the heavier of two teams with the least load, if that is below `most`.
-    fn best(&mut self, bins: &Bins, held: [&[usize]; 2], [heavy, light]: [f64; 2], most: f64) -> Option<Exchange> {
+    /// The exchange that leaves the heavier of two teams with the least load, and that load, if it is below `most`.
+    fn best(
+        &mut self,
+        bins: &Bins,
+        held: [&[usize]; 2],
+        [heavy, light]: [f64; 2],
+        most: f64,
+    ) -> Option<(f64, Exchange)> {
         let (mut found, mut least) = (None, most);
         let parted = self.parts == Parts::Any;
         let (mut gives, mut takes, mut backs) = (Vec::new(), Vec::new(), Vec::new());
@@ -125,7 +135,7 @@ impl Search {
                             && bins.has_room(from, back.tokens - given.loss.tokens, -documents)
                         {
                             least = score;
-                            found = Some(Exchange { given: *given, taken: taken.copied(), to, score });
+                            found = Some(Exchange { given: *given, taken: taken.copied(), to });
                         }
                     }
                 }
@@ -134,7 +144,7 @@ impl Search {
                 break;
             }
         }
-        found
+        Some(least).zip(found)
     }
 }
 
@@ -146,9 +156,7 @@ fn same_tree(bins: &Bins, a: &Run, b: &Run) -> bool {
 pub(super) fn reunite(bins: &mut Bins, teams: &Teams) {
     let mut team_of = vec![0; bins.contents.len()];
     teams.bins.iter().enumerate().for_each(|(team, held)| held.iter().for_each(|&bin| team_of[bin] = team));
-    let mut loads: Vec<f64> = (0..teams.bins.len())
-        .map(|team| teams.bins[team].iter().map(|&bin| bins.loads[bin].cost).sum::<f64>() - teams.targets[team])
-        .collect();
+    let mut loads: Vec<f64> = (0..teams.bins.len()).map(|team| teams.load(bins, team)).collect();
     let most = loads.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let mut homes: Vec<(u32, usize)> = Vec::new();
     let mut runs = Vec::new();
@@ -175,10 +183,7 @@ pub(super) fn reunite(bins: &mut Bins, teams: &Teams) {
             let home = homes.iter().map(|&(_, to)| to).filter(|&to| to != from && may(to));
             if let Some(to) = home.min_by_key(|&to| (bins.gain(to, &run).tokens, to)) {
                 bins.hand_over(&run, to);
-                for team in [team_of[from], team_of[to]] {
-                    loads[team] =
-                        teams.bins[team].iter().map(|&bin| bins.loads[bin].cost).sum::<f64>() - teams.targets[team];
-                }
+                [team_of[from], team_of[to]].into_iter().for_each(|team| loads[team] = teams.load(bins, team));
             }
         }
     }

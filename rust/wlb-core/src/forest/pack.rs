@@ -6,6 +6,7 @@
 //! judged by the exact cost. With few samples all partitions are tried. A forest without shared tokens is packed like
 //! documents.
 
+use crate::balance::{Item, fewest};
 use crate::cost::{CostModel, Mask};
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
@@ -13,7 +14,7 @@ use crate::limits::MAX_MICRO_BATCHES;
 use crate::packing::options::{Leftover, Method, PackOptions, Ranks, Sync, check_micro_batches};
 use crate::packing::pack::{pack, pack_whole};
 use crate::packing::{Packing, deal, light_ends};
-use crate::ranks::{Item, RankOptions, Shared, heaviest_together, pack_for_ranks, rows_to_ranks, share_out};
+use crate::ranks::{RankOptions, Shared, heaviest_together, pack_for_ranks, rows_to_ranks, share_out};
 
 use super::bins::{Bins, Limits};
 use super::bound;
@@ -271,26 +272,10 @@ impl<'a> Batch<'a> {
     /// The plan with the fewest rounds that hold all samples, or with a few more if the step gets shorter.
     fn fewest(&self) -> Result<Found<'a>> {
         let dp_size = self.dp_size();
-        let attempt = |rounds: usize| {
+        let (enough, mut best) = fewest(self.least_rounds(), MAX_MICRO_BATCHES / dp_size, |rounds| {
             check_micro_batches(rounds.saturating_mul(dp_size))?;
             Ok(self.attempt(rounds))
-        };
-        let (mut too_few, mut step) = (self.least_rounds() - 1, 1);
-        let (mut enough, mut best) = loop {
-            let rounds = too_few + step;
-            if let Some(found) = attempt(rounds)? {
-                break (rounds, found);
-            }
-            step = (2 * step).min((MAX_MICRO_BATCHES / dp_size).saturating_sub(rounds)).max(1);
-            too_few = rounds;
-        };
-        while enough - too_few > 1 {
-            let middle = too_few + (enough - too_few) / 2;
-            match attempt(middle)? {
-                Some(found) => (enough, best) = (middle, found),
-                None => too_few = middle,
-            }
-        }
+        })?;
         if self.options.ranks.is_some() {
             for rounds in enough + 1..=enough + MORE_ROUNDS {
                 let most = best.step * (1.0 - WORTH_A_ROUND);

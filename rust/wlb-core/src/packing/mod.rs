@@ -18,7 +18,6 @@ pub(crate) mod placement;
 pub(crate) mod plan;
 pub(crate) mod pricing;
 pub(crate) mod split;
-pub(crate) mod takers;
 
 pub use certificate::Certificate;
 pub use columns::Columns;

@@ -4,6 +4,7 @@
 //! advises. In fine-tuning and reinforcement learning a batch is trained whole in one step: there [`pack_whole`] finds
 //! the number of micro-batches, from what memory holds and what data-parallel ranks need.
 
+use crate::balance::fewest;
 use crate::cost::DocumentCosts;
 use crate::error::{Error, Result, check_range, saturating_i64};
 use crate::lengths::Lengths;
@@ -244,22 +245,8 @@ pub fn pack_whole<'a>(
         least = least.max((micro_batches / multiple_of as f64).ceil() as usize);
     }
 
-    // `too_few` multiples leave something over. Steps double, so that a bound far too low costs few attempts.
-    let (mut too_few, mut step) = (least - 1, 1);
-    let (mut enough, mut best) = loop {
-        let multiples = too_few + step;
-        let packing = pack_into(multiples)?;
-        if packing.leftover.is_empty() {
-            break (multiples, packing);
-        }
-        // The last step goes to the largest number that is allowed.
-        step = (2 * step).min((MAX_MICRO_BATCHES / multiple_of).saturating_sub(multiples)).max(1);
-        too_few = multiples;
-    };
-    while enough - too_few > 1 {
-        let middle = too_few + (enough - too_few) / 2;
-        let packing = pack_into(middle)?;
-        if packing.leftover.is_empty() { (enough, best) = (middle, packing) } else { too_few = middle }
-    }
+    let most = MAX_MICRO_BATCHES / multiple_of;
+    let (_, best) =
+        fewest(least, most, |multiples| Ok(Some(pack_into(multiples)?).filter(|it| it.leftover.is_empty())))?;
     Ok(best)
 }

@@ -2,17 +2,14 @@
 //! together.
 
 mod arrange;
-mod items;
-mod level;
+mod groups;
 mod options;
 mod plan;
 mod rounds;
 mod share_out;
-mod shares;
 mod sums;
 
 pub(crate) use arrange::arrange;
-pub(crate) use items::Item;
 pub use options::RankOptions;
 pub use plan::pack_for_ranks;
 pub(crate) use rounds::{heaviest_together, rows_to_ranks};

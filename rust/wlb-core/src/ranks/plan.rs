@@ -5,6 +5,7 @@
 //! micro-batches than packing without ranks. If ranks must keep groups together or have equally many documents,
 //! documents are first shared out to ranks, and each rank's documents then fill its own micro-batches.
 
+use crate::balance::{Bins, Item, Leveller, Limits, Rule, documents, fewest};
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
 use crate::limits::MAX_MICRO_BATCHES;
@@ -14,10 +15,8 @@ use crate::packing::plan::Packing;
 use crate::packing::pricing::Pricing;
 use crate::packing::{deal, light_ends};
 
-use super::items::{Item, documents, groups, members};
-use super::level::Leveller;
+use super::groups::{groups, members};
 use super::options::RankOptions;
-use super::shares::{Limits, Rule, Shares};
 use super::{rounds, sums};
 
 /// Micro-batches count as level if they differ by at most this part of their mean.
@@ -160,30 +159,13 @@ impl<'a> Batch<'a> {
     /// The plan with the smallest number of rounds that was found to hold all documents, a multiple of `multiple`.
     fn fewest(&self, multiple: usize) -> Result<(usize, Contents)> {
         let dp_size = self.options.dp_size();
-        let attempt = |multiples: usize| {
+        let least = self.least_rounds().div_ceil(multiple);
+        let (multiples, best) = fewest(least, MAX_MICRO_BATCHES / (dp_size * multiple), |multiples| {
             let rounds = multiples.saturating_mul(multiple);
             check_micro_batches(rounds.saturating_mul(dp_size))?;
             Ok(self.attempt(rounds))
-        };
-        // `too_few` multiples leave something over. Steps double, so that a bound far too low costs few attempts.
-        let (mut too_few, mut step) = (self.least_rounds().div_ceil(multiple) - 1, 1);
-        let (mut enough, mut best) = loop {
-            let multiples = too_few + step;
-            if let Some(found) = attempt(multiples)? {
-                break (multiples, found);
-            }
-            // The last step goes to the largest number that is allowed.
-            step = (2 * step).min((MAX_MICRO_BATCHES / (dp_size * multiple)).saturating_sub(multiples)).max(1);
-            too_few = multiples;
-        };
-        while enough - too_few > 1 {
-            let middle = too_few + (enough - too_few) / 2;
-            match attempt(middle)? {
-                Some(found) => (enough, best) = (middle, found),
-                None => too_few = middle,
-            }
-        }
-        let rounds = enough * multiple;
+        })?;
+        let rounds = multiples * multiple;
         let shorter = if multiple == 1 { self.one_more(rounds, &best) } else { None };
         Ok(shorter.map_or((rounds, best), |shorter| (rounds + 1, shorter)))
     }
@@ -236,36 +218,36 @@ impl<'a> Batch<'a> {
             Sync::MicroBatch => rounds::targets(&self.items, dp_size, rounds),
         };
         let mean = targets.iter().sum::<f64>() / rounds as f64;
-        let (mut shares, mut ranks) = if self.members.is_empty() {
+        let (mut bins, mut ranks) = if self.members.is_empty() {
             let targets: Vec<f64> = targets.iter().flat_map(|&target| std::iter::repeat_n(target, dp_size)).collect();
-            let shares = self.filled(&self.items, &targets, CLOSE * mean, self.start.as_deref())?;
-            let ranks = deal(&shares.costs(), dp_size).chunks(rounds).map(<[usize]>::to_vec).collect();
-            (shares, ranks)
+            let bins = self.filled(&self.items, &targets, CLOSE * mean, self.start.as_deref())?;
+            let ranks = deal(&bins.costs(), dp_size).chunks(rounds).map(<[usize]>::to_vec).collect();
+            (bins, ranks)
         } else {
             self.by_rank(&targets, mean)?
         };
-        let level = |shares: &mut Shares, ranks: &mut [Vec<usize>]| match sync {
-            Sync::Step => self.level_sums(shares, ranks, mean),
-            Sync::MicroBatch => self.level_rounds(shares, ranks, mean),
+        let level = |bins: &mut Bins, ranks: &mut [Vec<usize>]| match sync {
+            Sync::Step => self.level_sums(bins, ranks, mean),
+            Sync::MicroBatch => self.level_rounds(bins, ranks, mean),
         };
         let most = match sync {
             Sync::Step => mean * rounds as f64 * (1.0 + CLOSE),
             Sync::MicroBatch => targets.iter().sum::<f64>() * (1.0 + UNEVEN),
         };
-        level(&mut shares, &mut ranks);
+        level(&mut bins, &mut ranks);
         // Few exchanges cannot level the sums or rounds if the number of costly documents is no multiple of the ranks,
-        // or if micro-batches are full. Then a plan that shares out to ranks first is tried, too.
-        let longest = self.longest(&shares, &ranks);
+        // or if micro-batches are full. Then a plan that bins out to ranks first is tried, too.
+        let longest = self.longest(&bins, &ranks);
         if self.members.is_empty()
             && longest > most
             && let Some((mut others, mut held)) = self.by_rank(&targets, mean)
         {
             level(&mut others, &mut held);
             if self.longest(&others, &held) < longest {
-                (shares, ranks) = (others, held);
+                (bins, ranks) = (others, held);
             }
         }
-        let documents = |&j: &usize| shares.contents[j].iter().map(|&place| self.items[place as usize].index).collect();
+        let documents = |&j: &usize| bins.contents[j].iter().map(|&place| self.items[place as usize].index).collect();
         Some(ranks.iter().map(|held| held.iter().map(documents).collect()).collect())
     }
 
@@ -275,14 +257,14 @@ impl<'a> Batch<'a> {
     }
 
     /// Levels the sums of ranks, then the micro-batches of each rank, and puts these in schedule order.
-    fn level_sums(&self, shares: &mut Shares, ranks: &mut [Vec<usize>], mean: f64) {
+    fn level_sums(&self, bins: &mut Bins, ranks: &mut [Vec<usize>], mean: f64) {
         if self.documents_move() && ranks.len() > 1 {
             let close = CLOSE_SUMS * mean * ranks[0].len() as f64;
-            sums::level(shares, ranks, close, &mut Leveller::new(STEPS, self.options.equal_documents));
+            sums::level(bins, ranks, close, &mut Leveller::new(STEPS, self.options.equal_documents));
             let mut search = Leveller::new(STEPS, false);
-            ranks.iter().for_each(|held| search.level(shares, held, CLOSE * mean));
+            ranks.iter().for_each(|held| search.level(bins, held, CLOSE * mean));
         }
-        let costs = shares.costs();
+        let costs = bins.costs();
         for held in ranks {
             held.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]));
             *held = light_ends(held);
@@ -290,21 +272,21 @@ impl<'a> Batch<'a> {
     }
 
     /// Levels the micro-batches of each round, then the sums of ranks, and puts the rounds in schedule order.
-    fn level_rounds(&self, shares: &mut Shares, ranks: &mut [Vec<usize>], mean: f64) {
+    fn level_rounds(&self, bins: &mut Bins, ranks: &mut [Vec<usize>], mean: f64) {
         let (dp_size, rounds) = (ranks.len(), ranks[0].len());
         let deals = self.members.is_empty();
         let together = |ranks: &[Vec<usize>], costs: &[f64]| match deals {
             true => rounds::heaviest_together(costs, dp_size),
             false => rounds::of_ranks(ranks, costs),
         };
-        let mut rows = together(ranks, &shares.costs());
+        let mut rows = together(ranks, &bins.costs());
         if self.documents_move() {
             let mut search = Leveller::new(STEPS, self.options.equal_documents);
-            rows.iter().for_each(|round| search.level(shares, round, CLOSE * mean));
-            rows = together(ranks, &shares.costs());
+            rows.iter().for_each(|round| search.level(bins, round, CLOSE * mean));
+            rows = together(ranks, &bins.costs());
         }
         if deals {
-            rounds::deal(&mut rows, &shares.costs(), dp_size);
+            rounds::deal(&mut rows, &bins.costs(), dp_size);
         }
         let order = light_ends(&(0..rounds).collect::<Vec<usize>>());
         for (rank, held) in ranks.iter_mut().enumerate() {
@@ -312,7 +294,7 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// Items in shares near their targets, levelled. `None` if no rule finds room for all items and there is no
+    /// Items in bins near their targets, levelled. `None` if no rule finds room for all items and there is no
     /// `start`.
     fn filled<'b>(
         &self,
@@ -320,24 +302,24 @@ impl<'a> Batch<'a> {
         targets: &[f64],
         close: f64,
         start: Option<&[Vec<u32>]>,
-    ) -> Option<Shares<'b>> {
+    ) -> Option<Bins<'b>> {
         let all: Vec<usize> = (0..targets.len()).collect();
-        let excess = |shares: &Shares| match self.options.sync() {
-            Sync::Step => shares.loads.iter().copied().fold(f64::NEG_INFINITY, f64::max),
-            Sync::MicroBatch => shares.loads.iter().map(|load| load.max(0.0)).sum(),
+        let excess = |bins: &Bins| match self.options.sync() {
+            Sync::Step => bins.loads.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+            Sync::MicroBatch => bins.loads.iter().map(|load| load.max(0.0)).sum(),
         };
-        let levelled = |mut shares: Shares<'b>| {
-            Leveller::new(STEPS, false).level(&mut shares, &all, close);
-            shares
+        let levelled = |mut bins: Bins<'b>| {
+            Leveller::new(STEPS, false).level(&mut bins, &all, close);
+            bins
         };
-        let made = |rule: Rule| Shares::filled(items, self.limits, targets, rule).map(levelled);
+        let made = |rule: Rule| Bins::filled(items, self.limits, targets, rule).map(levelled);
         let first = made(Rule::LeastLoad);
         if let Some(first) = first.as_ref().filter(|first| excess(first) <= close) {
             return Some(first.clone());
         }
         let started = start.map(|start| {
             let places = start.iter().map(|held| held.iter().map(|&document| self.places[document as usize]).collect());
-            levelled(Shares::held(items, self.limits, targets, places.collect()))
+            levelled(Bins::held(items, self.limits, targets, places.collect()))
         });
         let made_so = [first, made(Rule::Steepest), started].into_iter().flatten();
         let best = made_so.reduce(|best, other| if excess(&other) < excess(&best) { other } else { best });
@@ -346,22 +328,22 @@ impl<'a> Batch<'a> {
 
     /// Groups (or documents, without groups) on ranks that each have room for `rounds` micro-batches; `None` if no way
     /// was found.
-    fn shared_out(&self, rounds: usize) -> Option<Shares<'_>> {
+    fn shared_out(&self, rounds: usize) -> Option<Bins<'_>> {
         let Limits { tokens, documents } = self.limits;
         let rounds = rounds as i64;
         let limits = Limits { tokens: tokens * rounds, documents: documents * rounds };
         let targets = vec![0.0; self.options.dp_size()];
         let rule = if self.options.equal_documents { Rule::FewestDocuments } else { Rule::LeastLoad };
         let together = if self.members.is_empty() { &self.items } else { &self.groups };
-        let shares = Shares::filled(together, limits, &targets, rule)?;
+        let bins = Bins::filled(together, limits, &targets, rule)?;
         let documents = |held: &Vec<u32>| held.iter().map(|&place| together[place as usize].documents).sum::<u32>();
-        let held = || shares.contents.iter().map(documents);
+        let held = || bins.contents.iter().map(documents);
         let spread = held().max().unwrap_or(0) - held().min().unwrap_or(0);
-        (!self.options.equal_documents || spread <= 1).then_some(shares)
+        (!self.options.equal_documents || spread <= 1).then_some(bins)
     }
 
     /// Shares groups out to ranks, then fills each rank's own micro-batches near the targets of its rounds.
-    fn by_rank(&self, targets: &[f64], mean: f64) -> Option<(Shares<'_>, Vec<Vec<usize>>)> {
+    fn by_rank(&self, targets: &[f64], mean: f64) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
         let mut on_ranks = self.shared_out(targets.len())?;
         let all: Vec<usize> = (0..on_ranks.contents.len()).collect();
         let mut search = Leveller::new(STEPS, self.options.equal_documents);
@@ -369,7 +351,7 @@ impl<'a> Batch<'a> {
         search.level(&mut on_ranks, &all, CLOSE_SUMS * mean * targets.len() as f64);
 
         let held_targets: Vec<f64> = all.iter().flat_map(|_| targets.iter().copied()).collect();
-        let mut shares = Shares::new(&self.items, self.limits, &held_targets);
+        let mut bins = Bins::new(&self.items, self.limits, &held_targets);
         for (rank, held) in on_ranks.contents.iter().enumerate() {
             let members = |&place: &u32| &self.members[self.groups[place as usize].index as usize];
             let mut places: Vec<u32> = if self.members.is_empty() {
@@ -382,16 +364,16 @@ impl<'a> Batch<'a> {
             let filled = self.filled(&items, targets, CLOSE * mean, None)?;
             for (round, contents) in filled.contents.iter().enumerate() {
                 let micro_batch = rank * targets.len() + round;
-                contents.iter().for_each(|&place| shares.put(places[place as usize], micro_batch));
+                contents.iter().for_each(|&place| bins.put(places[place as usize], micro_batch));
             }
         }
         let ranks = all.iter().map(|rank| (rank * targets.len()..(rank + 1) * targets.len()).collect()).collect();
-        Some((shares, ranks))
+        Some((bins, ranks))
     }
 
     /// Time of a step: the heaviest rank, or the sum of the heaviest micro-batch of each round.
-    fn longest(&self, shares: &Shares<'_>, ranks: &[Vec<usize>]) -> f64 {
-        let costs = shares.costs();
+    fn longest(&self, bins: &Bins<'_>, ranks: &[Vec<usize>]) -> f64 {
+        let costs = bins.costs();
         match self.options.sync() {
             Sync::Step => ranks.iter().map(|held| held.iter().map(|&j| costs[j]).sum()).fold(0.0, f64::max),
             Sync::MicroBatch => {

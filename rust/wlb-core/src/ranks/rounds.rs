@@ -4,7 +4,7 @@
 //! the micro-batches of one round should be equal, while rounds may differ: a document that costs more than the mean
 //! micro-batch makes a heavy round, and the next costly documents go into the same round.
 
-use super::items::Item;
+use crate::balance::Item;
 
 /// Target cost of the micro-batches of each round, heaviest round first.
 ///

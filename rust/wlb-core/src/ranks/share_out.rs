@@ -1,9 +1,8 @@
 //! Shares groups of documents that have to stay together out to ranks.
 
-use super::items::{Item, sort};
-use super::level::Leveller;
+use crate::balance::{Bins, Item, Leveller, Limits, Rule, sort};
+
 use super::plan::{RANKS, STEPS};
-use super::shares::{Limits, Rule, Shares};
 
 /// Limits of a share-out.
 pub(crate) struct Shared {
@@ -24,16 +23,16 @@ pub(crate) fn share_out(mut items: Vec<Item>, shared: &Shared) -> Option<Vec<Vec
     sort(&mut items);
     let limits = Limits { tokens: shared.tokens, documents: shared.documents };
     let rule = if shared.equal_documents { Rule::FewestDocuments } else { Rule::LeastLoad };
-    let mut shares = Shares::filled(&items, limits, &vec![0.0; shared.ranks], rule)?;
+    let mut bins = Bins::filled(&items, limits, &vec![0.0; shared.ranks], rule)?;
     let documents = |held: &Vec<u32>| held.iter().map(|&place| items[place as usize].documents).sum::<u32>();
-    let held: Vec<u32> = shares.contents.iter().map(documents).collect();
+    let held: Vec<u32> = bins.contents.iter().map(documents).collect();
     let spread = held.iter().max().unwrap_or(&0) - held.iter().min().unwrap_or(&0);
     if shared.equal_documents && spread > 1 {
         return None;
     }
     let mut search = Leveller::new(STEPS, shared.equal_documents);
     search.partners = RANKS;
-    search.level(&mut shares, &(0..shared.ranks).collect::<Vec<usize>>(), shared.close);
+    search.level(&mut bins, &(0..shared.ranks).collect::<Vec<usize>>(), shared.close);
     let indices = |held: &Vec<u32>| held.iter().map(|&place| items[place as usize].index).collect();
-    Some(shares.contents.iter().map(indices).collect())
+    Some(bins.contents.iter().map(indices).collect())
 }

@@ -1,9 +1,6 @@
 //! Levels the sums of ranks, which are the step if ranks wait for each other once a step.
 
-use crate::ladder::Ladder;
-
-use super::level::{Exchange, Leveller, Size};
-use super::shares::Shares;
+use crate::balance::{Bins, Exchange, Leveller, Rules, Size, Teams, exchange};
 
 /// Number of partners of the heaviest rank that are tried, from the lightest on.
 const PARTNERS: usize = 3;
@@ -25,51 +22,74 @@ enum Swap {
 ///
 /// # Arguments
 /// * `ranks` - the micro-batches of each rank.
-pub(super) fn level(shares: &mut Shares, ranks: &mut [Vec<usize>], close: f64, search: &mut Leveller) {
-    let mut costs = shares.costs();
-    let sum = |held: &[usize], costs: &[f64]| held.iter().map(|&j| costs[j]).sum::<f64>();
-    let mut sums: Vec<f64> = ranks.iter().map(|held| sum(held, &costs)).collect();
-    let mut by_sum = Ladder::new(sums.iter().copied());
-    loop {
-        let (heavy, light) = (by_sum.heaviest(), by_sum.lightest());
-        if sums[heavy] - sums[light] <= close || search.steps == 0 {
-            return;
-        }
-        let partners: Vec<usize> = by_sum.ascending().take(PARTNERS).filter(|&rank| rank != heavy).collect();
-        let found = [Size::One, Size::Two].into_iter().find_map(|size| {
-            partners.iter().find_map(|&light| {
-                let aim = (sums[heavy] - sums[light]) / 2.0;
-                let swap = best(shares, &costs, [&ranks[heavy], &ranks[light]], size, [aim, close / 2.0], search)?;
-                Some((light, swap))
-            })
-        });
-        let Some((light, swap)) = found else { return };
+pub(super) fn level(bins: &mut Bins, ranks: &mut [Vec<usize>], close: f64, search: &mut Leveller) {
+    let costs = bins.costs();
+    let sums = ranks.iter().map(|held| sum(held, &costs)).collect();
+    let rules = Rules { sizes: &[Size::One, Size::Two], sets_aside: false, ..Rules::new(close, PARTNERS) };
+    let count = ranks.len();
+    exchange(&mut Sums { bins, ranks, costs, sums, close, search }, count, &rules);
+}
+
+/// Ranks as teams.
+struct Sums<'a, 'b> {
+    bins: &'a mut Bins<'b>,
+    /// The micro-batches of each rank.
+    ranks: &'a mut [Vec<usize>],
+    /// Cost of each micro-batch.
+    costs: Vec<f64>,
+    /// Sum of each rank.
+    sums: Vec<f64>,
+    close: f64,
+    search: &'a mut Leveller,
+}
+
+impl Teams for Sums<'_, '_> {
+    type Exchange = Swap;
+
+    fn load(&self, rank: usize) -> f64 {
+        self.sums[rank]
+    }
+
+    fn is_spent(&self) -> bool {
+        self.search.steps == 0
+    }
+
+    fn best(&mut self, [heavy, light]: [usize; 2], size: Size, _: Option<f64>) -> Option<(f64, Swap)> {
+        let aim = (self.sums[heavy] - self.sums[light]) / 2.0;
+        let held = [&self.ranks[heavy][..], &self.ranks[light]];
+        let (error, swap) = best(self.bins, &self.costs, held, size, [aim, self.close / 2.0], self.search)?;
+        Some((self.sums[light] + aim + error, swap))
+    }
+
+    fn apply(&mut self, [heavy, light]: [usize; 2], swap: Swap) {
         match swap {
             Swap::MicroBatches(given, taken) => {
-                let (a, b) = (ranks[heavy][given], ranks[light][taken]);
-                (ranks[heavy][given], ranks[light][taken]) = (b, a);
+                let (a, b) = (self.ranks[heavy][given], self.ranks[light][taken]);
+                (self.ranks[heavy][given], self.ranks[light][taken]) = (b, a);
             }
             Swap::Documents(exchange) => {
-                exchange.apply(shares);
-                [exchange.from, exchange.to].into_iter().for_each(|j| costs[j] = shares.cost(j));
+                exchange.apply(self.bins);
+                [exchange.from, exchange.to].into_iter().for_each(|j| self.costs[j] = self.bins.cost(j));
             }
         }
-        for rank in [heavy, light] {
-            sums[rank] = sum(&ranks[rank], &costs);
-            by_sum.set(rank, sums[rank]);
-        }
+        [heavy, light].into_iter().for_each(|rank| self.sums[rank] = sum(&self.ranks[rank], &self.costs));
     }
 }
 
-/// The exchange of two ranks that moves a cost closest to `aim`; the first one found that is within `enough` of it.
+fn sum(held: &[usize], costs: &[f64]) -> f64 {
+    held.iter().map(|&j| costs[j]).sum()
+}
+
+/// The exchange of two ranks that moves a cost closest to `aim`, and by how much it misses `aim`; the first exchange
+/// found that is within `enough` of it.
 fn best(
-    shares: &Shares,
+    bins: &Bins,
     costs: &[f64],
     [heavy, light]: [&[usize]; 2],
     size: Size,
     [aim, enough]: [f64; 2],
     search: &mut Leveller,
-) -> Option<Swap> {
+) -> Option<(f64, Swap)> {
     let (mut found, mut error) = (None, aim * (1.0 - LEAST));
     if !search.keeps_counts {
         search.steps = search.steps.saturating_sub(heavy.len() * light.len());
@@ -82,11 +102,11 @@ fn best(
         if error <= enough || search.steps == 0 {
             break;
         }
-        if let Some(exchange) = search.find(shares, pair, size, aim, error) {
+        if let Some(exchange) = search.find(bins, pair, size, aim, error) {
             (found, error) = (Some(Swap::Documents(exchange)), exchange.error);
         }
     }
-    found
+    Some(error).zip(found)
 }
 
 /// The pair of costs, one of each rank, whose difference is closest to `aim` and closer than `error` (the first such

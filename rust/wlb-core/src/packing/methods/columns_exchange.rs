@@ -1,5 +1,6 @@
 //! Improves plans of several columns: documents are spread by all columns at once, and exchanged between micro-batches.
 
+use crate::balance::{Rules, Size, Teams, exchange};
 use crate::costliest_first::costliest_first;
 use crate::longest_first::longest_first;
 use crate::packing::placement::Placement;
@@ -114,14 +115,10 @@ impl Priced<'_> {
     /// O(n + N columns) for each exchange made, and at most [`Effort::looks`] exchanges looked at.
     fn exchange(&self, start: Placed, effort: &Effort) -> Placed {
         let mut search = ColumnExchangeSearch::new(self, &start, effort);
-        let mut improved = false;
-        while let Some(exchange) = search.find() {
-            search.apply(&exchange);
-            improved = true;
-        }
-        if !improved {
+        if !search.shortens() {
             return start;
         }
+        while search.shortens() {}
         // Summed anew, since rounding errors may have added up.
         let found = search.into_placed(&start.placement);
         let better = self.step_cost(&found.loads) <= self.step_cost(&start.loads) && self.keeps_limits(&found.loads);
@@ -129,12 +126,8 @@ impl Priced<'_> {
     }
 }
 
-struct Exchange {
-    heavy: usize,
-    partner: usize,
-    given: usize,
-    taken: Option<usize>,
-}
+/// A document that the heavier micro-batch gives, and a document that it gets back.
+type Exchange = (usize, Option<usize>);
 
 struct ColumnExchangeSearch<'a, 'b> {
     priced: &'a Priced<'b>,
@@ -169,55 +162,26 @@ impl<'a, 'b> ColumnExchangeSearch<'a, 'b> {
         self.priced.costs.limits()[column].is_none()
     }
 
-    /// The best exchange of the first column that has one.
-    fn find(&mut self) -> Option<Exchange> {
+    /// Makes the best exchange of the first column that has one; the column farthest from its own bound is tried first.
+    /// False if no column has one, or the step is close to its bound.
+    fn shortens(&mut self) -> bool {
         let step = self.priced.step_cost(&self.loads);
         let timed: Vec<usize> = (0..self.columns).filter(|&column| self.is_timed(column)).collect();
         if step <= self.effort.close * timed.iter().map(|&column| self.bounds[column]).sum::<f64>() {
-            return None;
+            return false;
         }
         let max = |column: usize| by_column(&self.loads, self.columns, column).fold(0.0, f64::max);
         let mut lacking: Vec<(f64, usize)> = timed.iter().map(|&k| (max(k) - self.bounds[k], k)).collect();
         lacking.sort_by(|a, b| b.0.total_cmp(&a.0));
-        lacking.into_iter().find_map(|(_, column)| self.best_of(column, step))
-    }
-
-    fn best_of(&mut self, column: usize, step: f64) -> Option<Exchange> {
-        let mut by_load: Vec<usize> = (0..self.contents.len()).collect();
-        by_load.sort_by(|&a, &b| self.load(a, column).total_cmp(&self.load(b, column)));
-        let most = by_load.last().map_or(0.0, |&j| self.load(j, column));
-        let heavy = by_load.iter().copied().find(|&j| self.load(j, column) == most)?;
-        let (mut best, mut least) = (None, step);
-        for &partner in by_load.iter().filter(|&&j| j != heavy).take(self.effort.partners) {
-            // The heaviest of all other micro-batches, which this exchange does not change.
-            let others: Vec<f64> = (0..self.columns)
-                .map(|k| {
-                    let others = by_column(&self.loads, self.columns, k).enumerate();
-                    others.filter(|&(j, _)| j != heavy && j != partner).map(|(_, load)| load).fold(0.0, f64::max)
-                })
-                .collect();
-            for &given in &self.contents[heavy] {
-                for taken in self.contents[partner].iter().map(|&taken| Some(taken)).chain([None]) {
-                    if self.looks == 0 {
-                        return best;
-                    }
-                    self.looks -= 1;
-                    let exchange = Exchange { heavy, partner, given, taken };
-                    if let Some(after) = self.step_after(&exchange, &others)
-                        && after < least
-                    {
-                        (best, least) = (Some(exchange), after);
-                    }
-                }
-            }
-        }
-        best
+        // Micro-batches that are equal in one column may differ in the others.
+        let rules = Rules { enough: f64::NEG_INFINITY, most: 1, ..Rules::new(f64::NEG_INFINITY, self.effort.partners) };
+        let (rules, count) = (Rules { sets_aside: false, ..rules }, self.contents.len());
+        lacking.into_iter().any(|(_, column)| exchange(&mut InColumn { search: self, column, step }, count, &rules) > 0)
     }
 
     /// Time of the step after an exchange; `None` if the exchange does not fit.
     #[inline]
-    fn step_after(&self, exchange: &Exchange, others: &[f64]) -> Option<f64> {
-        let &Exchange { heavy, partner, given, taken } = exchange;
+    fn step_after(&self, [heavy, partner]: [usize; 2], (given, taken): Exchange, others: &[f64]) -> Option<f64> {
         let costs = self.priced.costs;
         let length = |index: usize| i64::from(self.priced.lengths[index]);
         let moved = length(given) - taken.map_or(0, length);
@@ -236,14 +200,6 @@ impl<'a, 'b> ColumnExchangeSearch<'a, 'b> {
             }
         }
         Some(step)
-    }
-
-    fn apply(&mut self, exchange: &Exchange) {
-        let &Exchange { heavy, partner, given, taken } = exchange;
-        self.hand_over(given, heavy, partner);
-        if let Some(taken) = taken {
-            self.hand_over(taken, partner, heavy);
-        }
     }
 
     fn hand_over(&mut self, index: usize, from: usize, to: usize) {
@@ -270,5 +226,57 @@ impl<'a, 'b> ColumnExchangeSearch<'a, 'b> {
             }
         }
         placed
+    }
+}
+
+/// Micro-batches as one column sees them. The score of an exchange is the step after it.
+struct InColumn<'s, 'a, 'b> {
+    search: &'s mut ColumnExchangeSearch<'a, 'b>,
+    column: usize,
+    /// Time of the present step.
+    step: f64,
+}
+
+impl Teams for InColumn<'_, '_, '_> {
+    type Exchange = Exchange;
+
+    fn load(&self, micro_batch: usize) -> f64 {
+        self.search.load(micro_batch, self.column)
+    }
+
+    fn is_spent(&self) -> bool {
+        self.search.looks == 0
+    }
+
+    fn best(&mut self, pair: [usize; 2], _: Size, least: Option<f64>) -> Option<(f64, Exchange)> {
+        let search = &mut *self.search;
+        let (mut best, mut least) = (None, least.unwrap_or(self.step));
+        // The heaviest of all other micro-batches, which this exchange does not change.
+        let others: Vec<f64> = (0..search.columns)
+            .map(|k| {
+                let others = by_column(&search.loads, search.columns, k).enumerate();
+                others.filter(|(j, _)| !pair.contains(j)).map(|(_, load)| load).fold(0.0, f64::max)
+            })
+            .collect();
+        let [has, offers] = pair.map(|j| &search.contents[j]);
+        for &given in has {
+            for taken in offers.iter().map(|&taken| Some(taken)).chain([None]) {
+                if search.looks == 0 {
+                    return Some(least).zip(best);
+                }
+                search.looks -= 1;
+                if let Some(after) = search.step_after(pair, (given, taken), &others)
+                    && after < least
+                {
+                    (best, least) = (Some((given, taken)), after);
+                }
+            }
+        }
+        Some(least).zip(best)
+    }
+
+    fn apply(&mut self, [heavy, partner]: [usize; 2], (given, taken): Exchange) {
+        self.search.hand_over(given, heavy, partner);
+        taken.into_iter().for_each(|taken| self.search.hand_over(taken, partner, heavy));
     }
 }

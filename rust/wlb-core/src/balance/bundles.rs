@@ -1,26 +1,15 @@
-//! Exchanges items between two shares, so that the heavier one becomes lighter.
+//! Exchanges items between two bins, so that the heavier one becomes lighter.
 
-use crate::ladder::Ladder;
-
-use super::shares::Shares;
+use super::bins::Bins;
+use super::exchange::{Rules, Size, Teams, exchange};
 
 /// Number of partners that a micro-batch tries, from the lightest on. If tokens run out, most exchanges do not fit, and
 /// the time is better spent on other starts.
-pub(super) const PARTNERS: usize = 4;
+pub(crate) const PARTNERS: usize = 4;
 /// Neighbours of the best bundle that are tried if the best does not fit: for one item for one, and for two for two.
 const REACH: [usize; 2] = [4, 16];
 /// Stands for "no item".
 const NONE: u32 = u32::MAX;
-
-/// Most items that go each way in an exchange.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Size {
-    /// One for at most one.
-    One,
-    /// Up to two for up to two: where limits bind, one long document goes for two short ones with as many tokens
-    /// together.
-    Two,
-}
 
 /// At most two items that are given or taken together.
 #[derive(Clone, Copy, Debug)]
@@ -34,8 +23,8 @@ struct Bundle {
 const NOTHING: Bundle = Bundle { cost: 0.0, tokens: 0, documents: 0, places: [NONE; 2] };
 
 impl Bundle {
-    fn of(shares: &Shares, place: u32) -> Self {
-        let item = &shares.items[place as usize];
+    fn of(bins: &Bins, place: u32) -> Self {
+        let item = &bins.items[place as usize];
         let (tokens, documents) = (item.tokens, i64::from(item.documents));
         Self { cost: item.cost, tokens, documents, places: [place, NONE] }
     }
@@ -54,38 +43,38 @@ impl Bundle {
     }
 }
 
-/// Items that one share gives to another, and items that it gets back.
+/// Items that one bin gives to another, and items that it gets back.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Exchange {
-    pub(super) from: usize,
-    pub(super) to: usize,
+pub(crate) struct Exchange {
+    pub(crate) from: usize,
+    pub(crate) to: usize,
     given: Bundle,
     taken: Bundle,
     /// Difference between the cost that is moved and the cost that should be.
-    pub(super) error: f64,
+    pub(crate) error: f64,
 }
 
 impl Exchange {
-    pub(super) fn apply(&self, shares: &mut Shares) {
-        self.given.items().for_each(|place| shares.hand_over(place, self.from, self.to));
-        self.taken.items().for_each(|place| shares.hand_over(place, self.to, self.from));
+    pub(crate) fn apply(&self, bins: &mut Bins) {
+        self.given.items().for_each(|place| bins.hand_over(place, self.from, self.to));
+        self.taken.items().for_each(|place| bins.hand_over(place, self.to, self.from));
     }
 }
 
 /// A search for exchanges: its remaining steps and its rules.
-pub(super) struct Leveller {
+pub(crate) struct Leveller {
     /// Steps that remain; a step looks at one or two items.
-    pub(super) steps: usize,
-    /// Whether every share keeps its number of documents.
-    pub(super) keeps_counts: bool,
-    /// Number of partners of a share that are tried, from the lightest on.
-    pub(super) partners: usize,
-    /// Bundles that each of the two shares may give.
+    pub(crate) steps: usize,
+    /// Whether every bin keeps its number of documents.
+    pub(crate) keeps_counts: bool,
+    /// Number of partners of a bin that are tried, from the lightest on.
+    pub(crate) partners: usize,
+    /// Bundles that each of the two bins may give.
     bundles: [Vec<Bundle>; 2],
 }
 
 impl Leveller {
-    pub(super) fn new(steps: usize, keeps_counts: bool) -> Self {
+    pub(crate) fn new(steps: usize, keeps_counts: bool) -> Self {
         Self { steps, keeps_counts, partners: PARTNERS, bundles: [Vec::new(), Vec::new()] }
     }
 
@@ -96,29 +85,29 @@ impl Leveller {
     /// The exchange that moves a cost nearest to `aim`, if its error is below `error`.
     ///
     /// # Complexity
-    /// O(items of both shares); for [`Size::Two`] the square of that, with a sort.
-    pub(super) fn find(
+    /// O(items of both bins); for [`Size::Two`] the square of that, with a sort.
+    pub(crate) fn find(
         &mut self,
-        shares: &Shares,
+        bins: &Bins,
         [from, to]: [usize; 2],
         size: Size,
         aim: f64,
         error: f64,
     ) -> Option<Exchange> {
         let mut bundles = std::mem::take(&mut self.bundles);
-        for (bundles, share) in bundles.iter_mut().zip([from, to]) {
+        for (bundles, bin) in bundles.iter_mut().zip([from, to]) {
             bundles.clear();
-            list(shares, share, size, bundles);
+            list(bins, bin, size, bundles);
         }
         self.spend(bundles[0].len() + bundles[1].len());
-        let best = self.nearest(shares, [from, to], &bundles, size, aim, error);
+        let best = self.nearest(bins, [from, to], &bundles, size, aim, error);
         self.bundles = bundles;
         best
     }
 
     fn nearest(
         &self,
-        shares: &Shares,
+        bins: &Bins,
         [from, to]: [usize; 2],
         [has, offers]: &[Vec<Bundle>; 2],
         size: Size,
@@ -126,7 +115,7 @@ impl Leveller {
         error: f64,
     ) -> Option<Exchange> {
         let reach = REACH[size as usize];
-        let held = shares.contents[from].len();
+        let held = bins.contents[from].len();
         let (mut best, mut least, mut turn) = (None, error, 0);
         // The last bundle is empty: nothing to give.
         for given in &has[..has.len() - 1] {
@@ -142,8 +131,8 @@ impl Leveller {
                 let empties = taken.documents == 0 && given.items().count() == held;
                 let allowed = !empties
                     && (!self.keeps_counts || documents == 0)
-                    && shares.has_room(to, tokens, documents)
-                    && shares.has_room(from, -tokens, -documents);
+                    && bins.has_room(to, tokens, documents)
+                    && bins.has_room(from, -tokens, -documents);
                 if allowed {
                     *least = error;
                     best = Some(Exchange { from, to, given: *given, taken: *taken, error });
@@ -156,45 +145,56 @@ impl Leveller {
         best
     }
 
-    /// Lowers the heaviest of some shares, then the next one that can be lowered, until all are within `close` of the
+    /// Lowers the heaviest of some bins, then the next one that can be lowered, until all are within `close` of the
     /// lightest, no exchange is left, or the steps are used up.
-    ///
-    /// A few partners are tried from the lightest on. The heaviest share exchanges with the first partner for which
-    /// both end below its present load. A share without such a partner is set aside.
-    pub(super) fn level(&mut self, shares: &mut Shares, among: &[usize], close: f64) {
-        let mut by_load = Ladder::new(among.iter().map(|&j| shares.loads[j]));
-        for _ in 1..among.len() {
-            loop {
-                let (heavy, light) = (by_load.heaviest(), by_load.lightest());
-                let gap = |partner: usize| shares.loads[among[heavy]] - shares.loads[among[partner]];
-                if gap(light) <= close || self.steps == 0 {
-                    return;
-                }
-                let partners = by_load.ascending().take(self.partners).filter(|&partner| partner != heavy);
-                let found = partners.take_while(|&partner| gap(partner) > close).find_map(|partner| {
-                    let (pair, aim) = ([among[heavy], among[partner]], gap(partner) / 2.0);
-                    // Both end at least a little below the heavier share's load, so the search ends in spite of
-                    // rounding.
-                    let exchange = self.find(shares, pair, Size::One, aim, aim * (1.0 - 1e-6))?;
-                    Some((partner, exchange))
-                });
-                let Some((partner, exchange)) = found else {
-                    by_load.remove(heavy);
-                    break;
-                };
-                exchange.apply(shares);
-                by_load.set(heavy, shares.loads[among[heavy]]);
-                by_load.set(partner, shares.loads[among[partner]]);
-            }
-        }
+    pub(crate) fn level(&mut self, bins: &mut Bins, among: &[usize], close: f64) {
+        let rules = Rules::new(close, self.partners);
+        exchange(&mut Among { bins, among, close, search: self }, among.len(), &rules);
     }
 }
 
-/// Lists the bundles that a share may give, costliest first: each item, for [`Size::Two`] also each pair of items, and
+/// Some bins, each a team of its own.
+struct Among<'a, 'b> {
+    bins: &'a mut Bins<'b>,
+    among: &'a [usize],
+    /// Difference in load at which bins count as level.
+    close: f64,
+    search: &'a mut Leveller,
+}
+
+impl Teams for Among<'_, '_> {
+    type Exchange = Exchange;
+
+    fn load(&self, team: usize) -> f64 {
+        self.bins.loads[self.among[team]]
+    }
+
+    fn is_spent(&self) -> bool {
+        self.search.steps == 0
+    }
+
+    fn best(&mut self, pair: [usize; 2], size: Size, _: Option<f64>) -> Option<(f64, Exchange)> {
+        let [heavy, light] = pair.map(|team| self.load(team));
+        if heavy - light <= self.close {
+            return None;
+        }
+        let aim = (heavy - light) / 2.0;
+        // Both end at least a little below the heavier bin's load, so the search ends in spite of rounding.
+        let below = aim * (1.0 - 1e-6);
+        let found = self.search.find(self.bins, pair.map(|team| self.among[team]), size, aim, below)?;
+        Some((light + aim + found.error, found))
+    }
+
+    fn apply(&mut self, _: [usize; 2], exchange: Exchange) {
+        exchange.apply(self.bins);
+    }
+}
+
+/// Lists the bundles that a bin may give, costliest first: each item, for [`Size::Two`] also each pair of items, and
 /// last the empty bundle.
-fn list(shares: &Shares, share: usize, size: Size, bundles: &mut Vec<Bundle>) {
-    let contents = &shares.contents[share];
-    bundles.extend(contents.iter().map(|&place| Bundle::of(shares, place)));
+fn list(bins: &Bins, bin: usize, size: Size, bundles: &mut Vec<Bundle>) {
+    let contents = &bins.contents[bin];
+    bundles.extend(contents.iter().map(|&place| Bundle::of(bins, place)));
     if size == Size::Two {
         for first in 0..contents.len() {
             for second in first + 1..contents.len() {

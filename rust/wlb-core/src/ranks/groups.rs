@@ -1,34 +1,8 @@
-//! Items that are given to ranks and micro-batches: documents, or groups of documents that stay together.
+//! Groups of documents that stay on one rank.
 
 use std::collections::BTreeMap;
 
-/// A document, or the documents of one group together.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Item {
-    pub(crate) cost: f64,
-    pub(crate) tokens: i64,
-    pub(crate) documents: u32,
-    /// Index of the document or group.
-    pub(crate) index: u32,
-}
-
-/// Sorts items from the costliest to the cheapest; equal costs longest first, then by index.
-pub(super) fn sort(items: &mut [Item]) {
-    items.sort_unstable_by(|a, b| b.cost.total_cmp(&a.cost).then(b.tokens.cmp(&a.tokens)).then(a.index.cmp(&b.index)));
-}
-
-/// Each document as one item, costliest first.
-pub(super) fn documents(lengths: &[i32], costs: &[f64]) -> Vec<Item> {
-    let item = |(index, (&length, &cost)): (usize, (&i32, &f64))| Item {
-        cost,
-        tokens: i64::from(length),
-        documents: 1,
-        index: index as u32,
-    };
-    let mut items: Vec<Item> = lengths.iter().zip(costs).enumerate().map(item).collect();
-    sort(&mut items);
-    items
-}
+use crate::balance::{Item, sort};
 
 /// The documents of each group, groups in order of their first documents. Without groups each document is a group.
 pub(super) fn members(documents: usize, groups: &[i64]) -> Vec<Vec<u32>> {
