@@ -90,7 +90,6 @@ __all__ = [
 
 __version__: str
 BUILD_PROFILE: Literal["release", "debug"]
-MAX_ATTENTION_EFFICIENCY: float
 MAX_TOKENS: int
 MAX_MICRO_BATCHES: int
 MAX_CP_SIZE: int

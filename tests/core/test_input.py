@@ -125,14 +125,6 @@ def test_a_model_or_its_name_is_no_cost_model() -> None:
         assert remedy in str(raised.value)
 
 
-def test_an_efficiency_is_no_percentage() -> None:
-    shape = {"hidden_size": 64, "ffn_hidden_size": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
-    for make in (lambda **k: wlb.CostModel.from_flops(**shape, **k), wlb.ModelConfig.preset("llama2-7b").cost_model):
-        with pytest.raises(wlb.WlbError) as raised:
-            make(attention_efficiency=55)
-        assert (raised.value.argument, raised.value.value) == ("attention_efficiency", 55)
-
-
 @pytest.mark.parametrize("function", TAKES_LENGTHS)
 def test_nan_is_named(function: str) -> None:
     with pytest.raises(wlb.WlbError) as raised:

@@ -65,7 +65,6 @@ mod _core {
     #[pymodule_init]
     fn constants(module: &Bound<'_, PyModule>) -> PyResult<()> {
         super::error::annotate_class(module.py())?;
-        module.add("MAX_ATTENTION_EFFICIENCY", cost::MAX_ATTENTION_EFFICIENCY)?;
         module.add("MAX_TOKENS", limits::MAX_TOKENS)?;
         module.add("MAX_MICRO_BATCHES", limits::MAX_MICRO_BATCHES)?;
         module.add("MAX_CP_SIZE", limits::MAX_CP_SIZE)?;
