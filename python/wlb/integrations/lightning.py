@@ -31,6 +31,7 @@ from wlb.integrations.lightning_proof import prove
 from wlb.integrations.schedules import Pace
 from wlb.integrations.versions import check_version
 from wlb.integrations.with_labels import steps_with_labels
+from wlb.torch.agreement import agree
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader
 from wlb.torch.data.loading import Loading, micro_batches
 from wlb.torch.data.state import Snapshot, field
@@ -290,6 +291,7 @@ class _MicroBatches:
         self._given: deque[Step[Any]] = deque()
         self._stale = False  # whether Lightning holds batches from before the state was loaded
         self._unproved = verify
+        self._agreed = verify  # a proof compares more
         self._metrics = StepMetrics(steps)
         # Remove the callback of an earlier run of the same trainer.
         trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, _Following)]
@@ -303,6 +305,9 @@ class _MicroBatches:
         self._stale = False
         for step, labels in steps_with_labels(self._steps):
             divided = self._divided()
+            if not self._agreed:
+                self._agreed = True
+                agree(step)
             if self._unproved:
                 self._unproved = False
                 prove(self.trainer, step, divided, self._row)

@@ -25,6 +25,7 @@ from wlb.integrations.huggingface.plans import Evaluation, KnownLengths, Streame
 from wlb.integrations.huggingface.proof import prove
 from wlb.integrations.huggingface.refusals import check_repeated, check_trainer
 from wlb.integrations.rows import Rows
+from wlb.torch.agreement import agree
 from wlb.torch.collectives import host_group
 from wlb.torch.data import IGNORE, BalancedStream
 from wlb.torch.routers import routed
@@ -204,7 +205,7 @@ class _Balanced(Trainer):
             raise error("trainer", message + "leave it in")
         self._wlb_take(self._wlb_planner.plan(self, self._wlb_resumed))
         verify = self._wlb_planner.options.verify
-        check = (lambda step: prove(self, step, plain=self._wlb_plain)) if verify else None
+        check = (lambda step: prove(self, step, plain=self._wlb_plain)) if verify else agree
         steps, dataset = self._wlb_plan.steps(), self.train_dataset
         return MicroBatchLoader(steps, plain=self._wlb_plain, before_first=check, dataset=dataset)
 

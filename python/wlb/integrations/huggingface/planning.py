@@ -21,7 +21,7 @@ from wlb._choices import Oversize
 from wlb._errors import error
 from wlb.integrations.counting import steps_with_labels_left
 from wlb.integrations.huggingface.plans import KnownLengths, Limits, Streamed
-from wlb.integrations.huggingface.refusals import check_trainer, shuffles
+from wlb.integrations.huggingface.refusals import check_longest, check_trainer, shuffles
 from wlb.integrations.rows import Rows
 from wlb.integrations.schedules import Pace
 from wlb.torch.data import Documents
@@ -296,6 +296,7 @@ def limits_of(trainer: Any, options: Options) -> Limits:
     if context is None:
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) or options.max_tokens
         context = min(options.max_tokens, longest)
+    check_longest(trainer, context)
     cost_model = options.cost_model
     if cost_model is None:
         cost_model = wlb.ModelConfig.from_hugging_face(config.to_dict()).cost_model()

@@ -72,6 +72,18 @@ class ForestBatch:
         """Ranks of its context-parallel group."""
         return self.shard.cp_size
 
+    @property
+    def num_padding(self) -> int:
+        """Tokens of padding, on all context-parallel ranks together: a root of their own, which predicts nothing."""
+        forest = self.shard.forest
+        padded = forest.num_samples > self.sample_ids.numel()
+        return int(forest.lengths[int(forest.ends[-1])]) if padded else 0
+
+    @property
+    def real(self) -> Tensor:
+        """Mask of the tokens of samples: bool [tokens_of_this_rank], False for padding."""
+        return self.sample_counts > 0
+
     def to_samples(self, values: Tensor) -> Tensor:
         """Values of the predictions of each sample, from one value for each edge. Differentiable: gradients add up.
 

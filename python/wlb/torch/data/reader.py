@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import field as field_of
 from typing import Any, Final
 
 import numpy as np
@@ -38,6 +39,7 @@ class ReadingOrder:
         limit: Most tokens of a document.
         costs: Given costs of documents, if the packer takes them.
         max_early: Iterations that a document may come before its turn.
+        content: A `fingerprint` of the data set under "content", once a loader knows it.
     """
 
     corpus: Corpus
@@ -50,6 +52,7 @@ class ReadingOrder:
     limit: int
     costs: CorpusCosts | None = None
     max_early: int = 0
+    content: dict[str, str] = field_of(default_factory=dict)
 
     @property
     def longest(self) -> int | None:
@@ -356,9 +359,31 @@ class StepReader:
                     "micro_batches": 0,
                     "packer": self._packer.state_dict(),
                     **self._costs(),
+                    **self._order.content,
                 }
             )
         return self._saved
+
+    def know(self, content: str | None) -> None:
+        """Keeps the content of the data set in all states from now on."""
+        if content is not None and self._order.content.get("content") != content:
+            self._order.content["content"] = content
+            self._saved = None
+
+    @property
+    def content(self) -> str | None:
+        """The `fingerprint` of the data set, if a loader knows it."""
+        return self._order.content.get("content")
+
+    def _check_content(self, state: Mapping[str, Any]) -> None:
+        """Compares the content of the data set with that of a state, where both are known."""
+        saved = state.get("content", self.content)
+        if self.content is not None and saved != self.content:
+            message = (
+                f"was saved with documents of the same lengths and other tokens (content {str(saved)[:8]}; this data "
+                f"set has {self.content[:8]}): shuffle with a fixed seed, or leave the shuffle to wlb"
+            )
+            raise error("state", message, value=saved)
 
     def _costs(self) -> dict[str, Any]:
         """Description of the costs that documents bring, for the state."""
@@ -386,6 +411,7 @@ class StepReader:
         same(state, {"shuffle": self._order.shuffle, "seed": self._order.seed}, "this sampler")
         if not allow_config_change:
             same(state, self._costs(), "this sampler")
+        self._check_content(state)
         total, position, epoch = (
             self._order.corpus.lengths.size,
             field(state, "position", int),
