@@ -144,7 +144,7 @@ def audit(folder: str | Path, *, state: Mapping[str, Any] | None = None, lengths
 
     Args:
         folder: has the files of all ranks.
-        state: A state that this run saved, as the loader returned it. It has the documents that wait, so everything up
+        state: a state that this run saved, as the loader returned it. It has the documents that wait, so everything up
             to it is proved to the last token. Later steps are ignored.
         lengths: int [documents], tokens of each: also proves the ends of documents while others wait, and of documents
             that the packer truncates.

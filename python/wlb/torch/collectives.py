@@ -28,7 +28,7 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device | str) -> t
 
     Args:
         group: None for all ranks.
-        device: Device whose backend is asked.
+        device: device whose backend is asked.
     """
     group = group or dist.distributed_c10d._get_default_group()
     try:
@@ -44,7 +44,7 @@ def can_split(device: torch.device | str) -> bool:
     gloo always, but torch splits it only from 2.15 on.
 
     Args:
-        device: Device whose backend is asked.
+        device: device whose backend is asked.
     """
     world = dist.distributed_c10d._get_default_group()
     device = torch.device(device)
@@ -66,7 +66,7 @@ def host_group(group: dist.ProcessGroup | None = None, *, description: str) -> d
 
     Args:
         group: None for all ranks.
-        description: What the new group is for.
+        description: what the new group is for.
     """
     group = group or dist.distributed_c10d._get_default_group()
     if device_of(group).type == "cpu":

@@ -301,12 +301,12 @@ def _cuts(
     """Chooses parts of a micro-batch's documents: begin and end of each, and whether it is a piece that goes on.
 
     Args:
-        number: Number of the micro-batch.
-        cp_size: Number of its context-parallel ranks.
-        lengths: Lengths of its documents.
-        first: Position of the first label of each, or `NO_LABEL`.
-        last: Tokens after the last label of each, or `NO_LABEL`.
-        limit: The longest document keeps more tokens than these, if it has them; 0 for none.
+        number: number of the micro-batch.
+        cp_size: number of its context-parallel ranks.
+        lengths: lengths of its documents.
+        first: position of the first label of each, or `NO_LABEL`.
+        last: tokens after the last label of each, or `NO_LABEL`.
+        limit: the longest document keeps more tokens than these, if it has them; 0 for none.
     """
     order = np.lexsort((np.arange(lengths.size), last != 0, first == NO_LABEL))
     taken = [place for place in order.tolist() if lengths[place] > 1 or lengths.size == 1][:_DOCUMENTS]

@@ -161,7 +161,7 @@ class Report:
 
     Args:
         command: name of the command; the page is `<command>.html`.
-        subject: A few words above the title of the page.
+        subject: a few words above the title of the page.
         title: the main result.
         sentences: sentences before the blocks: what was done.
         headlines: large numbers at the top of the page.
