@@ -91,7 +91,9 @@ def _unread(kind: Any, content: Mapping[str, Any], where: str) -> Iterator[str]:
                 inside = CONFIG_MAPPING[said] if isinstance(said, str) and said in CONFIG_MAPPING else None
             if inside is not None:
                 yield from _unread(inside, value, f"{where}{name}.")
-        elif name not in known and not says_nothing(name, value) and _RESTATED.get(name) != value:
+        elif name == "attn_type_list" and isinstance(value, list) and {*value} == {1}:  # MiniMax M2: all attention
+            continue
+        elif name not in known and not says_nothing(name, value) and value not in _RESTATED.get(name, ()):
             if _ELSEWHERE.search(f"{where}{name}"):
                 yield f"{where}{name}"
                 continue
@@ -99,7 +101,7 @@ def _unread(kind: Any, content: Mapping[str, Any], where: str) -> Iterator[str]:
             raise Refused(f"{message}, and what it costs is not known", value)
 
 
-_RESTATED = {"attn_output_gate": True, "use_qk_norm": True}
+_RESTATED: Mapping[str, tuple[object, ...]] = {"attn_output_gate": (True,), "use_qk_norm": (True,)}
 """Keys of authors' files that say what a type always has."""
 
 # Keys of encoders of images and sounds, and of heads for multi-token prediction: they cost documents nothing here.

@@ -223,7 +223,7 @@ class Reader:
         return layer
 
     def _weights(self, parts: Sequence[Part], *, without: set[int] = frozenset()) -> list[Weight]:  # type: ignore[assignment]
-        found = weights(parts, self.forward, self._visited(), idle=self.passed_over)
+        found = weights(parts, self.forward, hidden=self.hidden, visited=self._visited(), idle=self.passed_over)
         return [each for each in found if not each.ids & without]
 
     def _visited(self) -> int:

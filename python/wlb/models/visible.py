@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -206,7 +207,9 @@ def _compressed(config: Any, part: Any, kind: str, pair: float) -> dict[Mask, in
     if kind == "compressed_sparse_attention":
         selected = Mask("window", integer(config, "index_topk") * rate)
     flops = pair * rate / (rate + 1)  # of the tokens' own keys; there are `rate` of them for each compressed one
-    return {window: round(flops), selected: round(flops / rate)}
+    total = Counter({window: round(flops)})
+    total[selected] += round(flops / rate)
+    return dict(total)
 
 
 def _mask(config: Any, part: Any, kind: tuple[str, int]) -> Mask:

@@ -48,12 +48,15 @@ def flops(found: Iterable[Matrix]) -> int:
     return sum(2 * m.used * m.rows * m.columns for m in found)
 
 
-def weights(modules: Iterable[tuple[str, Any]], forward: Forward, visited: int, *, idle: bool) -> list[Weight]:
+def weights(
+    modules: Iterable[tuple[str, Any]], forward: Forward, *, hidden: int, visited: int, idle: bool
+) -> list[Weight]:
     """Counts every parameter once. A bias joins its matrix, and experts that are separate modules join one matrix.
 
     Args:
         modules: Path and module; their parameters are counted, with those of the modules inside.
         forward: What each module computes.
+        hidden: Width of a row of the residual stream.
         visited: Experts that a token visits, where the run enters all of them.
         idle: Whether the run passes over experts.
     """
@@ -64,7 +67,7 @@ def weights(modules: Iterable[tuple[str, Any]], forward: Forward, visited: int, 
         for name, inner in module.named_modules(prefix=path):
             own = {each: value for each, value in inner.named_parameters(recurse=False) if id(value) not in seen}
             seen.update(id(value) for value in own.values())
-            for each in _of_module(name, inner, own, forward):
+            for each in _of_module(name, inner, own, forward, hidden):
                 expert = _EXPERT.match(each.name)
                 if expert is None or each.matrix is None or each.matrix.copies > 1 or "shared" in expert.group(1):
                     found.append(each)
@@ -96,7 +99,7 @@ def _visit(weight: Weight, matrix: Matrix, visited: int, *, idle: bool) -> None:
     weight.matrix = dataclasses.replace(matrix, used=visits)
 
 
-def _of_module(name: str, inner: Any, own: dict[str, Any], forward: Forward) -> Iterator[Weight]:
+def _of_module(name: str, inner: Any, own: dict[str, Any], forward: Forward, hidden: int) -> Iterator[Weight]:
     """The module's own parameters, without those of the modules inside."""
     from torch import nn
 
@@ -105,11 +108,16 @@ def _of_module(name: str, inner: Any, own: dict[str, Any], forward: Forward) -> 
     if weight is not None and isinstance(inner, (nn.Conv1d, nn.Conv2d)):
         del rest["weight"]
         yield Weight(name, weight.numel(), {id(weight)}, channels=weight.shape[0])
-    shaped = {each: value for each, value in rest.items() if _is_matrix(each, value)}
+    shaped = {each: value for each, value in rest.items() if isinstance(inner, nn.Linear) or _is_matrix(each, value)}
+    shaped = {each: value for each, value in shaped.items() if value.dim() > 1}
     transposed = type(inner).__name__ == "Conv1D" or getattr(inner, "is_transposed", False)
     counted = 0 if isinstance(inner, nn.Embedding) else forward.own(inner).token
     stacked = "xpert" in f"{type(inner).__name__}{name}"
     sizes = {each: _sizes(value, stacked=stacked, transposed=transposed) for each, value in shaped.items()}
+    for each, (copies, rows, columns) in sizes.items():
+        before, after = (columns, rows) if re.search(r"down|w2|out", each) else (rows, columns)
+        if copies > 1 and after == hidden != before:  # experts of either orientation
+            sizes[each] = copies, columns, rows
     once = sum(2 * rows * columns for _, rows, columns in sizes.values())
     used = counted // once if once else 0
     for each, (copies, rows, columns) in sizes.items():
