@@ -160,7 +160,7 @@ def _table(root: Any, given: dict[str, Any]) -> dict[str, dict[str, int]] | None
     try:
         # There are no values to select by, so every entry counts as selected.
         every = meta.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
-        with every, torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
+        with every, torch.no_grad(), FlopCounterMode(display=False) as counter:
             root(**given, use_cache=False)
     except Exception:  # without data, a model's code may raise anything
         return None

@@ -178,7 +178,7 @@ def _selected(config: Any, part: Any, kind: tuple[str, int], pair: float) -> dic
         block, budget = integer(config, "indexer_compress_ratio"), integer(config, "indexer_budget")
         return {Mask("window", budget + block // 2): round(pair)}
     top = get(config, "index_topk")
-    if not top or (kind[0] == "window" and not hasattr(part, "indexer")):
+    if not top or (kind[0] == "window" and getattr(part, "indexer", None) is None):
         return None
     if kind[0] != "full":
         raise Refused("has an indexer beside a sliding window: what that costs is not known to wlb", None)

@@ -346,5 +346,5 @@ def test_layouts_that_a_block_cannot_have() -> None:
     with pytest.raises(wlb.WlbError, match="tp = 8: does not divide num_heads = 4"):
         wlb_tools.ParallelLayout(tp=8).check(model=model)
     heads = wlb.ModelConfig(hidden_size=64, vocab_size=256, layers=HYBRID[1:2])
-    with pytest.raises(wlb.WlbError, match="tp = 4: does not divide num_key_heads = 2"):
-        wlb_tools.ParallelLayout(tp=4).check(model=heads)
+    with pytest.raises(wlb.WlbError, match="tp = 8: does not divide num_heads = 4"):
+        wlb_tools.ParallelLayout(tp=8).check(model=heads)
