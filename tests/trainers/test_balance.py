@@ -155,10 +155,8 @@ def killed(rank: int, folder: Path) -> None:
     balanced(folder, dist.get_world_size(), callbacks=[Die()], save_strategy="steps", save_steps=7).train()
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [pytest.param(1, 1, marks=pytest.mark.long), pytest.param(2, 2, marks=pytest.mark.long), (2, 1)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1)])
 def test_a_killed_run_goes_on_bit_for_bit(before: int, after: int, tmp_path: Path) -> None:
     with pytest.raises(processes.RankFailed, match="died"):
         processes.run(before, killed, tmp_path)
@@ -210,6 +208,34 @@ def evaluate(rank: int, folder: Path) -> float:
 def test_evaluation_weighs_tokens_alike(ranks: int, tmp_path: Path) -> None:
     expected = mean_over_tokens(llama(), list(range(0, len(LENGTHS), 3)))
     assert processes.run(ranks, evaluate, tmp_path) == [pytest.approx(expected, rel=1e-5)] * ranks
+
+
+def dividing(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    """A loss as people write it, which needs the number of labels."""
+    assert num_items_in_batch is not None
+    return torch.nn.functional.cross_entropy(outputs["logits"][0], labels[0], reduction="sum") / num_items_in_batch
+
+
+def shifted(outputs: Any, labels: Any, num_items_in_batch: Tensor | None = None) -> Tensor:
+    """`dividing`, of next tokens."""
+    return dividing({"logits": outputs["logits"][:, :-1]}, labels[:, 1:], num_items_in_batch)
+
+
+WHOLE = [number for number in range(0, len(LENGTHS), 3) if LENGTHS[number] <= CONTEXT]
+
+
+def evaluate_own_loss(rank: int, folder: Path) -> float:
+    trainer = balanced(folder, dist.get_world_size())
+    trainer.eval_dataset = [documents()[number] for number in WHOLE]
+    trainer.compute_loss_func = shifted
+    loss: float = trainer.evaluate()["eval_loss"]
+    return loss
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_by_a_loss_of_ones_own_gets_its_number_of_labels(ranks: int, tmp_path: Path) -> None:
+    expected = mean_over_tokens(llama(), WHOLE)
+    assert processes.run(ranks, evaluate_own_loss, tmp_path) == [pytest.approx(expected, rel=1e-5)] * ranks
 
 
 def test_evaluation_with_metrics_keeps_the_rows_and_weighs_their_losses(tmp_path: Path) -> None:

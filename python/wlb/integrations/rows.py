@@ -23,9 +23,9 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
     Each document in a row with `seq_lengths` has a number of its own here.
 
     Args:
-        dataset: The trainer's.
-        collator: The trainer's; called with one document at a time.
-        reader: Knows the columns to carry.
+        dataset: the trainer's.
+        collator: the trainer's; called with one document at a time.
+        reader: knows the columns to carry.
     """
 
     def __init__(self, dataset: Any, collator: Collator, reader: RowReader | None = None) -> None:
@@ -75,7 +75,7 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
 
         Args:
             lengths: int64 [documents].
-            said_by: Where they come from, for the error.
+            said_by: where they come from, for the error.
         """
         self._planned, self._said_by = lengths, said_by
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._choices import Passes
-from wlb._core import CostModel, pass_weights
+from wlb._core import MAX_ATTENTION_EFFICIENCY, CostModel, pass_weights
 from wlb._errors import check_bool, check_integer, check_positive, check_share, error
 from wlb._shown import explained
 from wlb.models.attention import Attention, LatentAttention
@@ -329,6 +329,9 @@ class ModelConfig:
         """
         for name, value in (("attention_efficiency", attention_efficiency), ("flops_per_second", flops_per_second)):
             check_positive(name, value)
+        if attention_efficiency > MAX_ATTENTION_EFFICIENCY:
+            message = f"= {attention_efficiency}: is a ratio of FLOP rates such as 0.55, not a percentage"
+            raise error("attention_efficiency", message, value=attention_efficiency)
         if not isinstance(recompute, bool):
             check_share("recompute", recompute)
         once, again = (pass_weights(passes, recompute=each) for each in (False, True))

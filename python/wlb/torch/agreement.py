@@ -44,12 +44,13 @@ def check_agreement(
     (their `shard`, which follows from `strategy`, `kernel_model` and `cp_size` of each rank).
 
     Args:
-        plan: A step; or only a plan, or its digest.
-        step: Number of the step if `plan` is no step; default 0.
-        group: The ranks that must agree; None for all. For a step: the ranks that share it, or all of them.
+        plan: a step; or only a plan, or its digest.
+        step: number of the step if `plan` is no step; default 0.
+        group: the ranks that must agree; None for all. For a step: the ranks that share it, or all of them.
 
     Raises:
-        WlbError: Ranks differ; the message names the ranks of each plan, layout or cut, and is equal on every rank.
+        WlbError: Ranks differ; the message names the ranks of each plan, layout or cut, and is equal on every rank. Or
+            several ranks share the step, but there is no process group.
 
     Complexity:
         One all-gather of 40 bytes a rank; for a step with context-parallel ranks another of 32 bytes a micro-batch.
@@ -59,8 +60,13 @@ def check_agreement(
         if step is not None and step != plan.number:
             raise error("step", f"= {step}: the step given has number {plan.number}", value=step)
         number = plan.number
+        if group is None and not dist.is_initialized() and plan.num_ranks > 1:
+            message = f"is missing: {plan.num_ranks} ranks share step {number}; call init_process_group first"
+            raise error("group", message)
         layout = f"{plan.num_ranks} {len(plan.micro_batches)}".encode()
         batches, plan = _cut(plan), plan.plan
+    if group is None and not dist.is_initialized():
+        return  # a single process
     digest = plan if isinstance(plan, str) else plan.digest()
     mine = _hash(digest.encode()) + _hash(layout) + operator.index(number).to_bytes(8, "little", signed=True)
     holders = _holders(_gathered(mine, group), group)

@@ -9,8 +9,8 @@ import wlb
 from wlb._core import PEAK_FLOPS
 from wlb._errors import error
 
-# # Dense bf16 tensor-core peak of one GPU, FLOP/s, from NVIDIA's data sheets. An entry fits if all its words are in the
-# # driver's name of the GPU; the longest entry that fits counts.
+# Dense bf16 tensor-core peak of one GPU, FLOP/s, from NVIDIA's data sheets. An entry fits if all its words are in the
+# driver's name of the GPU; the longest entry that fits counts.
 PEAK_BF16 = {
     **{generation.upper(): peak for generation, peak in PEAK_FLOPS.items()},
     "GB200": 2.5e15,
@@ -22,7 +22,7 @@ PEAK_BF16 = {
 }
 
 
-# # Arguments of `CostModel.from_flops` that are no part of the shape: with them it would not count model FLOPs.
+# Arguments of `CostModel.from_flops` that are no part of the shape: with them it would not count model FLOPs.
 _NO_SHAPE = ("attention_efficiency", "flops_per_second", "recompute", "passes")
 
 

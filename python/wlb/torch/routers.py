@@ -31,8 +31,8 @@ def real_tokens(model: nn.Module, batch: PackedBatch) -> Iterator[None]:
             loss = model(**batch.as_hf()).loss
 
     Args:
-        model: The model, wrapped or not. Models without such a loss are left alone.
-        batch: What the model is called with, as `batch.as_hf()`.
+        model: the model, wrapped or not. Models without such a loss are left alone.
+        batch: what the model is called with, as `batch.as_hf()`.
 
     Raises:
         wlb.WlbError: The row has padding, and the model has a router loss from which padding cannot be left out.
@@ -55,8 +55,8 @@ def routed(model: nn.Module, real: int | None) -> Iterator[None]:
     check_told(model, "model")
     with ExitStack() as stack:
         for module in _modules(model):
-            told = _of_real(getattr(module, _BALANCE), real)
-            stack.enter_context(mock.patch.object(module, _BALANCE, told))
+            balance = _of_real(getattr(module, _BALANCE), real)
+            stack.enter_context(mock.patch.object(module, _BALANCE, balance))
         yield
 
 

@@ -133,11 +133,11 @@ class RowReader:
         """The documents of a row: one, or with `seq_lengths` several.
 
         Args:
-            row: As in the class; or a `Document`, which is returned.
-            index: The row's number, for errors.
-            argument: Name of the row's source, for errors.
-            first_id: Id of the first document; by default `index`.
-            used: Columns that only something else reads, such as a function of costs; they are not carried.
+            row: as in the class; or a `Document`, which is returned.
+            index: the row's number, for errors.
+            argument: name of the row's source, for errors.
+            first_id: id of the first document; by default `index`.
+            used: columns that only something else reads, such as a function of costs; they are not carried.
 
         Raises:
             wlb.WlbError: The row cannot be read; the error names the column.

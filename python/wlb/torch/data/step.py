@@ -136,9 +136,9 @@ class StepLoader(Generic[T]):
                 torch.save(step.state, path)  # loader.load_state_dict(...) goes on after this step
 
     Args:
-        loader: A `DataLoader`, or something like it, whose `batch_sampler` is a `BalancedBatchSampler` and that keeps
+        loader: a `DataLoader`, or something like it, whose `batch_sampler` is a `BalancedBatchSampler` and that keeps
             the order of its batches. A `StatefulDataLoader` has its own state; both agree.
-        prepare: Called with every micro-batch before its step is yielded; its result is in the step. Use it to call
+        prepare: called with every micro-batch before its step is yielded; its result is in the step. Use it to call
             `prepare_attention`. With workers it runs in a thread during the step before, on the CUDA device that was
             current when the iteration began, if CUDA was used.
     """
@@ -227,6 +227,13 @@ class StepLoader(Generic[T]):
         """Whether all epochs of the run are done."""
         return self._sampler.epoch >= self._sampler.num_epochs
 
+    def skip_epoch(self) -> None:
+        """Ends the present epoch after the last step that was yielded; documents that wait are trained later.
+
+        After the last epoch, documents that wait are not trained. An iteration that goes on raises.
+        """
+        self._sampler.set_epoch(self._sampler.epoch + 1)
+
     def describe(self) -> dict[str, Any]:
         """Description of the documents for a ledger: plain JSON values."""
         return self._sampler.describe()
@@ -270,12 +277,12 @@ def check_batch(
     """Checks the lengths and sizes of `batch` against the plan, on which kernels and other ranks of a pipeline rely.
 
     Args:
-        batch: The collated batch; only a `PackedBatch` is checked.
-        planned: The micro-batch.
-        padded: Its tokens with padding.
-        max_documents: The packer's.
+        batch: the collated batch; only a `PackedBatch` is checked.
+        planned: the micro-batch.
+        padded: its tokens with padding.
+        max_documents: the packer's.
         numbers: int64 [documents], their names in errors.
-        argument: Source of the batch, for errors.
+        argument: source of the batch, for errors.
 
     Raises:
         wlb.WlbError: It differs.

@@ -42,8 +42,8 @@ def pipeline_step(
     Under `torch.no_grad()`, or without `loss_fn`, it runs forward only.
 
     Args:
-        stages: This rank's stages, ascending, as `stages_of_rank` gives them.
-        micro_batches: At least one. 1F1B and DualPipeV need at least as many as stages; interleaved schedules a
+        stages: this rank's stages, ascending, as `stages_of_rank` gives them.
+        micro_batches: at least one. 1F1B and DualPipeV need at least as many as stages; interleaved schedules a
             multiple of `max(1, len(micro_batches) // pp_size)`.
         schedule: `"gpipe"`, `"1f1b"`, `"interleaved_1f1b"`, `"interleaved_zero_bubble"`, `"zbv"`, `"dualpipev"`, or a
             schedule class of torch.

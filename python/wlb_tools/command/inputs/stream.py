@@ -82,7 +82,7 @@ class Stream(GlobalBatches):
         return sentences
 
 
-@options("Documents")
+@options
 class Texts(Options):
     """Options for reading documents.
 
@@ -117,7 +117,7 @@ class Texts(Options):
         return read_documents(sources, wanted=wants, pattern=self.pattern, cache=kept, progress=progress)
 
 
-@options("Documents")
+@options
 class Reading(Texts):
     """Options for reading documents and making a stream of them.
 

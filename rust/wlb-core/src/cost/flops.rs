@@ -67,6 +67,9 @@ pub struct FlopsOptions {
     pub mask: Mask,
 }
 
+/// No attention kernel runs ten times as fast as matrix products do; a larger number is a percentage.
+pub const MAX_ATTENTION_EFFICIENCY: f64 = 10.0;
+
 impl CostModel {
     /// Cost from the model's FLOPs: `4 * heads * head_dim` per pair and layer (QK' and PV), twice the
     /// parameters per token.
@@ -87,12 +90,15 @@ impl CostModel {
         for (argument, value) in sizes {
             check_range(argument, value, 1, MAX_TOKENS)?;
         }
-        for (argument, value) in
-            [("attention_efficiency", options.attention_efficiency), ("flops_per_second", options.flops_per_second)]
-        {
-            if !(value.is_finite() && value > 0.0) {
-                return Err(Error::Number { argument, value, requirement: "must be a finite number above 0" });
-            }
+        let efficiency = options.attention_efficiency;
+        if !(efficiency > 0.0 && efficiency <= MAX_ATTENTION_EFFICIENCY) {
+            let requirement = "must be above 0 and at most 10: a ratio of FLOP rates such as 0.55, not a percentage";
+            return Err(Error::Number { argument: "attention_efficiency", value: efficiency, requirement });
+        }
+        let rate = options.flops_per_second;
+        if !(rate.is_finite() && rate > 0.0) {
+            let requirement = "must be a finite number above 0";
+            return Err(Error::Number { argument: "flops_per_second", value: rate, requirement });
         }
         let [hidden, ffn, layers, heads, kv_heads, head_dim, vocabulary, experts] = sizes.map(|(_, size)| size as f64);
         let ffn_matrices = if options.gated_ffn { 3.0 } else { 2.0 };

@@ -14,7 +14,7 @@ mod rates;
 pub(crate) use curve::Curve;
 pub use document_costs::DocumentCosts;
 pub(crate) use document_costs::check_limits;
-pub use flops::{FlopsOptions, Passes};
+pub use flops::{FlopsOptions, MAX_ATTENTION_EFFICIENCY, Passes};
 pub use mask::{LocalMask, Mask};
 pub use model::CostModel;
 pub use rates::{Rates, Unit};

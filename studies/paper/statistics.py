@@ -1,4 +1,4 @@
-"""Paired differences: their interval, and the test that they lie within a margin."""
+"""Paired differences over seeds, and their interval by Student's t."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 
 def student_cdf(t: float, degrees: int) -> float:
-    """Probability that Student's t with so many degrees of freedom is below `t`.
+    """Probability that Student's t with this many degrees of freedom is below `t`.
 
     With `t = sqrt(degrees) * tan(angle)` its density is a power of the cosine: smooth on a bounded range, so that
     Gauss's quadrature is exact to rounding for degrees up to some hundred.
@@ -40,9 +40,9 @@ class Paired:
     """Relative differences of one method to another, seed by seed.
 
     Attributes:
-        mean: Of `loss / reference - 1`.
-        deviation: Their standard deviation; NaN for one seed.
-        seeds: How many.
+        mean: mean of `loss / reference - 1`.
+        deviation: standard deviation of the differences; NaN for one seed.
+        seeds: number of seeds.
     """
 
     mean: float
@@ -56,25 +56,8 @@ class Paired:
         seeds = relative.size
         return cls(float(relative.mean()), float(relative.std(ddof=1)) if seeds > 1 else math.nan, seeds)
 
-    @property
-    def error(self) -> float:
-        """Standard error of the mean."""
-        return self.deviation / math.sqrt(self.seeds)
-
     def half_width(self, level: float = 0.95) -> float:
-        """The interval of this level is the mean plus and minus this much; NaN for one seed."""
+        """The interval of this level is the mean plus and minus this; NaN for one seed."""
         if self.seeds < 2:
             return math.nan
-        return student_quantile((1 + level) / 2, self.seeds - 1) * self.error
-
-    def equivalence(self, margin: float) -> float:
-        """Two one-sided tests (Schuirmann, 1987): p of a mean difference of `margin` or more, one way or the other.
-
-        Below 0.05 exactly where the 90 % interval lies within the margin. NaN for one seed.
-        """
-        distance = margin - abs(self.mean)  # to the nearer end of the margin, whose test has the greater p
-        if self.seeds < 2:
-            return math.nan
-        if self.error == 0:
-            return float(distance <= 0)
-        return 1 - student_cdf(distance / self.error, self.seeds - 1)
+        return student_quantile((1 + level) / 2, self.seeds - 1) * self.deviation / math.sqrt(self.seeds)

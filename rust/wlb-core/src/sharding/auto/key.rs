@@ -4,7 +4,7 @@
 //! number. So one comparison orders two ranks, and one addition gives a rank more pairs and tokens.
 
 /// An integer with enough bits for pairs, tokens and number.
-pub(super) trait Word: Copy + Ord {
+pub(super) trait Key: Copy + Ord {
     /// `low` has at most `shift` bits.
     fn new(pairs: u64, low: u64, shift: u32) -> Self;
     fn pairs(self, shift: u32) -> u64;
@@ -12,9 +12,9 @@ pub(super) trait Word: Copy + Ord {
     fn plus(self, other: Self) -> Self;
 }
 
-macro_rules! words {
+macro_rules! keys {
     ($($integer:ty),+) => {
-        $(impl Word for $integer {
+        $(impl Key for $integer {
             #[inline]
             fn new(pairs: u64, low: u64, shift: u32) -> Self {
                 Self::from(pairs) << shift | Self::from(low)
@@ -39,12 +39,12 @@ macro_rules! words {
 }
 
 // `u64` is always enough for up to two million tokens; `u128` for any micro-batch.
-words!(u64, u128);
+keys!(u64, u128);
 
-/// Bit positions of the parts of a word.
+/// Bit positions of the parts of a key.
 #[derive(Clone, Copy)]
 pub(super) struct Format {
-    /// Tokens of the rank that gets the most: the largest number of tokens in a word.
+    /// Tokens of the rank that gets the most: the largest number of tokens in a key.
     pub(super) most_tokens: u64,
     rank_bits: u32,
     /// Number of bits below the pairs.
@@ -64,35 +64,35 @@ impl Format {
         self.shift <= all_pairs.leading_zeros()
     }
 
-    /// The word of a rank that can take `room` tokens (at most `most_tokens`).
-    pub(super) fn word<W: Word>(&self, room: u64, rank: usize) -> W {
+    /// The key of a rank that can take `room` tokens (at most `most_tokens`).
+    pub(super) fn key<W: Key>(&self, room: u64, rank: usize) -> W {
         W::new(0, (self.most_tokens - room) << self.rank_bits | rank as u64, self.shift)
     }
 
-    /// The number to add to a rank's word when it gets these pairs and tokens.
+    /// The number to add to a rank's key when it gets these pairs and tokens.
     #[inline]
-    pub(super) fn growth<W: Word>(&self, pairs: u64, tokens: i32) -> W {
+    pub(super) fn growth<W: Key>(&self, pairs: u64, tokens: i32) -> W {
         W::new(pairs, (tokens as u64) << self.rank_bits, self.shift)
     }
 
     #[inline]
-    pub(super) fn pairs(&self, word: impl Word) -> u64 {
-        word.pairs(self.shift)
+    pub(super) fn pairs(&self, key: impl Key) -> u64 {
+        key.pairs(self.shift)
     }
 
     #[inline]
-    pub(super) fn room(&self, word: impl Word) -> u64 {
-        self.most_tokens - (word.low(self.shift) >> self.rank_bits)
+    pub(super) fn room(&self, key: impl Key) -> u64 {
+        self.most_tokens - (key.low(self.shift) >> self.rank_bits)
     }
 
     #[inline]
-    pub(super) fn rank(&self, word: impl Word) -> u32 {
-        (word.low(self.shift) & ((1 << self.rank_bits) - 1)) as u32
+    pub(super) fn rank(&self, key: impl Key) -> u32 {
+        (key.low(self.shift) & ((1 << self.rank_bits) - 1)) as u32
     }
 
     /// A key that sorts by room, most room first, equal room by rank.
     #[inline]
-    pub(super) fn by_room(&self, word: impl Word) -> u64 {
-        word.low(self.shift)
+    pub(super) fn by_room(&self, key: impl Key) -> u64 {
+        key.low(self.shift)
     }
 }

@@ -15,7 +15,7 @@ from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.loss import count_valid_tokens
 
 
-def labelled_steps(
+def steps_with_labels(
     loader: StepLoader[Any] | BalancedStream[Any], *, group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[Step[Any], int | None]]:
     """The steps of the rest of the epoch that have labels; if it has none left, those of the next epoch.
