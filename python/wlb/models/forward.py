@@ -63,7 +63,9 @@ class Forward:
         path = self.paths.get(id(module))
         if path is not None and _NO_WORK.search(path.rpartition(".")[2]):
             return Work()
-        if path not in self.counted:  # a list or a wrapper that is not called, or a module that did not run
+        if (
+            path is None or path not in self.counted
+        ):  # a list or a wrapper that is not called, or a module that did not run
             inner = (self.work(child, of_weights=of_weights) for child in module.children())
             return sum(inner, Work())
         found = self.counted[path].items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -303,17 +304,25 @@ class Reader:
         scores = sum(self.forward.work(module).pair for module in indexers)
         pairs = visible.seen(self.config, part, kind, work.pair - scores, scores)
         head_dim = _first(part, self.config, "head_dim", "attention_head_size", "head_size", "d_head", "d_kv")
-        if not head_dim or (work.pair - scores) % (4 * heads * head_dim):  # the mean of keys' and values' widths
-            head_dim = round((work.pair - scores) / 4 / heads)
-        kv_heads = self._kv_heads(part, heads, head_dim, found)
+        rank, rope = self._get("kv_lora_rank"), self._get("qk_rope_head_dim")
+        narrow = rank + rope if isinstance(rank, int) and isinstance(rope, int) else 0
+        compressed = self._get("compress_rates")
+        if not head_dim or narrow or ((work.pair - scores) % (4 * heads * head_dim) and not compressed):
+            head_dim = math.ceil((work.pair - scores) / 4 / heads)  # the mean of keys' and values' widths
+        kv_heads = heads if narrow else self._kv_heads(part, heads, head_dim, found)
         described = [*self._plain(heads, kv_heads, head_dim, next(iter(pairs))), *self._latent(heads, indexers)]
         counted = sum(each.count for each in found)
         for block in described:
             same = block.parameters(self.hidden) == counted and block.token_flops(self.hidden) == work.token
             if same and dict(block.pairs()) == pairs and not any(each.channels for each in found):
                 return block
-        rank, rope = self._get("kv_lora_rank"), self._get("qk_rope_head_dim")
-        narrow = rank + rope if isinstance(rank, int) and isinstance(rope, int) else 0
+        index = self._get("index_head_dim") or self._get("indexer_head_dim") or 0
+        kv_width = narrow or 2 * kv_heads * head_dim + (index if indexers else 0)
+        if compressed and not narrow:  # keys are the values, and `rate` tokens share a compressed one
+            rate = compressed.get(kind[0])
+            kv_width = head_dim + (
+                math.ceil(head_dim / rate) + math.ceil((index if indexers else 0) / rate) if rate else 0
+            )
         return CountedBlock(
             weights=matrices(found),
             other_parameters=vectors(found),
@@ -323,7 +332,7 @@ class Reader:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            kv_width=narrow or 2 * kv_heads * head_dim,
+            kv_width=kv_width,
         )
 
     def _kv_heads(self, part: Any, heads: int, head_dim: int, found: Sequence[Weight]) -> int:
