@@ -338,7 +338,7 @@ class Reader:
     def _kv_heads(self, part: Any, heads: int, head_dim: int, found: Sequence[Weight]) -> int:
         keys = [each for each in found if re.search(r"(^|[._])(k|key|wk)(_|\.|$|proj|lin)", each.name)]
         for key in reversed(keys):
-            if key.matrix is not None and key.matrix.columns % head_dim == 0:
+            if key.matrix is not None and "index" not in key.name and key.matrix.columns % head_dim == 0:
                 return max(1, key.matrix.columns // head_dim)
         said = _first(part, self.config, "num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_heads_k")
         return said if said and heads % said == 0 else heads
