@@ -214,7 +214,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str, Any, Any]] = [
     (pipeline, {"costs": wrong((2, 4), (1, 1), INF)}, "costs", (1, 1), INF),
     (pipeline, {"costs": [[1.0, 2.0]]}, "costs", None, None),
     (pipeline, {"costs": np.ones((2, 4, 2))}, "costs", None, None),
-    (pipeline, {"costs": 1.0}, "costs", None, None),
+    (pipeline, {"costs": 1.0}, "costs", None, 1.0),
     (pipeline, {"costs": ["a"]}, "costs", None, ["a"]),
     (pipeline, {"costs": np.ones((2, 4, 3, 1))}, "costs", None, None),
     (pipeline, {"schedule": "2f2b"}, "schedule", None, "2f2b"),

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from wlb._errors import error
+from wlb._rows import advice
 from wlb.torch.data.arrow import arrow_lengths
 from wlb.torch.data.rows import KNOWN, RowIndex, RowReader, split_row
 
@@ -143,7 +144,7 @@ def _way_out(feature: Mapping[str, Any]) -> str:
             "several sequences are one example (DPO, KTO, reward models), whose loss is no sum over tokens, and a "
             "packed row cannot keep them together. Plan their micro-batches with wlb.integrations.rl.plan(groups=)"
         )
-    return "tokenise it, or give it to a trainer that does"
+    return f"{advice([*feature])}, or give it to a trainer that does"
 
 
 def _alone(name: str, value: Any) -> Any:

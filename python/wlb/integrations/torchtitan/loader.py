@@ -24,6 +24,7 @@ from wlb.torch.data import IGNORE, BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.data.loading import FOREVER, SHAPE, Loading, step_tokens
 from wlb.torch.data.state import field as field_of
 from wlb.torch.metrics import StepMetrics
+from wlb.torch.subgroup import Subgroup
 
 _STATE: Final = "wlb"  # the state is one text under this key, because checkpoints ask for keys before they load
 _FILLER: Final = 128  # padding is cut into documents of one attention block, which take almost no time
@@ -318,7 +319,7 @@ class WlbDataLoader(BaseDataLoader):
 def of_replicas(group: Any) -> Any:
     """The data-parallel ranks, which share a step; None if that is only this rank."""
     if group is None and torch.distributed.is_initialized():
-        return torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
+        return Subgroup(None, [torch.distributed.get_rank()])
     return group
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 import numpy as np
-from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 from numpy.typing import NDArray
 
 import wlb_tools
 from wlb_tools.command.inputs.cluster import Cluster, described
 from wlb_tools.command.inputs.options import BATCHES, CLUSTER, DOCUMENTS, OUTPUT, CommandLine, settings
-from wlb_tools.command.inputs.stream import Reading, Source, Stream
+from wlb_tools.command.inputs.stream import Reading, Source, Stream, Trainer
 from wlb_tools.command.output.configuration import configuration
 from wlb_tools.command.output.console import Output, reporting
 from wlb_tools.command.output.report import Code, Heading, Paragraphs, Report, Table
@@ -20,8 +19,6 @@ from wlb_tools.command.words import counted
 from wlb_tools.simulation import Tuning
 from wlb_tools.simulation import tune as tune_cluster
 from wlb_tools.simulation.words import describe, model_sentences
-
-Trainer = Literal["loop", "huggingface", "trl", "axolotl", "llamafactory", "lightning", "megatron"]
 
 _LITTLE = 1.01
 """A predicted speed-up below this is too small to notice."""
@@ -33,7 +30,6 @@ def advise(
     *,
     reading: Annotated[Reading, DOCUMENTS] = Reading(),
     steps: Annotated[PositiveInt, BATCHES] = 20,
-    trainer: Annotated[Trainer, Parameter(help=f"What trains: {', '.join(get_args(Trainer))}.")] = "loop",
     cluster: Annotated[Cluster, CLUSTER] = Cluster(),
     output: Annotated[Output, OUTPUT] = Output(),
     command_line: CommandLine,
@@ -55,6 +51,7 @@ def advise(
         tuning = None
         if alone is None:
             tuning = tune_cluster(stream.lengths, scenario, by="tokens", progress=reporting(bars, "Plans"))
+    trainer = reading.trainer or "loop"
     report = _report(stream, scenario, tuning, alone, trainer, run.model_name, described(scenario) | settings(reading))
     output.write(report, command_line)
 
