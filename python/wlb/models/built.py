@@ -63,9 +63,18 @@ def read(content: Mapping[str, Any]) -> Built:
 
 def _config(kind: Any, content: Mapping[str, Any]) -> Any:
     try:
-        return kind.from_dict(dict(content))
+        return kind.from_dict(_with_floats(content))
     except Exception as problem:  # transformers may raise any type for a file that it cannot read
         raise Refused(f"is refused by transformers: {_line(problem)}", content.get("model_type")) from problem
+
+
+def _with_floats(value: Any) -> Any:
+    """The value with the floats that transformers writes into JSON as `{"__float__": "Infinity"}`."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _with_floats(each) for name, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def _unread(kind: Any, content: Mapping[str, Any], where: str) -> Iterator[str]:

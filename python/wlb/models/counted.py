@@ -86,11 +86,14 @@ class CountedBlock(Block):
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
         """Activations kept for the backward pass: the output of every matrix but the last, and the input of the last.
 
-        A matrix of several experts gives a row for each expert that a token visits, and takes a copy of its input.
+        A matrix of several experts gives a row for each expert that a token visits, and takes a copy of its input. Where
+        there are several residual streams, a layer mixes them for each of its two blocks: it keeps the streams of each
+        mix, and the row that is added to them.
         """
         copies = sum(m.rows * m.used for m in self.weights if m.copies > 1 and m.rows == hidden)
         given = sum(self._inner(hidden))
-        return Kept(given + self.channels, statistics=self.num_heads, rows=copies)
+        mixes = 2 * (self.streams + 1) * hidden if self.streams > 1 else 0
+        return Kept(given + self.channels, statistics=self.num_heads, rows=copies + mixes)
 
     def _inner(self, hidden: int) -> Iterator[int]:
         """For each matrix that works on a token, the width of its side inside the block."""

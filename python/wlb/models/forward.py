@@ -38,7 +38,10 @@ def _fit(flops: Sequence[int], unit: int, operation: str) -> Work:
         return Work(0, (two - one) // unit)
     pair = (three - 2 * two + one) / (2 * unit**2)
     token = round((two - one) / unit - 3 * unit * pair)
-    return Work(pair, token, round(one - pair * unit**2 - token * unit))
+    rest = round(one - pair * unit**2 - token * unit)
+    if operation in _OF_WEIGHTS and not pair and rest <= token:  # a row before the document, such as Zaya's
+        rest = 0
+    return Work(pair, token, rest)
 
 
 @dataclass

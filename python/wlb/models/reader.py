@@ -84,6 +84,8 @@ class Reader:
             raise Refused(f"has adapters of {len(languages)} languages, of which a token meets one", None)
         if self._get("use_bidirectional_attention") is True:
             raise Refused("has use_bidirectional_attention: a decoder's attention is causal", True)
+        if self._get("ngram"):  # ProphetNet
+            raise Refused("has ngram: streams that predict further tokens, which see other keys than the main one", None)
         if self._get("zero_expert_num"):
             raise Refused("has zero_expert_num: a token visits fewer experts the more of these it visits", None)
         paths, stack = self._stack()
@@ -93,6 +95,9 @@ class Reader:
         alike = [(type(layer), kind, _shapes(layer)) for layer, kind in zip(stack, kinds, strict=True)]
         first = {key: index for index, key in reversed([*enumerate(alike)])}
         self._run(paths, stack, sorted(first.values()))
+        if len(self.chosen) == len(stack):  # a token may meet equal layers a different number of times (HRM)
+            alike = [(*key, self.forward.work(layer)) for key, layer in zip(alike, stack, strict=True)]
+            first = {key: index for index, key in reversed([*enumerate(alike)])}
         found = {}
         for key, index in first.items():
             self.config = each[index]
@@ -162,20 +167,29 @@ class Reader:
         inner = self.model.get_submodule(holder)
         whole, unit = range(len(stack)), visible.unit(self.config)
         self._batch_experts()
-        for passed_over in (False, True):
-            if passed_over and not self._pass_over_experts():
-                break
+        self._give_each_head_its_keys()
+        rotations, experts = self._rotations(), self._experts()
+        tried = [each for each in (rotations, experts, rotations | experts) if each]
+        for stand_ins in ({}, *tried[: 3 if rotations and experts else 1]):
             for chosen in (distinct, whole) if len(paths) == 1 else (whole,):
                 layers = getattr(inner, name)
                 if len(paths) == 1:
                     setattr(inner, name, nn.ModuleList([stack[index] for index in chosen]))
-                forward = run(self.model, inner, stack[chosen[0]], hidden=self.hidden, unit=unit)
+                for module, forward in stand_ins.items():
+                    module.forward = forward
+                ran = run(self.model, inner, stack[chosen[0]], hidden=self.hidden, unit=unit)
+                for module in stand_ins:
+                    del module.forward
                 setattr(inner, name, layers)
-                if forward is not None:
-                    self.forward, self.passed_over, self.chosen = forward, passed_over, chosen
-                    if passed_over:
-                        self._assume("what routed experts compute is not held to a run of the model, which needs data")
-                    return
+                if ran is None:
+                    continue
+                self.forward, self.chosen = ran, chosen
+                self.passed_over = bool(experts) and stand_ins.keys() >= experts.keys()
+                if rotations and stand_ins.keys() >= rotations.keys():
+                    self._assume("positions are not rotated in the run: their sizes fit no head")
+                if self.passed_over:
+                    self._assume("what routed experts compute is not held to a run of the model, which needs data")
+                return
         raise Refused("cannot be run without data: what its layers cost is not known", None)
 
     def _batch_experts(self) -> None:
@@ -183,14 +197,36 @@ class Reader:
         with contextlib.suppress(Exception):  # transformers raises any type where experts have one implementation
             self.model.set_experts_implementation("batched_mm")
 
-    def _pass_over_experts(self) -> bool:
-        """Makes experts return zeros; whether there are any."""
+    def _give_each_head_its_keys(self) -> None:
+        """In latent attention every query head has keys of its own, whatever number of key heads a file says."""
+        if self._get("kv_lora_rank"):
+            for module in self.model.modules():
+                if hasattr(module, "num_key_value_groups"):
+                    module.num_key_value_groups = 1
+
+    def _rotations(self) -> dict[Any, Any]:
+        """Modules that rotate positions, each with a forward that turns nothing: rotations cost no product."""
         import torch
 
+        heads = visible.get(self.config, "num_attention_heads")
+        width = visible.get(self.config, "head_dim") or (self.hidden // heads if isinstance(heads, int) else 0)
+
+        def turn_nothing(rows: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+            ones = torch.ones((1, rows.shape[-2], width), device="meta")
+            return ones, ones
+
+        found = [module for module in self.model.modules() if "Rotary" in type(module).__name__]
+        return dict.fromkeys(found, turn_nothing) if width else {}
+
+    def _experts(self) -> dict[Any, Any]:
+        """Modules of routed experts, each with a forward that gives zeros."""
+        import torch
+
+        def give_zeros(rows: Any, *_: Any, **__: Any) -> Any:
+            return torch.zeros_like(rows)
+
         found = [module for module in self.model.modules() if type(module).__name__.endswith("Experts")]
-        for module in found:
-            module.forward = lambda rows, *_, **__: torch.zeros_like(rows)
-        return bool(found)
+        return dict.fromkeys(found, give_zeros)
 
     # One layer.
 
@@ -302,7 +338,7 @@ class Reader:
             raise Refused(f"has {type(part).__name__}, whose heads are not found", None)
         indexers = [module for module in part.modules() if type(module).__name__.endswith("Indexer")]
         scores = sum(self.forward.work(module).pair for module in indexers)
-        pairs = visible.seen(self.config, part, kind, work.pair - scores, scores)
+        pairs = visible.seen(self.config, part, kind, work.pair - scores, self._scores(scores))
         head_dim = _first(part, self.config, "head_dim", "attention_head_size", "head_size", "d_head", "d_kv")
         rank, rope = self._get("kv_lora_rank"), self._get("qk_rope_head_dim")
         narrow = rank + rope if isinstance(rank, int) and isinstance(rope, int) else 0
@@ -335,11 +371,19 @@ class Reader:
             kv_width=kv_width,
         )
 
+    def _scores(self, scores: float) -> float:
+        """FLOPs of an indexer for a pair. DeepSeek V4's code adds its heads' scores by no product that would count."""
+        width = self._get("index_head_dim")
+        return scores * (1 + 1 / width) if self._get("compress_rates") and width else scores
+
     def _kv_heads(self, part: Any, heads: int, head_dim: int, found: Sequence[Weight]) -> int:
         keys = [each for each in found if re.search(r"(^|[._])(k|key|wk)(_|\.|$|proj|lin)", each.name)]
         for key in reversed(keys):
             if key.matrix is not None and "index" not in key.name and key.matrix.columns % head_dim == 0:
                 return max(1, key.matrix.columns // head_dim)
+        groups = getattr(part, "num_key_value_groups", 0)
+        if groups and heads % groups == 0:
+            return int(heads // groups)
         said = _first(part, self.config, "num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_heads_k")
         return said if said and heads % said == 0 else heads
 
@@ -414,7 +458,7 @@ class Reader:
         outside = forward.work(forward.root)
         for index in self.chosen:
             outside = outside - forward.work(stack[index])
-        output = self.model.get_output_embeddings()
+        output = self._output()
         if output is not None and forward.root is self.model:
             outside = outside - forward.work(output)
         if not outside.token and not outside.pair:
@@ -433,6 +477,17 @@ class Reader:
             raise Refused("has work outside its layers that is not understood", outside.token)
         return CountedBlock(weights=matrices(found), other_parameters=vectors(found), other_flops=beyond)
 
+    def _output(self) -> Any:
+        """The projection to the vocabulary; None: there is none."""
+        from torch import nn
+
+        said = self.model.get_output_embeddings()
+        if said is not None:
+            return said
+        vocabulary = visible.integer(self.config, "vocab_size")
+        linear = (module for module in self.model.modules() if isinstance(module, nn.Linear))
+        return next((module for module in linear if module.weight.shape[0] == vocabulary), None)
+
     def _whole(self, path: str, layers: Sequence[Layer]) -> Built:
         """The counts of the whole model, from its layers."""
         vocabulary = visible.integer(self.config, "vocab_size")
@@ -442,7 +497,7 @@ class Reader:
         shape = tuple(getattr(embedding, "weight", embedding).shape) if embedding is not None else ()
         if len(shape) != 2 or shape[0] < vocabulary:
             raise Refused(f"has embeddings of shape {[*shape]}, not [{vocabulary}, {self.hidden}]", None)
-        output = self.model.get_output_embeddings()
+        output = self._output()
         if output is not None and (output.weight.shape[1] != shape[1] or output.weight.shape[0] < vocabulary):
             message = f"has an output projection of shape {[*output.weight.shape]}, not [{vocabulary}, {shape[1]}]"
             raise Refused(message, None)
@@ -460,7 +515,7 @@ def _dense_or_experts(shapes: Sequence[Matrix], hidden: int) -> Iterator[FeedFor
     """Feed-forward blocks that may have these matrices."""
     experts = [matrix for matrix in shapes if matrix.copies > 1]
     down = next((matrix for matrix in reversed(experts or shapes) if experts or matrix.columns == hidden), None)
-    if down is None or not down.used:
+    if down is None or not down.used or (not experts and down.used > 1):  # in the last, a token meets layers again
         return
     latent = down.columns if experts and down.columns != hidden else 0
     dense = [m for m in shapes if m.copies == 1 and m.columns == hidden and m.rows != latent] if experts else []

@@ -113,7 +113,7 @@ def _of_module(name: str, inner: Any, own: dict[str, Any], forward: Forward, hid
     transposed = type(inner).__name__ == "Conv1D" or getattr(inner, "is_transposed", False)
     counted = 0 if isinstance(inner, nn.Embedding) else forward.own(inner).token
     stacked = "xpert" in f"{type(inner).__name__}{name}"
-    sizes = {each: _sizes(value, stacked=stacked, transposed=transposed) for each, value in shaped.items()}
+    sizes = {each: _sizes(value, hidden, stacked=stacked, transposed=transposed) for each, value in shaped.items()}
     for each, (copies, rows, columns) in sizes.items():
         before, after = (columns, rows) if re.search(r"down|w2|out", each) else (rows, columns)
         if copies > 1 and after == hidden != before:  # experts of either orientation
@@ -143,9 +143,12 @@ def _is_matrix(name: str, value: Any) -> bool:
     return value.dim() == 3 or named
 
 
-def _sizes(value: Any, *, stacked: bool, transposed: bool) -> tuple[int, int, int]:
-    """Copies, rows and columns. Three dimensions are of experts, or of a row and of heads."""
+def _sizes(value: Any, hidden: int, *, stacked: bool, transposed: bool) -> tuple[int, int, int]:
+    """Copies, rows and columns. Three dimensions are of experts, or of heads, each with its part of a row."""
     if value.dim() == 3 and not stacked:
-        return 1, value.shape[0], value.shape[1] * value.shape[2]
+        first, second, third = value.shape
+        if third == hidden != first:
+            return 1, first * second, third
+        return (1, first, second * third) if first == hidden else (1, second, first * third)
     rows, columns = value.shape[-2:] if transposed else reversed(value.shape[-2:])
     return value.shape[0] if value.dim() == 3 else 1, rows, columns
