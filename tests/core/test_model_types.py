@@ -16,12 +16,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import wlb
+import wlb_tools
 from wlb.models import Attention, FeedForward, LatentAttention, Mask, built
 from wlb.models.image_families import IMAGE_FAMILIES
 from wlb.models.text_families import FAMILIES
+from wlb_tools.cluster.memory import activation_bytes, exchanged_width
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("torch")
@@ -654,6 +657,12 @@ def test_every_causal_type_of_transformers(capsys: pytest.CaptureFixture[str]) -
 CASES = {case.model_type: case for case in real.CASES}
 
 
+def test_every_family_is_compared() -> None:
+    inside = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}  # of the families with images
+    # transformers' default Ministral is not one that it can build.
+    assert CASES.keys() >= {*FAMILIES, *IMAGE_FAMILIES} - inside - {"ministral"}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_at_full_size(name: str) -> None:
     config = CASES[name].config()
@@ -668,10 +677,6 @@ def test_parameters_at_full_size(name: str) -> None:
 def test_flops(name: str) -> None:
     case = CASES[name]
     config = case.tiny_config()
-    if name in ("deepseek_v32", "kimi_linear"):  # so small, they do not run on the meta device
-        with pytest.raises(wlb.WlbError, match="cannot be run without data"):
-            read(config)
-        return
     model = read(config)
     counted = real.count_text(config)
     assert model.flops([real.TOKENS])[0] / 3 == pytest.approx(counted.total, rel=0.01)
@@ -733,6 +738,76 @@ def test_terms_of_a_cost_are_the_masks_of_the_layers() -> None:
     assert model.cost_model(flops_per_second=1e15).unit == "seconds"
     with pytest.raises(wlb.WlbError, match="causal = False: gemma3_text has layers with window 4096"):
         model.cost_model(causal=False)
+
+
+def test_blocks_of_keys_that_an_indexer_selects() -> None:
+    """Pairs counted query by query: whole blocks up to the budget, and what is behind the last whole block."""
+    config = CASES["qwen4_exp_text"].config()
+    model, tokens = read(config), 20_000
+    block, budget = config.indexer_compress_ratio, config.indexer_budget
+    visible = np.arange(1, tokens + 1)
+    met = np.minimum(visible // block, budget // block) * block + visible % block
+    scored = visible // block
+    layers = config.num_hidden_layers // 4
+    ours = {
+        mask.kind: (wlb.pairs([tokens]) if mask == Mask() else window_pairs(tokens, mask.size)) * flops
+        for mask, flops in model.pair_flops.items()
+    }
+    assert ours["window"] == pytest.approx(layers * 4 * 16 * 256 * met.sum(), rel=1e-3)
+    assert ours["full"] == pytest.approx(layers * 2 * 4 * 256 * scored.sum(), rel=1e-3)
+
+
+def window_pairs(tokens: int, size: int) -> int:
+    return int(np.minimum(np.arange(1, tokens + 1), size).sum())
+
+
+def test_several_residual_streams_are_kept_and_sent() -> None:
+    """Between layers and pipeline stages; context-parallel ranks send the indexer's keys, too."""
+    model = read(CASES["qwen4_exp_text"].config())
+    assert model.residual_width == 4 * model.hidden_size
+    layout = wlb_tools.ParallelLayout(tp=2, cp=2, pp=2, dp=1, recompute="full")
+    assert activation_bytes(model, layout) == layout.number_bytes * 4 * model.hidden_size / 2
+    attention = next(layer for layer in model.stack if any(block.pairs() for block in layer.blocks))
+    assert exchanged_width(attention, layout) == 2 * 256 + 256
+    matrices = [m for layer in model.stack for block in layer.blocks for m in block.matrices(model.hidden_size)]
+    tables = max((matrix for matrix in matrices if not matrix.used), key=lambda matrix: matrix.parameters(1))
+    assert tables.parameters(1) > 40e9
+    assert model.num_parameters - model.num_active_parameters > tables.parameters(1)
+    # A layer keeps, for each of its two mixes, the streams and the row that is added to them.
+    mixing = next(block for layer in model.stack for block in layer.blocks if getattr(block, "streams", 1) > 1)
+    assert mixing.kept(model.hidden_size).rows == 2 * (4 + 1) * model.hidden_size
+
+
+def test_tensor_parallelism_divides_the_key_heads_of_a_state() -> None:
+    layers = {"layer_types": ["linear_attention"] * 4}
+    model = read({**AS_PUBLISHED["Qwen3.5"], **layers})
+    wlb_tools.ParallelLayout(tp=2).check(model=model)
+    with pytest.raises(wlb.WlbError, match="tp = 4: does not divide num_heads = 2"):
+        wlb_tools.ParallelLayout(tp=4).check(model=model)
+
+
+TINY_OF_THREE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+# Sizes, and the part of the whole square's FLOPs that a token's visible pairs are: encoders' code hides none.
+IN_THEIR_OWN_CODE: dict[str, tuple[dict[str, Any], bool]] = {
+    "bert": (TINY_OF_THREE, True),  # a matrix before the output projection
+    "electra": (TINY_OF_THREE | {"embedding_size": 32}, True),  # narrower embeddings
+    "roberta": (TINY_OF_THREE, True),
+    "xlnet": ({"d_model": 64, "n_layer": 3, "n_head": 4, "d_inner": 96}, True),  # scores of relative positions
+    "diffllama": (TINY_OF_THREE | {"num_key_value_heads": 2}, False),  # two attentions in one
+    "hrm_text": (TINY_OF_THREE | {"num_layers_per_stack": 2, "head_dim": 16}, False),  # layers are met again
+    "rwkv": ({"hidden_size": 64, "num_hidden_layers": 3, "context_length": 512}, False),
+}
+
+
+@pytest.mark.parametrize("name", IN_THEIR_OWN_CODE)
+def test_flops_and_parameters_of_models_with_their_own_code(name: str) -> None:
+    sizes, whole = IN_THEIR_OWN_CODE[name]
+    config = transformers.AutoConfig.for_model(name, vocab_size=real.VOCABULARY, **sizes)
+    model = read(config)
+    assert model.num_parameters == real.num_parameters(config)
+    tokens = real.TOKENS
+    pairs = sum(model.pair_flops.values()) * (tokens * tokens if whole else tokens * (tokens + 1) / 2)
+    assert model.token_flops * tokens + pairs == real.count_text(config).total
 
 
 def test_deepseek_v3_is_as_published() -> None:

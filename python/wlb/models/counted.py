@@ -86,9 +86,9 @@ class CountedBlock(Block):
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
         """Activations kept for the backward pass: the output of every matrix but the last, and the input of the last.
 
-        A matrix of several experts gives a row for each expert that a token visits, and takes a copy of its input. Where
-        there are several residual streams, a layer mixes them for each of its two blocks: it keeps the streams of each
-        mix, and the row that is added to them.
+        A matrix of several experts gives a row for each expert that a token visits, and takes a copy of its input.
+        A layer of several residual streams mixes them for each of its two blocks: it keeps the streams of each mix, and
+        the row that is added to them.
         """
         copies = sum(m.rows * m.used for m in self.weights if m.copies > 1 and m.rows == hidden)
         given = sum(self._inner(hidden))

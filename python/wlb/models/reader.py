@@ -85,7 +85,9 @@ class Reader:
         if self._get("use_bidirectional_attention") is True:
             raise Refused("has use_bidirectional_attention: a decoder's attention is causal", True)
         if self._get("ngram"):  # ProphetNet
-            raise Refused("has ngram: streams that predict further tokens, which see other keys than the main one", None)
+            raise Refused(
+                "has ngram: streams that predict further tokens, which see other keys than the main one", None
+            )
         if self._get("zero_expert_num"):
             raise Refused("has zero_expert_num: a token visits fewer experts the more of these it visits", None)
         paths, stack = self._stack()
@@ -566,6 +568,7 @@ def _state_flops(part: Any) -> tuple[int, int] | None:
     heads, flops = size("num_v_heads", "num_heads", "n_heads", "num_attention_heads"), 0
     if "delta" in name or (hasattr(part, "forget_gate") and hasattr(part, "b_proj")):  # the second: GLM-5-Next's
         flops = 6 * heads * size("head_k_dim", "head_dim") * size("head_v_dim", "head_dim")
+        heads = size("num_k_heads") or heads  # fewer: tensor parallelism divides these
     elif "lightning" in name:
         flops = 4 * heads * size("head_dim") ** 2
     elif hasattr(part, "x_proj") or hasattr(part, "x_proj_weight"):  # Mamba's state is of channels
