@@ -94,7 +94,9 @@ class Reader:
         self.hidden = visible.integer(config, "hidden_size", "d_model", "n_embd", "word_embed_dim")
         each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(stack)
         kinds = [visible.kind_of(each[index], layer, index, len(stack)) for index, layer in enumerate(stack)]
-        alike = [(type(layer), kind, _shapes(layer)) for layer, kind in zip(stack, kinds, strict=True)]
+        alike: list[tuple[Any, ...]] = [
+            (type(layer), kind, _shapes(layer)) for layer, kind in zip(stack, kinds, strict=True)
+        ]
         first = {key: index for index, key in reversed([*enumerate(alike)])}
         self._run(paths, stack, sorted(first.values()))
         if len(self.chosen) == len(stack):  # a token may meet equal layers a different number of times (HRM)
