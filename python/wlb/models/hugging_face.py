@@ -66,7 +66,7 @@ def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str,
     _refuse_other_files(content)
     if content.get("model_type") is None:
         raise Refused("has no model_type: which architecture its sizes are of is not said; add it", None)
-    model_type = str(content["model_type"])
+    model_type = Keys(content).read(str, "model_type")
     model_type = ALIASES.get(model_type, model_type)
     name = str(content.get("_name_or_path") or content["model_type"])
     if _text_type(content, model_type) not in FAMILIES:
