@@ -239,6 +239,12 @@ class Reader:
         taken = {id(parameter) for _, part in parts for parameter in part.parameters()}
         mixers = [self._mixer(part, kind) for part in parts]
         rest = self._weights([("", module)], without=taken)
+        if self.passed_over:
+            read = {each for weight in rest if weight.matrix and weight.matrix.copies > 1 for each in weight.ids}
+            experts = [inner for inner in module.modules() if type(inner).__name__.endswith("Experts")]
+            if any(id(each) not in read for inner in experts for each in inner.parameters()):
+                name = type(experts[0]).__name__
+                raise Refused(f"has {name}, which cannot be run without data and are not understood", name)
         work = self.forward.work(module)
         for _, part in parts:
             work = work - self.forward.work(part)
