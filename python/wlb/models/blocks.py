@@ -51,7 +51,7 @@ class Matrix:
     columns: int
     bias: bool = False
     copies: int = 1  # experts
-    used: int = 1  # copies that one token visits
+    used: int = 1  # copies that one token visits; or how often it meets the matrix
     split: bool = True  # tensor parallelism divides it
     router: bool = False  # chooses experts
     parts: int = 1  # matrices with the same input that are stored as one, such as those of keys and values
@@ -117,7 +117,7 @@ class Block(ABC):
 
     def parameters(self, hidden: int, *, active: bool = False) -> int:
         """Parameters of the block; with `active`, those that one token visits."""
-        matrices = sum(m.parameters(m.used if active else m.copies) for m in self.matrices(hidden))
+        matrices = sum(m.parameters(min(m.used, m.copies) if active else m.copies) for m in self.matrices(hidden))
         return matrices + self.vectors(hidden)
 
     def token_flops(self, hidden: int) -> int:
