@@ -1,8 +1,7 @@
 """The parts of a block of a layer: matrices, masks, kept activations.
 
 A block lists its parts once: its matrices, its other parameters, the (query, key) pairs that it computes, and the work
-of
-its recurrence. Parameters, FLOPs and memory are sums over these.
+of its recurrence. Parameters, FLOPs and memory are sums over these.
 
 FLOPs are those of the model's own mathematics, forward: two for each multiply-add of a matrix product, a convolution or
 a state. As is customary, element-wise work (norms, gates, rotations, softmax) is not counted. Work that only an

@@ -30,7 +30,7 @@ def read(content: Mapping[str, Any]) -> Built:
     """Counts the model of a configuration whose type wlb has no family for.
 
     Args:
-        content: Content of the model's config.json.
+        content: content of the model's config.json.
 
     Raises:
         Refused: transformers or torch is missing, transformers does not know the type or refuses the configuration, or
@@ -82,8 +82,8 @@ def _unread(kind: Any, content: Mapping[str, Any], where: str) -> Iterator[str]:
 
     Args:
         kind: transformers' configuration class.
-        content: The configuration.
-        where: Prefix of its keys, for a configuration inside another.
+        content: the configuration.
+        where: prefix of its keys, for a configuration inside another.
 
     Raises:
         Refused: transformers does not read a key, and it may change what documents cost.

@@ -60,8 +60,8 @@ class Forward:
         """What a module computes in all its calls, with the modules inside.
 
         Args:
-            module: A module of the model.
-            of_weights: Only products of two matrices and convolutions, not what the code computes of activations alone.
+            module: a module of the model.
+            of_weights: only products of two matrices and convolutions, not what the code computes of activations alone.
         """
         path = self.paths.get(id(module))
         if path is not None and _NO_WORK.search(path.rpartition(".")[2]):
@@ -108,11 +108,11 @@ def run(model: Any, inner: Any, layer: Any, *, hidden: int, unit: int) -> Forwar
     """Runs three documents through a model, or through the module that holds its layers if it cannot run.
 
     Args:
-        model: The model, on the meta device.
-        inner: The module that holds its layers.
-        layer: A layer, whose input has the residual streams.
-        hidden: Width of one residual stream.
-        unit: The documents have one, two and three times as many tokens: a multiple of blocks of keys.
+        model: the model, on the meta device.
+        inner: the module that holds its layers.
+        layer: a layer, whose input has the residual streams.
+        hidden: width of one residual stream.
+        unit: the documents have one, two and three times as many tokens: a multiple of blocks of keys.
 
     Returns:
         None: neither runs without data.

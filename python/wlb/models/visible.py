@@ -88,9 +88,9 @@ def kind_of(config: Any, layer: Any, index: int, count: int) -> tuple[str, int]:
 
     Args:
         config: transformers' configuration of the layer.
-        layer: The layer's module.
-        index: Its place among the layers.
-        count: Number of layers.
+        layer: the layer's module.
+        index: its place among the layers.
+        count: number of layers.
 
     Raises:
         Refused: a window is named, and its size is not found.
@@ -140,8 +140,8 @@ def seen(config: Any, part: Any, kind: tuple[str, int], pair: float, scores: flo
 
     Args:
         config: transformers' configuration of the layer.
-        part: The module of attention.
-        kind: As `kind_of` says.
+        part: the module of attention.
+        kind: as `kind_of` says.
         pair: FLOPs of each pair of the whole square, without the scores of an indexer.
         scores: FLOPs of each pair in an indexer, which scores all keys before a query.
 

@@ -54,11 +54,11 @@ def weights(
     """Counts every parameter once. A bias joins its matrix, and experts that are separate modules join one matrix.
 
     Args:
-        modules: Path and module; their parameters are counted, with those of the modules inside.
-        forward: What each module computes.
-        hidden: Width of a row of the residual stream.
-        visited: Experts that a token visits, where the run enters all of them.
-        idle: Whether the run passes over experts.
+        modules: path and module; their parameters are counted, with those of the modules inside.
+        forward: what each module computes.
+        hidden: width of a row of the residual stream.
+        visited: experts that a token visits, where the run enters all of them.
+        idle: whether the run passes over experts.
     """
     found: list[Weight] = []
     seen: set[int] = set()
