@@ -793,6 +793,7 @@ IN_THEIR_OWN_CODE: dict[str, tuple[dict[str, Any], bool]] = {
     "electra": (TINY_OF_THREE | {"embedding_size": 32}, True),  # narrower embeddings
     "roberta": (TINY_OF_THREE, True),
     "xlnet": ({"d_model": 64, "n_layer": 3, "n_head": 4, "d_inner": 96}, True),  # scores of relative positions
+    "xlm": ({"emb_dim": 64, "n_layers": 3, "n_heads": 4}, True),  # reads the values of its lengths
     "diffllama": (TINY_OF_THREE | {"num_key_value_heads": 2}, False),  # two attentions in one
     "hrm_text": (TINY_OF_THREE | {"num_layers_per_stack": 2, "head_dim": 16}, False),  # layers are met again
     "rwkv": ({"hidden_size": 64, "num_hidden_layers": 3, "context_length": 512}, False),

@@ -153,7 +153,8 @@ def _ways(whole: bool, hidden: int, tokens: int) -> list[dict[str, Any]]:
         positions = {"position_ids": torch.zeros((3, 1, tokens), dtype=torch.long)}
     masks: list[dict[str, Any]] = [{"attention_mask": mask} for mask in (pairs, _Masks(pairs), each, None)]
     given = text if whole else rows
-    return [given | mask for mask in masks] + [given | masks[0] | positions]
+    lengths = {"attention_mask": each, "lengths": torch.tensor([tokens])}  # XLM reads their values
+    return [given | mask for mask in masks] + [given | masks[0] | positions, given | lengths]
 
 
 def _table(root: Any, given: dict[str, Any]) -> dict[str, dict[str, int]] | None:
