@@ -166,7 +166,7 @@ def test_few_groups_are_made_and_none_by_a_plan(sizes: dict[str, int], expected:
 
 
 def made_among(rank: int, ranks: int) -> list[tuple[int, int]]:
-    """The same for one rank of a world that is faked: nothing is connected, but every call of torch is made."""
+    """Group creations of one rank of a faked world: every call of torch is made, and nothing is connected."""
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=ranks // 2 + 1, world_size=ranks)
     return [made(dist.get_rank(), dp=ranks)]

@@ -68,7 +68,7 @@ class CountedBlock(Block):
         return super().divisors if self.num_heads else {}
 
     def matrices(self, hidden: int) -> tuple[Matrix, ...]:
-        """Those that were counted."""
+        """The matrices that the count found."""
         return self.weights
 
     def vectors(self, hidden: int) -> int:
@@ -76,7 +76,7 @@ class CountedBlock(Block):
         return self.other_parameters
 
     def pairs(self) -> tuple[tuple[Mask, int], ...]:
-        """Those of its attention."""
+        """The pairs of the block's attention, by mask."""
         return self.attention
 
     def recurrence(self) -> int:

@@ -87,7 +87,7 @@ class Forward:
 
 
 class _Masks(dict[str, Any]):
-    """The same mask for every kind of layer."""
+    """Gives one mask for every kind of layer."""
 
     def __init__(self, mask: Any) -> None:
         super().__init__()

@@ -84,7 +84,7 @@ class Wanted:
         return "" if self.tokenizer is None else f"{self.tokenizer.name}-{self.trainer or ''}"
 
     def fresh(self) -> Wanted:
-        """The same, of another source."""
+        """A copy with these settings for another source, which has seen nothing yet."""
         return dataclasses.replace(self, saw=set(), notes={})
 
     def reading(self, names: Sequence[str], where: str) -> Reading:
