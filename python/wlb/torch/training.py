@@ -81,7 +81,8 @@ def train_step(
             labels of the global batch, which returns the micro-batch's part of the mean, for example
             `token_normalized_loss`.
         verify: before the first step of a model in this process, check that its documents do not see each other:
-            other tokens in some documents of a short step must leave the loss of the others as it is, bit for bit.
+            other tokens in some documents of a short step must leave the loss of the others as it is, bit for bit. Not
+            with `loss`, which may know the documents of this step alone: `wlb.torch.verify` proves such a loop.
 
     Returns:
         The mean loss of the global batch, float32 scalar, equal on all ranks, without a graph; 0 if no label counts.
@@ -115,7 +116,7 @@ def train_step(
         warn(f"step {step.number} has no label that counts on any rank: it is skipped")
         return total
     loss_of = loss or _loss
-    if verify:
+    if verify and loss is None:
         _look(model, step, loss_of, group, accelerator)
     batches: list[Any] = list(step.micro_batches)
     for index, batch in enumerate(batches):
