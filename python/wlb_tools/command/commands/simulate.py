@@ -58,6 +58,7 @@ def simulate(
             shown=max(names[1:] or names, key=simulation.speedup),
             settings=described(scenario)
             | settings(reading)
+            | ({} if cluster.cost_file is None else {"cost_model": str(cluster.cost_file)})
             | {
                 "schedule": scenario.pipeline_schedule,
                 "sync": scenario.waiting,

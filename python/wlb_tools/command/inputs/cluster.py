@@ -109,6 +109,8 @@ class Cluster(Cost, Limits, Delay):
             others = math.prod(_whole(data["layout"].get(axis, 1)) for axis in ("tp", "cp", "pp"))
             if others and data["gpus"] % others == 0:
                 data["layout"]["dp"] = data["gpus"] // others
+        if self.cost_file is not None:
+            data["cost_model"] = self.from_file()
         path = data.get("kernel_model")
         if isinstance(path, str) and path.endswith(".json") and not Path(path).is_file():
             raise CliError(f"--kernel-profile {path}: no such file")

@@ -276,8 +276,8 @@ def _standard_input(wanted: Wanted, progress: Progress) -> _Part:
 
 
 def _from_hub(name: str, wanted: Wanted, progress: Progress) -> _Part:
-    """A data set by its name on the hub: its training split."""
-    if name.count("/") > 1 or Path(name).suffix or name.startswith((".", "/", "~")):
+    """A data set by its name on the hub, OWNER/NAME: its training split."""
+    if name.count("/") != 1 or Path(name).suffix or name.startswith((".", "/", "~")):
         raise CliError(f"{name}: no such file or directory")
     try:
         import datasets
