@@ -111,6 +111,11 @@ class Cluster(Cost, Limits, Delay):
                 data["layout"]["dp"] = data["gpus"] // others
         if self.cost_file is not None:
             data["cost_model"] = self.from_file()
+        if "gpu" in self.given:
+            try:
+                wlb_tools.Hardware.preset(str(self.gpu))
+            except wlb.WlbError as unknown:
+                raise CliError(f"--gpu {self.gpu}: {str(unknown).partition(': ')[2]}") from None
         path = data.get("kernel_model")
         if isinstance(path, str) and path.endswith(".json") and not Path(path).is_file():
             raise CliError(f"--kernel-profile {path}: no such file")
