@@ -86,6 +86,7 @@ _UNORDERED: Final = {
     "ExamplesIterable",
     "FilteredExamplesIterable",
     "FormattedExamplesIterable",
+    "InterleavedShardsExamplesIterable",  # of `shuffle` since datasets 5.2; every shard interleaves its own files
     "MappedExamplesIterable",
     "RebatchedArrowExamplesIterable",
     "RepeatExamplesIterable",
