@@ -417,11 +417,17 @@ def test_advice_on_several_ranks_and_on_one(run: Any, tmp_path: Path) -> None:
     lengths = np.minimum(65536, (np.random.default_rng(0).pareto(0.9, 20000) * 300).astype(int) + 10)
     np.save(tmp_path / "lengths.npy", lengths)
     common = ("advise", "lengths.npy", "--model", "config.json", "--context", "64k", "--tp", 1, "--pp", 1)
-    shown = run(*common, "--dp", 4, "--cp", 2, "--micro-batches", 8, "--steps", 6, "--trainer", "trl", "--json").json
+    ranks = ("--dp", 4, "--cp", 2, "--micro-batches", 8, "--steps", 6)
+    assert run(*common, *ranks, "--trainer", "trl").code == 2
+    nothing = run(*common, *ranks, "--trainer", "verl")
+    assert (nothing.code, "there is nothing to choose" in nothing.err) == (2, True)
+    shown = run(*common, *ranks, "--json").json
+    assert "wlb.Packer(" in shown["lines"]
+    shown = run(*common, *ranks, "--trainer", "Megatron-LM", "--json").json
     assert shown["gain"] > 1.01
     assert shown["range"][0] <= shown["gain"] <= shown["range"][1]
     assert shown["answer"].startswith("Use ")
-    assert "balance(trainer, max_tokens=" in shown["lines"]
+    assert "megatron.data_iterator(" in shown["lines"]
     assert 0 < shown["unequal"]["of_tokens"] < shown["unequal"]["of_attention"] < 1
     alone = run(*common, "--cp", 1, "--dp", 1, "--micro-batches", 1, "--set", "layout.recompute=full", "--json").json
     assert alone["answer"] == "Nothing is to be gained: there is one GPU, so nothing waits for it."
