@@ -107,7 +107,12 @@ def _settings(scenario: Scenario, *, meets: bool, dynamic: bool) -> Iterator[Set
                 continue  # so many micro-batches under way leave less memory for each
         except WlbError:
             continue
-        shared: Any = {"max_tokens": limit, "split": split, "sync": None if meets else "step", "strategy": "per_document"}
+        shared: Any = {
+            "max_tokens": limit,
+            "split": split,
+            "sync": None if meets else "step",
+            "strategy": "per_document",
+        }
         if scenario.max_delay:
             yield Settings(kind="adaptive_release", delay_price=DELAY_PRICE, **shared)
         yield Settings(kind="no_waiting", **shared)

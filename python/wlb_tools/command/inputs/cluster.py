@@ -102,6 +102,8 @@ class Cluster(Cost, Limits, Delay):
             said |= launch.settings.keys()
             for name, value in launch.settings.items():
                 _put(data, name, value)
+            if launch.kind and "model" not in said | typed.keys() | changes.keys():
+                raise CliError(f"--from {self.launch_file}: does not say which model it trains; give --model")
         for name, value in (typed | changes).items():
             said.add(name)
             _put(data, name, value)
