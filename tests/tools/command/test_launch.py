@@ -474,7 +474,7 @@ def test_sizes_and_names_of_models(run: Any) -> None:
 
     assert eval(model_code(sizes), {"wlb": wlb}) == model
     assert eval(model_code("llama2-7b"), {"wlb": wlb}) == model_config("llama2-7b")
-    assert "hf_hub_download" in model_code("org/name")
+    assert model_code("org/name") == 'wlb.ModelConfig.from_hugging_face("org/name")'
     for text, said in {
         "hidden_size=64": "lacks vocab_size, num_layers, num_heads",
         "hidden=64": "'hidden' is no size; known are hidden_size",
