@@ -20,7 +20,9 @@ import contextlib
 import tempfile
 import warnings
 from typing import Any
+from unittest import mock
 
+import lightning
 import numpy as np
 import torch
 import transformers
@@ -34,6 +36,7 @@ from tests.oracles.hybrid_models import FAMILIES, VARLEN, tiny
 from tests.oracles.transformers_models import build
 from tests.trainers.small_corpus import CONTEXT, documents, loss_of_one, outcome, rows_of_steps
 from wlb.integrations.huggingface import balance
+from wlb.integrations.lightning import BalancedDataModule
 from wlb.torch.boundaries import against_rows, row_layers
 
 LENGTHS = [7, 12, 4, 9, 3, 10, 5, 8]
@@ -99,6 +102,22 @@ def measured_by_lengths(family: str) -> dict[str, Any]:
     return measure(family, attn_implementation=VARLEN)
 
 
+def untold(family: str) -> list[str]:
+    """What `train_step` says in both precisions where rows lack `seq_idx`, as every row did once."""
+    found, own = [], wt.PackedBatch.as_hf
+
+    def as_hf(batch: wt.PackedBatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: value for name, value in own(batch, *args, **kwargs).items() if name != "seq_idx"}
+
+    for dtype in (torch.float32, torch.bfloat16):
+        with mock.patch.object(wt.PackedBatch, "as_hf", as_hf):
+            try:
+                wt.train_step(tiny(family, dtype=dtype), step())
+            except wlb.WlbError as wrong:
+                found.append(str(wrong))
+    return found
+
+
 def gradient(model: nn.Module) -> Tensor:
     return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
 
@@ -146,10 +165,17 @@ def trained(family: str) -> dict[str, list[float]]:
     trainer: Any = Trainer(tiny(family), arguments, train_dataset=documents(), data_collator=one, callbacks=[Watch()])
     with contextlib.redirect_stdout(sys.stderr):
         balance(trainer, max_tokens=64, max_document_tokens=CONTEXT, cost_model=COSTS).train()
-    plan, model = trainer._wlb_plan, tiny(family)
+    plan = trainer._wlb_plan
+    steps = rows_of_steps(list(plan.sampler()), plan.packer.num_micro_batches, STEPS)
+    return differences(family, steps, outcome(trainer)[0], seen)
+
+
+def differences(family: str, steps: Any, found_losses: list[float], found_gradients: list[Tensor]) -> Any:
+    """How far losses and gradients are from those of documents alone, relative to these."""
+    model = tiny(family)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, gradients = [], []
-    for documents_of_step in rows_of_steps(list(plan.sampler()), plan.packer.num_micro_batches, STEPS):
+    for documents_of_step in steps:
         optimizer.zero_grad()
         valid = sum(label != -100 for _, labels in documents_of_step for label in labels)
         parts = [loss_of_one(model, *each) / valid for each in documents_of_step]
@@ -158,11 +184,40 @@ def trained(family: str) -> dict[str, list[float]]:
         gradients.append(gradient(model))
         optimizer.step()
         losses.append(float(sum(parts)))
-    pairs = zip(seen, gradients, strict=True)
+    pairs = zip(found_gradients, gradients, strict=True)
     return {
-        "losses": [abs(found / loss - 1) for found, loss in zip(outcome(trainer)[0], losses, strict=True)],
+        "losses": [abs(found / loss - 1) for found, loss in zip(found_losses, losses, strict=False)],
         "gradients": [float((found - expected).norm() / expected.norm()) for found, expected in pairs],
     }
+
+
+def trained_by_lightning(family: str) -> dict[str, list[float]]:
+    """The same of Lightning."""
+    seen: list[Tensor] = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = tiny(family)
+
+        def training_step(self, row: dict[str, Any], index: int) -> Tensor:
+            loss: Tensor = self.model(**row).loss
+            return loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            seen.append(gradient(self.model))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    sizes: dict[str, Any] = {"max_tokens": 64, "tokens_per_batch": 160, "max_document_tokens": CONTEXT}
+    data = BalancedDataModule(documents(), cost_model=COSTS, **sizes)
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    fitted = lightning.Trainer(max_steps=STEPS, accelerator="cpu", enable_model_summary=False, **options)
+    with contextlib.redirect_stdout(sys.stderr):
+        fitted.fit(Module(), data)
+    size = fitted.accumulate_grad_batches
+    return differences(family, rows_of_steps(list(data._sampler(0, 1)), size, STEPS), [], seen)
 
 
 def one(features: list[dict[str, list[int]]]) -> dict[str, Tensor]:

@@ -65,7 +65,9 @@ def found() -> dict[str, Any]:
             "known": list(FAMILIES),
             "measure": QUICK,
             "trained": TRAINED,
+            "trained_by_lightning": ["kimi_linear"],
             "logits": COMPUTED,
+            "untold": ["bamba", "lfm2"],
             "measured_by_lengths": ["granitemoehybrid"],
         }
     )
@@ -96,6 +98,12 @@ def test_documents_are_kept_apart_or_the_model_is_refused(found: dict[str, Any])
     check(found["measure"], found["known"])
 
 
+def test_rows_that_tell_nothing_are_refused(found: dict[str, Any]) -> None:
+    for family, refused in found["untold"].items():
+        assert len(refused) == 2, family
+        assert all(re.search(r"see each other.*seq_idx for layers that run along the row", each) for each in refused)
+
+
 @pytest.mark.long
 def test_no_family_leaks_unnoticed(found: dict[str, Any]) -> None:
     check(run({"measure": list(FAMILIES)})["measure"], found["known"])
@@ -115,6 +123,12 @@ def test_the_trainer_takes_the_steps_of_documents_alone(found: dict[str, Any]) -
     for family, apart in found["trained"].items():
         assert len(apart["gradients"]) == len(apart["losses"]) == 2
         assert max(apart["losses"] + apart["gradients"]) <= 1e-5, family
+
+
+def test_lightning_takes_the_steps_of_documents_alone(found: dict[str, Any]) -> None:
+    (apart,) = found["trained_by_lightning"].values()
+    assert len(apart["gradients"]) == 2
+    assert max(apart["gradients"]) <= 1e-5
 
 
 def test_stand_ins_compute_what_transformers_does(found: dict[str, Any]) -> None:

@@ -54,10 +54,11 @@ _BY_CHANCE = (
     "turns dropout off where a module or its config has it as an attribute), or goes on from the step before"
 )
 _OTHERS = "lets documents of a row see each other: other tokens in {} change what {} teaches by {:.1e} ({}). {}"
-_POSITIONS = "Give it position_ids that begin anew in every document, no attention_mask, and use_cache=False "
-_WITH_HF = _POSITIONS + (
-    "(PackedBatch.as_hf() does), or attention that takes cu_seqlens or the shard, and neither pools nor selects tokens "
-    "of the whole row. And take the batch's labels, in which prompts are masked and no document predicts the next one"
+_WITH_HF = (
+    "Give it position_ids that begin anew in every document, seq_idx for layers that run along the row, no "
+    "attention_mask, and use_cache=False (PackedBatch.as_hf(model) does), or attention that takes cu_seqlens or the "
+    "shard, and neither pools nor selects tokens of the whole row. And take the batch's labels, in which prompts are "
+    "masked and no document predicts the next one"
 )
 _MASKS = (
     "{} makes the mask of attention without position ids. Load the model with "
