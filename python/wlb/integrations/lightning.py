@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import numpy as np
@@ -33,6 +33,7 @@ from wlb.integrations.schedules import Pace
 from wlb.integrations.versions import check_version
 from wlb.integrations.with_labels import steps_with_labels
 from wlb.torch.agreement import agree
+from wlb.torch.boundaries import told
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader
 from wlb.torch.data.loading import Loading
 from wlb.torch.data.state import Snapshot, field
@@ -213,7 +214,7 @@ class BalancedDataModule(LightningDataModule):
         sampler = self._sampler(trainer.global_rank, trainer.world_size)
         loader = self._loading.loader(self._documents, sampler, self._loading.collate)
         _auto_add_worker_init_fn(loader, trainer.global_rank)  # Lightning sees no loader of torch
-        self._given = _MicroBatches(StepLoader(loader), trainer, self._row, self._set_pace, verify=self._verify)
+        self._given = _MicroBatches(StepLoader(loader), trainer, self._told, self._set_pace, verify=self._verify)
         if self._arrived is not None:
             self._given.restore(self._arrived)
         return self._given
@@ -226,7 +227,12 @@ class BalancedDataModule(LightningDataModule):
         packer = replace(self._loading, max_delay=0).packer(4 * trainer.world_size, **self._limits)
         columns, ahead = self._loading.columns, self._loading.labels_ahead
         documents = Documents(self._validation, columns=columns, labels_ahead=ahead, argument="validation")
-        return _Validation(documents, self._loading.collate, packer, trainer, self._row)
+        return _Validation(documents, self._loading.collate, packer, trainer, self._told)
+
+    def _told(self, batch: PackedBatch, num_items: float) -> Any:
+        """What `row` makes, and what layers of the module take by another name."""
+        row, trainer = self._row(batch, num_items), cast("Any", self.trainer)
+        return told(trainer.lightning_module, row) if isinstance(row, dict) else row
 
     def _set_pace(self, trainer: Any) -> None:
         """Sets the pace of schedules; called after Lightning has restored them."""
