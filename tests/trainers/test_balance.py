@@ -19,7 +19,6 @@ from transformers import (
     DataCollatorForLanguageModeling,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaForTokenClassification,
     MambaConfig,
     MambaForCausalLM,
     Trainer,
@@ -613,13 +612,6 @@ def test_another_loss_is_proved_on_rows_of_single_documents(tmp_path: Path, caps
 def test_noise_that_scales_with_the_row_is_refused(tmp_path: Path) -> None:
     with pytest.raises(wlb.WlbError, match=r"neftune_noise_alpha = 5.*scales with the length of the row"):
         balanced(tmp_path, max_steps=1, neftune_noise_alpha=5)
-
-
-def test_heads_that_learn_no_next_token_are_refused(tmp_path: Path) -> None:
-    head = LlamaForTokenClassification(llama().config)
-    trainer: Any = Trainer(head, arguments(tmp_path), train_dataset=documents(), data_collator=together)
-    with pytest.raises(wlb.WlbError, match="is a LlamaForTokenClassification: labels of a packed row are next tokens"):
-        balance(trainer, max_tokens=64)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -90,6 +90,7 @@ def fit(
     callbacks: Any = (),
     module: Any = None,
     fitted: bool = False,
+    own: Any = None,
     **options: Any,
 ) -> Any:
     quiet()
@@ -110,7 +111,8 @@ def fit(
     )
     module = module or Module()
     checkpoint = str(folder / "step=7.ckpt") if resume else None
-    trainer.fit(module, data(validation=documents()[::3]), ckpt_path=checkpoint, weights_only=False)
+    own = data(validation=documents()[::3]) if own is None else own
+    trainer.fit(module, own, ckpt_path=checkpoint, weights_only=False)
     assert trainer.world_size == (dist.get_world_size() if dist.is_initialized() else 1)
     if fitted:
         return module, trainer

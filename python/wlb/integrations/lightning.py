@@ -35,6 +35,7 @@ from wlb.torch.agreement import agree
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader
 from wlb.torch.data.loading import Loading, micro_batches
 from wlb.torch.data.state import Snapshot, field
+from wlb.torch.layers import against_labels
 from wlb.torch.loss import count_valid_tokens
 from wlb.torch.metrics import StepMetrics
 from wlb.torch.routers import has_router_loss
@@ -350,7 +351,8 @@ class _MicroBatches:
         """Checks that the data are at the step at which Lightning resumes, once everything is restored.
 
         Raises:
-            wlb.WlbError: They are not; or the module has several optimizers, each of whose steps Lightning would count.
+            wlb.WlbError: They are not; the module has several optimizers, each of whose steps Lightning would count; or
+                its model learns no next tokens, as those that classify.
         """
         trainer = self.trainer
         if len(trainer.optimizers) > 1:
@@ -364,6 +366,8 @@ class _MicroBatches:
                 "that it was saved with, given as fit(module, datamodule=data)"
             )
             raise error("ckpt_path", message, value=trainer.global_step)
+        if self._row is _hugging_face and (wrong := against_labels(trainer.lightning_module)):
+            raise error("module", wrong)
         self._set_pace(trainer)
         loop = trainer.fit_loop.epoch_loop
         # If it was saved inside a step, all micro-batches of that step come again, because no checkpoint has its
