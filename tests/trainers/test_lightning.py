@@ -276,7 +276,7 @@ def test_another_accumulation_is_refused(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"limit_train_batches": 10}, "limit_train_batches = 10: would end an epoch inside of a global batch"),
-        ({"overfit_batches": 2}, "limit_train_batches = 2: would end an epoch inside of a global batch"),
+        ({"overfit_batches": 2}, "overfit_batches = 2: every epoch would have other documents"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs = 1: would begin"),
     ],
 )

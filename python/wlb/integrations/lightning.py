@@ -20,7 +20,7 @@ import lightning
 import numpy as np
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch.utils.data import DataLoader
 
@@ -53,9 +53,10 @@ class BalancedDataModule(LightningDataModule):
     """Micro-batches of equal work for Lightning, which trains, accumulates, saves and resumes them as usual.
 
     `accumulate_grad_batches` becomes the number of micro-batches of a rank in a step. An epoch of Lightning is an epoch
-    of the data. The loggers get each step's figures (`wlb.torch.StepMetrics`). `trainer.estimated_stepping_batches` is
-    the number of steps of all `max_epochs` that have a label, so that schedules of the learning rate end with the
-    training.
+    of the data. If `on_train_batch_start` returns -1, the rest of the epoch is not trained. With `limit_train_batches`,
+    the next epoch goes on where the last one ended, so that no document is left out. The loggers get each step's
+    figures (`wlb.torch.StepMetrics`). `trainer.estimated_stepping_batches` is the number of steps of all `max_epochs`
+    that have a label, so that schedules of the learning rate end with the training.
 
     A checkpoint holds the documents that wait after the last step of the optimizer, even if Lightning has fetched
     further ones. They are in the state of this data module, which Lightning restores from every checkpoint, saved
@@ -84,8 +85,9 @@ class BalancedDataModule(LightningDataModule):
     Raises:
         wlb.WlbError: an argument is invalid or unknown, or this version of Lightning is not supported. In `fit`:
             `accumulate_grad_batches` was given with another value, or changes; `limit_train_batches` cuts a global
-            batch; dataloaders are reloaded; there are several optimizers, or one takes a step inside a global batch; a
-            checkpoint has no state of the data, or that of another step; what `wlb.torch.verify` finds.
+            batch; `overfit_batches` is given; dataloaders are reloaded; there are several optimizers, or one takes a
+            step inside a global batch; a checkpoint has no state of the data, or that of another step; what
+            `wlb.torch.verify` finds.
     """
 
     def __init__(
@@ -296,7 +298,8 @@ class _MicroBatches:
         self._metrics = StepMetrics(steps)
         # Remove the callback of an earlier run of the same trainer.
         trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, _Following)]
-        trainer.callbacks.append(_Following(self))
+        kinds = [isinstance(each, Checkpoint) for each in trainer.callbacks]  # a state that they save has to be right
+        trainer.callbacks.insert(kinds.index(True) if True in kinds else len(kinds), _Following(self))
 
     def __iter__(self) -> Iterator[Any]:
         self.note_trained()
@@ -346,6 +349,14 @@ class _MicroBatches:
         self._stale = bool(self._given)
         self._given.clear()
         self._state, self.trained = steps, trained
+
+    def skip_epoch(self) -> None:
+        """Ends the epoch of the data after the last step of the optimizer; documents that wait are trained later."""
+        self.note_trained()
+        self._given.clear()
+        self._steps.load_state_dict(self._steps_state())
+        self._steps.skip_epoch()
+        self._state = self._steps.state_dict()
 
     def check_begin(self) -> None:
         """Checks that the data are at the step at which Lightning resumes, once everything is restored.
@@ -412,13 +423,25 @@ class _Following(Callback):
 
     def __init__(self, micro_batches: _MicroBatches) -> None:
         self._micro_batches = micro_batches
+        self._inside = False  # whether a micro-batch began and did not end
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Lightning has restored everything now."""
         self._micro_batches.check_begin()
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Before each micro-batch."""
+        self._inside = True
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """If the module's `on_train_batch_start` returned -1, the rest of the epoch is not trained."""
+        if self._inside:
+            self._inside = False
+            self._micro_batches.skip_epoch()
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """After each micro-batch. The last one of a step is the one after which the optimizer has taken the step."""
+        self._inside = False
         line = self._micro_batches.note_trained()
         if line:
             pl_module.log_dict(line, batch_size=1)
@@ -488,6 +511,10 @@ def _check_epochs(trainer: Any, needed: int) -> None:
             f"changes accumulate_grad_batches: a rank has {needed} micro-batches in every global batch; leave it out"
         )
         raise error("GradientAccumulationScheduler", message)
+    if trainer.overfit_batches:
+        few = trainer.overfit_batches
+        message = f"= {few}: every epoch would have other documents; give the data module a few documents instead"
+        raise error("overfit_batches", message, value=few)
     limit = trainer.limit_train_batches
     if isinstance(limit, int) and limit % needed and not trainer.fast_dev_run:
         message = f"= {limit}: would end an epoch inside of a global batch, whose other documents would be lost; "

@@ -208,7 +208,14 @@ class _Balanced(Trainer):
         verify = self._wlb_planner.options.verify
         check = (lambda step: prove(self, step, plain=self._wlb_plain)) if verify else agree
         steps, dataset = self._wlb_plan.steps(), self.train_dataset
-        return MicroBatchLoader(steps, plain=self._wlb_plain, before_first=check, dataset=dataset)
+        device = self.args.device if getattr(self.args.accelerator_config, "non_blocking", False) else None
+        return MicroBatchLoader(steps, plain=self._wlb_plain, before_first=check, dataset=dataset, device=device)
+
+    def _load_callback_state(self) -> None:
+        """Restores the states of callbacks; the one that saves states restores its own when training begins."""
+        super()._load_callback_state()
+        self.remove_callback(MicroBatchCallback)
+        self.add_callback(self._wlb_callback)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Packed rows, if the evaluation allows it."""

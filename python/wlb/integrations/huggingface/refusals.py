@@ -154,6 +154,9 @@ def _check_arguments(args: Any) -> None:
     ):
         if getattr(args, name, False):
             raise error(name, f"= True: {why}; make it False", value=True)
+    if getattr(args, "dataloader_in_order", True) is False:
+        message = "= False: micro-batches belong to steps, in the order of the plan; leave it out"
+        raise error("dataloader_in_order", message, value=False)
     for name in ("dispatch_batches", "split_batches"):
         if getattr(args.accelerator_config, name, None):
             message = "= True in accelerator_config: every rank reads its own part of the plan; leave it out"
