@@ -630,3 +630,20 @@ def test_positions_that_follow_the_row_are_refused_where_documents_may_be_too_lo
                 balance(trainer, max_tokens=limit + 8, max_document_tokens=limit + 1).train()
         else:
             balance(trainer, max_tokens=limit + 8, max_document_tokens=min(most, limit))
+
+
+class OfRows(IterableDataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("row", [None, {"input_ids": None, "labels": None}])
+def test_a_row_that_is_nothing_is_named(row: Any, tmp_path: Path) -> None:
+    name = "is nothing" if row is None else "has nothing in column 'input_ids'"
+    rows = [*documents()[:3], row]
+    for data, options in ((rows, {}), (OfRows(rows), {"max_steps": 3})):
+        with pytest.raises(wlb.WlbError, match=rf"train_dataset\[3\] {name} \(null\): filter such rows out"):
+            balanced(tmp_path, data=data, **options).train()
