@@ -78,6 +78,8 @@ class BalancedDataModule(LightningDataModule):
             (`self.log("val_loss", loss, sync_dist=True, batch_size=1)`) is then the mean over labels.
         row: makes the input of `training_step` from a micro-batch and the number by which to divide the sum of its
             losses; by default `batch.as_hf()` with this number as `num_items_in_batch`.
+        ignore_data_skip: for a checkpoint that does not say which of these documents are trained (saved without this
+            data module, or with other documents): keep its model, optimizer and epoch, and begin the data anew.
         verify: before the first step of a `fit`, prove with the module's own `training_step` that rows give the
             gradients of their documents alone (`wlb.torch.verify`). Takes some seconds.
         **loading: of `wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `lengths`, `num_epochs` (as
@@ -100,6 +102,7 @@ class BalancedDataModule(LightningDataModule):
         config: Any = None,
         validation: Any = None,
         row: Row = _hugging_face,
+        ignore_data_skip: bool = False,
         verify: bool = True,
         **loading: Any,
     ) -> None:
@@ -113,6 +116,7 @@ class BalancedDataModule(LightningDataModule):
         self._validation = validation
         self._max_tokens, self._tokens_per_batch = max_tokens, tokens_per_batch
         self._row = row
+        self._ignore_data_skip = ignore_data_skip
         self._verify = verify
         self._given: _MicroBatches | None = None  # the loader of the latest `fit`
         self._arrived: dict[str, Any] | None = None  # the state from which the latest `fit` begins
@@ -179,11 +183,17 @@ class BalancedDataModule(LightningDataModule):
         """Takes the state of a checkpoint from which Lightning resumes.
 
         Raises:
-            wlb.WlbError: a schedule for another number of steps was made before the checkpoint was loaded.
+            wlb.WlbError: it is of other documents, without `ignore_data_skip`; or a schedule for another number of
+                steps was made before the checkpoint was loaded.
         """
         if not state_dict:
             return  # the checkpoint was saved without training
         told, self._total = self._total, None
+        if wrong := self._sampler(0, 1).other_documents(field(state_dict, "steps", dict)):
+            if not self._ignore_data_skip:
+                message = f"{wrong}; or give BalancedDataModule(ignore_data_skip=True), with which the data begin anew"
+                raise error("ckpt_path", message)
+            return
         self._arrive(state_dict)
         if self._given is not None:
             self._given.restore(state_dict)
@@ -217,6 +227,7 @@ class BalancedDataModule(LightningDataModule):
         loader = self._loading.loader(self._documents, sampler, self._loading.collate)
         _auto_add_worker_init_fn(loader, trainer.global_rank)  # Lightning sees no loader of torch
         self._given = _MicroBatches(StepLoader(loader), trainer, self._row, self._set_pace, verify=self._verify)
+        self._given.begins_anew = self._ignore_data_skip
         if self._arrived is not None:
             self._given.restore(self._arrived)
         return self._given
@@ -276,6 +287,7 @@ class _MicroBatches:
     Attributes:
         trainer: Lightning's.
         trained: number of optimizer steps, as the trainer counts them, to which the state belongs.
+        begins_anew: whether the data begin anew if they stand after another step than the trainer.
     """
 
     def __init__(
@@ -289,7 +301,7 @@ class _MicroBatches:
     ) -> None:
         self._steps, self.trainer, self._row, self._set_pace = steps, trainer, row, set_pace
         self._accumulated = trainer.accumulate_grad_batches
-        self.trained = 0
+        self.trained, self.begins_anew = 0, False
         self._state: dict[str, Any] | Snapshot = steps.state_dict()
         # Steps that were given and may not have been trained yet, without their micro-batches.
         self._given: deque[Step[Any]] = deque()
@@ -351,12 +363,16 @@ class _MicroBatches:
         self._given.clear()
         self._state, self.trained = steps, trained
 
-    def skip_epoch(self) -> None:
-        """Ends the epoch of the data after the last step of the optimizer; documents that wait are trained later."""
+    def skip_epoch(self, to: int | None = None) -> None:
+        """Ends the epoch of the data after the last step of the optimizer; documents that wait are trained later.
+
+        Args:
+            to: the epoch that is next; None: the following one.
+        """
         self.note_trained()
         self._given.clear()
         self._steps.load_state_dict(self._steps_state())
-        self._steps.skip_epoch()
+        self._steps.skip_epoch(to)
         self._state = self._steps.state_dict()
 
     def check_begin(self) -> None:
@@ -371,11 +387,16 @@ class _MicroBatches:
             count = len(trainer.optimizers)
             message = f"are {count}: Lightning counts each of their steps, so that nobody knows which step of the data "
             raise error("optimizers", message + "was trained; use one, with several parameter groups", value=count)
+        if self.trained != trainer.global_step and self.begins_anew:
+            self._given.clear()
+            self._stale, self.trained = True, trainer.global_step
+            self.skip_epoch(to=trainer.current_epoch)
         if self.trained != trainer.global_step:
             message = (
                 f"goes on at step {trainer.global_step}, but the data stand after step {self.trained}: the checkpoint "
                 "was saved without this data module, or with one whose class has another name; resume with the class "
-                "that it was saved with, given as fit(module, datamodule=data)"
+                "that it was saved with, given as fit(module, datamodule=data), or give "
+                "BalancedDataModule(ignore_data_skip=True), with which the data begin anew"
             )
             raise error("ckpt_path", message, value=trainer.global_step)
         if self._row is _hugging_face and (wrong := against_labels(trainer.lightning_module)):

@@ -161,14 +161,14 @@ class _Balanced(Trainer):
 
     def _wlb_take(self, planned: Planned) -> None:
         self._wlb_planner.set_arguments(self, planned.arguments)
-        self._wlb_plan, self._wlb_plain, self._wlb_callback.pace = planned.plan, planned.plain, planned.pace
+        self._wlb_plan, self._wlb_plain = planned.plan, planned.plain
+        self._wlb_callback.pace, self._wlb_callback.anew = planned.pace, planned.anew
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Notes the checkpoint from which training resumes, and closes streams at the end."""
         anew = self._wlb_planner.given(self, "ignore_data_skip")
         folder = kwargs.get("resume_from_checkpoint")
-        self._wlb_resumed = resumed = Resumed.of(folder, MicroBatchCallback.__name__, anew=anew)
-        self._wlb_callback.anew = resumed is not None and resumed.state is None
+        self._wlb_resumed = Resumed.of(folder, MicroBatchCallback.__name__, anew=anew)
         try:
             result = super()._inner_training_loop(*args, **kwargs)
         finally:
