@@ -17,6 +17,14 @@ _SEVERAL_AHEAD: Final = ("mtp", "multitoken", "nextn")
 _BY_ROW: Final = ("dynamic", "longrope", "su")  # kinds of RoPE
 _NEFTUNE: Final = "has neftune_noise_alpha, whose noise scales with the length of the row: leave it out"
 _SHORT: Final = 2048  # tokens of the longest document of a check
+_OTHER_HEADS: Final = (
+    "Classification",
+    "ForMaskedLM",
+    "ForMultipleChoice",
+    "ForNextSentencePrediction",
+    "ForQuestionAnswering",
+    "ForQuestionAnsweringSimple",
+)  # ends of names of transformers' classes whose labels are no next tokens
 _NUMBERS_AHEAD: Final = ("mtp_num_layers", "num_mtp_layers", "num_nextn_predict_layers")  # of configurations
 
 
@@ -95,6 +103,27 @@ def against_packing(model: nn.Module, longest: int) -> str:
                     "row only; use LoRA or another adapter of weights"
                 )
     return against_rows(model)
+
+
+def against_labels(model: nn.Module) -> str:
+    """The reason why a model's own head does not learn next tokens, and the way out; empty if none is known.
+
+    A row of documents has next tokens as labels: the first label of each document is no label, because no token
+    predicts it. Heads that learn a label at the place of its own token would lose it, and learn the other labels one
+    token too early.
+
+    Complexity:
+        O(modules).
+    """
+    for module in model.modules():
+        names = (kind.__name__ for kind in type(module).__mro__)
+        found = next((name for name in names if name.endswith(_OTHER_HEADS)), None)
+        if found and any(parameter.requires_grad for parameter in module.parameters()):
+            return (
+                f"is a {found}: labels of a packed row are next tokens, and its head learns others; do not balance it, "
+                "or give its labels by another name (columns=) to wt.train_step with a loss of your own"
+            )
+    return ""
 
 
 def special_tokens(parts: Sequence[nn.Module]) -> frozenset[int]:
