@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import lightning
 import numpy as np
@@ -227,7 +227,7 @@ class BalancedDataModule(LightningDataModule):
         sampler = self._sampler(trainer.global_rank, trainer.world_size)
         loader = self._loading.loader(self._documents, sampler, self._loading.collate)
         _auto_add_worker_init_fn(loader, trainer.global_rank)  # Lightning sees no loader of torch
-        self._given = _MicroBatches(StepLoader(loader), trainer, self._told, self._set_pace, verify=self._verify)
+        self._given = _MicroBatches(StepLoader(loader), trainer, self._row, self._set_pace, verify=self._verify)
         self._given.begins_anew = self._ignore_data_skip
         if self._arrived is not None:
             self._given.restore(self._arrived)
@@ -241,12 +241,7 @@ class BalancedDataModule(LightningDataModule):
         packer = replace(self._loading, max_delay=0).packer(4 * trainer.world_size, **self._limits)
         columns, ahead = self._loading.columns, self._loading.labels_ahead
         documents = Documents(self._validation, columns=columns, labels_ahead=ahead, argument="validation")
-        return _Validation(documents, self._loading.collate, packer, trainer, self._told)
-
-    def _told(self, batch: PackedBatch, num_items: float) -> Any:
-        """What `row` makes, and what layers of the module take by another name."""
-        row, trainer = self._row(batch, num_items), cast("Any", self.trainer)
-        return told(trainer.lightning_module, row) if isinstance(row, dict) else row
+        return _Validation(documents, self._loading.collate, packer, trainer, self._row)
 
     def _set_pace(self, trainer: Any) -> None:
         """Sets the pace of schedules; called after Lightning has restored them."""
@@ -333,10 +328,10 @@ class _MicroBatches:
                 agree(step)
             if self._unproved:
                 self._unproved = False
-                prove(self.trainer, step, divided, self._row)
+                prove(self.trainer, step, divided, _told(self._row, self.trainer.lightning_module))
             self._given.append(replace(step, micro_batches=[]))
             for batch in step.micro_batches:
-                row = self._row(batch, (labels or 1) / divided)
+                row = _told(self._row, self.trainer.lightning_module)(batch, (labels or 1) / divided)
                 yield _without_routers(row, batch, self.trainer.lightning_module)
 
     def _divided(self) -> int:
@@ -493,7 +488,7 @@ class _Validation:
             self._batches += step.micro_batches
             labels += count_valid_tokens(step)
         self._num_items = max(labels, 1) / (len(self._batches) * ranks)
-        self._row, self._trainer = row, trainer
+        self._row, self._trainer = _told(row, trainer.lightning_module), trainer
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -501,6 +496,16 @@ class _Validation:
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
             yield _without_routers(self._row(batch, self._num_items), batch, self._trainer.lightning_module)
+
+
+def _told(row: Row, module: Any) -> Row:
+    """What `row` makes, and what layers of the module take by another name."""
+
+    def made(batch: PackedBatch, num_items: float) -> Any:
+        given = row(batch, num_items)
+        return told(module, given) if isinstance(given, dict) else given
+
+    return made
 
 
 def _without_routers(row: Any, batch: PackedBatch, module: Any) -> Any:
