@@ -286,7 +286,10 @@ class WlbDataLoader(BaseDataLoader):
         """
         if self.given != step:
             message = f"goes on after step {step}, but the data stand after step {self.given}: load the state of "
-            message += '"dataloader" too, from a checkpoint that was saved with it'
+            message += (
+                '"dataloader" too, from a checkpoint that was saved with it; or begin data and steps anew with the '
+            )
+            message += 'model and optimizer of another: checkpoint.exclude_from_loading=["dataloader", "train_state"]'
             raise error("checkpoint", message, value=step)
 
     def close(self) -> None:

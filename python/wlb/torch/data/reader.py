@@ -333,6 +333,13 @@ class StepReader:
         """Plain JSON values; O(documents that wait)."""
         return self.snapshot().state
 
+    def split(self) -> NDArray[np.int64]:
+        """int64 [documents]: numbers of the documents that are split into pieces. O(documents) if there are any."""
+        order = self._order
+        if order.oversize != "split" or order.corpus.longest <= order.limit:
+            return np.empty(0, np.int64)
+        return order.corpus.longer_than(order.limit)
+
     def _lengths(self) -> dict[str, Any]:
         corpus = self._order.corpus
         return {
