@@ -21,6 +21,8 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -560,13 +562,16 @@ def test_labels_that_a_trainer_counts_by_itself_are_found_out(tmp_path: Path, mo
 
 def test_models_that_mix_documents_are_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2)
-    trainer: Any = Trainer(
-        MambaForCausalLM(config), arguments(tmp_path), train_dataset=documents(), data_collator=together
-    )
-    balance(trainer, max_tokens=64, oversize="truncate", cost_model=wlb.CostModel(attention=0.0, linear=1.0))
+    options: dict[str, Any] = {"max_tokens": 64, "cost_model": wlb.CostModel(attention=0.0, linear=1.0)}
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2))
+    trainer: Any = Trainer(mamba, arguments(tmp_path), train_dataset=documents(), data_collator=together)
+    with pytest.raises(wlb.WlbError, match=r"MambaMixer, whose \w+ \(mamba-ssm\) is not told where documents begin"):
+        balance(trainer, **options)
+    rwkv = RwkvForCausalLM(RwkvConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, context_length=48))
+    trainer = Trainer(rwkv, arguments(tmp_path), train_dataset=documents(), data_collator=together)
+    balance(trainer, oversize="truncate", **options)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
-    with pytest.raises(wlb.WlbError, match=r"see each other.*MambaMixer.*look along the row"):
+    with pytest.raises(wlb.WlbError, match=r"see each other.*RwkvSelfAttention.*look along the row"):
         trainer.train()
     assert all(torch.equal(*pair) for pair in zip(before, trainer.model.parameters(), strict=True))
 

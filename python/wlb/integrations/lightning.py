@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import numpy as np
@@ -33,6 +33,7 @@ from wlb.integrations.schedules import Pace
 from wlb.integrations.versions import check_version
 from wlb.integrations.with_labels import steps_with_labels
 from wlb.torch.agreement import agree
+from wlb.torch.boundaries import told
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader
 from wlb.torch.data.loading import Loading
 from wlb.torch.data.state import Snapshot, field
@@ -214,7 +215,8 @@ class BalancedDataModule(LightningDataModule):
         """The micro-batches of this rank.
 
         Raises:
-            wlb.WlbError: Lightning does not know this data module, or the data set has grown.
+            wlb.WlbError: Lightning does not know this data module; the data set has grown; or the module's model learns
+                no next tokens, as those that classify.
         """
         trainer: Any = self.trainer
         if trainer is None:
@@ -223,10 +225,12 @@ class BalancedDataModule(LightningDataModule):
             found, known = len(self._documents), np.size(self._lengths)
             message = f"has {found} documents, but had {known} when their lengths were read: make a new data module"
             raise error("dataset", message, value=found)
+        if self._row is _hugging_face and (wrong := against_labels(trainer.lightning_module)):
+            raise error("module", wrong)
         sampler = self._sampler(trainer.global_rank, trainer.world_size)
         loader = self._loading.loader(self._documents, sampler, self._loading.collate)
         _auto_add_worker_init_fn(loader, trainer.global_rank)  # Lightning sees no loader of torch
-        self._given = _MicroBatches(StepLoader(loader), trainer, self._row, self._set_pace, verify=self._verify)
+        self._given = _MicroBatches(StepLoader(loader), trainer, self._told, self._set_pace, verify=self._verify)
         self._given.begins_anew = self._ignore_data_skip
         if self._arrived is not None:
             self._given.restore(self._arrived)
@@ -240,7 +244,12 @@ class BalancedDataModule(LightningDataModule):
         packer = replace(self._loading, max_delay=0).packer(4 * trainer.world_size, **self._limits)
         columns, ahead = self._loading.columns, self._loading.labels_ahead
         documents = Documents(self._validation, columns=columns, labels_ahead=ahead, argument="validation")
-        return _Validation(documents, self._loading.collate, packer, trainer, self._row)
+        return _Validation(documents, self._loading.collate, packer, trainer, self._told)
+
+    def _told(self, batch: PackedBatch, num_items: float) -> Any:
+        """What `row` makes, and what layers of the module take by another name."""
+        row, trainer = self._row(batch, num_items), cast("Any", self.trainer)
+        return told(trainer.lightning_module, row) if isinstance(row, dict) else row
 
     def _set_pace(self, trainer: Any) -> None:
         """Sets the pace of schedules; called after Lightning has restored them."""
@@ -379,8 +388,7 @@ class _MicroBatches:
         """Checks that the data are at the step at which Lightning resumes, once everything is restored.
 
         Raises:
-            wlb.WlbError: They are not; the module has several optimizers, each of whose steps Lightning would count; or
-                its model learns no next tokens, as those that classify.
+            wlb.WlbError: They are not; or the module has several optimizers, each of whose steps Lightning would count.
         """
         trainer = self.trainer
         if len(trainer.optimizers) > 1:
@@ -399,8 +407,6 @@ class _MicroBatches:
                 "BalancedDataModule(ignore_data_skip=True), with which the data begin anew"
             )
             raise error("ckpt_path", message, value=trainer.global_step)
-        if self._row is _hugging_face and (wrong := against_labels(trainer.lightning_module)):
-            raise error("module", wrong)
         self._set_pace(trainer)
         loop = trainer.fit_loop.epoch_loop
         # If it was saved inside a step, all micro-batches of that step come again, because no checkpoint has its

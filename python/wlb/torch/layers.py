@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import nn
 
 from wlb._errors import error
+from wlb.torch.boundaries import against_rows, row_layer
 
 _MIXTURES: Final = ("expert", "moe", "mixtral", "mixture")  # parts of names of classes
 _RECURRENT: Final = ("mamba", "deltanet", "rwkv", "lstm", "ssm")  # parts of names of classes
@@ -30,7 +31,9 @@ _NUMBERS_AHEAD: Final = ("mtp_num_layers", "num_mtp_layers", "num_nextn_predict_
 def is_recurrent(module: nn.Module) -> bool:
     """Whether a module carries a state along a row."""
     name = type(module).__name__.lower().replace("gptoss", "")  # no state, though the name of its modules has "ssm"
-    return isinstance(module, nn.RNNBase) or any(word in name for word in _RECURRENT)
+    known = row_layer(type(module))
+    stateful = known is not None and known.has_state
+    return stateful or isinstance(module, nn.RNNBase) or any(word in name for word in _RECURRENT)
 
 
 def adds_up_others(module: nn.Module) -> bool:
@@ -73,7 +76,7 @@ def longest_document(model: nn.Module) -> int | None:
 
 
 def against_packing(model: nn.Module, longest: int) -> str:
-    """The reason in a model's configuration why its documents cannot share a row, and the way out; empty if none.
+    """The reason in a model's configuration or layers why documents cannot share a row, and the way out; or empty.
 
     Args:
         model: with its configuration, or a part of it.
@@ -99,7 +102,7 @@ def against_packing(model: nn.Module, longest: int) -> str:
                     f"is tuned by a {type(config).__name__}: its virtual tokens come before the first document of a "
                     "row only; use LoRA or another adapter of weights"
                 )
-    return ""
+    return against_rows(model)
 
 
 def against_labels(model: nn.Module) -> str:
@@ -191,7 +194,7 @@ def _against(module: nn.Module, seen: set[tuple[int, bool]]) -> str:
     name = type(module).__name__.lower()
     if is_recurrent(module) or isinstance(module, nn.RNNCellBase):
         return "a recurrent layer: its state goes along the row, where siblings follow each other"
-    if isinstance(module, nn.modules.conv._ConvNd) and math.prod(module.kernel_size) > 1:
+    if (isinstance(module, nn.modules.conv._ConvNd) and math.prod(module.kernel_size) > 1) or row_layer(type(module)):
         return "a convolution: it mixes neighbours of the row, where siblings follow each other"
     if has_batch_statistics(module):
         return "whose statistics count a shared token once: call eval() on this layer, or take LayerNorm or RMSNorm"

@@ -68,8 +68,8 @@ def train_step(
 
     Args:
         model: the outermost wrapper. A model whose `forward` takes `input_ids`, like those of Hugging Face, is called
-            with `batch.as_hf()` without labels and returns `.logits` (float[1, tokens, vocabulary]). If it also returns
-            `aux_loss`, that is added with `config.router_aux_loss_coef`, weighted by labels and without padding
+            with `batch.as_hf(model)` without labels and returns `.logits` (float[1, tokens, vocabulary]). If it also
+            returns `aux_loss`, that is added with `config.router_aux_loss_coef`, weighted by labels and without padding
             (`real_tokens`). Any other model is called with the batch and returns logits, float[tokens, vocabulary];
             `batch.real` says which tokens are no padding. If documents bring weights, losses are multiplied by them.
             Only models of the second kind take a `ForestBatch`: they run attention on `batch.shard`.
@@ -175,7 +175,7 @@ def logits_of(model: nn.Module, batch: PackedBatch | ForestBatch) -> tuple[Tenso
     elif isinstance(batch, ForestBatch):
         batch.as_hf()
     else:
-        row = without_weights(batch).as_hf(plain=not takes_keywords(model))
+        row = without_weights(batch).as_hf(model, plain=not takes_keywords(model))
         given = {name: value for name, value in row.items() if name not in ("labels", "shift_labels", AHEAD)}
         with real_tokens(model, batch):
             output = model(**given)

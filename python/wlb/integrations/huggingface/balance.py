@@ -27,6 +27,7 @@ from wlb.integrations.huggingface.refusals import check_trainer
 from wlb.integrations.huggingface.streamed import StreamedEvaluation
 from wlb.integrations.rows import Rows
 from wlb.torch.agreement import agree
+from wlb.torch.boundaries import told
 from wlb.torch.collectives import host_group
 from wlb.torch.data import IGNORE, BalancedStream
 from wlb.torch.routers import routed
@@ -264,6 +265,7 @@ class _Balanced(Trainer):
         real = inputs.pop(REAL, None) if isinstance(inputs, dict) else None
         if hasattr(self, "_total_train_tokens") and model.training:  # TRL's, to which it adds the rows of all ranks
             self._total_train_tokens -= self._wlb_of_all_ranks(0 if real is None else total - real)
+        inputs = told(model, inputs) if isinstance(inputs, dict) else inputs
         with routed(model, real if real else None), learnt_alone(self, inputs, model.training):
             result = super().compute_loss(model, inputs, *args, **kwargs)
         if real == 0:

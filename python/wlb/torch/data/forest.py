@@ -116,7 +116,7 @@ class ForestBatch:
         moved: dict[str, Any] = {name: work(value) for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
-    def as_hf(self, *, plain: bool = False) -> NoReturn:
+    def as_hf(self, model: Any = None, *, plain: bool = False) -> NoReturn:
         """Refused, because Hugging Face's causal models take a restart of positions for a new document.
 
         Raises:

@@ -24,10 +24,7 @@ def model_code(name: str) -> str:
     if "=" in name and not Path(name).exists():
         sizes = (pair.partition("=") for pair in name.split(","))
         return f"wlb.ModelConfig({', '.join(f'{key.strip()}={value.strip().title()}' for key, _, value in sizes)})"
-    path = json.dumps(name)
-    if not Path(name).exists():
-        path = f'huggingface_hub.hf_hub_download({path}, "config.json")'
-    return f"wlb.ModelConfig.from_hugging_face({path})"
+    return f"wlb.ModelConfig.from_hugging_face({json.dumps(name)})"
 
 
 class Verbatim(str):
