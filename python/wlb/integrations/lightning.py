@@ -225,7 +225,8 @@ class BalancedDataModule(LightningDataModule):
             found, known = len(self._documents), np.size(self._lengths)
             message = f"has {found} documents, but had {known} when their lengths were read: make a new data module"
             raise error("dataset", message, value=found)
-        if self._row is _hugging_face and (wrong := against_labels(trainer.lightning_module)):
+        module = trainer.lightning_module
+        if self._row is _hugging_face and module is not None and (wrong := against_labels(module)):
             raise error("module", wrong)
         sampler = self._sampler(trainer.global_rank, trainer.world_size)
         loader = self._loading.loader(self._documents, sampler, self._loading.collate)

@@ -100,7 +100,7 @@ def warn_of_split_prompts(dataset: Any, numbers: NDArray[np.int64], packer: wlb.
     if found:
         of = f"{numbers.size:,}" if looked.size == numbers.size else f"{looked.size} (of {numbers.size:,})"
         longer = f"documents with more than max_document_tokens = {packer.max_document_tokens} tokens"
-        warn(f"{found} of {of} {longer} begin with a prompt without labels, and are split: {_WAYS}")
+        warn(f"{found} of {of} {longer} begin with a prompt without labels, and are split, {_WAYS}")
 
 
 class SplitPrompts:
@@ -113,7 +113,7 @@ class SplitPrompts:
         """Looks at a document that was read."""
         if self._limit is not None and hides_prompt(document, self._limit):
             longer = f"has more than max_document_tokens = {self._limit} tokens"
-            warn(f"{name} {longer}, begins with a prompt without labels, and is split: {_WAYS}")
+            warn(f"{name} {longer}, begins with a prompt without labels, and is split, {_WAYS}")
             self._limit = None
 
 

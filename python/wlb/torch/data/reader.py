@@ -401,20 +401,20 @@ class StepReader:
         Complexity:
             O(documents) if there are more of them now.
         """
-        saved, corpus = field(state, "lengths", dict), self._order.corpus
-        if saved == self._lengths():
+        saved, corpus, mine = field(state, "lengths", dict), self._order.corpus, self._lengths()
+        wrong = next((name for name, value in mine.items() if field(saved, name, object) != value), None)
+        if wrong is None:
             return ""
         before, now = field(saved, "documents", int), int(corpus.lengths.size)
-        tokens, fingerprint = field(saved, "tokens", int), field(saved, "fingerprint", str)
-        if 0 < before < now and Corpus.of(corpus.lengths[:before], longest=None).fingerprint == fingerprint:
+        if 0 < before < now and Corpus.of(corpus.lengths[:before], longest=None).fingerprint == saved["fingerprint"]:
             return (
                 f"was saved with {before} documents, behind which this data set has {now - before} more: resume with "
                 f"the first {before} alone (torch.utils.data.Subset(dataset, range({before})), or dataset.select), and "
                 "train all of them in the next run"
             )
         return (
-            f"was saved with {before} documents of {tokens} tokens, and this data set has {now} of {corpus.tokens}, or "
-            "in another order: resume with the documents that it was saved with"
+            f"was saved with {wrong} = {saved[wrong]!r}; this corpus has {mine[wrong]!r}: resume with the documents "
+            "that it was saved with"
         )
 
     def _costs(self) -> dict[str, Any]:
