@@ -1007,7 +1007,7 @@ class Packing:
 def pack(
     lengths: ArrayLike,
     *,
-    num_micro_batches: int | None,
+    num_micro_batches: int | Literal["fewest"] | None,
     max_tokens: int,
     cost_model: CostModel | None = None,
     costs: ArrayLike | None = None,

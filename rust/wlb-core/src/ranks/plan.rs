@@ -5,11 +5,11 @@
 //! micro-batches than packing without ranks. If ranks must keep groups together or have equally many documents,
 //! documents are first shared out to ranks, and each rank's documents then fill its own micro-batches.
 
-use crate::balance::{Bins, Item, Leveller, Limits, Rule, documents, fewest};
+use crate::balance::{Bins, Item, Leveller, Limits, Rule, WORTH_A_ROUND, documents, fewest, more};
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
 use crate::limits::MAX_MICRO_BATCHES;
-use crate::packing::options::{Sync, check_micro_batches};
+use crate::packing::options::{Ranks, Sync, check_micro_batches};
 use crate::packing::pack::check_fit;
 use crate::packing::plan::Packing;
 use crate::packing::pricing::Pricing;
@@ -17,6 +17,7 @@ use crate::packing::{deal, light_ends};
 
 use super::groups::{groups, members};
 use super::options::RankOptions;
+use super::share_out::{Shared, share_out};
 use super::{rounds, sums};
 
 /// Micro-batches count as level if they differ by at most this part of their mean.
@@ -25,12 +26,8 @@ const CLOSE: f64 = 1e-4;
 const CLOSE_SUMS: f64 = 1e-5;
 /// Most exchanges tried to level micro-batches, and again to level ranks: a tenth of a millisecond.
 pub(super) const STEPS: usize = 1 << 15;
-/// Least part by which one more micro-batch on each rank must shorten the step, if ranks wait once a step.
-const WORTH_A_ROUND: f64 = 0.05;
 /// If rounds take longer than their target by this part, a plan rank by rank is tried, too.
 const UNEVEN: f64 = 0.03;
-/// Number of partners with which a rank tries to exchange groups.
-pub(super) const RANKS: usize = 12;
 /// Stands for "no limit" on rounds or documents: more than any batch has, and far from overflow.
 const ANY: i64 = 1 << 31;
 
@@ -74,6 +71,7 @@ const ANY: i64 = 1 << 31;
 ///     groups: vec![],
 ///     equal_documents: true,
 ///     max_documents: None,
+///     fewest: false,
 /// };
 /// let packing = pack_for_ranks(&lengths, &options, &cost)?;
 /// let dealt = packing.deal(2)?;
@@ -98,13 +96,7 @@ pub fn pack_for_ranks<'a>(lengths: &Lengths, options: &RankOptions, costs: impl 
     let mut batch = Batch::new(lengths, &each, options)?;
     batch.micro_batch = costs.micro_batch();
     let dp_size = options.dp_size();
-    let (rounds, ranks) = match options.num_micro_batches {
-        Some(total) => batch.attempt(total / dp_size).map(|ranks| (total / dp_size, ranks)).ok_or_else(|| {
-            let requirement = "found no plan that fits all documents into this number: None takes as many as needed";
-            Error::Combination { argument: "num_micro_batches", requirement }
-        }),
-        None => batch.fewest(options.multiple_of / gcd(options.multiple_of, dp_size)),
-    }?;
+    let (rounds, ranks) = batch.best()?;
     let mut assignment = vec![-1; lengths.len()];
     for (micro_batch, contents) in (0..).zip(ranks.iter().flatten()) {
         contents.iter().for_each(|&document| assignment[document as usize] = micro_batch);
@@ -132,6 +124,8 @@ pub(super) struct Batch<'a> {
     /// The groups as items, costliest first.
     groups: Vec<Item>,
     limits: Limits,
+    /// Where the ranks wait for each other.
+    sync: Sync,
     /// Cost of every micro-batch besides its documents.
     micro_batch: f64,
     /// Micro-batches that hold the documents already, if any: indices of documents, the costliest micro-batch first.
@@ -148,8 +142,9 @@ impl<'a> Batch<'a> {
         let groups = groups(&members, lengths, costs);
         let documents = options.max_documents.map_or(ANY, |most| most as i64);
         let limits = Limits { tokens: i64::from(options.max_tokens), documents };
-        let batch = Self { options, items, places, members, groups, limits, micro_batch: 0.0, start: None };
-        if options.equal_documents && batch.shared_out(ANY as usize).is_none() {
+        let (sync, micro_batch) = (options.sync(), 0.0);
+        let batch = Self { options, items, places, members, groups, limits, sync, micro_batch, start: None };
+        if options.equal_documents && batch.shared_out(ANY as usize, f64::INFINITY).is_none() {
             let requirement = "found no way to give all ranks equally many documents with groups of these sizes";
             return Err(Error::Combination { argument: "equal_documents", requirement });
         }
@@ -165,30 +160,67 @@ impl<'a> Batch<'a> {
             check_micro_batches(rounds.saturating_mul(dp_size))?;
             Ok(self.attempt(rounds))
         })?;
-        let rounds = multiples * multiple;
-        let shorter = if multiple == 1 { self.one_more(rounds, &best) } else { None };
-        Ok(shorter.map_or((rounds, best), |shorter| (rounds + 1, shorter)))
-    }
-
-    /// The plan with one more round, if ranks wait once a step and the step becomes clearly shorter: micro-batches may
-    /// be so full that documents cannot be exchanged between ranks.
-    fn one_more(&self, rounds: usize, plan: &Contents) -> Option<Contents> {
-        let dp_size = self.options.dp_size();
-        let cost =
-            |held: &Vec<u32>| held.iter().map(|&d| self.items[self.places[d as usize] as usize].cost).sum::<f64>();
-        let step = |plan: &Contents| {
-            let longest = plan.iter().map(|rank| rank.iter().map(cost).sum::<f64>()).fold(0.0, f64::max);
-            longest + self.micro_batch * plan[0].len() as f64
-        };
+        let found = (multiples * multiple, best);
+        if multiple > 1 || self.options.fewest || self.options.ranks.is_none() {
+            return Ok(found);
+        }
         let total: f64 = self.items.iter().map(|item| item.cost).sum();
         let costliest = self.items.iter().chain(&self.groups).map(|item| item.cost).fold(0.0, f64::max);
-        let least = (total / dp_size as f64).max(costliest) + self.micro_batch * (rounds + 1) as f64;
-        let most = step(plan) * (1.0 - WORTH_A_ROUND);
-        if self.options.sync() != Sync::Step || least > most {
-            return None;
+        let least = (total / dp_size as f64).max(costliest);
+        let attempt = |rounds: usize| {
+            check_micro_batches(rounds * dp_size).ok()?;
+            self.attempt(rounds).filter(|plan| !plan.iter().flatten().any(Vec::is_empty))
+        };
+        let worth = if self.micro_batch > 0.0 { 0.0 } else { WORTH_A_ROUND };
+        let bound = |rounds: usize| least + self.micro_batch * rounds as f64;
+        Ok(more(found, worth, |plan| self.step(plan, self.sync), bound, attempt))
+    }
+
+    /// Time of a plan's step.
+    fn step(&self, plan: &Contents, sync: Sync) -> f64 {
+        let ranks = Ranks { dp_size: plan.len(), sync };
+        let costs: Vec<f64> = plan.iter().flatten().map(|held| self.cost(held) + self.micro_batch).collect();
+        ranks.step_cost(&costs)
+    }
+
+    fn cost(&self, held: &[u32]) -> f64 {
+        held.iter().map(|&document| self.items[self.places[document as usize] as usize].cost).sum()
+    }
+
+    /// The plan with the given number of rounds, or with the number that its step asks for.
+    fn planned(&self) -> Result<(usize, Contents)> {
+        let dp_size = self.options.dp_size();
+        let Some(total) = self.options.num_micro_batches else {
+            let multiple_of = self.options.multiple_of;
+            return self.fewest(multiple_of / gcd(multiple_of, dp_size));
+        };
+        let requirement = "found no plan that fits all documents into this number: None takes as many as needed";
+        let refused = Error::Combination { argument: "num_micro_batches", requirement };
+        self.attempt(total / dp_size).map(|ranks| (total / dp_size, ranks)).ok_or(refused)
+    }
+
+    /// The best plan. If ranks wait in every micro-batch, that is never longer than the plan for ranks that wait once
+    /// a step: few groups on each rank leave rounds uneven, and then even ranks matter more than even micro-batches.
+    fn best(&mut self) -> Result<(usize, Contents)> {
+        let own = self.planned();
+        if self.sync == Sync::Step || self.options.dp_size() == 1 {
+            return own;
         }
-        check_micro_batches((rounds + 1) * dp_size).ok()?;
-        self.attempt(rounds + 1).filter(|more| step(more) <= most && !more.iter().flatten().any(Vec::is_empty))
+        self.sync = Sync::Step;
+        let other = self.planned().map(|(rounds, plan)| (rounds, self.in_rounds(plan)));
+        self.sync = Sync::MicroBatch;
+        let (Ok(own), Ok(other)) = (&own, &other) else { return own.or(other) };
+        let step = |(_, plan): &(usize, Contents)| self.step(plan, Sync::MicroBatch);
+        Ok(if step(other) < step(own) { other.clone() } else { own.clone() })
+    }
+
+    /// The same micro-batches on the same ranks, such that the heaviest of all ranks run together.
+    fn in_rounds(&self, mut plan: Contents) -> Contents {
+        for held in &mut plan {
+            held.sort_by(|a, b| self.cost(b).total_cmp(&self.cost(a)));
+            *held = light_ends(&(0..held.len()).collect::<Vec<_>>()).iter().map(|&j| held[j].clone()).collect();
+        }
+        plan
     }
 
     /// A lower bound on the number of rounds of any plan.
@@ -209,7 +241,7 @@ impl<'a> Batch<'a> {
     /// The plan with this number of micro-batches on each rank; `None` if no such plan was found.
     pub(super) fn attempt(&self, rounds: usize) -> Option<Contents> {
         let dp_size = self.options.dp_size();
-        let sync = self.options.sync();
+        let sync = self.sync;
         let targets = match sync {
             Sync::Step => {
                 let total: f64 = self.items.iter().map(|item| item.cost).sum();
@@ -304,7 +336,7 @@ impl<'a> Batch<'a> {
         start: Option<&[Vec<u32>]>,
     ) -> Option<Bins<'b>> {
         let all: Vec<usize> = (0..targets.len()).collect();
-        let excess = |bins: &Bins| match self.options.sync() {
+        let excess = |bins: &Bins| match self.sync {
             Sync::Step => bins.loads.iter().copied().fold(f64::NEG_INFINITY, f64::max),
             Sync::MicroBatch => bins.loads.iter().map(|load| load.max(0.0)).sum(),
         };
@@ -328,28 +360,21 @@ impl<'a> Batch<'a> {
 
     /// Groups (or documents, without groups) on ranks that each have room for `rounds` micro-batches; `None` if no way
     /// was found.
-    fn shared_out(&self, rounds: usize) -> Option<Bins<'_>> {
-        let Limits { tokens, documents } = self.limits;
-        let rounds = rounds as i64;
-        let limits = Limits { tokens: tokens * rounds, documents: documents * rounds };
-        let targets = vec![0.0; self.options.dp_size()];
-        let rule = if self.options.equal_documents { Rule::FewestDocuments } else { Rule::LeastLoad };
-        let together = if self.members.is_empty() { &self.items } else { &self.groups };
-        let bins = Bins::filled(together, limits, &targets, rule)?;
-        let documents = |held: &Vec<u32>| held.iter().map(|&place| together[place as usize].documents).sum::<u32>();
-        let held = || bins.contents.iter().map(documents);
-        let spread = held().max().unwrap_or(0) - held().min().unwrap_or(0);
-        (!self.options.equal_documents || spread <= 1).then_some(bins)
+    fn shared_out(&self, rounds: usize, close: f64) -> Option<Bins<'_>> {
+        let shared = Shared {
+            ranks: self.options.dp_size(),
+            tokens: self.limits.tokens * rounds as i64,
+            documents: self.limits.documents * rounds as i64,
+            equal_documents: self.options.equal_documents,
+            close,
+        };
+        share_out(if self.members.is_empty() { &self.items } else { &self.groups }, &shared)
     }
 
     /// Shares groups out to ranks, then fills each rank's own micro-batches near the targets of its rounds.
     fn by_rank(&self, targets: &[f64], mean: f64) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
-        let mut on_ranks = self.shared_out(targets.len())?;
+        let on_ranks = self.shared_out(targets.len(), CLOSE_SUMS * mean * targets.len() as f64)?;
         let all: Vec<usize> = (0..on_ranks.contents.len()).collect();
-        let mut search = Leveller::new(STEPS, self.options.equal_documents);
-        search.partners = RANKS;
-        search.level(&mut on_ranks, &all, CLOSE_SUMS * mean * targets.len() as f64);
-
         let held_targets: Vec<f64> = all.iter().flat_map(|_| targets.iter().copied()).collect();
         let mut bins = Bins::new(&self.items, self.limits, &held_targets);
         for (rank, held) in on_ranks.contents.iter().enumerate() {
@@ -374,7 +399,7 @@ impl<'a> Batch<'a> {
     /// Time of a step: the heaviest rank, or the sum of the heaviest micro-batch of each round.
     fn longest(&self, bins: &Bins<'_>, ranks: &[Vec<usize>]) -> f64 {
         let costs = bins.costs();
-        match self.options.sync() {
+        match self.sync {
             Sync::Step => ranks.iter().map(|held| held.iter().map(|&j| costs[j]).sum()).fold(0.0, f64::max),
             Sync::MicroBatch => {
                 let heaviest = |round: usize| ranks.iter().map(|held| costs[held[round]]).fold(0.0, f64::max);

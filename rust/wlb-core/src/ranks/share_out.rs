@@ -1,8 +1,14 @@
 //! Shares groups of documents that have to stay together out to ranks.
 
-use crate::balance::{Bins, Item, Leveller, Limits, Rule, sort};
+use crate::balance::{Bins, Item, Leveller, Limits, Rule, Rules, Size};
 
-use super::plan::{RANKS, STEPS};
+use super::plan::STEPS;
+
+/// Number of partners with which a rank tries to exchange.
+const PARTNERS: usize = 12;
+/// Most pairs of groups on two ranks for which two are exchanged for two: with many groups on a rank, one for one is
+/// enough.
+const PAIRS: usize = 1 << 10;
 
 /// Limits of a share-out.
 pub(crate) struct Shared {
@@ -18,21 +24,23 @@ pub(crate) struct Shared {
     pub(crate) close: f64,
 }
 
-/// Indices of the items of each rank, with costs as level as exchanges make them; `None` if no way was found.
-pub(crate) fn share_out(mut items: Vec<Item>, shared: &Shared) -> Option<Vec<Vec<u32>>> {
-    sort(&mut items);
+/// Items on ranks, with costs as level as exchanges make them; `None` if no way was found.
+///
+/// # Arguments
+/// * `items` - costliest first.
+pub(crate) fn share_out<'a>(items: &'a [Item], shared: &Shared) -> Option<Bins<'a>> {
     let limits = Limits { tokens: shared.tokens, documents: shared.documents };
     let rule = if shared.equal_documents { Rule::FewestDocuments } else { Rule::LeastLoad };
-    let mut bins = Bins::filled(&items, limits, &vec![0.0; shared.ranks], rule)?;
+    let mut bins = Bins::filled(items, limits, &vec![0.0; shared.ranks], rule)?;
     let documents = |held: &Vec<u32>| held.iter().map(|&place| items[place as usize].documents).sum::<u32>();
     let held: Vec<u32> = bins.contents.iter().map(documents).collect();
     let spread = held.iter().max().unwrap_or(&0) - held.iter().min().unwrap_or(&0);
     if shared.equal_documents && spread > 1 {
         return None;
     }
-    let mut search = Leveller::new(STEPS, shared.equal_documents);
-    search.partners = RANKS;
-    search.level(&mut bins, &(0..shared.ranks).collect::<Vec<usize>>(), shared.close);
-    let indices = |held: &Vec<u32>| held.iter().map(|&place| items[place as usize].index).collect();
-    Some(bins.contents.iter().map(indices).collect())
+    let all: Vec<usize> = (0..shared.ranks).collect();
+    let rules = Rules { sizes: &[Size::One, Size::Two], ..Rules::new(shared.close, PARTNERS) };
+    let mut search = Leveller { most_pairs: PAIRS, ..Leveller::new(STEPS, shared.equal_documents) };
+    search.exchange(&mut bins, &all, &rules);
+    Some(bins)
 }
