@@ -40,7 +40,8 @@ pub(crate) fn share_out<'a>(items: &'a [Item], shared: &Shared) -> Option<Bins<'
     }
     let all: Vec<usize> = (0..shared.ranks).collect();
     let rules = Rules { sizes: &[Size::One, Size::Two], ..Rules::new(shared.close, PARTNERS) };
-    let mut search = Leveller { most_pairs: PAIRS, ..Leveller::new(STEPS, shared.equal_documents) };
+    let mut search = Leveller::new(STEPS, shared.equal_documents);
+    search.most_pairs = PAIRS;
     search.exchange(&mut bins, &all, &rules);
     Some(bins)
 }

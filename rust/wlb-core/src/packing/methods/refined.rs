@@ -93,7 +93,9 @@ fn improve(start: Placement, max_tokens: i32, items: impl FnOnce() -> Vec<Item>)
     let all: Vec<usize> = (0..count).collect();
     let sizes = &[Size::One, Size::Two];
     let rules = Rules { low: bound * (NEAR - 1.0), sizes, sets_aside: false, ..Rules::new(0.0, PARTNERS) };
-    Leveller { most_pairs: STEPS, ..Leveller::new(STEPS, false) }.exchange(&mut best, &all, &rules);
+    let mut search = Leveller::new(STEPS, false);
+    search.most_pairs = STEPS;
+    search.exchange(&mut best, &all, &rules);
 
     let mut placement = start.emptied();
     for (j, contents) in best.contents.iter().enumerate() {
