@@ -5,7 +5,7 @@
 //! micro-batches than packing without ranks. If ranks must keep groups together or have equally many documents,
 //! documents are first shared out to ranks, and each rank's documents then fill its own micro-batches.
 
-use crate::balance::{Bins, Item, Leveller, Limits, Rule, WORTH_A_ROUND, documents, fewest, more};
+use crate::balance::{Bins, Item, Leveller, Limits, Rule, Size, WORTH_A_ROUND, documents, fewest, more};
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
 use crate::limits::MAX_MICRO_BATCHES;
@@ -144,7 +144,7 @@ impl<'a> Batch<'a> {
         let limits = Limits { tokens: i64::from(options.max_tokens), documents };
         let (sync, micro_batch) = (options.sync(), 0.0);
         let batch = Self { options, items, places, members, groups, limits, sync, micro_batch, start: None };
-        if options.equal_documents && batch.shared_out(ANY as usize, f64::INFINITY).is_none() {
+        if options.equal_documents && batch.shared_out(ANY as usize, f64::INFINITY, &[]).is_none() {
             let requirement = "found no way to give all ranks equally many documents with groups of these sizes";
             return Err(Error::Combination { argument: "equal_documents", requirement });
         }
@@ -360,20 +360,34 @@ impl<'a> Batch<'a> {
 
     /// Groups (or documents, without groups) on ranks that each have room for `rounds` micro-batches; `None` if no way
     /// was found.
-    fn shared_out(&self, rounds: usize, close: f64) -> Option<Bins<'_>> {
+    fn shared_out(&self, rounds: usize, close: f64, sizes: &'static [Size]) -> Option<Bins<'_>> {
         let shared = Shared {
             ranks: self.options.dp_size(),
             tokens: self.limits.tokens * rounds as i64,
             documents: self.limits.documents * rounds as i64,
             equal_documents: self.options.equal_documents,
             close,
+            sizes,
         };
         share_out(if self.members.is_empty() { &self.items } else { &self.groups }, &shared)
     }
 
     /// Shares groups out to ranks, then fills each rank's own micro-batches near the targets of its rounds.
+    ///
+    /// Exchanges of two for two make ranks more even, and sometimes so full that their documents find no room.
     fn by_rank(&self, targets: &[f64], mean: f64) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
-        let on_ranks = self.shared_out(targets.len(), CLOSE_SUMS * mean * targets.len() as f64)?;
+        let plans = [&[Size::One][..], &[Size::One, Size::Two]].map(|sizes| self.filled_by_rank(targets, mean, sizes));
+        let step = |(bins, ranks): &(Bins<'_>, Vec<Vec<usize>>)| self.longest(bins, ranks);
+        plans.into_iter().flatten().reduce(|best, other| if step(&other) < step(&best) { other } else { best })
+    }
+
+    fn filled_by_rank(
+        &self,
+        targets: &[f64],
+        mean: f64,
+        sizes: &'static [Size],
+    ) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
+        let on_ranks = self.shared_out(targets.len(), CLOSE_SUMS * mean * targets.len() as f64, sizes)?;
         let all: Vec<usize> = (0..on_ranks.contents.len()).collect();
         let held_targets: Vec<f64> = all.iter().flat_map(|_| targets.iter().copied()).collect();
         let mut bins = Bins::new(&self.items, self.limits, &held_targets);

@@ -22,6 +22,8 @@ pub(crate) struct Shared {
     pub(crate) equal_documents: bool,
     /// Difference in cost at which ranks count as level.
     pub(crate) close: f64,
+    /// Sizes of exchanges.
+    pub(crate) sizes: &'static [Size],
 }
 
 /// Items on ranks, with costs as level as exchanges make them; `None` if no way was found.
@@ -39,7 +41,7 @@ pub(crate) fn share_out<'a>(items: &'a [Item], shared: &Shared) -> Option<Bins<'
         return None;
     }
     let all: Vec<usize> = (0..shared.ranks).collect();
-    let rules = Rules { sizes: &[Size::One, Size::Two], ..Rules::new(shared.close, PARTNERS) };
+    let rules = Rules { sizes: shared.sizes, ..Rules::new(shared.close, PARTNERS) };
     let mut search = Leveller::new(STEPS, shared.equal_documents);
     search.most_pairs = PAIRS;
     search.exchange(&mut bins, &all, &rules);
